@@ -201,7 +201,7 @@ class SleepingRunner(TicketRunner):
         self._tally = tally
         self._generator = np.random.default_rng(zlib.crc32(job.cell.encode()))
 
-    async def _run_training_ticket(self, grant: TicketGrant) -> bool:
+    async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
         self._tickets.begin_episodes(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH

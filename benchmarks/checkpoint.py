@@ -31,8 +31,17 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megat
 
 # isort: split
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
-from areal_hpc.rundir.checkpoint_index import get_rank_file, merge_rank_indices, write_index
-from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, STATE_FILE, TrainerState, find_latest
+from areal_hpc.rundir.checkpoint_index import (
+    get_rank_file_path,
+    merge_rank_indices,
+    write_checkpoint_index,
+)
+from areal_hpc.rundir.checkpoints import (
+    COMPLETE_MARKER_FILE,
+    STATE_FILE,
+    TrainerState,
+    find_latest_checkpoint,
+)
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
 from areal_hpc.trainer.checkpoints.rank_state import RankState
@@ -72,9 +81,11 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     partial.mkdir()
     held, memory = RankState(trainee.policy, trainee.optimizer), CopyMemory()
     held.copy_to(memory.allocate(held.size_bytes, trainee.policy.device))
-    write_rank_file(memory.descriptor, get_rank_file(partial, 0), held.size_bytes)
+    write_rank_file(memory.descriptor, get_rank_file_path(partial, 0), held.size_bytes)
     memory.close()
-    write_index(partial, merge_rank_indices([held.build_index(0)], held.types, held.count_steps()))
+    write_checkpoint_index(
+        partial, merge_rank_indices([held.build_index(0)], held.types, held.count_steps())
+    )
     state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / COMPLETE_MARKER_FILE).touch()
@@ -98,7 +109,7 @@ def measure(
         beside_s = seconds_of(lambda: trainee.step(rows))
         poll_s = seconds_of(store.finish_save)
         in_process_s = seconds_of(partial(checkpoint_in_process, trainee, alone, number))
-        checkpoint = find_latest(folder / "beside")
+        checkpoint = find_latest_checkpoint(folder / "beside")
         assert checkpoint is not None
         state_bytes = sum(path.stat().st_size for path in checkpoint.path.iterdir())
         shutil.rmtree(alone / f"step_{number}")

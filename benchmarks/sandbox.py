@@ -17,7 +17,7 @@ from pathlib import Path
 
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import Runtime
-from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from benchmarks._pairs import add_out, report
@@ -54,7 +54,7 @@ async def measure_warm(runtime: Runtime, spec: SandboxSpec, rounds: int) -> floa
     times = []
     try:
         for _ in range(rounds):
-            await pool.fill()
+            await pool.start_first_and_refill()
             began = time.perf_counter()
             async with pool.acquire() as sandbox:
                 await sandbox.exec(["true"])
@@ -109,7 +109,7 @@ def main() -> None:
     """Measure, and write what was found."""
     parser = argparse.ArgumentParser(prog="areal-hpc bench sandbox", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    isolating = [name for name in find_runtimes() if name != "none"]
+    isolating = [name for name in find_installed_runtimes() if name != "none"]
     parser.add_argument("--runtime", choices=isolating, default="bwrap", help="which (bwrap)")
     parser.add_argument("--root", type=Path, help="folder of a root file system")
     parser.add_argument("--rounds", type=int, default=20, help="sandboxes of each kind (20)")

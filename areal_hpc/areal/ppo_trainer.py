@@ -22,7 +22,7 @@ from areal_hpc.rollout.execution.agent_pickle import (
     get_import_path,
     is_json_serializable,
     pickle_agent,
-    save_agent,
+    save_agent_as_module,
 )
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
@@ -196,7 +196,9 @@ def _build_agent_recipe_keys(
     if path is not None and is_json_serializable(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
-    path = save_agent(handed, kwargs, paths.agent_dir, (_get_script_dir(),), alias, module)
+    path = save_agent_as_module(
+        handed, kwargs, paths.agent_dir, (_get_script_dir(),), alias, module
+    )
     return {"workflow": path, "workflow_kwargs": {}}
 
 

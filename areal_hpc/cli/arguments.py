@@ -75,7 +75,7 @@ class CommandGroup:
         return parser
 
     def add_subcommand_group(self, name: str, **options: Any) -> CommandGroup:
-        """The commands of `areal-hpc NAME ACTION`; options as for `add`."""
+        """The commands of `areal-hpc NAME ACTION`; options as for `add_command`."""
         actions = self._add_parser(name, options).add_subparsers(required=True, metavar="ACTION")
         return CommandGroup(actions, tells_help=True)
 

@@ -167,10 +167,10 @@ def _restore_devcluster_node(arguments: argparse.Namespace) -> int:
 
 
 def _print_devcluster_health(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import check_health, read_plan
+    from areal_hpc.slurm.devcluster.cluster import list_component_health, read_plan
 
     made = read_plan(_get_devcluster_paths(arguments))
-    found = check_health(made)
+    found = list_component_health(made)
     for part in found:
         print(f"{part.name:<10} {part.state:<12} {part.note}".rstrip())
     settings = made.settings

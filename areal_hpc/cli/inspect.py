@@ -163,7 +163,12 @@ def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.health import format_alert, list_failures, read_alerts
-    from areal_hpc.view.jobs import describe_jobs, describe_steps, fetch_run_jobs, get_run_state
+    from areal_hpc.view.jobs import (
+        describe_allocation_steps,
+        describe_jobs,
+        fetch_run_jobs,
+        get_run_state,
+    )
     from areal_hpc.view.summary import describe_run_now, format_run_progress, read_run_progress
 
     paths = parse_run_dir(arguments.run)
@@ -177,7 +182,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
         lines += ["", *describe_jobs(run)]
-    if steps := describe_steps(paths):
+    if steps := describe_allocation_steps(paths):
         lines += ["", *steps]
     if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
         lines += ["", format_summary(paths)]

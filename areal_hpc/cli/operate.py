@@ -85,7 +85,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm."""
     from areal_hpc.launch.prepared_run import find_live_jobs
-    from areal_hpc.launch.run import get_program_name
+    from areal_hpc.launch.run import get_program_command
     from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_refused
 
     paths = parse_run_dir(path)
@@ -93,14 +93,14 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "
-            f"{get_program_name()} run",
+            f"{get_program_command()} run",
         )
     return paths
 
 
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_next_command, say
-    from areal_hpc.slurm.cancel import cancel_jobs
+    from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import (
         get_experiment_label,
         list_recorded_job_ids,
@@ -119,7 +119,9 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         return (*list_recorded_job_ids(paths), *unrecorded)
 
     try:
-        ended = cancel_jobs(find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say)
+        ended = cancel_jobs_and_wait(
+            find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say
+        )
     except KeyboardInterrupt:
         say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")
         return RunInterruptedError.exit_code
@@ -129,7 +131,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
-    from areal_hpc.launch.prepared_run import is_finished
+    from areal_hpc.launch.prepared_run import is_run_finished
     from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.slurm.run_jobs import list_live_jobs
@@ -153,7 +155,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
             key="cluster.fileroot, experiment_name, trial_name",
             hint="use `areal-hpc submit` to start a run under another name",
         )
-    if is_finished(recipe, paths):
+    if is_run_finished(recipe, paths):
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
     slurm_launcher.submit(recipe, say=say, joins_live_jobs=True)
@@ -162,10 +164,10 @@ def _resume_run(arguments: argparse.Namespace) -> int:
 
 
 def _quarantine_or_restore_batch(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.quarantine import set_batch_aside, undo_quarantine
+    from areal_hpc.launch.quarantine import quarantine_batch, undo_quarantine
 
     paths = parse_run_dir(arguments.run)
-    act = undo_quarantine if arguments.undo else set_batch_aside
+    act = undo_quarantine if arguments.undo else quarantine_batch
     try:
         print(act(paths, arguments.batch))
     except OSError as error:
@@ -223,12 +225,12 @@ def _export_in_train_environment(configured: str, arguments: argparse.Namespace)
 
 
 def _replay_steps(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.replay import ReplayRun, parse_steps
+    from areal_hpc.launch.replay import ReplayRun, parse_step_range
     from areal_hpc.launch.run import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
-    first, last = parse_steps(arguments.steps)
+    first, last = parse_step_range(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
     paths = RunPaths(out.resolve())
     replay = ReplayRun(run, first, last, arguments.overrides, paths)
@@ -236,7 +238,7 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
     reporter.print_line(f"replay   steps {first} to {last} of {run.root}")
     try:
         with catch_stop_signals(STOPPING_MESSAGE) as stop:
-            replay.carry_out(reporter, stop)
+            replay.replay_and_compare(reporter, stop)
     except RunInterruptedError as interrupted:
         print("stopped; the same command continues the replay")
         return interrupted.exit_code

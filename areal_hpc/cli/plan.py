@@ -34,7 +34,7 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
         total = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
         needs = f"{_format_count(total, 'GPU')} at once" if total else "no GPU"
         yield f"stage {stage.name}: {needs}; done when {stage.done_marker} exists"
-        for described, alike in itertools.groupby(stage.jobs, _describe_job):
+        for described, alike in itertools.groupby(stage.jobs, _describe_job_without_name):
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
@@ -52,7 +52,7 @@ def _format_count(number: int, thing: str) -> str:
     return f"{number} {thing}{'' if number == 1 else 's'}"
 
 
-def _describe_job(job: JobSpec) -> list[str]:
+def _describe_job_without_name(job: JobSpec) -> list[str]:
     """Lines without the job's name: equal for jobs that differ in nothing else."""
     count = _format_count(job.tasks, "node" if job.is_task_a_node else "task")
     gpus = f"{_format_count(job.gpus_per_task, 'GPU')} each" if job.gpus_per_task else "on the CPU"
@@ -75,12 +75,12 @@ def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[
 
 def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
     """Processors and memory that a job with GPUs asks Slurm for; nothing for other jobs."""
-    from areal_hpc.launch.node_shares import complete_options
+    from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 
     if not job.gpus_per_task:
         return ""
     try:
-        options = complete_options(recipe, [job]).get_options(job.name)
+        options = add_cpu_and_memory_options(recipe, [job]).get_options(job.name)
     except RecipeError as error:
         return f"; under Slurm not known without {error.problems[0].key}"
     shares = []

@@ -85,14 +85,14 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
 
 
 def _prefetch_recipe(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.prefetch import prefetch
+    from areal_hpc.launch.prefetch import prefetch_recipe_files
     from areal_hpc.launch.run import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.paths import RunPaths
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     paths = RunPaths(recipe.run_dir)
-    prefetch(recipe, paths, say)
+    prefetch_recipe_files(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetched}")
     return 0
 

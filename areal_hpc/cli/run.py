@@ -93,10 +93,10 @@ def _run_recipe(arguments: argparse.Namespace) -> int:
 def _describe_allocation_steps(recipe: Recipe) -> Iterator[str]:
     """Lines: the steps of the allocation that this shell holds."""
     from areal_hpc.jobs.environment import get_interpreters
-    from areal_hpc.launch.places.held_allocation import describe_steps
+    from areal_hpc.launch.places.held_allocation import describe_planned_steps
     from areal_hpc.slurm.allocation import read_allocation
 
-    yield from describe_steps(recipe, read_allocation(os.environ), get_interpreters(recipe))
+    yield from describe_planned_steps(recipe, read_allocation(os.environ), get_interpreters(recipe))
 
 
 def _print_plan(arguments: argparse.Namespace) -> int:
@@ -125,14 +125,16 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
-        requests = slurm_launcher.build_requests(recipe, Path.cwd(), arguments.after)
+        requests = slurm_launcher.build_requests_of_run(recipe, Path.cwd(), arguments.after)
         print(format_dry_run(paths, requests), end="")
         return 0
     if arguments.write_only:
         if not arguments.fresh and report_if_finished(recipe, paths):
             return 0
         say(f"run      {paths.root}")
-        for script in slurm_launcher.write_scripts(recipe, say=say, fresh=arguments.fresh):
+        for script in slurm_launcher.prepare_run_and_write_scripts(
+            recipe, say=say, fresh=arguments.fresh
+        ):
             print(f"sbatch   {script}")
         return 0
     result = submit(recipe, wait=arguments.wait, after=arguments.after, fresh=arguments.fresh)

@@ -33,14 +33,14 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _run_trial(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.trial.start import try_recipe
+    from areal_hpc.launch.trial.start import run_trial
     from areal_hpc.recipe.loading import load_recipe
 
     if arguments.tasks < 1:
         raise RecipeError(f"expected 1 task or more, got {arguments.tasks}", key="--tasks")
     run = arguments.recorded_run
     try:
-        return try_recipe(
+        return run_trial(
             load_recipe(arguments.recipe, arguments.overrides),
             tasks=arguments.tasks,
             say=partial(print, flush=True),

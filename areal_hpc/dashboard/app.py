@@ -139,7 +139,7 @@ class DashboardApp:
             if run.root not in self._indexes:
                 self._indexes[run.root] = RowIndex(run, self._cache_dir)
             index = self._indexes[run.root]
-        index.refresh()
+        index.index_new_rows()
         return index
 
     def _list_runs(self, query: Query) -> JsonObject:

@@ -25,7 +25,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         raise RecipeError(f"{folder} exists", key="--bundle", hint="name another folder")
     index = RowIndex(run, cache_dir)
     try:
-        index.refresh()
+        index.index_new_rows()
         rows = index.choose_example_rows(MAX_BUNDLED_ROWS)
         total = index.find_page(offset=0, count=0).total
         failures = index.count_failure_causes()

@@ -28,11 +28,11 @@ from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
-LAYOUT_VERSION = 1
+TABLES_VERSION = 1
 """Of the tables below: an index of another layout is made anew."""
 MAX_TEXT_CHARS = 100_000
 """Of a row's messages, as JSON, that are searched."""
-_COLUMNS = (
+_ROW_COLUMN_DEFINITIONS = (
     *("shard TEXT", "row INTEGER", "kind TEXT", "step INTEGER", "eval_step INTEGER"),
     *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
     *("tokens INTEGER", "calls INTEGER", "seconds REAL", "task INTEGER", "cell TEXT"),
@@ -48,15 +48,17 @@ DROP TABLE IF EXISTS rows;
 CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
 CREATE TABLE batches (step INTEGER PRIMARY KEY);
 CREATE TABLE tickets (ticket INTEGER, attempt INTEGER, step INTEGER, PRIMARY KEY (ticket, attempt));
-CREATE TABLE rows ({", ".join(_COLUMNS)}, PRIMARY KEY (shard, row));
+CREATE TABLE rows ({", ".join(_ROW_COLUMN_DEFINITIONS)}, PRIMARY KEY (shard, row));
 CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
 CREATE INDEX rows_of_task ON rows (task, kind);
-PRAGMA user_version = {LAYOUT_VERSION};
+PRAGMA user_version = {TABLES_VERSION};
 COMMIT;
 """
 """Made in one transaction: another process of the same user may open the index as well."""
 _LISTED_COLUMNS = ", ".join(
-    name for column in _COLUMNS if (name := column.split()[0]) not in ("text", "named", "note")
+    name
+    for column in _ROW_COLUMN_DEFINITIONS
+    if (name := column.split()[0]) not in ("text", "named", "note")
 )
 """Columns of the table of rows."""
 
@@ -89,7 +91,7 @@ class RowIndex:
         with self._lock:
             self._database.close()
 
-    def refresh(self) -> int:
+    def index_new_rows(self) -> int:
         """Take in shards and batches that are new; how many rows came."""
         with self._lock:
             self._problems = {}  # what failed is tried again
@@ -220,7 +222,7 @@ class RowIndex:
             self._file.unlink()  # who has it open keeps it
             self._file.touch(mode=0o600)
             database, version = self._connect_database(), 0
-        if version != LAYOUT_VERSION:
+        if version != TABLES_VERSION:
             database.executescript(_RECREATE_TABLES_SQL)
         return database
 
@@ -236,7 +238,7 @@ class RowIndex:
         except ShardError as error:
             self._problems[sealed.file] = str(error)
             return 0
-        places = ", ".join("?" * len(_COLUMNS))
+        places = ", ".join("?" * len(_ROW_COLUMN_DEFINITIONS))
         with self._database:
             self._database.executemany(f"INSERT OR REPLACE INTO rows VALUES ({places})", values)
             self._database.execute(

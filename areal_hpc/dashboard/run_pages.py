@@ -24,11 +24,11 @@ from areal_hpc.view.health import list_failures, read_alerts
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.summary import format_run_progress, read_run_progress
 from areal_hpc.view.transcripts.conversation import (
+    extract_text,
     format_tool_call,
     get_messages,
-    get_text,
     get_tool_calls,
-    place_calls,
+    locate_calls,
 )
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -176,13 +176,13 @@ def describe_trajectory(paths: RunPaths, shard: str, row: int) -> JsonObject:
 
 
 def _list_messages(row: TrajectoryRow) -> list[JsonObject]:
-    calls = dict(place_calls(row.record.calls))
+    calls = dict(locate_calls(row.record.calls))
     return [
         {
             "role": str(message.get("role", "?")),
             "name": str(message.get("name") or ""),
-            "text": get_text(message.get("content")),
-            "reasoning": get_text(message.get("reasoning_content")),
+            "text": extract_text(message.get("content")),
+            "reasoning": extract_text(message.get("reasoning_content")),
             "tool_calls": [format_tool_call(one) for one in get_tool_calls(message)],
             "call": _describe_call(calls[place]) if place in calls else None,
         }

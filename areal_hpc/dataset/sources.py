@@ -29,7 +29,7 @@ def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     )
 
 
-def list_source_files(config: TaskSetConfig, key: str) -> list[Path]:
+def list_source_files_and_folders(config: TaskSetConfig, key: str) -> list[Path]:
     """The files and folders that a source is read from, in order; none for made-up tasks.
 
     Raises:
@@ -67,7 +67,7 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
         )
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
-        for path in list_source_files(config, key):
+        for path in list_source_files_and_folders(config, key):
             yield from read_task_file(path, where)
 
 

@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import ClassVar, Literal
 
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.private_values import replace_by_references
+from areal_hpc.recipe.private_values import replace_private_values_by_references
 from areal_hpc.rundir.jobs import ProcessSpec
 
 
@@ -39,7 +39,9 @@ class ProcessConfig(BaseConfig):
             name,
             self.ROLE,
             self.ENTRY,
-            replace_by_references(self.model_dump(mode="json"), self.KEYS_BY_PRIVATE_FIELD),
+            replace_private_values_by_references(
+                self.model_dump(mode="json"), self.KEYS_BY_PRIVATE_FIELD
+            ),
             tasks=tasks,
             restarts=restarts,
             ends_job=ends_job,

@@ -105,7 +105,7 @@ class StepTask:
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
             "AREAL_HPC_HOST": host,
             JOB_START_VARIABLE: str(self._start.number),
-            starts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
+            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
             time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._launch.paths.checkpoint_time),
         }
 
@@ -149,7 +149,7 @@ class StepTask:
             if outcome.exit_code == STOPPED_EXIT_CODE:
                 grace_s += time_limit.read_checkpoint_duration_s(self._launch.paths)
             if not self._is_superseded:
-                note = starts.StopNotice(outcome.reason, outcome.exit_code, grace_s)
+                note = starts.StopNote(outcome.reason, outcome.exit_code, grace_s)
                 starts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("could not tell the processes how long they have: %s", error)

@@ -45,10 +45,10 @@ def probe_node(
     """
     local_dir = Path(environ.get("SLURM_TMPDIR") or tempfile.gettempdir())
     findings = [
-        *_check_free_space(job_dir, least_free_bytes, is_shared=True),
-        *_check_free_space(local_dir, least_free_bytes, is_shared=False),
-        *_compare_clock_with_storage(job_dir),
-        *(_check_first_node_reachable(first_address) if first_address else ()),
+        *_find_free_space_problems(job_dir, least_free_bytes, is_shared=True),
+        *_find_free_space_problems(local_dir, least_free_bytes, is_shared=False),
+        *_find_clock_problems_by_storage(job_dir),
+        *(_find_first_node_reachability_problems(first_address) if first_address else ()),
     ]
     asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
@@ -96,7 +96,9 @@ def compare_gpus_with_driver(
     ]
 
 
-def _check_free_space(folder: Path, least_bytes: int, *, is_shared: bool) -> list[NodeProblem]:
+def _find_free_space_problems(
+    folder: Path, least_bytes: int, *, is_shared: bool
+) -> list[NodeProblem]:
     try:
         free_bytes = shutil.disk_usage(folder).free
     except OSError as error:
@@ -108,7 +110,7 @@ def _check_free_space(folder: Path, least_bytes: int, *, is_shared: bool) -> lis
     return [NodeProblem(reason, is_fault_of_node=not is_shared)]
 
 
-def _compare_clock_with_storage(folder: Path) -> list[NodeProblem]:
+def _find_clock_problems_by_storage(folder: Path) -> list[NodeProblem]:
     """Compare this node's clock with the shared storage's."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
@@ -116,7 +118,7 @@ def _compare_clock_with_storage(folder: Path) -> list[NodeProblem]:
     except OSError as error:
         reason = f"{folder} cannot be written: {error.strerror}"
         return [NodeProblem(reason, is_fault_of_node=not is_fault_of_storage(error))]
-    return check_clock_skew(time.time() - written_at, folder)
+    return find_clock_skew_problems(time.time() - written_at, folder)
 
 
 def is_fault_of_storage(error: Exception) -> bool:
@@ -124,14 +126,14 @@ def is_fault_of_storage(error: Exception) -> bool:
     return isinstance(error, OSError) and error.errno in STORAGE_ERRNOS
 
 
-def check_clock_skew(skew_s: float, folder: Path) -> list[NodeProblem]:
+def find_clock_skew_problems(skew_s: float, folder: Path) -> list[NodeProblem]:
     """Problems that a difference of clocks makes; positive where the node is ahead. Pure."""
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
         return []
     return [NodeProblem(f"its clock differs by {skew_s:+.0f} s from that of {folder}")]
 
 
-def _check_first_node_reachable(address: str) -> list[NodeProblem]:
+def _find_first_node_reachability_problems(address: str) -> list[NodeProblem]:
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host, int(port)), CONNECT_TIMEOUT_S) as connection:

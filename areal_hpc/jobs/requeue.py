@@ -33,7 +33,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import resubmit_after_end, update_dependents
+from areal_hpc.slurm.resubmit import redirect_dependents_to_new_id, resubmit_after_end
 
 log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ RequeueResult = Literal[
 ]
 
 
-class ProgressTracker:
+class StartProgressTracker:
     """Progress of the run in this start of a job, and the earlier starts that made none.
 
     `progress` names the file that grows while the run gets further; empty if there is none.
@@ -171,7 +171,7 @@ def _request_restart(
     give_up_at: float,
     decision: RestartDecision,
 ) -> RequeueResult:
-    facts = scontrol.show_job(job_id)
+    facts = scontrol.query_job(job_id)
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
@@ -187,7 +187,7 @@ def _request_restart(
         log.warning("%s; its script is submitted again", refusal)
         timeout_s = give_up_at - time.monotonic()
         number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
-        _retry_command(lambda: update_dependents(number))
+        _retry_command(lambda: redirect_dependents_to_new_id(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
@@ -228,7 +228,7 @@ def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
     for note in held:
         try:
             job_id = note.read_text()
-            if scontrol.show_job(job_id).state in _STATES_BEFORE_HOLD:
+            if scontrol.query_job(job_id).state in _STATES_BEFORE_HOLD:
                 continue
             scontrol.control_job("release", job_id)
             released.append(note.name)

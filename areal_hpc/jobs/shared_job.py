@@ -145,7 +145,7 @@ class SharedCell:
 
     def report_cell_end(self, outcome: TaskExit) -> None:
         """Say that the cell is over until the job's next start."""
-        self.end = self.replace_by_cell_end_or_name_cell(outcome)
+        self.end = self.get_cell_end_or_label_exit(outcome)
         self._write_end_if_unreported()
 
     def _write_end_if_unreported(self) -> None:
@@ -157,7 +157,7 @@ class SharedCell:
         except OSError as error:  # tried again at the next look
             log.error("the end of %s could not be written: %s", self.name, error)
 
-    def replace_by_cell_end_or_name_cell(self, outcome: TaskExit) -> TaskExit:
+    def get_cell_end_or_label_exit(self, outcome: TaskExit) -> TaskExit:
         """The task's exit status with what is known here; how its cell ended comes first."""
         if self.end is not None and outcome.exit_code != 0:
             return self.end
@@ -196,12 +196,15 @@ class SharedCell:
             own.parent.mkdir(exist_ok=True)
             own.write_text(self._incarnation)
             oldest = own.stat().st_mtime - self._slurm.idle_timeout_s - IDLE_NOTE_MARGIN_S
-            return all(self._is_idle(number, oldest) for number in range(len(self._cell_ranks)))
+            return all(
+                self._is_cell_over_or_idle(number, oldest)
+                for number in range(len(self._cell_ranks))
+            )
         except OSError as error:
             log.warning("shared storage does not respond: %s", error)
             return False
 
-    def _is_idle(self, number: int, oldest: float) -> bool:
+    def _is_cell_over_or_idle(self, number: int, oldest: float) -> bool:
         """True if a cell is over, or has said since `oldest` that it has nothing to do."""
         if self._read_exit(self._cell_ranks[number][0]):
             return True

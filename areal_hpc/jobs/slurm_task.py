@@ -23,7 +23,7 @@ from areal_hpc.jobs.node_probe import (
 )
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
-    ProgressTracker,
+    StartProgressTracker,
     cancel_own_job,
     record_faulty_nodes,
     requeue_or_resubmit,
@@ -86,7 +86,7 @@ class SlurmTask:
         self._starts_dir = self._paths.starts_dir
         self._start: starts.JobStart | None = None
         self._absent: list[TaskExit] = []
-        self._progress_tracker = ProgressTracker(self._paths, slurm.progress)
+        self._progress_tracker = StartProgressTracker(self._paths, slurm.progress)
         self._clock: time_limit.SlurmClock | None = None
         """Of the first task, which watches the time limit."""
         self._ends_at: float | None = None
@@ -124,7 +124,7 @@ class SlurmTask:
         if (refusal := self.probe_node()) is not None:
             return refusal
         if position.is_first and nodes > 1:
-            return self._wait_for_nodes(
+            return self._wait_for_nodes_and_report_absent(
                 self._start, expand_node_list(environ["SLURM_JOB_NODELIST"])
             )
         return None
@@ -153,7 +153,9 @@ class SlurmTask:
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
-    def _wait_for_nodes(self, start: starts.JobStart, nodes: list[str]) -> TaskExit | None:
+    def _wait_for_nodes_and_report_absent(
+        self, start: starts.JobStart, nodes: list[str]
+    ) -> TaskExit | None:
         """Wait for the other nodes. One that does not see this storage cannot say so by itself."""
         timeout_s = self._slurm.join_timeout_s
         absent = starts.await_nodes_and_list_absent(self._starts_dir, start, len(nodes), timeout_s)
@@ -197,7 +199,7 @@ class SlurmTask:
             **({"GLOO_SOCKET_IFNAME": interface} if interface else {}),
             "AREAL_HPC_HOST": host,
             JOB_START_VARIABLE: str(self._start.number),
-            starts.STOP_NOTICE_VARIABLE: str(self._stop_note_path),
+            starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
             time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_time),
         }
 
@@ -255,7 +257,7 @@ class SlurmTask:
             if said is not None and not self._position.is_first:
                 grace_s = said.grace_s
             else:
-                note = starts.StopNotice(outcome.reason, outcome.exit_code, grace_s)
+                note = starts.StopNote(outcome.reason, outcome.exit_code, grace_s)
                 starts.write_stop_note(self._stop_note_path, note)
         except OSError as error:
             log.warning("could not notify the other tasks: %s", error)
@@ -272,7 +274,7 @@ class SlurmTask:
             return grace_s
         wanted_s = grace_s + time_limit.read_checkpoint_duration_s(self._paths)
         try:
-            facts = scontrol.show_job(self._job_id)
+            facts = scontrol.query_job(self._job_id)
         except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted

@@ -17,7 +17,7 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.generations import claim_next_number, get_number_path, read_newest_number
 
 _POLL_S = 0.25
-STOP_NOTICE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
+STOP_NOTE_VARIABLE = "AREAL_HPC_STOP_NOTICE_FILE"
 """Variable that names the note of a job's stop."""
 
 
@@ -34,7 +34,7 @@ class JobStart(Struct, frozen=True):
     """`host:port` where the first task can be reached for a while; empty if it is alone."""
 
 
-class StopNotice(Struct, frozen=True):
+class StopNote(Struct, frozen=True):
     """Why the tasks of a start have to stop, and how soon.
 
     Whoever reads it counts from then on by its own clock: clocks of nodes differ.
@@ -107,22 +107,22 @@ def get_stop_note_path(folder: Path, start: JobStart) -> Path:
     return get_number_path(folder, start.number, ".stop")
 
 
-def write_stop_note(path: Path, note: StopNotice) -> None:
+def write_stop_note(path: Path, note: StopNote) -> None:
     """Tell the other tasks, and the processes of all, to stop."""
     write_atomic(path, msgspec.json.encode(note))
 
 
-def read_stop_note(path: Path) -> StopNotice | None:
+def read_stop_note(path: Path) -> StopNote | None:
     """Stop note of a task of this start; None while all go on."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=StopNotice)
+        return msgspec.json.decode(path.read_bytes(), type=StopNote)
     except FileNotFoundError:
         return None
 
 
-def read_own_stop_notice() -> StopNotice | None:
+def read_own_stop_note() -> StopNote | None:
     """For a process of a job: the note of its stop. None while there is none, or ever will be."""
-    path = os.environ.get(STOP_NOTICE_VARIABLE)
+    path = os.environ.get(STOP_NOTE_VARIABLE)
     return read_stop_note(Path(path)) if path else None
 
 
@@ -134,11 +134,11 @@ class StopDeadline:
 
     def __init__(self, grace_s: float) -> None:
         self._kill_at = time.monotonic() + grace_s
-        self._notice: StopNotice | None = None
+        self._notice: StopNote | None = None
 
     def compute_left_s(self) -> float:
         """Seconds until then. A note that is new counts from now."""
-        notice = read_own_stop_notice()
+        notice = read_own_stop_note()
         if notice is not None and notice != self._notice:
             self._notice, self._kill_at = notice, time.monotonic() + notice.grace_s
         return self._kill_at - time.monotonic()

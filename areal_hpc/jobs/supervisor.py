@@ -47,7 +47,7 @@ CELL_STOP_GRACE_S = 5.0
 LOCAL_RANK_RESTART_POLL_S = 0.1
 SLURM_RANK_RESTART_POLL_S = 2.0
 """Between two looks for the death of another task's rank, while this one's works."""
-VICTIM_EXIT_CODES = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
+EXIT_CODES_CAUSED_BY_OTHER_RANKS = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
 """Of a rank that left because another one failed."""
 VICTIM_RESTART_NOTE_TIMEOUT_S = 10.0
 ERROR_RESTART_NOTE_TIMEOUT_S = 1.0
@@ -103,7 +103,7 @@ def get_restart_note_timeout_s(exit_code: int) -> float:
 
     Nothing but a signal needs no other rank's death to come about; some codes say that it did.
     """
-    if exit_code in VICTIM_EXIT_CODES:
+    if exit_code in EXIT_CODES_CAUSED_BY_OTHER_RANKS:
         return VICTIM_RESTART_NOTE_TIMEOUT_S
     return 0.0 if exit_code > SIGNAL_EXIT_CODE_BASE else ERROR_RESTART_NOTE_TIMEOUT_S
 
@@ -155,9 +155,7 @@ class _Supervisor:
             stop_processes(
                 self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
             )
-        return (
-            outcome if self._cell is None else self._cell.replace_by_cell_end_or_name_cell(outcome)
-        )
+        return outcome if self._cell is None else self._cell.get_cell_end_or_label_exit(outcome)
 
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.join_start()) is not None:
@@ -247,7 +245,7 @@ class _Supervisor:
 
     def _poll_or_start_process(self, child: ManagedProcess) -> TaskExit | None:
         if child.spec.is_rank:
-            self._follow_rank_restart(child)
+            self._kill_rank_if_all_restart(child)
         if child.process is None:
             if time.monotonic() >= child.not_before:
                 self._starter.start(child)
@@ -255,7 +253,7 @@ class _Supervisor:
         code = child.process.poll()
         return None if code is None else self._on_process_exit(child, code)
 
-    def _follow_rank_restart(self, child: ManagedProcess) -> None:
+    def _kill_rank_if_all_restart(self, child: ManagedProcess) -> None:
         """Kill the rank if all ranks start again: nothing of it is worth a stop's grace."""
         try:
             note = self._notes.read_next_restart(is_urgent=not child.is_running)
@@ -297,7 +295,7 @@ class _Supervisor:
             child.process = None  # other cells of the job have work: it goes on looking for some
             return None
         if spec.is_rank and self._launch.job.tasks > 1:
-            if code in VICTIM_EXIT_CODES and self._any_other_task_ended():
+            if code in EXIT_CODES_CAUSED_BY_OTHER_RANKS and self._any_other_task_ended():
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
             if time.monotonic() - child.ended_at < get_restart_note_timeout_s(code):
                 return None  # another task may be about to say that its rank died before this one

@@ -45,7 +45,7 @@ def read_end_time(environ: Mapping[str, str]) -> float | None:
     if told.isdecimal():
         return float(told)
     try:
-        return scontrol.show_job(scontrol.get_own_job_id(environ)).ends_at
+        return scontrol.query_job(scontrol.get_own_job_id(environ)).ends_at
     except ClusterError:
         return None
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture
+from areal_hpc.launch.checks.model_files import find_architecture_and_remark
 from areal_hpc.launch.memory import estimate_serving_memory
 from areal_hpc.launch.plan import build_training_job
 from areal_hpc.recipe.recipe import Recipe
@@ -67,7 +67,7 @@ def estimate_host_memory(
     Raises:
         RecipeError: The model's sizes are not known here.
     """
-    arch, _ = find_architecture(recipe.model)
+    arch, _ = find_architecture_and_remark(recipe.model)
     return (
         _estimate_rank_memory(recipe, arch, ranks_per_node or _count_ranks_per_node(recipe)),
         ProcessMemory("trainer", "ledger"),
@@ -78,7 +78,7 @@ def estimate_host_memory(
     )
 
 
-def find_node_bytes(recipe: Recipe) -> dict[str, int]:
+def find_memory_bytes_of_job_nodes(recipe: Recipe) -> dict[str, int]:
     """Memory that Slurm gives each node of a job (`trainer`, `cell`), where the recipe says so."""
     slurm = recipe.cluster.slurm
     asked = {
@@ -109,10 +109,12 @@ def find_host_memory_problems(
         return []
     return [
         Problem(
-            f"the {job} job needs {held / GIB:.1f} GiB of host memory a node ({_list_parts(own)}"
-            f"), a node has {node_bytes[job] / GIB:.1f} GiB",
-            f"cluster.slurm.jobs.{job}.mem" if job in find_node_bytes(recipe) else "trainer",
-            _suggest_change(recipe, job),
+            f"the {job} job needs {held / GIB:.1f} GiB of host memory a node "
+            f"({_format_held_memory(own)}), a node has {node_bytes[job] / GIB:.1f} GiB",
+            f"cluster.slurm.jobs.{job}.mem"
+            if job in find_memory_bytes_of_job_nodes(recipe)
+            else "trainer",
+            _suggest_memory_change(recipe, job),
         )
         for job, own in _group_by_job(processes)
         if job in node_bytes
@@ -120,7 +122,9 @@ def find_host_memory_problems(
     ]
 
 
-def find_allocation_problems(recipe: Recipe, environment: Mapping[str, str]) -> list[Problem]:
+def find_allocation_memory_problems(
+    recipe: Recipe, environment: Mapping[str, str]
+) -> list[Problem]:
     """The same for processes that all start within a Slurm allocation on this node."""
     given = parse_slurm_memory(environment.get("SLURM_MEM_PER_NODE", "0"))
     return find_host_memory_problems(recipe, {"trainer": given, "cell": given}) if given else []
@@ -132,7 +136,7 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
         processes = estimate_host_memory(recipe)
     except RecipeError:  # the report of GPU memory says so
         return
-    node_bytes = find_node_bytes(recipe)
+    node_bytes = find_memory_bytes_of_job_nodes(recipe)
     yield ""
     yield "host memory in GiB, estimated"
     for job, own in _group_by_job(processes):
@@ -159,7 +163,7 @@ def _group_by_job(
     return [(job, list(own)) for job, own in itertools.groupby(processes, lambda one: one.job)]
 
 
-def _list_parts(processes: Sequence[ProcessMemory]) -> str:
+def _format_held_memory(processes: Sequence[ProcessMemory]) -> str:
     """`checkpoint 12.3 in each of 8 processes trainer`, and so on."""
     return ", ".join(
         f"{name} {size / GIB:.1f} in each of {one.per_node} {one.process} processes"
@@ -168,7 +172,7 @@ def _list_parts(processes: Sequence[ProcessMemory]) -> str:
     )
 
 
-def _suggest_change(recipe: Recipe, job: str) -> str:
+def _suggest_memory_change(recipe: Recipe, job: str) -> str:
     if job == "cell":
         return "lower inference.replicas_per_cell, or take nodes with more memory"
     if recipe.trainer.offload.optimizer:

@@ -6,19 +6,19 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from areal_hpc.dataset.sources import list_source_files
+from areal_hpc.dataset.sources import list_source_files_and_folders
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import check_model
-from areal_hpc.launch.checks.pythons import check_role_pythons
-from areal_hpc.launch.checks.server_options import check_server_options
-from areal_hpc.launch.checks.user_code import check_user_code
+from areal_hpc.launch.checks.model_files import find_model_problems
+from areal_hpc.launch.checks.pythons import find_role_python_problems
+from areal_hpc.launch.checks.server_options import find_server_option_problems
+from areal_hpc.launch.checks.user_code import find_user_code_problems
 from areal_hpc.recipe.recipe import Recipe
 
 MIN_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
 
-def check_inputs(
+def find_input_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
     """All problems of the files, interpreters and names that a recipe mentions. Leaves nothing."""
@@ -33,20 +33,20 @@ def check_inputs(
         if role not in there
     ]
     problems += [
-        *check_role_pythons(recipe, there),
-        *(check_server_options(recipe, there["serve"]) if "serve" in there else ()),
-        *_check_run_directory(recipe.run_dir),
-        *check_model(recipe),
+        *find_role_python_problems(recipe, there),
+        *(find_server_option_problems(recipe, there["serve"]) if "serve" in there else ()),
+        *_find_run_directory_problems(recipe.run_dir),
+        *find_model_problems(recipe),
     ]
     for part, key in recipe.task_sets_with_keys:
         try:
-            list_source_files(part, key)
+            list_source_files_and_folders(part, key)
         except RecipeError as error:
             problems += error.problems
-    return [*problems, *check_user_code(recipe, pythons, sys_path)]
+    return [*problems, *find_user_code_problems(recipe, pythons, sys_path)]
 
 
-def _check_run_directory(run_dir: Path) -> Iterator[Problem]:
+def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
     """Can it be made, written to, and does it have room?"""
     made = find_missing_folders(run_dir)
     try:

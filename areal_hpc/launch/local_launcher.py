@@ -33,7 +33,7 @@ POLL_S = 0.2
 STOP_MARGIN_S = 3.0
 """Time on top of a job's own grace before the launcher kills it."""
 LOCAL_RESTART_POLICY = RestartPolicy(0, max_cluster_failures=2, progress_excuses_failure=True)
-"""Of a job of this machine. Progress: see `made_progress`."""
+"""Of a job of this machine. Progress: see `job_made_progress`."""
 
 
 class ProgressReporter(Protocol):
@@ -72,17 +72,17 @@ def run(
         sys_path=sys_path,
         known_problems=[
             *(
-                this_machine.find_shortages(recipe)
+                this_machine.find_gpu_shortages_of_machine(recipe)
                 if allocation is None
-                else held_allocation.find_shortages(recipe, allocation)
+                else held_allocation.find_allocation_shortages(recipe, allocation)
             ),
-            *find_shared_jobs(recipe),
+            *find_shared_cell_job_problems(recipe),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
         end_reason = ""
         try:
-            with open_place(recipe, ready, allocation) as place:
+            with open_job_place(recipe, ready, allocation) as place:
                 for stage in ready.stages:
                     if stop.is_set():
                         raise RunInterruptedError
@@ -95,7 +95,7 @@ def run(
 
 
 @contextmanager
-def open_place(
+def open_job_place(
     recipe: Recipe, ready: PreparedRun, allocation: Allocation | None
 ) -> Iterator[JobPlace]:
     """Where jobs run: this machine, or the allocation."""
@@ -106,7 +106,7 @@ def open_place(
             yield place
 
 
-def find_shared_jobs(recipe: Recipe) -> list[Problem]:
+def find_shared_cell_job_problems(recipe: Recipe) -> list[Problem]:
     """The error of a recipe whose cells share jobs, which jobs of this machine cannot do."""
     if (size := recipe.inference.cells_per_job) == 1:
         return []
@@ -138,13 +138,15 @@ def run_standalone_stage(
     """
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
-        ready = PreparedRun(paths, setup.create_attempt_log_dir(paths), pythons, (stage,))
+        ready = PreparedRun(
+            paths, setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
+        )
         LocalLauncher(recipe, ready, reporter, stop, ThisMachine(recipe, ready)).run_stage_jobs(
             stage
         )
 
 
-def made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
+def job_made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
     """True if the job did some of the work that it was submitted for, `lived_s` ago. Pure.
 
     `steps_taken` are the run's since then.
@@ -231,26 +233,26 @@ class LocalLauncher:
             if self._stop.is_set():
                 raise RunInterruptedError
             with storage.tolerate():
-                self._place.check_time()
-                is_over = self._check_jobs(stage)
+                self._place.raise_if_time_is_up()
+                is_over = self._poll_and_resubmit_jobs(stage)
             time.sleep(POLL_S)
 
-    def _check_jobs(self, stage: JobStage) -> bool:
+    def _poll_and_resubmit_jobs(self, stage: JobStage) -> bool:
         """Look once at every job, and submit again what failed; true once the work is done."""
         self._reporter.show_progress(stage.name)
         if self._jobs[0].handle.is_done() and stage.done_marker.exists():
             return True
         for job in list(self._jobs):
-            failure = self._find_failure(job)
+            failure = self._find_job_failure(job)
             if failure is not None and not stage.done_marker.exists():
                 self._place.raise_if_place_is_lost()
-                self._handle_job_failure(job, failure)
+                self._resubmit_or_give_up_job(job, failure)
         return False
 
-    def _handle_job_failure(self, job: _Job, failure: JobFailedError) -> None:
+    def _resubmit_or_give_up_job(self, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""
         step, now = self._read_last_step(), time.monotonic()
-        progress = made_progress(
+        progress = job_made_progress(
             job.spec.name,
             steps_taken=step - job.begun_at_step,
             steps_left=self._recipe.trainer.total_steps - step,
@@ -272,7 +274,7 @@ class LocalLauncher:
             self._reporter.print_line(f"{what}; this job is started again")
             job.handle, job.begun_at_step, job.submitted_at = self._submit_job(job.spec), step, now
 
-    def _find_failure(self, job: _Job) -> JobFailedError | None:
+    def _find_job_failure(self, job: _Job) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""
         handle = job.handle
         is_done = handle.is_done()  # asked first: exits are written before a job is done

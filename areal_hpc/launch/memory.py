@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture
+from areal_hpc.launch.checks.model_files import find_architecture_and_remark
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
@@ -102,7 +102,7 @@ def find_memory_problems(
 def build_memory_report(recipe: Recipe) -> Iterator[str]:
     """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
     try:
-        arch, source = find_architecture(recipe.model)
+        arch, source = find_architecture_and_remark(recipe.model)
     except RecipeError as error:
         yield f"memory: unknown, because the model cannot be read: {error.problems[0].message}"
         yield f"  try: {error.problems[0].hint}"

@@ -9,7 +9,7 @@ assumptions, generous, for nobody knows what agents take.
 from collections.abc import Sequence
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture
+from areal_hpc.launch.checks.model_files import find_architecture_and_remark
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
@@ -31,11 +31,11 @@ GPU_PROCESS_BYTES = 8 * GIB
 """A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
 JOB_NODE_BYTES = 8 * GIB
 """Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
-_CPU_FLAGS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
-_MEMORY_FLAGS = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
+_FLAGS_THAT_SET_CPUS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
+_FLAGS_THAT_SET_MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
 
 
-def complete_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
+def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
     """The recipe's options for Slurm, with `cpus_per_task` and `mem` of every job with GPUs.
 
     Jobs that get whole nodes get them with all that is in them.
@@ -47,12 +47,12 @@ def complete_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
     problems: list[Problem] = []
     completed: dict[str, JobOptions] = {}
     for job in jobs:
-        kind = _get_kind(job.name)
+        kind = _get_job_kind(job.name)
         if kind in completed or not job.gpus_per_task:
             continue
         options = slurm.get_options(job.name)
         try:
-            derived = _derive_options(recipe, job, kind, options)
+            derived = _derive_cpu_and_memory_options(recipe, job, kind, options)
         except RecipeError as error:
             problems += [one for one in error.problems if one not in problems]
             continue
@@ -62,37 +62,37 @@ def complete_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
     return slurm.model_copy(update={"jobs": slurm.jobs.model_copy(update=completed)})
 
 
-def _get_kind(job: str) -> str:
+def _get_job_kind(job: str) -> str:
     if is_cell_job(job):
         return EVALUATION_CELL if job == EVALUATION_CELL else "cell"
     return job
 
 
-def _derive_options(
+def _derive_cpu_and_memory_options(
     recipe: Recipe, job: JobSpec, kind: str, options: JobOptions
 ) -> dict[str, int | str]:
     if options.exclusive:
         return {}
     derived: dict[str, int | str] = {}
-    if options.cpus_per_task is None and not _has_flag(options, _CPU_FLAGS):
+    if options.cpus_per_task is None and not _has_flag(options, _FLAGS_THAT_SET_CPUS):
         derived["cpus_per_task"] = (
             job.gpus_per_task * CPUS_PER_SERVER_GPU + CPUS_PER_CELL_NODE
             if job.is_task_a_node
             else CPUS_PER_RANK
         )
-    if options.mem is None and not _has_flag(options, _MEMORY_FLAGS):
+    if options.mem is None and not _has_flag(options, _FLAGS_THAT_SET_MEMORY):
         tasks_per_node = compute_resources(job, options).tasks_per_node
         size = tasks_per_node * job.gpus_per_task * GPU_PROCESS_BYTES + JOB_NODE_BYTES
         if not job.is_task_a_node:
-            size += _count_state_bytes(recipe, tasks_per_node, kind)
+            size += _estimate_trainer_state_bytes(recipe, tasks_per_node, kind)
         derived["mem"] = f"{-(-size // GIB)}G"
     return derived
 
 
-def _count_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
+def _estimate_trainer_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     """Host memory of a trainer's node for its checkpoint and for what waits off the GPU."""
     try:
-        arch, _ = find_architecture(recipe.model)
+        arch, _ = find_architecture_and_remark(recipe.model)
     except RecipeError as error:
         raise RecipeError(
             f"the memory that the {kind} job needs on a node is not known: "

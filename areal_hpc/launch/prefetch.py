@@ -55,7 +55,7 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     return found
 
 
-def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
+def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
 
     Raises:
@@ -68,7 +68,9 @@ def prefetch(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> Non
     for want in list_prefetch_items(recipe):
         try:
             folder = _download_if_missing(want)
-            files = [_describe_file(path, folder, before) for path in _list_files(folder, want)]
+            files = [
+                _describe_file(path, folder, before) for path in _list_wanted_files(folder, want)
+            ]
         except RecipeError as error:
             problems += error.problems
             continue
@@ -114,7 +116,7 @@ def _download_if_missing(want: PrefetchItem) -> Path:
         ) from error
 
 
-def _list_files(folder: Path, want: PrefetchItem) -> list[Path]:
+def _list_wanted_files(folder: Path, want: PrefetchItem) -> list[Path]:
     """The files of a thing that is in place; a RecipeError if none is what the recipe names."""
     if folder.is_file():
         return [folder]

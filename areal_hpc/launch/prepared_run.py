@@ -13,11 +13,11 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.checks.model_files import find_context_tokens
-from areal_hpc.launch.checks.prompts import check_prompts
+from areal_hpc.launch.checks.prompts import find_prompt_problems
 from areal_hpc.launch.plan import JobStage, get_base_model_path, plan_run
 from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.cross_checks import find_doubts
+from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.allocation_note import refuse_live_launcher
 from areal_hpc.rundir.lock import hold_lock
@@ -66,7 +66,7 @@ def lock_prepared_run(
     """
     pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
-    problems = [*known_problems, *input_checks.check_inputs(recipe, pythons, folders)]
+    problems = [*known_problems, *input_checks.find_input_problems(recipe, pythons, folders)]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
@@ -84,7 +84,7 @@ def lock_prepared_run(
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
             try:
-                ready = _prepare(recipe, paths, pythons, folders, say, live_jobs)
+                ready = _set_up_prepared_run(recipe, paths, pythons, folders, say, live_jobs)
             except BaseException:  # boundary: what this launcher has just made goes again
                 if made:
                     shutil.rmtree(paths.root)
@@ -93,7 +93,7 @@ def lock_prepared_run(
             yield ready
 
 
-def _prepare(
+def _set_up_prepared_run(
     recipe: Recipe,
     paths: RunPaths,
     pythons: dict[str, str],
@@ -102,18 +102,18 @@ def _prepare(
     live_jobs: Sequence[LiveJob],
 ) -> PreparedRun:
     """Set up what is missing."""
-    setup.check_recipe_changes(recipe, paths, say)
-    if not is_finished(recipe, paths):
+    setup.report_or_refuse_recipe_changes(recipe, paths, say)
+    if not is_run_finished(recipe, paths):
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
     facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
-    for doubt in find_doubts(recipe):
+    for doubt in find_likely_mistakes(recipe):
         say(f"note     {doubt}")
     _check_task_prompts(recipe, paths, say)
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
-    attempt = newest if live_jobs else setup.create_attempt_log_dir(paths)
-    setup.write_recipe(recipe, paths.recipe, paths.replaced_recipe(attempt))
+    attempt = newest if live_jobs else setup.create_attempt_log_dir_and_link_latest(paths)
+    setup.write_recipe_and_keep_replaced(recipe, paths.recipe, paths.replaced_recipe(attempt))
     record_provenance(recipe, paths, attempt, pythons, folders)
     stages = plan_run(recipe, paths, facts)
     left = tuple(stage for stage in stages if not stage.done_marker.exists())
@@ -130,7 +130,7 @@ def _check_task_prompts(recipe: Recipe, paths: RunPaths, say: Callable[[str], No
     context_tokens = find_context_tokens(recipe, model_dir)
     problems: list[Problem] = []
     for split in ("train", "valid") if recipe.valid_dataset else ("train",):
-        found = check_prompts(
+        found = find_prompt_problems(
             recipe, model_dir, paths.dataset(split), f"{split}_dataset", context_tokens
         )
         problems += found.problems
@@ -175,7 +175,7 @@ def refuse_live_jobs(paths: RunPaths) -> list[LiveJob]:
     return []
 
 
-def is_finished(recipe: Recipe, paths: RunPaths) -> bool:
+def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
     """True if the run has taken all the steps that the recipe now asks for."""
     if not paths.finished_marker.exists():
         return False

@@ -6,7 +6,7 @@ The file that is written counts whenever the trainer is handed the batch, now or
 import shlex
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest_checkpoint
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.manifests import list_manifest_steps
 from areal_hpc.rundir.paths import RunPaths
@@ -20,7 +20,7 @@ from areal_hpc.view.run_state import read_run_snapshot
 _REASON = "areal-hpc quarantine asked for it"
 
 
-def set_batch_aside(paths: RunPaths, step: int) -> str:
+def quarantine_batch(paths: RunPaths, step: int) -> str:
     """Have the batch of `step` consumed untrained; what comes of that, in words.
 
     Raises:
@@ -57,7 +57,8 @@ def set_batch_aside(paths: RunPaths, step: int) -> str:
             hint=_build_cancel_hint(paths),
         )
     write_quarantine(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
-    return f"batch {step} is quarantined: {_describe_effect(step, trained_step, 'sets it aside')}"
+    effect = _describe_quarantine_effect(step, trained_step, "sets it aside")
+    return f"batch {step} is quarantined: {effect}"
 
 
 def undo_quarantine(paths: RunPaths, step: int) -> str:
@@ -86,7 +87,7 @@ def undo_quarantine(paths: RunPaths, step: int) -> str:
             hint=_build_cancel_hint(paths),
         )
     delete_quarantine(paths, step)
-    effect = _describe_effect(step, trained_step, "trains it")
+    effect = _describe_quarantine_effect(step, trained_step, "trains it")
     return f"batch {step} is no longer quarantined: {effect}"
 
 
@@ -96,7 +97,7 @@ def _build_cancel_hint(paths: RunPaths) -> str:
 
 
 def _read_newest_trainer_state(paths: RunPaths) -> TrainerState:
-    newest = find_latest(paths.checkpoints_dir)
+    newest = find_latest_checkpoint(paths.checkpoints_dir)
     return newest.state if newest else TrainerState(seed=0)
 
 
@@ -109,7 +110,7 @@ def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
     return checkpoint_step if is_replaced else status.version_step  # a new trainer goes back
 
 
-def _describe_effect(step: int, trained_step: int | None, what: str) -> str:
+def _describe_quarantine_effect(step: int, trained_step: int | None, what: str) -> str:
     if trained_step is None:
         return f"the trainer {what} when the run is resumed (no ledger answers now)"
     if step > trained_step + 1:

@@ -19,13 +19,17 @@ from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_poli
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, list_checkpoints, list_leftovers
+from areal_hpc.rundir.checkpoints import (
+    COMPLETE_MARKER_FILE,
+    list_checkpoints,
+    list_leftovers_of_checkpoints,
+)
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches, write_quarantine
 from areal_hpc.shards.index import read_index
-from areal_hpc.shards.verify import check_shard
+from areal_hpc.shards.verify import find_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 
@@ -79,7 +83,7 @@ class ReplayRun:
         overrides: Sequence[str],
         out: RunPaths,
     ) -> None:
-        computed, learnt = split_overrides(overrides)
+        computed, learnt = split_compute_and_learning_overrides(overrides)
         self._as_recorded = load_recipe(run.recipe, computed)
         self.recipe = load_recipe(run.recipe, [*computed, *learnt])
         self._is_changed = bool(learnt)
@@ -88,11 +92,13 @@ class ReplayRun:
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
         _check_output_dir(out, run, self._request)
-        self.start = find_start(run, first_step)
+        self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
         check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
 
-    def carry_out(self, reporter: local_launcher.ProgressReporter, stop: StopEvent) -> None:
+    def replay_and_compare(
+        self, reporter: local_launcher.ProgressReporter, stop: StopEvent
+    ) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
         Raises:
@@ -115,7 +121,7 @@ class ReplayRun:
             reporter.print_line(f"lead-in  training {steps} with the recorded settings")
             self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
-        for link, _ in list_leftovers(self._out.checkpoints_dir):
+        for link, _ in list_leftovers_of_checkpoints(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by checkpoints of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
@@ -126,7 +132,7 @@ class ReplayRun:
         run, out = self._run, self._out
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
-        setup.write_recipe(self.recipe, out.recipe)
+        setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
@@ -166,7 +172,7 @@ class ReplayRun:
         local_launcher.run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 
-def parse_steps(text: str) -> tuple[int, int]:
+def parse_step_range(text: str) -> tuple[int, int]:
     """First and last of `10..20`, or of `10` alone.
 
     Raises:
@@ -183,7 +189,7 @@ def parse_steps(text: str) -> tuple[int, int]:
     return first, last
 
 
-def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
+def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     """Overrides that say how steps are computed, and those that say what they learn.
 
     Raises:
@@ -206,7 +212,7 @@ def split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[str]]:
     return computed, learnt
 
 
-def find_start(run: RunPaths, first_step: int) -> ReplayStart:
+def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
     """The newest checkpoint from which `first_step` can still be reached."""
     checkpoints = list_checkpoints(run.checkpoints_dir)
     known = read_ledger_state(run).forks or (checkpoints[-1].state.forks if checkpoints else ())
@@ -241,7 +247,9 @@ def check_recorded_batches(
     problems = []
     for name in sorted({ticket.shard for one in manifests for ticket in one.tickets}):
         path = run.shards_dir / name
-        found = check_shard(path, index[name]) if name in index else ["it is not in the index"]
+        found = (
+            find_shard_problems(path, index[name]) if name in index else ["it is not in the index"]
+        )
         problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
     if problems:
         raise ShardError.from_problems(problems)

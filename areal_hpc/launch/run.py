@@ -17,7 +17,7 @@ from typing import Any, Literal
 from areal_hpc import errors
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, slurm_launcher
-from areal_hpc.launch.prepared_run import is_finished
+from areal_hpc.launch.prepared_run import is_run_finished
 from areal_hpc.launch.setup import refuse_other_recipe
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
@@ -84,7 +84,7 @@ def run(
     recipe = _load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
     if not fresh and report_if_finished(recipe, paths, new_run_hint):
-        return _read_result(paths, "finished")
+        return _read_run_result(paths, "finished")
     allocation = read_allocation(os.environ) if in_allocation else None
     try:
         with (
@@ -104,7 +104,7 @@ def run(
     except errors.RunInterruptedError:
         draw_learning_curve(paths)
         print("stopped; run the same command again to resume")
-        return _read_result(paths, "interrupted")
+        return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
 
 
@@ -132,19 +132,19 @@ def submit(
     recipe = _load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
     if not fresh and report_if_finished(recipe, paths, new_run_hint):
-        return _read_result(paths, "finished")
+        return _read_run_result(paths, "finished")
     for note in (*notes, f"run      {paths.root}"):
         say(note)
     slurm_launcher.submit(recipe, say=say, after=after, fresh=fresh, sys_path=sys_path)
     if not wait:
         say(f"next     {format_next_command('status', paths)}\n         squeue --me")
-        return _read_result(paths, "submitted")
+        return _read_run_result(paths, "submitted")
     try:
         with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
-            slurm_launcher.watch(recipe, paths, reporter, stop)
+            slurm_launcher.watch_submitted_run(recipe, paths, reporter, stop)
     except errors.RunInterruptedError:
         print(f"detached; jobs keep running: {format_next_command('status', paths)}")
-        return _read_result(paths, "interrupted")
+        return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
 
 
@@ -154,7 +154,7 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
     Raises:
         RecipeError: It was trained by another recipe.
     """
-    if not is_finished(recipe, paths):
+    if not is_run_finished(recipe, paths):
         return False
     refuse_other_recipe(recipe, paths)
     if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
@@ -204,7 +204,7 @@ def open_progress_reporter(
 
 def format_summary(paths: RunPaths) -> str:
     """The summary of a run so far. Writes nothing."""
-    return summarize_run(paths, read_run_snapshot(paths), get_program_name())
+    return summarize_run(paths, read_run_snapshot(paths), get_program_command())
 
 
 def draw_learning_curve(paths: RunPaths) -> None:
@@ -222,7 +222,7 @@ def draw_learning_curve(paths: RunPaths) -> None:
         plot_learning_curve(snapshot, title, paths.learning_curve)
 
 
-def get_program_name() -> str:
+def get_program_command() -> str:
     """Command line as the user calls it, in shell words; not known from a script of theirs."""
     path = Path(sys.argv[0])
     return shlex.quote(str(path)) if path.name == "areal-hpc" else "python -m areal_hpc"
@@ -230,7 +230,7 @@ def get_program_name() -> str:
 
 def format_next_command(command: str, paths: RunPaths) -> str:
     """A command about a run that can be pasted into a shell."""
-    return f"{get_program_name()} {command} {shlex.quote(str(paths.root))}"
+    return f"{get_program_command()} {command} {shlex.quote(str(paths.root))}"
 
 
 def say(message: str) -> None:
@@ -250,10 +250,10 @@ def _load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, An
 def _report_finished_run(paths: RunPaths) -> RunResult:
     draw_learning_curve(paths)
     print(format_summary(paths))
-    return _read_result(paths, "finished")
+    return _read_run_result(paths, "finished")
 
 
-def _read_result(
+def _read_run_result(
     paths: RunPaths, exit_reason: Literal["finished", "interrupted", "submitted"]
 ) -> RunResult:
     snapshot = read_run_snapshot(paths)

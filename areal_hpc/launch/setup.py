@@ -34,7 +34,7 @@ IMMUTABLE_KEYS = (
     "trainer.batch_size",
 )
 """Keys that what is already recorded depends on: a run keeps them for life."""
-KEYS_WITHOUT_EFFECT_ON_TRAINED = ("cluster", "trainer.total_steps")
+KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL = ("cluster", "trainer.total_steps")
 """Keys that may differ from those of a finished run: they change nothing of what was trained."""
 
 
@@ -91,7 +91,7 @@ def _read_tokenizer_texts(demonstrations: Path) -> Iterator[str]:
                 yield message["content"]
 
 
-def create_attempt_log_dir(paths: RunPaths) -> int:
+def create_attempt_log_dir_and_link_latest(paths: RunPaths) -> int:
     """Make the next log folder and point `latest` to it."""
     attempt = max(paths.list_attempts(), default=0) + 1
     paths.log_dir(attempt).mkdir(parents=True)
@@ -100,7 +100,9 @@ def create_attempt_log_dir(paths: RunPaths) -> int:
     return attempt
 
 
-def check_recipe_changes(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
+def report_or_refuse_recipe_changes(
+    recipe: Recipe, paths: RunPaths, say: Callable[[str], None]
+) -> None:
     """Tell what differs from the recipe this run was started with.
 
     Raises:
@@ -148,7 +150,7 @@ def refuse_other_recipe(recipe: Recipe, paths: RunPaths) -> None:
         for key in changed
         if key in before
         and key in now  # keys of other versions are not the user's
-        and not is_key_at_or_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED)
+        and not is_key_at_or_below(key, KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL)
     ]
     if problems:
         raise RecipeError.from_problems(problems)
@@ -168,7 +170,9 @@ def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:
     return any(key == one or key.startswith(f"{one}.") for one in known)
 
 
-def write_recipe(recipe: Recipe, path: Path, replaced: Path | None = None) -> None:
+def write_recipe_and_keep_replaced(
+    recipe: Recipe, path: Path, replaced: Path | None = None
+) -> None:
     """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`.
 
     Values that may be secrets are in one file alone: where both have the same, in the new one.

@@ -25,9 +25,9 @@ from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash_error
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.host_memory import find_host_memory_problems, find_node_bytes
+from areal_hpc.launch.host_memory import find_host_memory_problems, find_memory_bytes_of_job_nodes
 from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.node_shares import complete_options
+from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
@@ -90,18 +90,20 @@ def submit(
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
         ClusterError: There is no Slurm here, it does not answer, or jobs of the run wait or run.
     """
-    build_requests(recipe, Path.cwd())  # what does not fit is refused before anything is written
+    build_requests_of_run(
+        recipe, Path.cwd()
+    )  # what does not fit is refused before anything is written
     with lock_prepared_run(
         recipe,
         say=say,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=find_host_memory_problems(recipe, find_node_bytes(recipe)),
+        known_problems=find_host_memory_problems(recipe, find_memory_bytes_of_job_nodes(recipe)),
         joins_live_jobs=joins_live_jobs,
     ) as ready:
-        kept = _adopt_live_jobs(ready, say)
+        kept = _record_live_jobs_and_cancel_duplicates(ready, say)
         to_release: list[str] = []
-        with cancel_all_on_failure(say) as job_ids:
+        with cancel_jobs_on_failure(say) as job_ids:
             dependency = build_dependency(after)
             for stage in ready.stages:
                 ids = {name: job.submission.job_id for name, job in kept.items()}
@@ -109,7 +111,7 @@ def submit(
                     if request.job in kept:
                         continue
                     asked = request.with_dependency(dependency) if dependency else request
-                    with record_refusal(request.job, ready.paths):
+                    with record_submission_refusal(request.job, ready.paths):
                         submitted = submit_slurm(asked, launch, run_task, say)
                     job_ids.append(submitted.job_id)
                     ids[request.job] = submitted.job_id
@@ -123,10 +125,12 @@ def submit(
             job.submission.job_id for name, job in kept.items() if job.is_held and name not in idle
         ]
         fault_point("submit.before_release")
-        release_submitted([*held, *to_release], ready.paths)
+        release_submitted_jobs([*held, *to_release], ready.paths)
 
 
-def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str, LiveJob]:
+def _record_live_jobs_and_cancel_duplicates(
+    ready: PreparedRun, say: Callable[[str], None]
+) -> dict[str, LiveJob]:
     """Put on record what waits or runs already, by name; a second one of a name is cancelled."""
     kept: dict[str, LiveJob] = {}
     for job in ready.live_jobs:  # those on record come first, and the newest of them counts
@@ -137,7 +141,7 @@ def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str
                 raise error
             continue
         if not job.is_recorded:
-            _complete_array_member(ready.paths, job)
+            _write_payload_of_array_member(ready.paths, job)
             record_job_submission(ready, name, SubmittedJob(job_id, job.submission.token))
         state = "held, will be released" if job.is_held else job.queued.state.meaning
         say(f"kept     {name:<10} {job_id:<9} {state}")
@@ -145,7 +149,7 @@ def _adopt_live_jobs(ready: PreparedRun, say: Callable[[str], None]) -> dict[str
     return kept
 
 
-def _complete_array_member(paths: RunPaths, job: LiveJob) -> None:
+def _write_payload_of_array_member(paths: RunPaths, job: LiveJob) -> None:
     """Write what the member of a sweep's array starts: its submission was killed before that."""
     name, job_id = job.submission.job, job.submission.job_id
     if not get_array_index(job_id):
@@ -154,14 +158,16 @@ def _complete_array_member(paths: RunPaths, job: LiveJob) -> None:
     write_member_payload(sweep.job(name).submitit_dir, job_id, paths.job(name), run_task)
 
 
-def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = False) -> list[Path]:
+def prepare_run_and_write_scripts(
+    recipe: Recipe, *, say: Callable[[str], None], fresh: bool = False
+) -> list[Path]:
     """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong.
         ClusterError: Jobs of the run wait or run.
     """
-    build_requests(recipe, Path.cwd())
+    build_requests_of_run(recipe, Path.cwd())
     with lock_prepared_run(recipe, say=say, fresh=fresh) as ready:
         return [
             write_job_files(request, launch, run_task).script
@@ -171,7 +177,7 @@ def write_scripts(recipe: Recipe, *, say: Callable[[str], None], fresh: bool = F
 
 
 @contextlib.contextmanager
-def cancel_all_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
+def cancel_jobs_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
     """List for the numbers of submitted jobs: all are cancelled if the context fails."""
     job_ids: list[str] = []
     try:
@@ -183,7 +189,7 @@ def cancel_all_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def record_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
+def record_submission_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
     """Note in the runs' event logs that Slurm did not take a job, for `areal-hpc why`."""
     try:
         yield
@@ -196,7 +202,7 @@ def record_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
         raise
 
 
-def release_submitted(job_ids: Sequence[str], *runs: RunPaths) -> None:
+def release_submitted_jobs(job_ids: Sequence[str], *runs: RunPaths) -> None:
     """Let jobs start that were submitted held and are all recorded.
 
     Raises:
@@ -216,7 +222,7 @@ def _build_stage_requests(
     stage: JobStage, recipe: Recipe, ready: PreparedRun
 ) -> Iterator[tuple[JobRequest, LaunchFile]]:
     place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
-    slurm = complete_options(recipe, stage.jobs)
+    slurm = add_cpu_and_memory_options(recipe, stage.jobs)
     requests = build_job_requests(stage.jobs, slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
         yield request, build_launch_file(spec, stage, request, recipe, ready)
@@ -296,7 +302,7 @@ def build_run_context(
     )
 
 
-def build_requests(
+def build_requests_of_run(
     recipe: Recipe,
     working_folder: Path,
     after: Sequence[str] = (),
@@ -314,7 +320,7 @@ def build_requests(
     place = place or build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
     stages = [one for one in plan_run(recipe, paths) if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
-    slurm = complete_options(recipe, jobs)
+    slurm = add_cpu_and_memory_options(recipe, jobs)
     requests = {request.job: request for request in build_job_requests(jobs, slurm, place)}
     if problems := _find_short_time_limits(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
@@ -347,7 +353,7 @@ def build_dependency(job_ids: Sequence[str]) -> str:
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
-def watch(
+def watch_submitted_run(
     recipe: Recipe, paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
 ) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
@@ -373,7 +379,7 @@ def watch(
         poll_s = FIRST_QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
         asked_at, was_gone = time.monotonic(), is_gone
     reporter.show_progress("train")
-    _wait_for_jobs_to_end(paths, reporter, stop)
+    _wait_for_jobs_to_end_or_report_them(paths, reporter, stop)
 
 
 def _is_job_gone(paths: RunPaths, job: str) -> bool:
@@ -399,7 +405,7 @@ def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
     )
 
 
-def _wait_for_jobs_to_end(
+def _wait_for_jobs_to_end_or_report_them(
     paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
 ) -> None:
     live = [

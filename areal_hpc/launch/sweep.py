@@ -9,18 +9,18 @@ from pathlib import Path
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.node_shares import complete_options
+from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.launch.slurm_launcher import (
     build_dependency,
     build_launch_file,
-    build_requests,
+    build_requests_of_run,
     build_run_context,
-    cancel_all_on_failure,
+    cancel_jobs_on_failure,
     record_job_submission,
-    record_refusal,
-    release_submitted,
+    record_submission_refusal,
+    release_submitted_jobs,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -64,7 +64,10 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
     if len({run.run_dir for run in runs}) < len(runs):
         problems.append(Problem("several runs of the sweep would share a directory", key))
     asked = [
-        (run.cluster, [(request.job, request.shape) for request in build_requests(run, Path.cwd())])
+        (
+            run.cluster,
+            [(request.job, request.shape) for request in build_requests_of_run(run, Path.cwd())],
+        )
         for run in runs
     ]
     if any(one != asked[0] for one in asked):
@@ -84,7 +87,7 @@ def build_array_requests(
 ) -> list[JobRequest]:
     """Requests of every array; nothing is written."""
     place = _build_array_context(sweep, working_folder)
-    return build_requests(sweep.runs[0], working_folder, after, place=place)
+    return build_requests_of_run(sweep.runs[0], working_folder, after, place=place)
 
 
 def _build_array_context(sweep: Sweep, working_folder: Path) -> RunContext:
@@ -115,20 +118,20 @@ def submit_sweep(
         ready = [
             stack.enter_context(lock_prepared_run(run, say=say, fresh=fresh)) for run in sweep.runs
         ]
-        submitted = _submit_arrays(sweep, ready, build_dependency(after), say)
-        release_submitted(submitted, *(one.paths for one in ready))
+        submitted = _submit_arrays_of_all_jobs(sweep, ready, build_dependency(after), say)
+        release_submitted_jobs(submitted, *(one.paths for one in ready))
 
 
-def _submit_arrays(
+def _submit_arrays_of_all_jobs(
     sweep: Sweep, ready: Sequence[PreparedRun], dependency: str, say: Callable[[str], None]
 ) -> list[str]:
     """Submit every job of every run, held; the numbers of those that are to be released."""
     to_release: list[str] = []
-    with cancel_all_on_failure(say) as submitted:
+    with cancel_jobs_on_failure(say) as submitted:
         for stages in zip(*(one.stages for one in ready), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):
-                jobs, request = _submit_array(sweep, ready, stages, specs, dependency, say)
+                jobs, request = _submit_array_of_job(sweep, ready, stages, specs, dependency, say)
                 submitted += [job.job_id for job in jobs]
                 to_release += [] if request.stays_held else [job.job_id for job in jobs]
                 for one, job in zip(ready, jobs, strict=True):
@@ -140,7 +143,7 @@ def _submit_arrays(
     return to_release
 
 
-def _submit_array(
+def _submit_array_of_job(
     sweep: Sweep,
     ready: Sequence[PreparedRun],
     stages: Sequence[JobStage],
@@ -149,13 +152,13 @@ def _submit_array(
     say: Callable[[str], None],
 ) -> tuple[list[SubmittedJob], JobRequest]:
     """Submit the same job of every run, held; the jobs, and the request for all of them."""
-    slurm = complete_options(sweep.base, specs[:1])
+    slurm = add_cpu_and_memory_options(sweep.base, specs[:1])
     request = build_job_requests(specs[:1], slurm, _build_array_context(sweep, Path.cwd()))[0]
     alone, launches = [], []
     for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())
-        alone += build_job_requests([spec], complete_options(run, [spec]), place)
+        alone += build_job_requests([spec], add_cpu_and_memory_options(run, [spec]), place)
         launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
-    with record_refusal(request.job, *(one.paths for one in ready)):
+    with record_submission_refusal(request.job, *(one.paths for one in ready)):
         return submit_array(asked, alone, launches, run_task, say), request

@@ -28,7 +28,7 @@ class TicketCounts:
         return self.leased + self.finished
 
 
-def count_admissible(policy: TicketPolicy, counts: TicketCounts) -> int:
+def count_admissible_tickets(policy: TicketPolicy, counts: TicketCounts) -> int:
     """Number of tickets that may be leased now; never negative.
 
     The least of three limits:

@@ -58,7 +58,7 @@ class StalenessCheck:
         self._passed = 0
         """Tickets that settled first and are young enough for a step from `_version`."""
 
-    def find_too_old(
+    def find_too_old_tickets(
         self, tickets: TicketTable, generation: int, forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
         """Settled tickets to drop, and nothing else, before `generation` trains its next batch.

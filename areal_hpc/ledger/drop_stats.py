@@ -70,7 +70,7 @@ class DropStats:
         if drop.kind == "filtered":  # its agent works
             self._in_a_row["failed"] = 0
 
-    def record_settled(self) -> None:
+    def record_settled_ticket(self) -> None:
         """A group was accepted and sealed."""
         self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
 
@@ -109,7 +109,7 @@ class DropStats:
         return ""
 
 
-def get_split(ref: TicketRef) -> TaskSplit:
+def get_task_split(ref: TicketRef) -> TaskSplit:
     """The task set that a ticket is of."""
     return "train" if ref.eval_step < 0 else "valid"
 
@@ -126,14 +126,14 @@ class FirstTicketsCheck:
 
     def record_success(self, ref: TicketRef) -> None:
         """A ticket ended well: what fails from now on is no fault of the whole agent."""
-        self._working.add(get_split(ref))
+        self._working.add(get_task_split(ref))
 
     def record_failure(self, drop: DropRequest) -> None:
         """A ticket was given up; without a cause that was not its agent's doing.
 
         Another cause than before shows that the agent does not always fail alike.
         """
-        split = get_split(drop.ref)
+        split = get_task_split(drop.ref)
         failures = self._failures.setdefault(split, [])
         if not drop.cause:
             return

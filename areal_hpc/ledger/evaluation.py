@@ -58,7 +58,9 @@ class EvaluationState:
         ours = [ref for ref in held if ref.eval_step == self.step]
         for ref in ours:
             self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
-        self._return_to_pending(self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours}))
+        self._make_leases_pending_again(
+            self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours})
+        )
 
     def record_reward(self, ref: TicketRef, reward: float) -> bool:
         """Take a result; False if the task had one already or is none of ours."""
@@ -71,7 +73,7 @@ class EvaluationState:
         self.rewards[ref.ticket_id] = reward
         return True
 
-    def fail_task(self, ref: TicketRef, reason: str) -> None:
+    def score_failed_task_zero(self, ref: TicketRef, reason: str) -> None:
         """The agent kept failing on this task: it scores 0."""
         if self.record_reward(ref, 0.0):
             self.failures[ref.ticket_id] = reason
@@ -79,15 +81,15 @@ class EvaluationState:
     def expire_leases(self, before_s: float) -> int:
         """Make tickets not reported since `before_s` pending again; return how many."""
         silent = self._leased.pop_silent(before_s)
-        self._return_to_pending(silent)
+        self._make_leases_pending_again(silent)
         return len(silent)
 
-    def _return_to_pending(self, leases: Sequence[tuple[int, Lease]]) -> None:
+    def _make_leases_pending_again(self, leases: Sequence[tuple[int, Lease]]) -> None:
         for index, lease in leases:
             self._pending[index] = lease.newest_attempt + 1
 
 
-def build_result(done: EvaluationState, mean_reward: float) -> EvaluationResult:
+def build_evaluation_result(done: EvaluationState, mean_reward: float) -> EvaluationResult:
     """Record of a finished evaluation for the run directory."""
     rewards = [done.rewards[index] for index in range(done.n_tasks)]
     return EvaluationResult(

@@ -36,16 +36,16 @@ class LedgerApp(JsonApp):
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
-            "/lease": (wire.LeaseRequest, service.lease),
-            "/settle": (wire.SettleRequest, service.settle),
-            "/drop": (wire.DropRequest, service.drop),
+            "/lease": (wire.LeaseRequest, service.record_heartbeat_and_lease_tickets),
+            "/settle": (wire.SettleRequest, service.settle_tickets),
+            "/drop": (wire.DropRequest, service.drop_ticket),
             "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
             "/open_generation": (wire.OpenGenerationRequest, service.open_generation),
             "/batch": (wire.BatchRequest, service.get_batch),
             "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
             "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),
-            "/finish": (wire.FinishRunRequest, service.finish),
-            "/status": (wire.Empty, service.status),
+            "/finish": (wire.FinishRunRequest, service.finish_run_and_release_cells),
+            "/status": (wire.Empty, service.get_status),
         }
 
     def end_long_polls(self) -> None:

@@ -38,10 +38,10 @@ def run(config: dict[str, Any]) -> None:
     parsed = LedgerJobConfig.model_validate(config)
     stop = StopRequest.install()
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(parsed, stop))
+        runner.run(serve_ledger_until_stopped(parsed, stop))
 
 
-async def serve(config: LedgerJobConfig, stop: StopRequest) -> None:
+async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest) -> None:
     """Rebuild, listen, publish the address, expire leases; return soon after `stop` is requested.
 
     Raises:

@@ -34,13 +34,15 @@ class SealedIndex:
         self._newest_tickets: dict[tuple[int, int], ShardTicket] = {}
         """Of the shard that was asked for last, by id and attempt: its tickets settle together."""
 
-    def find_fault(self, ticket: SealedTicket) -> str:
+    def find_contradiction_with_index(self, ticket: SealedTicket) -> str:
         """How the index contradicts a ticket; empty if it confirms it.
 
         Raises:
             OSError: The index cannot be read.
         """
-        if ticket.shard != self._newest_file and (fault := self._read_line(ticket.shard)):
+        if ticket.shard != self._newest_file and (
+            fault := self._load_tickets_of_shard(ticket.shard)
+        ):
             return fault
         one = self._newest_tickets.get((ticket.ref.ticket_id, ticket.ref.attempt))
         if one is None:
@@ -49,7 +51,7 @@ class SealedIndex:
         expected = (ticket.rows, ticket.rewards, ticket.oldest_version)
         return "" if found == expected else "the index has other rows or rewards of it"
 
-    def _read_line(self, shard: str) -> str:
+    def _load_tickets_of_shard(self, shard: str) -> str:
         """Take in the tickets of a shard; what is wrong if there is none."""
         named = parse_shard_name(shard)
         if named is None or not shard.endswith(SHARD_SUFFIX):
@@ -61,7 +63,7 @@ class SealedIndex:
             return "its writer has no index"
         try:
             if shard not in self._lines:
-                self._find_new_lines(named[0], descriptor)
+                self._note_places_of_new_lines(named[0], descriptor)
             if shard not in self._lines:
                 return "the index has no line of that shard"
             begin, length = self._lines[shard]
@@ -72,7 +74,7 @@ class SealedIndex:
         self._newest_file = shard
         return ""
 
-    def _find_new_lines(self, writer: str, descriptor: int) -> None:
+    def _note_places_of_new_lines(self, writer: str, descriptor: int) -> None:
         begin = self._read_bytes.get(writer, 0)
         for line in read_to_end(descriptor, begin).splitlines(keepends=True):
             if not line.endswith(b"\n"):

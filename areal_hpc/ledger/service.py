@@ -14,7 +14,7 @@ from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
-from areal_hpc.ledger.evaluation import EvaluationState, build_result
+from areal_hpc.ledger.evaluation import EvaluationState, build_evaluation_result
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.sealed_index import SealedIndex
@@ -77,9 +77,11 @@ class LedgerService:
 
     # Cells -----------------------------------------------------------------------------------
 
-    async def lease(self, request: wire.LeaseRequest, patience: LongPoll) -> wire.LeaseReply:
+    async def record_heartbeat_and_lease_tickets(
+        self, request: wire.LeaseRequest, patience: LongPoll
+    ) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
-        self._process_heartbeat(request)
+        self._apply_heartbeat(request)
         until_s = self._clock() + min(request.wait_s, self._policy.max_report_interval_s)
         while not self._stopped:
             grants = self._grant_tickets(request)
@@ -93,11 +95,15 @@ class LedgerService:
                 )
         return wire.LeaseReply(stop=True)
 
-    async def settle(self, request: wire.SettleRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def settle_tickets(
+        self, request: wire.SettleRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
             request_checks.require_valid_settle(ticket)
-            request_checks.require_indexed(ticket, self._index.find_fault(ticket))
+            request_checks.require_indexed(
+                ticket, self._index.find_contradiction_with_index(ticket)
+            )
         for ticket in request.tickets:
             self._stream.record_rewards(ticket.ref.ticket_id, ticket.rewards)
             self._first_tickets.record_success(ticket.ref)
@@ -107,7 +113,7 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def drop(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def drop_ticket(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if request.kind == "failed":
@@ -116,7 +122,7 @@ class LedgerService:
             self._first_tickets.record_success(ref)
         if ref.eval_step >= 0:
             if self._evaluation is not None:
-                self._evaluation.fail_task(ref, request.reason)
+                self._evaluation.score_failed_task_zero(ref, request.reason)
         else:
             drop = DroppedTicket.from_request(request)
             self._stream.record_rewards(ref.ticket_id, drop.rewards)
@@ -177,9 +183,9 @@ class LedgerService:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
-            self._check_generation(request.generation)
+            self._require_generation_and_schedule_grants(request.generation)
             manifest = self._get_or_form_manifest(request)
-            trouble = "" if manifest else self._find_trouble()
+            trouble = "" if manifest else self._find_reason_of_no_batch()
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -193,7 +199,7 @@ class LedgerService:
         self, request: wire.WeightsPublishedRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
-        self._check_generation(request.generation)
+        self._require_generation_and_schedule_grants(request.generation)
         if request.step > self._tickets.version_step:
             self._save_and_apply_state(
                 msgspec.structs.replace(self._state, version_step=request.step)
@@ -207,21 +213,23 @@ class LedgerService:
         request_checks.require_enough_tasks(request.n_tasks, self._n_valid_tasks)
         until_s = self._clock() + request.wait_s
         while True:
-            self._check_generation(request.generation)
+            self._require_generation_and_schedule_grants(request.generation)
             done, mean_reward = self._start_or_check_evaluation(request.step, request.n_tasks)
             trouble = self._first_tickets.find_problem()
             is_decided = mean_reward is not None or trouble
             if is_decided or not await patience.wait_for(self._progress, until_s):
                 return wire.EvaluateReply(done, request.n_tasks, mean_reward, trouble)
 
-    async def finish(self, request: wire.FinishRunRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def finish_run_and_release_cells(
+        self, request: wire.FinishRunRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
-        self._check_generation(request.generation)
+        self._require_generation_and_schedule_grants(request.generation)
         self._stopped = True
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
+    async def get_status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
         tickets = self._tickets
         evaluation = self._evaluation
@@ -239,10 +247,10 @@ class LedgerService:
             eval_total=evaluation.n_tasks if evaluation else 0,
             cells=len(self._cells),
             formed_step=tickets.n_formed_batches,
-            **self._count_episodes(),
+            **self._build_episode_progress(),
         )
 
-    def _count_episodes(self) -> dict[str, Any]:
+    def _build_episode_progress(self) -> dict[str, Any]:
         """Progress of the next batch in episodes, and the age of the oldest one under way."""
         per_ticket, tickets = self._stream.episodes_per_ticket, self._tickets
         wanted = self._policy.batch_size * per_ticket
@@ -255,7 +263,7 @@ class LedgerService:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _find_trouble(self) -> str:
+    def _find_reason_of_no_batch(self) -> str:
         """Why no batch will form; empty if one may."""
         return (
             self._first_tickets.find_problem()
@@ -263,7 +271,7 @@ class LedgerService:
             or self._tickets.drop_stats.find_problem()
         )
 
-    def _process_heartbeat(self, request: wire.LeaseRequest) -> None:
+    def _apply_heartbeat(self, request: wire.LeaseRequest) -> None:
         now_s = self._clock()
         self._cells.record(request, now_s)
         held = [ref for ref in request.held if ref.eval_step < 0]
@@ -306,10 +314,10 @@ class LedgerService:
             return manifests.read_manifest(self._paths, step)
         request_checks.require_next_step(step, tickets.n_formed_batches, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
-        for drop in self._ages.find_too_old(tickets, generation, forks):
+        for drop in self._ages.find_too_old_tickets(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
-            tickets.drop_settled_ticket(drop)
+            tickets.drop_or_requeue_settled_ticket(drop)
             self._notify_waiting()
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
@@ -334,7 +342,9 @@ class LedgerService:
             self._evaluation = evaluation
             self._notify_waiting()
         if (mean_reward := evaluation.mean_reward) is not None:
-            manifests.write_evaluation(self._paths, build_result(evaluation, mean_reward))
+            manifests.write_evaluation(
+                self._paths, build_evaluation_result(evaluation, mean_reward)
+            )
             self._evaluation = None
         return len(evaluation.rewards), mean_reward
 
@@ -350,7 +360,7 @@ class LedgerService:
         self._tickets.set_version_step(state.version_step)
         self._notify_waiting()
 
-    def _check_generation(self, generation: int) -> None:
+    def _require_generation_and_schedule_grants(self, generation: int) -> None:
         request_checks.require_current_generation(generation, self._state.generation)
         if self._tickets.grants_from_s == float("inf"):
             self._check_newest_generation_on_disk(generation)

@@ -26,7 +26,7 @@ from itertools import islice
 from typing import Literal, get_args
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible
+from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible_tickets
 from areal_hpc.ledger.drop_stats import DropStats
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import DroppedTicket
@@ -96,7 +96,7 @@ class TicketTable:
         tickets.drop_stats.reset_streaks()
         sealed = list(settled)
         for ticket_id in sorted(ticket.ref.ticket_id for ticket in sealed):
-            tickets._believe_in(ticket_id)
+            tickets._assume_issued_up_to(ticket_id)
         for ticket in sealed:
             tickets.settle(ticket)
         tickets.set_version_step(min(version_step, tickets.n_formed_batches))
@@ -130,7 +130,7 @@ class TicketTable:
         return sum(self._batch_sizes[: self.version_step])
 
     @property
-    def n_batched(self) -> int:
+    def n_in_unpublished_batches(self) -> int:
         """Tickets in batches of steps that are not published."""
         return sum(self._batch_sizes[self.version_step :])
 
@@ -158,15 +158,15 @@ class TicketTable:
         ]
 
     def count_leasable(self) -> int:
-        """Number of tickets that may be leased now (`admission.count_admissible`)."""
+        """Number of tickets that may be leased now (`admission.count_admissible_tickets`)."""
         counts = TicketCounts(
             self.n_leased,
             self.n_awaiting_seal,
             self.n_ready_for_batch,
-            self.n_batched,
+            self.n_in_unpublished_batches,
             self.n_formed_batches,
         )
-        return count_admissible(self.policy, counts)
+        return count_admissible_tickets(self.policy, counts)
 
     def has_finished_tickets(self, cell: str) -> bool:
         """True if a ticket that `cell` finished is not yet settled."""
@@ -232,7 +232,7 @@ class TicketTable:
             return False
         self._settled[ticket_id] = ticket
         self._newest_attempts[ticket_id] = newest_attempt
-        self.drop_stats.record_settled()
+        self.drop_stats.record_settled_ticket()
         return True
 
     def drop(self, drop: DroppedTicket) -> bool:
@@ -245,7 +245,7 @@ class TicketTable:
         self.drop_stats.record_drop(drop)
         return True
 
-    def drop_settled_ticket(self, drop: DroppedTicket) -> None:
+    def drop_or_requeue_settled_ticket(self, drop: DroppedTicket) -> None:
         """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
         ticket_id = drop.ref.ticket_id
         del self._settled[ticket_id]
@@ -315,9 +315,9 @@ class TicketTable:
     def _register_earlier_attempt(self, ref: TicketRef) -> None:
         """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
         if 0 < ref.attempt < self.first_attempt:
-            self._believe_in(ref.ticket_id)
+            self._assume_issued_up_to(ref.ticket_id)
 
-    def _believe_in(self, ticket_id: int) -> None:
+    def _assume_issued_up_to(self, ticket_id: int) -> None:
         """Take it that ids up to this one were issued, if so many can have been without a trace."""
         if ticket_id < self._next_id + self.policy.max_traceless_tickets:
             self._mark_unseen_as_waiting(ticket_id)

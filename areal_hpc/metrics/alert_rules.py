@@ -65,12 +65,12 @@ class AlertRule:
 # Failures ----------------------------------------------------------------------------------------
 
 
-def check_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_learning_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
     """Steps in a row that taught nothing; a note if that is because the tasks are solved."""
     wanted = config.no_signal_steps
     streak = 0
     for row in reversed(rows):
-        if not _lacks_signal(row, config):
+        if not _lacks_learning_signal(row, config):
             break
         streak += 1
     if wanted is None or streak < wanted:
@@ -79,7 +79,7 @@ def check_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
     since = f"steps {first['step']} to {last['step']}"
     equal = last.get("groups/zero_variance") or 0.0
     alert = partial(Alert, "no_signal", step=first["step"])
-    if all(map(_is_solved, rows[-wanted:])):
+    if all(map(_is_mostly_solved, rows[-wanted:])):
         return alert(
             level="note",
             message=f"the tasks are solved: {since} have {equal:.0%} of groups with equal rewards, "
@@ -102,12 +102,12 @@ def check_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
     )
 
 
-def _lacks_signal(row: StepRow, config: AlertsConfig) -> bool:
+def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
     equal = row.get("groups/zero_variance")
     return row.get("grad_norm") == 0 or (equal is not None and equal >= config.max_zero_variance)
 
 
-def _is_solved(row: StepRow) -> bool:
+def _is_mostly_solved(row: StepRow) -> bool:
     equal, best = row.get("groups/zero_variance") or 0.0, row.get("groups/all_best") or 0.0
     return equal > 0 and best >= MIN_SOLVED_SHARE * equal
 
@@ -226,7 +226,7 @@ def check_reply_length(rows: Sequence[StepRow], config: AlertsConfig) -> Alert |
         rows[-1]["step"],
         f"replies have {now:.0f} tokens, {ratio:.2g} times the mean of the {len(before)} steps "
         "before",
-        _READ_HINT,
+        _READ_ROWS_HINT,
     )
 
 
@@ -270,7 +270,7 @@ def _make_bound_rule(
     return AlertRule(rule, "note", (key,), (metric,), meaning, check)
 
 
-_READ_HINT = "read some with areal-hpc shards show RUN 0"
+_READ_ROWS_HINT = "read some with areal-hpc shards show RUN 0"
 
 RULES: tuple[AlertRule, ...] = (
     AlertRule(
@@ -281,7 +281,7 @@ RULES: tuple[AlertRule, ...] = (
         "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards; "
         "only a note where rewards have varied and these groups have the best one: the tasks are "
         "solved",
-        check_signal,
+        check_learning_signal,
     ),
     AlertRule(
         "reward_drop",
@@ -330,7 +330,7 @@ RULES: tuple[AlertRule, ...] = (
         "max_repeated_fraction",
         "replies end in loops",
         "{value:.0%} of what replies end with repeats itself, above {bound:.0%}",
-        _READ_HINT,
+        _READ_ROWS_HINT,
     ),
     _make_bound_rule(
         "cut_replies",

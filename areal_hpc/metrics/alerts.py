@@ -5,15 +5,15 @@ from collections.abc import Sequence
 from areal_hpc.metrics.alert_rules import RULES, Alert, AlertLevel, StepRow
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
-MAX_ROWS = 200
+MAX_JUDGED_ROWS = 200
 """The newest rows that are looked at: more than any rule needs, and cheap after each step."""
-QUIET_STEPS = 10
+STEPS_BEFORE_REPEATED_ALERT = 10
 """An alert that comes back within so many steps is not told again."""
 
 
 def find_alerts(rows: Sequence[StepRow], config: AlertsConfig) -> list[Alert]:
     """What the rows of `metrics.jsonl` say of the run as of the newest one, failures first."""
-    trained = [row for row in rows[-MAX_ROWS:] if row.get("episodes")]
+    trained = [row for row in rows[-MAX_JUDGED_ROWS:] if row.get("episodes")]
     if not trained:
         return []
     found = [alert for rule in RULES if (alert := rule.check(trained, config)) is not None]
@@ -28,12 +28,15 @@ class AlertTracker:
         self._last_step: dict[tuple[str, AlertLevel], int] = {}
         """The newest step at which each held."""
 
-    def find_new(self, rows: Sequence[StepRow]) -> list[Alert]:
-        """The alerts as of the newest row that have not held for `QUIET_STEPS`."""
+    def find_new_alerts(self, rows: Sequence[StepRow]) -> list[Alert]:
+        """The alerts as of the newest row that have not held for `STEPS_BEFORE_REPEATED_ALERT`."""
         new = []
         for alert in find_alerts(rows, self._config):
             key, step = (alert.rule, alert.level), int(rows[-1]["step"])
-            if key not in self._last_step or step - self._last_step[key] > QUIET_STEPS:
+            if (
+                key not in self._last_step
+                or step - self._last_step[key] > STEPS_BEFORE_REPEATED_ALERT
+            ):
                 new.append(alert)
             self._last_step[key] = step
         return new

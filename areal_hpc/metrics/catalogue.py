@@ -16,7 +16,7 @@ number says nothing of health."""
 MetricSource = Literal[
     "trainer", "batch", "records", "loss", "evaluation", "ledger", "events", "weights"
 ]
-SOURCES: dict[MetricSource, str] = {
+MEANING_BY_SOURCE: dict[MetricSource, str] = {
     "trainer": "the trainer's own clocks, memory and disk",
     "batch": "the rows and rewards of the batch",
     "records": "what the proxy recorded of each model call of the batch",
@@ -48,20 +48,22 @@ class Metric:
         return self.name.endswith("<name>")
 
 
-def _list_metrics(source: MetricSource, *rows: tuple[str, str, Direction, str]) -> Iterator[Metric]:
+def _build_metrics_of_source(
+    source: MetricSource, *rows: tuple[str, str, Direction, str]
+) -> Iterator[Metric]:
     for name, unit, direction, meaning in rows:
         yield Metric(name, unit, meaning, direction, source)
 
 
 CATALOGUE: tuple[Metric, ...] = (
-    *_list_metrics(
+    *_build_metrics_of_source(
         "trainer",
         ("step", "", "up", "batches trained"),
         ("version", "", "-", "the weights after the step, `generation.step`"),
         ("generation", "", "steady", "which start of the trainer wrote the row"),
         ("unix_time_s", "s", "-", "Unix time at which the row was complete"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "batch",
         ("reward/mean", "", "up", "mean reward over episodes; of an episode, over its rows"),
         ("reward/std", "", "-", "standard deviation of the reward over episodes"),
@@ -93,7 +95,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("staleness/max", "steps", "down", "that of the oldest token"),
         ("staleness/mixed_version_rows", "", "-", "rows with tokens of several versions"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "records",
         ("reward/part/<name>", "", "up", "mean over episodes of a part of `Reward(parts=...)`"),
         ("reward/metric/<name>", "", "-",
@@ -115,7 +117,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("generation/slowest_cell_ratio", "", "up",
          "sampled tokens per second of model calls: the slowest cell's / the fastest's"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "loss",
         ("loss", "", "-", "the objective, negated, per sampled token"),
         ("grad_norm", "", "steady", "largest norm of the step's gradients, before clipping"),
@@ -144,7 +146,7 @@ CATALOGUE: tuple[Metric, ...] = (
          "optimizer steps of the batch that were not taken: no gradient, or none that is finite"),
         ("step/nonfinite", "", "down", "those of them whose gradient was not finite"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "trainer",
         ("throughput/wall_tokens_per_s", "tokens/s", "up", "`tokens/trained` / `time/step_s`"),
         ("throughput/train_phase_tokens_per_s", "tokens/s", "up",
@@ -176,11 +178,11 @@ CATALOGUE: tuple[Metric, ...] = (
          "most memory that a rank has held so far: of its GPU, else resident"),
         ("disk/free_bytes", "bytes", "up", "free on the storage of the run directory"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "evaluation",
         ("eval/reward", "", "up", "mean reward of the held-out tasks, of an evaluated step"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "ledger",
         ("tickets/stale_trained", "", "down",
          "tickets of the batch with a token older than the bound"),
@@ -189,12 +191,12 @@ CATALOGUE: tuple[Metric, ...] = (
         ("tickets/filtered", "", "down", "tickets finished and not accepted"),
         ("tickets/failed", "", "down", "tickets dropped because their agent kept failing"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "events",
         ("episode/failures", "", "down",
          "tries of training episodes that raised or took too long since the row before"),
     ),
-    *_list_metrics(
+    *_build_metrics_of_source(
         "weights",
         ("weights/group_join_s", "s", "down", "forming groups; near 0 while replicas stay"),
         ("weights/write_s", "s", "down", "by disk: writing"),
@@ -217,7 +219,7 @@ CATALOGUE: tuple[Metric, ...] = (
 )  # fmt: skip
 
 _METRIC_BY_NAME = {metric.name: metric for metric in CATALOGUE}
-_PATTERNS = [
+_METRIC_BY_NAME_PATTERN = [
     (re.compile(re.escape(metric.name.removesuffix("<name>")) + ".+"), metric)
     for metric in CATALOGUE
     if metric.is_pattern
@@ -228,7 +230,9 @@ def find_metric(name: str) -> Metric | None:
     """The catalogue's entry for a name in a row; None if it has none."""
     if (metric := _METRIC_BY_NAME.get(name)) is not None:
         return metric
-    return next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
+    return next(
+        (metric for pattern, metric in _METRIC_BY_NAME_PATTERN if pattern.fullmatch(name)), None
+    )
 
 
 def render_metric_table() -> str:

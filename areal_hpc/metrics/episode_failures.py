@@ -25,15 +25,15 @@ class EpisodeFailureCounter:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
             self._read_bytes = os.fstat(stream.fileno()).st_size
 
-    def count_new(self) -> int:
+    def count_new_failures(self) -> int:
         """Failed tries of training episodes since the last call."""
         try:
-            content = self._read_appended()
+            content = self._read_appended_lines()
         except FileNotFoundError:
             return 0
         return sum(map(is_training_failure, decode_lines(content, dict[str, Any])))
 
-    def _read_appended(self) -> bytes:
+    def _read_appended_lines(self) -> bytes:
         """Whole lines since the last look; the last one may still be in the writing."""
         with self._path.open("rb") as stream:
             new_bytes = os.fstat(stream.fileno()).st_size - self._read_bytes

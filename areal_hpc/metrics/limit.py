@@ -25,7 +25,7 @@ def compute_limit_shares(row: Mapping[str, Any]) -> dict[StepLimit, float]:
     }
 
 
-def find_limit(row: Mapping[str, Any]) -> StepLimit | None:
+def find_main_step_limit(row: Mapping[str, Any]) -> StepLimit | None:
     """What most of a step's time went to; None without times."""
     shares = compute_limit_shares(row)
     if not shares:

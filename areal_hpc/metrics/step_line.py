@@ -25,10 +25,10 @@ def format_metric(number: float | None, form: str) -> str:
 def format_step_line(row: MetricRow, total: int | None = None) -> str:
     """One step of `total` for people, as far as its row says: an old one lacks what is new."""
     of = f"/{total}" if total is not None else ""
-    return "  ".join((f"step  {row['step']:>5}{of}", *_format_parts(row)))
+    return "  ".join((f"step  {row['step']:>5}{of}", *_format_step_parts(row)))
 
 
-def _format_parts(row: MetricRow) -> Iterator[str]:
+def _format_step_parts(row: MetricRow) -> Iterator[str]:
     if "reward/mean" in row:
         spread = f" ± {format_metric(row['reward/std'], '.2f')}" if "reward/std" in row else ""
         yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
@@ -76,7 +76,7 @@ def compute_tokens_per_s(rows: Sequence[MetricRow]) -> float:
     return float(sum(row.get("tokens/trained") or 0 for row in rows) / max(seconds, 1e-9))
 
 
-def estimate_left_s(rows: Sequence[MetricRow], total: int) -> float | None:
+def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
     """Seconds until the last step, at the pace of the last ones; None before the first."""
     times_s: list[float] = [
         row["time/step_s"] for row in rows if row.get("time/step_s") and row["step"] > 0

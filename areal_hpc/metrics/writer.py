@@ -15,15 +15,15 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 
-BOARD_GROUPS_IN_FRONT = ("reward", "eval")
+TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval")
 """Groups of metrics that TensorBoard shall show before all others."""
 
 
-def format_board_tag(name: str) -> str:
+def format_tensorboard_tag(name: str) -> str:
     """A metric's name in TensorBoard, which sorts groups by their names, digits first."""
     group, slash, rest = name.partition("/")
-    if slash and group in BOARD_GROUPS_IN_FRONT:
-        return f"{BOARD_GROUPS_IN_FRONT.index(group) + 1}_{group}/{rest}"
+    if slash and group in TENSORBOARD_GROUPS_IN_FRONT:
+        return f"{TENSORBOARD_GROUPS_IN_FRONT.index(group) + 1}_{group}/{rest}"
     return name
 
 
@@ -35,7 +35,7 @@ def replace_non_finite(line: FlatRow) -> FlatRow:
     }
 
 
-def summarize_weight_update_pauses(pauses: Sequence[UpdatePauseStats]) -> FlatRow:
+def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> FlatRow:
     """Cost of the newest known update to those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
@@ -103,7 +103,7 @@ class MetricsWriter:
         if self._board is not None:
             for name, value in replace_non_finite(values).items():
                 if isinstance(value, int | float):
-                    self._board.add_scalar(format_board_tag(name), value, step)
+                    self._board.add_scalar(format_tensorboard_tag(name), value, step)
             self._board.flush()
 
     def hold_back_lines(self) -> None:

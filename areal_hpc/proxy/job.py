@@ -18,7 +18,7 @@ from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import CellReplicaSource
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop_in_thread
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
@@ -40,7 +40,7 @@ def run(config: dict[str, Any]) -> None:
     """
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
-    run_event_loop(_serve_cell(job, stop))
+    run_event_loop_in_thread(_serve_cell(job, stop))
 
 
 async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:

@@ -46,18 +46,18 @@ def _suggest_key(name: str, root: type[BaseConfig], location: tuple[int | str, .
     section = _find_section(root, location)
     known = sorted(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in location)
-    inner = _find_keys(section, name, prefix) if section else iter(())
-    meant = [*difflib.get_close_matches(name, known, n=1), *inner, *_find_keys(root, name)]
+    inner = _find_keys_named(section, name, prefix) if section else iter(())
+    meant = [*difflib.get_close_matches(name, known, n=1), *inner, *_find_keys_named(root, name)]
     return f"did you mean {meant[0]}?" if meant else f"choose from {', '.join(known)}"
 
 
-def _find_keys(section: type[BaseConfig], name: str, prefix: str = "") -> Iterator[str]:
+def _find_keys_named(section: type[BaseConfig], name: str, prefix: str = "") -> Iterator[str]:
     """Dotted keys of a name anywhere in a section, the outermost first."""
     if name in section.model_fields:
         yield f"{prefix}{name}"
     for key, field in section.model_fields.items():
         if inner := get_section_class(field.annotation):
-            yield from _find_keys(inner, name, f"{prefix}{key}.")
+            yield from _find_keys_named(inner, name, f"{prefix}{key}.")
 
 
 def _find_section(

@@ -13,14 +13,14 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """What no single key can tell: values that do not fit together."""
-    yield from _check_training(recipe)
-    yield from _check_agent_and_tasks(recipe)
-    yield from _check_rollout(recipe)
-    yield from _check_sandbox(recipe)
-    yield from _check_serving(recipe)
+    yield from _find_training_conflicts(recipe)
+    yield from _find_agent_and_task_conflicts(recipe)
+    yield from _find_rollout_conflicts(recipe)
+    yield from _find_sandbox_conflicts(recipe)
+    yield from _find_serving_conflicts(recipe)
 
 
-def find_doubts(recipe: Recipe) -> Iterator[str]:
+def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
     """What is allowed, and seldom meant: a line for each."""
     sampling = recipe.rollout.sampling
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
@@ -64,7 +64,7 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
         )
 
 
-def _check_training(recipe: Recipe) -> Iterator[Problem]:
+def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if recipe.model.tiny is not None and recipe.sft is None:
         yield Problem(
             "a tiny model trains its tokenizer on SFT demonstrations, but the recipe has no "
@@ -101,7 +101,7 @@ def _check_training(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
+def _find_agent_and_task_conflicts(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     online, key = rollout.agent.mode == "online", "rollout.workflow"
     if not online and not rollout.workflow:
@@ -142,7 +142,7 @@ def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _check_sandbox(recipe: Recipe) -> Iterator[Problem]:
+def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
     agent, key = recipe.rollout.agent, "rollout.agent.sandbox"
     if agent.isolation is None and agent.sandbox != SandboxConfig():
         yield Problem(
@@ -165,7 +165,7 @@ def _check_sandbox(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
+def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
     rollout, cells = recipe.rollout, recipe.inference.cells
     objective = recipe.trainer.objective
     compares = [f"baseline={objective.baseline}"] * (
@@ -213,7 +213,7 @@ def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _check_serving(recipe: Recipe) -> Iterator[Problem]:
+def _find_serving_conflicts(recipe: Recipe) -> Iterator[Problem]:
     # Replicas prove the checksum of what the trainer sends, so both must hold the same bits.
     for name in ("device", "dtype"):
         engine, trainer = getattr(recipe.inference, name), getattr(recipe.trainer, name)

@@ -102,38 +102,38 @@ def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
     Whatever is not as a recipe should be stays so, for its model to refuse.
     """
-    preset = PRESETS.get(str(_find(tree, PRESET_KEY) or "default"), PRESETS["default"])
+    preset = PRESETS.get(str(_get_by_dotted_key(tree, PRESET_KEY) or "default"), PRESETS["default"])
     for key, value in preset.values.items():
-        tree = _set_missing(tree, key, value)
-    if _find(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
-        longest = _find(tree, _MAX_TOKENS_KEY)
-        if _find(tree, SCALE_KEY) is None:
+        tree = _set_unless_present(tree, key, value)
+    if _get_by_dotted_key(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
+        longest = _get_by_dotted_key(tree, _MAX_TOKENS_KEY)
+        if _get_by_dotted_key(tree, SCALE_KEY) is None:
             longest = longest or SamplingConfig().max_new_tokens
-            tree = _set_missing(_remove(tree, SCALE_KEY), SCALE_KEY, longest)
+            tree = _set_unless_present(_copy_without_key(tree, SCALE_KEY), SCALE_KEY, longest)
     return tree
 
 
 def replace_preset(tree: Mapping[str, Any], name: str, root: type[BaseConfig]) -> Mapping[str, Any]:
     """A resolved recipe's tree without what its preset set, where another one takes its place."""
-    before = PRESETS.get(str(_find(tree, PRESET_KEY)), PRESETS["default"]).values
+    before = PRESETS.get(str(_get_by_dotted_key(tree, PRESET_KEY)), PRESETS["default"]).values
     after = PRESETS[name].values if name in PRESETS else {}
     for key in dict.fromkeys([*before, *after]):
-        if _find(tree, key) == before.get(key, get_default(root, key)):
-            tree = _remove(tree, key)
-    if _find(tree, "trainer.objective.loss_agg") is None:
-        tree = _remove(tree, SCALE_KEY)
+        if _get_by_dotted_key(tree, key) == before.get(key, get_default(root, key)):
+            tree = _copy_without_key(tree, key)
+    if _get_by_dotted_key(tree, "trainer.objective.loss_agg") is None:
+        tree = _copy_without_key(tree, SCALE_KEY)
     return tree
 
 
 def describe_preset(tree: Mapping[str, Any]) -> Iterator[str]:
     """What a resolved recipe's preset has set, and where the recipe says otherwise."""
-    name = str(_find(tree, PRESET_KEY))
+    name = str(_get_by_dotted_key(tree, PRESET_KEY))
     preset = PRESETS[name]
     if name == "default":
         return
     yield f"{PRESET_KEY}={name} ({preset.source})"
     for key, value in preset.values.items():
-        found = _find(tree, key)
+        found = _get_by_dotted_key(tree, key)
         by = "preset" if found == value else f"recipe; the preset has {value}"
         yield f"  {key}={found}  ({by})"
 
@@ -149,7 +149,7 @@ def get_default(root: type[BaseConfig], key: str) -> Any:
     return model.model_fields[name].default
 
 
-def _find(tree: Any, key: str) -> Any:
+def _get_by_dotted_key(tree: Any, key: str) -> Any:
     for part in key.split("."):
         if not isinstance(tree, Mapping):
             return None
@@ -157,7 +157,7 @@ def _find(tree: Any, key: str) -> Any:
     return tree
 
 
-def _set_missing(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:
+def _set_unless_present(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, Any]:
     """The tree with a key, unless it has it, or something that is no section in its way."""
     head, _, rest = key.partition(".")
     if not rest:
@@ -165,13 +165,13 @@ def _set_missing(tree: Mapping[str, Any], key: str, value: Any) -> Mapping[str, 
     inner = tree.get(head, {})
     if inner is None or not isinstance(inner, Mapping):
         return tree
-    return {**tree, head: _set_missing(inner, rest, value)}
+    return {**tree, head: _set_unless_present(inner, rest, value)}
 
 
-def _remove(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+def _copy_without_key(tree: Mapping[str, Any], key: str) -> Mapping[str, Any]:
     """The tree without a key."""
     head, _, rest = key.partition(".")
     if not rest:
         return {name: value for name, value in tree.items() if name != head}
     inner = tree.get(head)
-    return {**tree, head: _remove(inner, rest)} if isinstance(inner, Mapping) else tree
+    return {**tree, head: _copy_without_key(inner, rest)} if isinstance(inner, Mapping) else tree

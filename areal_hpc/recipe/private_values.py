@@ -16,15 +16,17 @@ from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths
 
 _PRIVATE_KEY_PATTERN = re.compile(r"(^|\.)(variables|workflow_kwargs)(\.|$)")
-_HIDDEN = "(in recipe.yaml)"
+_HIDDEN_VALUE_TEXT = "(in recipe.yaml)"
 
 
-def replace_by_references(config: Mapping[str, Any], keys: Mapping[str, str]) -> dict[str, Any]:
+def replace_private_values_by_references(
+    config: Mapping[str, Any], keys: Mapping[str, str]
+) -> dict[str, Any]:
     """A configuration with the recipe's keys in place of values; `keys` by place in it.
 
     Both are dotted. Places that are empty stay as they are.
     """
-    changed: dict[str, Any] = _copy_mappings(config)
+    changed: dict[str, Any] = _copy_nested_mappings(config)
     references = {}
     for place, key in keys.items():
         parent, name = _find_parent(changed, place)
@@ -34,7 +36,7 @@ def replace_by_references(config: Mapping[str, Any], keys: Mapping[str, str]) ->
     return changed | ({RECIPE_REFERENCES_KEY: references} if references else {})
 
 
-def resolve_references(config: dict[str, Any]) -> dict[str, Any]:
+def resolve_private_references(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the values of its run's recipe in place.
 
     Raises:
@@ -70,7 +72,7 @@ def hide_private_values(tree: Any, kept: Any, key: str = "") -> Any:
             name: hide_private_values(value, others.get(name), f"{key}.{name}")
             for name, value in tree.items()
         }
-    return _HIDDEN if tree == kept and _PRIVATE_KEY_PATTERN.search(key) else tree
+    return _HIDDEN_VALUE_TEXT if tree == kept and _PRIVATE_KEY_PATTERN.search(key) else tree
 
 
 def hide_private_arguments(arguments: list[str]) -> Iterator[str]:
@@ -78,7 +80,7 @@ def hide_private_arguments(arguments: list[str]) -> Iterator[str]:
     for argument in arguments:
         key, equals, _ = argument.partition("=")
         is_private = bool(equals) and _PRIVATE_KEY_PATTERN.search(key.lstrip("+")) is not None
-        yield f"{key}={_HIDDEN}" if is_private else argument
+        yield f"{key}={_HIDDEN_VALUE_TEXT}" if is_private else argument
 
 
 def _read_recipe(path: Path) -> dict[str, Any]:
@@ -107,7 +109,7 @@ def _find_parent(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str
     return tree, last
 
 
-def _copy_mappings(tree: Any) -> Any:
+def _copy_nested_mappings(tree: Any) -> Any:
     if not isinstance(tree, Mapping):
         return tree
-    return {name: _copy_mappings(value) for name, value in tree.items()}
+    return {name: _copy_nested_mappings(value) for name, value in tree.items()}

@@ -46,7 +46,8 @@ def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
     if function is None:
         known = [one for one, value in vars(imported).items() if callable(value)]
         raise RecipeError(
-            f"{dotted!r}: the module {module!r} has no {name!r}{suggest_name(name, known)}",
+            f"{dotted!r}: the module {module!r} has no {name!r}"
+            f"{format_name_suggestion(name, known)}",
             key=key,
             hint=f"name a function of {imported.__file__}",
         )
@@ -69,7 +70,8 @@ def _import_module(module: str, dotted: str, key: str) -> ModuleType:
             path = None if imported is None else getattr(imported, "__path__", [])
             known = [one.name for one in pkgutil.iter_modules(path)]
             raise RecipeError(
-                f"{dotted!r}: there is no module {prefix!r}{suggest_name(parts[end - 1], known)}",
+                f"{dotted!r}: there is no module {prefix!r}"
+                f"{format_name_suggestion(parts[end - 1], known)}",
                 key=key,
                 hint="start the run from the folder that holds the package, or install it",
             ) from error
@@ -102,7 +104,7 @@ def describe_user_error(error: BaseException) -> str:
     return "\n".join([said, *lines])
 
 
-def suggest_name(name: str, known: Iterable[str]) -> str:
+def format_name_suggestion(name: str, known: Iterable[str]) -> str:
     """`; did you mean 'this'?` if one of the known names is like it; else nothing."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""

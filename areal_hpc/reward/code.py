@@ -39,11 +39,13 @@ def code_reward(
         return float(passes_tests(source, tests["program"], limits))
     for case in tests["cases"]:
         outcome = run_program(source, case["input"], limits)
-        if outcome.exit_code != 0 or _strip_lines(outcome.stdout) != _strip_lines(case["output"]):
+        if outcome.exit_code != 0 or _normalize_output_lines(
+            outcome.stdout
+        ) != _normalize_output_lines(case["output"]):
             return 0.0
     return float(bool(tests["cases"]))
 
 
-def _strip_lines(text: str) -> list[str]:
+def _normalize_output_lines(text: str) -> list[str]:
     """What is compared: white space at the ends of lines and of the text does not count."""
     return [line.rstrip() for line in text.rstrip().splitlines()]

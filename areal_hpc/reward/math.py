@@ -48,7 +48,7 @@ def math_reward(
     """
     said = completions[-REPLY_TAIL_CHARS:]
     in_box = extract_boxed(said)
-    if in_box is not None and _count_nesting(in_box) > MAX_NESTING:
+    if in_box is not None and _count_deepest_nesting(in_box) > MAX_NESTING:
         return 0.0
     try:
         verdict = _VERIFIER_POOL.ask(json.dumps([answer, said]).encode() + b"\n")
@@ -72,7 +72,7 @@ def math_reward(
     return float(verdict == math_process.EQUAL)
 
 
-def _count_nesting(text: str) -> int:
+def _count_deepest_nesting(text: str) -> int:
     """How many brackets are open at once, whatever closes them."""
     steps = ({"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(sign, 0) for sign in text)
     return max(itertools.accumulate(steps), default=0)

@@ -35,7 +35,7 @@ def main() -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGALRM])
     logging.getLogger("math_verify").setLevel(logging.ERROR)  # warns that its own limits are off
     judge_reply("1", "1")  # imports, and compiles its expressions
-    limit_memory(memory_bytes)
+    limit_memory_and_disable_core_dumps(memory_bytes)
     with (
         contextlib.suppress(ConnectionError),  # the parent is gone
         socket.socket(fileno=sys.stdin.fileno()) as channel,
@@ -51,7 +51,7 @@ def main() -> None:
             channel.sendall(found)
 
 
-def limit_memory(more_bytes: int) -> None:
+def limit_memory_and_disable_core_dumps(more_bytes: int) -> None:
     """Allow this much more than there is now, and no image of a crash."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     for which, most in (
@@ -111,14 +111,14 @@ def bound_log2(value: Any) -> float:
         return math.log2(int(value)) if value > 0 else math.nan
     if isinstance(value, Pow):
         base, exponent = (bound_log2(part) for part in value.args)
-        return base * _power_of_2(exponent)
+        return base * _capped_power_of_2(exponent)
     if isinstance(value, factorial):
-        number = _power_of_2(bound_log2(value.args[0]))
+        number = _capped_power_of_2(bound_log2(value.args[0]))
         return max(number * (math.log2(number) - 1.5), 0.0)  # after Stirling
     return math.nan
 
 
-def _power_of_2(exponent: float) -> float:
+def _capped_power_of_2(exponent: float) -> float:
     return math.nan if math.isnan(exponent) else 2.0 ** min(exponent, 1000.0)
 
 

@@ -93,7 +93,7 @@ def _import_dotted(dotted_path: str) -> Any:
     if found is None:
         raise _build_agent_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
-            f"{_suggest_name(name, _list_classes(module))}",
+            f"{_format_name_suggestion(name, _list_classes(module))}",
             f"name one of its classes: {', '.join(_list_classes(module)) or 'it has none'}",
         )
     return found
@@ -112,7 +112,7 @@ def _import_module_by_parts(module_path: str, dotted_path: str) -> ModuleType:
                 raise _build_import_error(prefix, dotted_path, error) from error
             raise _build_agent_error(
                 f"{dotted_path!r}: there is no module {prefix!r}"
-                f"{_suggest_name(parts[end - 1], _list_submodules(module))}",
+                f"{_format_name_suggestion(parts[end - 1], _list_submodules(module))}",
                 "start the run from the folder that holds the package, or install it in the "
                 "agents environment",
             ) from error
@@ -204,6 +204,6 @@ def _list_classes(module: ModuleType) -> list[str]:
     ]
 
 
-def _suggest_name(name: str, names: Iterable[str]) -> str:
+def _format_name_suggestion(name: str, names: Iterable[str]) -> str:
     found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
     return f"; did you mean {found[0]!r}?" if found else ""

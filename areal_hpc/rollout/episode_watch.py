@@ -93,12 +93,12 @@ class EpisodeWatch:
             while True:
                 self._beat_at = time.monotonic()
                 self._report_slow_episode()
-                self._report_counts()
+                self._report_counts_once_after_failure()
                 await asyncio.sleep(HEARTBEAT_S)
         finally:
             has_ended.set()
 
-    def _report_counts(self) -> None:
+    def _report_counts_once_after_failure(self) -> None:
         """Tell once after a failure that episodes have ended well since: the agent works."""
         before, since_s = self._ended_at_failure, time.monotonic() - self._failed_at
         if before is not None and self.ended > before and since_s >= MIN_COUNT_INTERVAL_S:

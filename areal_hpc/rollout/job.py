@@ -77,10 +77,10 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
         sandboxes = make_agent_sandboxes(job.rollout.agent)
     elif (trial := make_agent_sandboxes(job.rollout.agent, warm=0)) is not None:
         # Episodes start theirs in processes of their own, where a failure would be the agent's.
-        await trial.fill()
+        await trial.start_first_and_refill()
         await trial.close()
     if sandboxes is not None:
-        await sandboxes.fill()
+        await sandboxes.start_first_and_refill()
     key = ensure_admin_key(paths.admin_key)
     services = ServiceClients(
         ledger=ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),

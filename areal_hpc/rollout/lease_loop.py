@@ -61,15 +61,15 @@ class LeaseLoop:
         async with asyncio.TaskGroup() as group:
             watching = [group.create_task(one.run()) for one in (self._gate, self._watch)]
             under_way = set[asyncio.Task[None]]()
-            while not (reply := await self._request_lease()).stop:
+            while not (reply := await self._send_heartbeat_and_request_lease()).stop:
                 self._tickets.forget_finished(reply.over)
                 for grant in reply.grants:
-                    if self._tickets.accept(grant):
+                    if self._tickets.hold_granted(grant):
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
                 if reply.seal_now and not self._is_sealing:
                     self._seal = group.create_task(self._request_seal())
-                await self._wait_for_ticket_change(
+                await self._wait_for_ticket_change_or_heartbeat(
                     reply.pause_s if self._is_busy else IDLE_LEASE_PAUSE_S
                 )
             for task in (*watching, *under_way, *([self._seal] if self._seal else [])):
@@ -87,7 +87,7 @@ class LeaseLoop:
     def _is_busy(self) -> bool:
         return bool(self._tickets.held) or self._is_sealing or not self._gate.is_open
 
-    async def _request_lease(self) -> LeaseReply:
+    async def _send_heartbeat_and_request_lease(self) -> LeaseReply:
         self._tickets.changed.clear()
         request = LeaseRequest(
             cell=self._cell,
@@ -104,7 +104,7 @@ class LeaseLoop:
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
         )
 
-    async def _wait_for_ticket_change(self, pause_s: float) -> None:
+    async def _wait_for_ticket_change_or_heartbeat(self, pause_s: float) -> None:
         """Wait for news from a ticket, or until the next heartbeat is due."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(pause_s):

@@ -54,7 +54,7 @@ class LeasedTickets:
         """
         return list(self._finished)
 
-    def accept(self, grant: TicketGrant) -> bool:
+    def hold_granted(self, grant: TicketGrant) -> bool:
         """Hold a granted ticket. False if it is here already (the grant was repeated)."""
         if grant.ref in self._open_episodes or grant.ref in self._finished:
             return False
@@ -71,9 +71,9 @@ class LeasedTickets:
         if self.free_episode_slots >= self._episodes_per_ticket:
             self.changed.set()
 
-    def finish(self, ref: TicketRef) -> None:
+    def mark_finished(self, ref: TicketRef) -> None:
         """A held training ticket is in the proxy's journal."""
-        self.release(ref)
+        self.stop_holding(ref)
         self._finished[ref] = None
 
     def forget_finished(self, refs: Iterable[TicketRef]) -> None:
@@ -81,7 +81,7 @@ class LeasedTickets:
         for ref in refs:
             self._finished.pop(ref, None)
 
-    def release(self, ref: TicketRef) -> None:
+    def stop_holding(self, ref: TicketRef) -> None:
         """A held ticket was dropped or evaluated: it is the driver's no more."""
         del self._open_episodes[ref], self._begun_episodes[ref]
         self.changed.set()

@@ -18,7 +18,7 @@ from areal_hpc.rollout.episodes.episode import (
     run_episode,
     run_online_episode,
 )
-from areal_hpc.rollout.episodes.group import GroupFilter, run_group
+from areal_hpc.rollout.episodes.group import GroupFilter, run_group_until_enough_succeed
 from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -105,20 +105,20 @@ class TicketRunner:
         try:
             if grant.ref.eval_step >= 0:
                 outcomes = await self._run_group(grant, "valid")
-                await self._keep_evaluation(grant.ref, [one.session_id for one in outcomes])
+                await self._have_evaluation_sealed(grant.ref, [one.session_id for one in outcomes])
                 rewards = [one.reward for one in outcomes]
                 result = EvaluationResultRequest(self._cell, grant.ref, rewards)
                 await self._report_to_ledger("/report_evaluation", result)
             else:
-                is_finished = await self._run_training_ticket(grant)
+                is_finished = await self._run_and_finish_training_ticket(grant)
         except (AgentError, RecipeError) as error:
             await self._drop_ticket(grant, error)
         if is_finished:
-            self._tickets.finish(grant.ref)
+            self._tickets.mark_finished(grant.ref)
         else:
-            self._tickets.release(grant.ref)
+            self._tickets.stop_holding(grant.ref)
 
-    async def _run_training_ticket(self, grant: TicketGrant) -> bool:
+    async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
         """Run a training ticket and have the proxy take it into its journal.
 
         False if its group was not accepted: then the proxy and the ledger forget it.
@@ -129,7 +129,7 @@ class TicketRunner:
             task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
-                await self._finish_ticket_at_proxy(
+                await self._finish_ticket_and_close_other_sessions(
                     grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
                 )
             except HttpStatusError as refusal:
@@ -143,10 +143,10 @@ class TicketRunner:
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
-    async def _keep_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
+    async def _have_evaluation_sealed(self, ref: TicketRef, session_ids: list[str]) -> None:
         """Have the proxy seal a held-out ticket's episodes. Its rewards count in any case."""
         try:
-            await self._finish_ticket_at_proxy(ref, session_ids)
+            await self._finish_ticket_and_close_other_sessions(ref, session_ids)
         except HttpStatusError as refusal:  # it restarted and lost them
             log.warning("the episodes of %s are not kept: %s", ref, refusal)
 
@@ -160,7 +160,7 @@ class TicketRunner:
         drop = DropRequest(self._cell, grant.ref, reason, cause=cause)
         await self._report_to_ledger("/drop", drop)
         try:  # threads of a cancelled agent may still ask in its sessions
-            await self._finish_ticket_at_proxy(grant.ref, [])
+            await self._finish_ticket_and_close_other_sessions(grant.ref, [])
         except HttpStatusError as refusal:
             log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
@@ -171,7 +171,7 @@ class TicketRunner:
         if split == "train":
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
         episodes = [self._run_episode_until_ok(grant, split, at) for at in range(grant.n_episodes)]
-        group = await run_group(episodes, wanted, least)
+        group = await run_group_until_enough_succeed(episodes, wanted, least)
         if group.cut:
             reason = "cancelled: enough episodes of the group are complete"
             self._record_ticket_event("episodes_cancelled", grant, reason, count=group.cut)
@@ -199,7 +199,7 @@ class TicketRunner:
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
                 await asyncio.sleep(RETRY_BACKOFF.min_s)
                 continue
-            await self._keep_failed_episode(outcome)
+            await self._have_failed_episode_sealed(outcome)
             failures += 1
             if failures == self._rollout.max_episode_tries:
                 self._tickets.end_episode(grant.ref)
@@ -214,7 +214,7 @@ class TicketRunner:
         if agent is None:
             return await run_online_episode(spec, self._proxy)
         facts = {
-            **_list_ref_facts(grant),
+            **_build_ticket_facts(grant),
             "episode": spec.session.episode,
             "limit_s": spec.timeout_s,
         }
@@ -244,7 +244,7 @@ class TicketRunner:
             }
         self._record_ticket_event(f"episode_{outcome.status}", grant, outcome.reason, **facts)
 
-    async def _keep_failed_episode(self, outcome: EpisodeOutcome) -> None:
+    async def _have_failed_episode_sealed(self, outcome: EpisodeOutcome) -> None:
         """Have the proxy seal what a failed episode said, beside why it failed."""
         cause = outcome.status if outcome.error is None else outcome.error.cause
         request = KeepFailedRequest(
@@ -275,7 +275,9 @@ class TicketRunner:
         )
         return EpisodeSpec(session, task, limits.timeout_s)
 
-    async def _finish_ticket_at_proxy(self, ref: TicketRef, sessions: list[str]) -> None:
+    async def _finish_ticket_and_close_other_sessions(
+        self, ref: TicketRef, sessions: list[str]
+    ) -> None:
         """Have the proxy keep these sessions of a ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
@@ -291,10 +293,10 @@ class TicketRunner:
     def _record_ticket_event(
         self, event: str, grant: TicketGrant, reason: str, **facts: Any
     ) -> None:
-        self._events.record(event, **_list_ref_facts(grant), **facts, reason=reason)
+        self._events.record(event, **_build_ticket_facts(grant), **facts, reason=reason)
 
 
-def _list_ref_facts(grant: TicketGrant) -> dict[str, Any]:
+def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
     """What an event says of the ticket that it is about."""
     return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
 

@@ -83,7 +83,7 @@ async def play_trial_tasks(
     count = min(rollout.trial_tasks, len(tasks))
     pending = {
         asyncio.create_task(
-            _play_until_decided(
+            _retry_trial_until_decided(
                 rollout, agent, tasks[number], number, proxy, http_client, events, sandboxes
             )
         )
@@ -120,7 +120,7 @@ async def play_trial_tasks(
         )
 
 
-async def _play_until_decided(
+async def _retry_trial_until_decided(
     rollout: RolloutConfig,
     agent: Agent,
     task: dict[str, Any],

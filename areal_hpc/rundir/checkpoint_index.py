@@ -27,7 +27,7 @@ NumberType = Literal["float32", "bfloat16"]
 TYPE_BYTES: dict[NumberType, int] = {"float32": 4, "bfloat16": 2}
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
     """A block of a tensor, its numbers one after another in each column of a rank's file."""
 
     rank: int
@@ -43,7 +43,7 @@ class StoredTensor(msgspec.Struct, frozen=True):
     """A Megatron parameter of all layers and experts."""
 
     shape: tuple[int, ...]
-    pieces: list[Piece]
+    pieces: list[TensorPiece]
 
 
 class RankIndex(msgspec.Struct, frozen=True):
@@ -83,12 +83,12 @@ def compute_data_bytes(columns: dict[Column, NumberType], count: int) -> int:
     return count * sum(TYPE_BYTES[type_] for type_ in columns.values())
 
 
-def count_blocks(data_bytes: int) -> int:
+def count_digest_blocks(data_bytes: int) -> int:
     """Blocks of a file, each with a digest; the last one may be shorter."""
     return -(-data_bytes // BLOCK_BYTES)
 
 
-def get_rank_file(directory: Path, rank: int) -> Path:
+def get_rank_file_path(directory: Path, rank: int) -> Path:
     """The numbers that one rank has written, and their digests."""
     return directory / f"rank_{rank:05d}.bin"
 
@@ -117,7 +117,7 @@ def merge_rank_indices(
     )
 
 
-def write_index(directory: Path, index: CheckpointIndex) -> None:
+def write_checkpoint_index(directory: Path, index: CheckpointIndex) -> None:
     """Say what the files of a checkpoint hold. Not forced to disk."""
     (directory / INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
@@ -141,7 +141,7 @@ def read_index(directory: Path) -> CheckpointIndex:
         if found == FORMAT:
             return msgspec.json.decode(content, type=CheckpointIndex)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise build_damage_error(file, error) from error
+        raise build_checkpoint_damage_error(file, error) from error
     raise ShardError(
         f"the checkpoint is of format {found}; this version reads formats 1 to {FORMAT}",
         key=str(file),
@@ -153,7 +153,7 @@ class _AnyFormat(msgspec.Struct):
     format: int
 
 
-def build_damage_error(file: Path, reason: object) -> ShardError:
+def build_checkpoint_damage_error(file: Path, reason: object) -> ShardError:
     """The error of a checkpoint with a file that is not as it was written."""
     return ShardError(
         f"a checkpoint cannot be read: {reason}",

@@ -80,7 +80,7 @@ class Checkpoint:
         return (self.path / COMPLETE_MARKER_FILE).stat().st_mtime
 
 
-def is_complete(path: Path) -> bool:
+def is_complete_checkpoint(path: Path) -> bool:
     """True if this is the directory of a checkpoint whose every byte is on disk."""
     return (
         re.fullmatch(r"step_\d+", path.name) is not None and (path / COMPLETE_MARKER_FILE).exists()
@@ -92,7 +92,7 @@ def get_unfinished_path(directory: Path, step: int, generation: int) -> Path:
     return directory / f".{format_step_dir(step)}.generation_{generation}"
 
 
-def list_leftovers(directory: Path) -> list[tuple[Path, int | None]]:
+def list_leftovers_of_checkpoints(directory: Path) -> list[tuple[Path, int | None]]:
     """What interrupted trainers left behind, with the generation that may still write it."""
     found = [
         (path, re.search(r"\.generation_(\d+)$", path.name)) for path in directory.glob(".step_*")
@@ -134,12 +134,14 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
     """
     found = []
     for path in directory.iterdir() if directory.is_dir() else ():
-        if not is_complete(path):
+        if not is_complete_checkpoint(path):
             continue
         try:
             found.append(Checkpoint(path, read_trainer_state(path)))
         except FileNotFoundError:
-            if problems is not None and is_complete(path):  # else it was removed just now
+            if problems is not None and is_complete_checkpoint(
+                path
+            ):  # else it was removed just now
                 message = "the checkpoint has no list of consumed batches"
                 problems.append(Problem(message, str(path / STATE_FILE)))
         except ShardError as error:
@@ -149,7 +151,7 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
     return sorted(found, key=lambda one: (one.state.generation, one.state.step))
 
 
-def find_latest(directory: Path) -> Checkpoint | None:
+def find_latest_checkpoint(directory: Path) -> Checkpoint | None:
     """The checkpoint that a restarted trainer resumes from; None before the first.
 
     Raises:

@@ -93,7 +93,7 @@ class EventFollower:
             status = path.stat()
             self._inode, self._offset = status.st_ino, status.st_size
 
-    def read_new(self) -> list[dict[str, Any]]:
+    def read_new_events(self) -> list[dict[str, Any]]:
         """The events since the last look, oldest first; none while the storage is silent.
 
         The file is opened for each look: NFS asks its server then, and not for a mere `stat`.

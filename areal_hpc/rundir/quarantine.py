@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.atomic import fsync_path, write_once
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest_checkpoint
 from areal_hpc.rundir.manifests import list_batch_steps, read_json_file
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import fault_point
@@ -85,6 +85,6 @@ def read_quarantined_batches(paths: RunPaths) -> dict[int, UntrainedRecord]:
     Raises:
         ShardError: A file is damaged.
     """
-    newest = find_latest(paths.checkpoints_dir)
+    newest = find_latest_checkpoint(paths.checkpoints_dir)
     state = newest.state if newest else TrainerState(seed=0)
     return merge_quarantines(state, read_quarantine_files(paths))

@@ -35,7 +35,7 @@ def find_bubblewrap() -> Path | None:
         return None if found is None else Path(found)
 
 
-def build_command(
+def build_bwrap_command(
     bwrap: str,
     program: Sequence[str],
     *,
@@ -82,7 +82,7 @@ def build_command(
     return [*command, "--", *program]
 
 
-def find_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
+def find_sandbox_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
     """A Python for programs and its folder, None for one in /usr; None if there is none at all.
 
     It is the base of this environment, whose packages a program is not offered; the system's, where
@@ -90,13 +90,13 @@ def find_python(*, by_anybody: bool) -> tuple[str, str | None] | None:
     """
     prefix = os.path.realpath(sys.base_prefix)
     own = os.path.realpath(sys.executable)
-    if Path(own).is_relative_to(prefix) and (not by_anybody or is_open_to_all(Path(own))):
+    if Path(own).is_relative_to(prefix) and (not by_anybody or is_executable_by_all(Path(own))):
         return own, None if Path(prefix).is_relative_to("/usr") else prefix
     found = shutil.which("python3", path=PROGRAM_VARIABLES["PATH"])
     return None if found is None else (found, None)
 
 
-def is_open_to_all(path: Path) -> bool:
+def is_executable_by_all(path: Path) -> bool:
     """True if any user may reach and run a file."""
     return all(one.stat().st_mode & 0o001 for one in (path, *path.parents))
 
@@ -112,9 +112,9 @@ def may_become_nobody() -> bool:
 
 
 @functools.cache
-def stage_for_all(bwrap: Path) -> Path:
+def get_bwrap_runnable_by_all(bwrap: Path) -> Path:
     """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
-    if is_open_to_all(bwrap):
+    if is_executable_by_all(bwrap):
         return bwrap
     folder = Path(tempfile.mkdtemp(prefix="bubblewrap-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)

@@ -21,7 +21,7 @@ from areal_hpc.sandbox.command_server import (
     TAKEN,
 )
 
-WINDOW_BYTES = 1 << 20
+MAX_UNREAD_INPUT_BYTES = 1 << 20
 """Input that is under way to a command which has not read it."""
 KILL_GRACE_S = 10.0
 """Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
@@ -49,10 +49,10 @@ class RunningCommand:
         self.has_read.set()
 
 
-class Channel:
+class CommandChannel:
     """Frames to and from a command server, over one socket.
 
-    The server's end is handed to a process; then `greet` waits for its first word.
+    The server's end is handed to a process; then `wait_for_server` waits for its first word.
     """
 
     def __init__(self) -> None:
@@ -65,7 +65,7 @@ class Channel:
         self.closed = asyncio.Event()
         """The server is gone."""
 
-    async def greet(self) -> socket.socket | None:
+    async def wait_for_server(self) -> socket.socket | None:
         """Wait for the server; the socket that listens within the sandbox, if it sends one.
 
         Raises:
@@ -84,7 +84,7 @@ class Channel:
             if listener is not None:
                 listener.close()
             raise EOFError
-        self._reader = asyncio.create_task(self._read())
+        self._reader = asyncio.create_task(self._read_frames_until_closed())
         return listener
 
     async def run(
@@ -100,7 +100,9 @@ class Channel:
         number, command = self._next, RunningCommand(output_bytes)
         self._next += 1
         self._commands[number] = command
-        feeding = asyncio.create_task(self._feed(number, command, begin, stdin))
+        feeding = asyncio.create_task(
+            self._begin_command_and_feed_input(number, command, begin, stdin)
+        )
         try:
             async with asyncio.timeout(timeout_s):
                 await self._wait_for_end(number, command)
@@ -111,7 +113,7 @@ class Channel:
         except asyncio.CancelledError:
             with contextlib.suppress(EOFError, TimeoutError):
                 async with asyncio.timeout(KILL_GRACE_S):
-                    await self._send(number, KILL)
+                    await self._send_frame(number, KILL)
             raise
         finally:
             del self._commands[number]
@@ -122,7 +124,7 @@ class Channel:
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.wait({self._reader})
-        self._tell_closed()
+        self._wake_all_as_closed()
         self._socket.close()
         self.servers_end.close()
 
@@ -133,39 +135,41 @@ class Channel:
                 raise EOFError
             if command.is_cut_off and not was_killed:
                 was_killed = True
-                await self._send(number, KILL)
+                await self._send_frame(number, KILL)
             await command.changed.wait()
             command.changed.clear()
 
     async def _kill_and_wait(self, number: int, command: RunningCommand) -> None:
         try:
             async with asyncio.timeout(KILL_GRACE_S):
-                await self._send(number, KILL)
+                await self._send_frame(number, KILL)
                 await self._wait_for_end(number, command)
         except TimeoutError:  # the server was stopped, by what it started
             raise EOFError from None
 
-    async def _feed(self, number: int, command: RunningCommand, begin: bytes, stdin: bytes) -> None:
+    async def _begin_command_and_feed_input(
+        self, number: int, command: RunningCommand, begin: bytes, stdin: bytes
+    ) -> None:
         """Begin the command and send its input, as fast as it reads."""
         with contextlib.suppress(EOFError):
-            await self._send(number, BEGIN, begin)
+            await self._send_frame(number, BEGIN, begin)
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
-                while command.on_its_way > WINDOW_BYTES and not self.closed.is_set():
+                while command.on_its_way > MAX_UNREAD_INPUT_BYTES and not self.closed.is_set():
                     await command.has_read.wait()
                     command.has_read.clear()
                 command.on_its_way += len(piece)
-                await self._send(number, INPUT, bytes(piece))
-            await self._send(number, INPUT)
+                await self._send_frame(number, INPUT, bytes(piece))
+            await self._send_frame(number, INPUT)
 
-    async def _send(self, number: int, kind: bytes, content: bytes = b"") -> None:
+    async def _send_frame(self, number: int, kind: bytes, content: bytes = b"") -> None:
         frame = HEADER.pack(number, kind, len(content)) + content
         # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
-        if not await asyncio.shield(asyncio.ensure_future(self._write(frame))):
+        if not await asyncio.shield(asyncio.ensure_future(self._write_frame(frame))):
             raise EOFError
 
-    async def _write(self, frame: bytes) -> bool:
+    async def _write_frame(self, frame: bytes) -> bool:
         """False if nobody takes it any more."""
         async with self._turn:
             try:
@@ -174,7 +178,7 @@ class Channel:
                 return False
         return True
 
-    async def _read(self) -> None:
+    async def _read_frames_until_closed(self) -> None:
         """Take in frames until the server is gone, or sends what is none."""
         loop, received = asyncio.get_running_loop(), bytearray()
         with contextlib.suppress(OSError, struct.error, ValueError):
@@ -189,16 +193,16 @@ class Channel:
                     content = bytes(received[HEADER.size : HEADER.size + size])
                     del received[: HEADER.size + size]
                     if command := self._commands.get(number):
-                        self._apply(command, kind, content)
-        self._tell_closed()
+                        self._apply_frame(command, kind, content)
+        self._wake_all_as_closed()
 
-    def _tell_closed(self) -> None:
+    def _wake_all_as_closed(self) -> None:
         self.closed.set()
         for command in self._commands.values():
             command.wake()
 
     @staticmethod
-    def _apply(command: RunningCommand, kind: bytes, content: bytes) -> None:
+    def _apply_frame(command: RunningCommand, kind: bytes, content: bytes) -> None:
         if kind in (OUTPUT, ERRORS):
             kept = command.stdout if kind == OUTPUT else command.stderr
             room = command.output_bytes - len(kept)

@@ -60,12 +60,12 @@ class CommandServer:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # as the first process it ignores the others
         self._selector.register(woken, selectors.EVENT_READ, lambda: os.read(woken, 4096))
 
-    def greet(self) -> None:
+    def announce_ready(self) -> None:
         """Say that the server is ready; with the socket that listens for the session, if asked."""
         port = self._request["session_port"]
         frame = HEADER.pack(0, HELLO, 0)
         if port is None:
-            self._write(frame)
+            self._write_to_host(frame)
             return
         with socket.create_server(("127.0.0.1", port), backlog=128) as listener:
             channel = socket.socket(fileno=self._writing)
@@ -79,7 +79,7 @@ class CommandServer:
                 for key, _ in self._selector.select():
                     if key.fd in self._selector.get_map():
                         key.data()
-                self._reap()
+                self._report_ended_commands()
         while below := list_children(os.getpid()):
             for pid in below:
                 with contextlib.suppress(OSError):
@@ -100,11 +100,11 @@ class CommandServer:
                 return
             content = bytes(self._received[HEADER.size : HEADER.size + size])
             del self._received[: HEADER.size + size]
-            self._handle(number, kind, content)
+            self._handle_frame(number, kind, content)
 
-    def _handle(self, number: int, kind: bytes, content: bytes) -> None:
+    def _handle_frame(self, number: int, kind: bytes, content: bytes) -> None:
         if kind == BEGIN:
-            self._begin(number, json.loads(content))
+            self._begin_command(number, json.loads(content))
             return
         command = self._commands.get(number)
         if command is None:  # it has ended meanwhile
@@ -112,15 +112,15 @@ class CommandServer:
         if kind == KILL:
             kill_session(command.pid)
         elif content and command.stdin < 0:  # it reads no more
-            self._send(number, TAKEN, struct.pack("!I", len(content)))
+            self._send_frame(number, TAKEN, struct.pack("!I", len(content)))
         elif content:
             command.backlog.append(content)
             self._watch_input(number, command)
         else:
             command.is_input_over = True
-            self._close_input(command)
+            self._close_input_once_written(command)
 
-    def _begin(self, number: int, request: dict[str, Any]) -> None:
+    def _begin_command(self, number: int, request: dict[str, Any]) -> None:
         inner, outer = [], []
         for is_input in (True, False, False):
             reading, writing = os.pipe()
@@ -131,11 +131,13 @@ class CommandServer:
         except OSError as error:
             for one in (*inner, *outer):
                 os.close(one)
-            self._send(number, ERRORS, f"sandbox: no process could be started: {error}".encode())
-            self._send(number, RESULT, b"126")
+            self._send_frame(
+                number, ERRORS, f"sandbox: no process could be started: {error}".encode()
+            )
+            self._send_frame(number, RESULT, b"126")
             return
         if pid == 0:
-            become_child(request, inner, self._request)
+            become_command_process(request, inner, self._request)
         for one in inner:
             os.close(one)
         for one in outer:
@@ -144,20 +146,24 @@ class CommandServer:
         self._commands[number] = command
         for stream in command.streams:
             self._selector.register(
-                stream, selectors.EVENT_READ, self._bind(self._read, number, command, stream)
+                stream,
+                selectors.EVENT_READ,
+                self._bind_arguments(self._forward_output, number, command, stream),
             )
 
     @staticmethod
-    def _bind(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
+    def _bind_arguments(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         return lambda: function(*arguments)
 
     def _watch_input(self, number: int, command: Command) -> None:
         if command.stdin >= 0 and command.stdin not in self._selector.get_map():
             self._selector.register(
-                command.stdin, selectors.EVENT_WRITE, self._bind(self._feed, number, command)
+                command.stdin,
+                selectors.EVENT_WRITE,
+                self._bind_arguments(self._feed_input, number, command),
             )
 
-    def _feed(self, number: int, command: Command) -> None:
+    def _feed_input(self, number: int, command: Command) -> None:
         piece = command.backlog.popleft()
         try:
             taken = os.write(command.stdin, piece)
@@ -167,33 +173,33 @@ class CommandServer:
             taken = len(piece) + sum(map(len, command.backlog))
             command.backlog.clear()
             command.is_input_over = True
-        self._send(number, TAKEN, struct.pack("!I", taken))
+        self._send_frame(number, TAKEN, struct.pack("!I", taken))
         if taken < len(piece):
             command.backlog.appendleft(piece[taken:])
         if not command.backlog:
             self._selector.unregister(command.stdin)
-            self._close_input(command)
+            self._close_input_once_written(command)
 
-    def _close_input(self, command: Command) -> None:
+    def _close_input_once_written(self, command: Command) -> None:
         if command.stdin >= 0 and command.is_input_over and not command.backlog:
             os.close(command.stdin)
             command.stdin = -1
 
-    def _read(self, number: int, command: Command, stream: int) -> bool:
+    def _forward_output(self, number: int, command: Command, stream: int) -> bool:
         """Pass on what is there; false if that is nothing."""
         try:
             piece = os.read(stream, CHUNK_BYTES)
         except BlockingIOError:
             return False
         if piece:
-            self._send(number, command.streams[stream], piece)
+            self._send_frame(number, command.streams[stream], piece)
             return True
         self._selector.unregister(stream)
         os.close(stream)
         del command.streams[stream]
         return False
 
-    def _reap(self) -> None:
+    def _report_ended_commands(self) -> None:
         """Tell of commands that have ended; what they left behind holds up nobody."""
         numbers = {command.pid: number for number, command in self._commands.items()}
         while True:
@@ -208,7 +214,7 @@ class CommandServer:
             command = self._commands.pop(numbers[pid])
             for stream in list(command.streams):
                 for _ in range(64):  # a pipe holds no more; a child of its may go on writing
-                    if not self._read(numbers[pid], command, stream):
+                    if not self._forward_output(numbers[pid], command, stream):
                         break
             for one in (command.stdin, *command.streams):
                 if one >= 0:
@@ -216,12 +222,12 @@ class CommandServer:
                         self._selector.unregister(one)
                     os.close(one)
             code = os.waitstatus_to_exitcode(status)
-            self._send(numbers[pid], RESULT, str(code if code >= 0 else 128 - code).encode())
+            self._send_frame(numbers[pid], RESULT, str(code if code >= 0 else 128 - code).encode())
 
-    def _send(self, number: int, kind: bytes, content: bytes) -> None:
-        self._write(HEADER.pack(number, kind, len(content)) + content)
+    def _send_frame(self, number: int, kind: bytes, content: bytes) -> None:
+        self._write_to_host(HEADER.pack(number, kind, len(content)) + content)
 
-    def _write(self, data: bytes) -> None:
+    def _write_to_host(self, data: bytes) -> None:
         rest = memoryview(data)
         while rest:
             try:
@@ -230,7 +236,9 @@ class CommandServer:
                 select.select([], [self._writing], [])
 
 
-def become_child(request: dict[str, Any], pipes: list[int], server: dict[str, Any]) -> None:
+def become_command_process(
+    request: dict[str, Any], pipes: list[int], server: dict[str, Any]
+) -> None:
     """Be the command, in a session of its own; never returns."""
     code = 126
     try:
@@ -244,29 +252,29 @@ def become_child(request: dict[str, Any], pipes: list[int], server: dict[str, An
             3, os.sysconf("SC_OPEN_MAX")
         )  # pipes of other commands, which wait for an end
         if request["operation"] == "run":
-            run_program(request)
+            exec_program(request)
         # Imported here alone: it costs more than the start of the server.
         sys.path.insert(0, __file__.rpartition("/")[0])
-        importlib.import_module("sandbox_files").work(request, server)
+        importlib.import_module("sandbox_files").run_file_operation(request, server)
         code = 0
     except FileNotFoundError as error:
         code = 127 if request["operation"] == "run" else 1
-        complain(error)
+        write_error_to_stderr(error)
     except PermissionError as error:
         code = 126 if request["operation"] == "run" else 1
-        complain(error)
+        write_error_to_stderr(error)
     except BaseException as error:  # boundary: whatever it is, the child ends here
-        complain(error)
+        write_error_to_stderr(error)
     finally:
         os._exit(code)
 
 
-def complain(error: BaseException) -> None:
+def write_error_to_stderr(error: BaseException) -> None:
     """What went wrong, as the last line of standard error."""
     os.write(2, f"sandbox: {error}\n".encode(errors="replace"))
 
 
-def run_program(request: dict[str, Any]) -> None:
+def exec_program(request: dict[str, Any]) -> None:
     """Become the program."""
     os.chdir(request["folder"])
     name = request["command"][0]
@@ -295,7 +303,7 @@ def list_children(pid: int) -> list[int]:
         return []
 
 
-def set_limits(limits: dict[str, int]) -> None:
+def set_resource_limits(limits: dict[str, int]) -> None:
     """Limits of each process, and of the number of all of them where the kernel counts here."""
     kernel = tuple(int(part) for part in os.uname().release.split("-")[0].split(".")[:2])
     wanted = [
@@ -321,10 +329,10 @@ def main() -> None:
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     if request["limits"] is not None:
-        set_limits(request["limits"])
+        set_resource_limits(request["limits"])
     os.umask(0o022)
     server = CommandServer(request)
-    server.greet()
+    server.announce_ready()
     server.serve()
 
 

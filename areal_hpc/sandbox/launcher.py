@@ -13,13 +13,13 @@ import sys
 def main() -> None:
     """Set the limits, say so by one byte, and become the program."""
     limits = json.loads(sys.argv[1])
-    set_limits(limits)
+    set_resource_limits(limits)
     os.write(limits["report_fd"], b"1")
     os.close(limits["report_fd"])
     os.execv(sys.argv[2], [sys.argv[2], "-I", *sys.argv[3:]])
 
 
-def set_limits(limits: dict[str, float]) -> None:
+def set_resource_limits(limits: dict[str, float]) -> None:
     """Time of a processor, memory, files and processes of this process and its children."""
     cpu_s = math.ceil(limits["time_s"])
     for which, soft, hard in (

@@ -26,15 +26,15 @@ class SandboxPool:
         self._warm: deque[Sandbox] = deque()
         self._filler: asyncio.Task[None] | None = None
 
-    async def fill(self) -> None:
+    async def start_first_and_refill(self) -> None:
         """Start the first of them, so that what is wrong is known; the others follow.
 
         Raises:
             RecipeError: This machine cannot start them.
             ClusterError: None started.
         """
-        self._warm.append(await self._start())
-        self._refill()
+        self._warm.append(await self._start_sandbox_with_retries())
+        self._begin_refill()
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Sandbox]:
@@ -44,7 +44,7 @@ class SandboxPool:
             RecipeError: This machine cannot start one.
             ClusterError: None started.
         """
-        sandbox = await self._take()
+        sandbox = await self._take_warm_or_start()
         try:
             yield sandbox
         finally:
@@ -59,17 +59,17 @@ class SandboxPool:
         while self._warm:
             await self._warm.popleft().stop()
 
-    async def _take(self) -> Sandbox:
+    async def _take_warm_or_start(self) -> Sandbox:
         while self._warm:
             sandbox = self._warm.popleft()
-            self._refill()
+            self._begin_refill()
             if sandbox.is_alive:
                 return sandbox
             await sandbox.stop()
-        self._refill()
-        return await self._start()
+        self._begin_refill()
+        return await self._start_sandbox_with_retries()
 
-    async def _start(self) -> Sandbox:
+    async def _start_sandbox_with_retries(self) -> Sandbox:
         for left in reversed(range(START_TRIES)):
             try:
                 return await self._runtime.start(self._spec)
@@ -80,7 +80,7 @@ class SandboxPool:
             await asyncio.sleep(RETRY_PAUSE_S)
         raise AssertionError
 
-    def _refill(self) -> None:
+    def _begin_refill(self) -> None:
         if self._filler is None or self._filler.done():
             self._filler = asyncio.create_task(self._start_missing())
 

@@ -25,18 +25,18 @@ from areal_hpc.sandbox.bubblewrap import (
     NOBODY_UID,
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
-    build_command,
+    build_bwrap_command,
     find_bubblewrap,
-    find_python,
+    find_sandbox_python,
+    get_bwrap_runnable_by_all,
     may_become_nobody,
-    stage_for_all,
 )
-from areal_hpc.sandbox.seccomp import build_filter
+from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 Isolation = Literal["bwrap", "none"]
 STARTUP_ALLOWANCE_S = 5.0
 """Time on top of the program's own for a loaded machine to start two interpreters."""
-_TICK_S = 0.05
+_POLL_INTERVAL_S = 0.05
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -109,9 +109,9 @@ class SandboxedProcess:
             descriptors = [writing] + ([] if channel_fd is None else [channel_fd])
             as_nobody = may_become_nobody()
             if isolation == "bwrap":
-                command = _build_isolated(files, limits, descriptors, inherited, as_nobody)
+                command = _build_isolated_command(files, limits, descriptors, inherited, as_nobody)
             else:
-                command = self._build_plain(files, limits, writing, as_nobody)
+                command = self._build_unisolated_command(files, limits, writing, as_nobody)
             self._process = subprocess.Popen(
                 [*command, *([] if channel_fd is None else [str(channel_fd)])],
                 stdin=subprocess.PIPE,
@@ -138,7 +138,7 @@ class SandboxedProcess:
             RecipeError: It did not start, because this machine cannot isolate it.
             ClusterError: It did not start, for another reason.
         """
-        timed_out = self._pump(beside)
+        timed_out = self._exchange_bytes_until_end(beside)
         self.kill()
         has_begun = os.read(self._report, 1) == b"1"
         self._cleanup.close()
@@ -176,7 +176,7 @@ class SandboxedProcess:
                     total += process.memory_info().rss
         return total > self._limits.memory_bytes
 
-    def _pump(self, beside: Sequence["SandboxedProcess"]) -> bool:
+    def _exchange_bytes_until_end(self, beside: Sequence["SandboxedProcess"]) -> bool:
         """Write and read until it ends or must be ended; true if it took too long."""
         process = self._process
         with selectors.DefaultSelector() as selector:
@@ -189,26 +189,26 @@ class SandboxedProcess:
             selector.register(process.stdin, selectors.EVENT_WRITE)
             looked_at = time.monotonic()
             while process.poll() is None:
-                for key, _ in selector.select(_TICK_S):
-                    self._move(selector, key.fileobj)  # type: ignore[arg-type]
+                for key, _ in selector.select(_POLL_INTERVAL_S):
+                    self._read_or_write_stream(selector, key.fileobj)  # type: ignore[arg-type]
                 if not selector.get_map():
-                    time.sleep(_TICK_S / 10)
+                    time.sleep(_POLL_INTERVAL_S / 10)
                 now = time.monotonic()
                 if now > self._deadline:
                     return True
                 if self._is_cut_off:
                     return False
-                if now - looked_at > _TICK_S:
+                if now - looked_at > _POLL_INTERVAL_S:
                     looked_at = now
                     if any(one.is_over_memory() for one in (self, *beside)):
                         return False
             for stream in list(self._collected):
-                self._read(stream)
+                self._collect_output(stream)
         return False
 
-    def _move(self, selector: selectors.BaseSelector, stream: IO[bytes]) -> None:
+    def _read_or_write_stream(self, selector: selectors.BaseSelector, stream: IO[bytes]) -> None:
         if stream is not self._process.stdin:
-            if not self._read(stream):
+            if not self._collect_output(stream):
                 selector.unregister(stream)
             return
         try:
@@ -221,7 +221,7 @@ class SandboxedProcess:
             selector.unregister(stream)
             stream.close()
 
-    def _read(self, stream: IO[bytes]) -> bool:
+    def _collect_output(self, stream: IO[bytes]) -> bool:
         """Keep what is there, up to the limit; false at the end of the stream."""
         collected = self._collected[stream]
         while True:
@@ -237,7 +237,7 @@ class SandboxedProcess:
             if not piece:
                 return False
 
-    def _build_plain(
+    def _build_unisolated_command(
         self, files: Mapping[str, bytes], limits: ProgramLimits, report_fd: int, as_nobody: bool
     ) -> list[str]:
         """The command line without isolation, in a folder of its own that goes with the process."""
@@ -253,7 +253,7 @@ class SandboxedProcess:
         for path, mode in ((folder, 0o755), (own, 0o777)):
             path.chmod(mode)  # a launcher that is root runs it as nobody
         self._folder = str(own)
-        python, _ = _find_python(as_nobody)
+        python, _ = _require_sandbox_python(as_nobody)
         # Here the kernel counts all processes of the user.
         request = asdict(limits) | {"report_fd": report_fd}
         request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
@@ -269,7 +269,7 @@ class SandboxedProcess:
         ]
 
 
-def _build_isolated(
+def _build_isolated_command(
     files: Mapping[str, bytes],
     limits: ProgramLimits,
     descriptors: list[int],
@@ -280,7 +280,7 @@ def _build_isolated(
     bwrap = find_bubblewrap()
     if bwrap is None:
         raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
-    python, prefix = _find_python(as_nobody)
+    python, prefix = _require_sandbox_python(as_nobody)
 
     def pass_content(content: bytes) -> int:
         descriptor = os.memfd_create("sandbox")
@@ -293,11 +293,11 @@ def _build_isolated(
     report_fd = descriptors[0]
     contents = {**files, _LAUNCHER.name: _LAUNCHER.read_bytes()}
     scripts = {name: pass_content(content) for name, content in contents.items()}
-    program_filter = build_filter()
+    program_filter = build_seccomp_filter()
     request = json.dumps(asdict(limits) | {"report_fd": report_fd})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
-    return build_command(
-        str(stage_for_all(bwrap) if as_nobody else bwrap),
+    return build_bwrap_command(
+        str(get_bwrap_runnable_by_all(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER.name}", request, python, *places],
         scripts=scripts,
         python_prefix=prefix,
@@ -306,8 +306,8 @@ def _build_isolated(
     )
 
 
-def _find_python(as_nobody: bool) -> tuple[str, str | None]:
-    found = find_python(by_anybody=as_nobody)
+def _require_sandbox_python(as_nobody: bool) -> tuple[str, str | None]:
+    found = find_sandbox_python(by_anybody=as_nobody)
     if found is None:
         raise ClusterError(
             f"user {NOBODY_UID} may run no python3 of this machine",

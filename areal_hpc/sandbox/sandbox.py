@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 
 from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
-    kill_process,
+    kill_and_reap_process,
     list_descendants,
     read_resident_bytes,
 )
-from areal_hpc.sandbox.channel import Channel, RunningCommand
+from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
 
@@ -52,7 +52,7 @@ class CommandResult:
 
 
 @dataclass(frozen=True, slots=True)
-class StartPlan:
+class SandboxStartPlan:
     """How a runtime starts the process that a sandbox lives in."""
 
     command: Sequence[str]
@@ -74,7 +74,9 @@ class StartPlan:
 class Sandbox:
     """Commands run in it until it is stopped; they see what earlier ones left."""
 
-    def __init__(self, plan: StartPlan, process: subprocess.Popen[bytes], channel: Channel) -> None:
+    def __init__(
+        self, plan: SandboxStartPlan, process: subprocess.Popen[bytes], channel: CommandChannel
+    ) -> None:
         self.folder = plan.folder
         """Working directory of commands; relative paths are below it."""
         self.base_url = ""
@@ -90,13 +92,13 @@ class Sandbox:
         self._stopping: asyncio.Future[None] | None = None
 
     @classmethod
-    async def start(cls, plan: StartPlan) -> "Sandbox":
+    async def start(cls, plan: SandboxStartPlan) -> "Sandbox":
         """A sandbox whose server has answered.
 
         Raises:
             ClusterError: It did not; the message has what the process said.
         """
-        channel = Channel()
+        channel = CommandChannel()
         try:
             process = _start_process(plan, channel.servers_end)
         except OSError as error:
@@ -108,9 +110,9 @@ class Sandbox:
         sandbox = cls(plan, process, channel)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                listener = await channel.greet()
+                listener = await channel.wait_for_server()
         except (EOFError, TimeoutError, OSError) as error:
-            said = await sandbox._read_complaint()
+            said = await sandbox._read_error_output()
             await sandbox.stop()
             why = (
                 said
@@ -138,7 +140,7 @@ class Sandbox:
         """The process of this machine below which all of the sandbox's are."""
         return self._process.pid
 
-    async def open_session(self, url: str) -> str:
+    async def open_model_endpoint(self, url: str) -> str:
         """Let commands reach this address (`http://HOST:PORT`); its URL within the sandbox.
 
         In a `session-only` network that is the only one that they reach.
@@ -153,10 +155,10 @@ class Sandbox:
         """Give all later commands these variables as well."""
         self._variables |= variables
 
-    def begin_time(self, time_s: float) -> None:
+    def start_lifetime_limit(self, time_s: float) -> None:
         """End it after so long."""
         self._clock = asyncio.get_running_loop().call_later(
-            time_s, self._lose, f"its {time_s:g} s are over"
+            time_s, self._end_as_lost, f"its {time_s:g} s are over"
         )
 
     async def exec(
@@ -180,11 +182,11 @@ class Sandbox:
         request = {
             "operation": "run",
             "command": words,
-            "folder": self._locate(folder),
+            "folder": self._resolve_path(folder),
             "variables": self._variables | dict(variables or {}),
         }
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        ended, timed_out = await self._run(
+        ended, timed_out = await self._run_over_channel(
             request, content, self._plan.limits.output_bytes, timeout_s
         )
         assert ended.exit_code is not None
@@ -200,7 +202,9 @@ class Sandbox:
             SandboxLostError: The sandbox is gone.
         """
         data = content.encode() if isinstance(content, str) else content
-        await self._work({"operation": "put", "path": self._locate(path), "mode": mode}, data)
+        await self._run_file_operation(
+            {"operation": "put", "path": self._resolve_path(path), "mode": mode}, data
+        )
 
     async def get(self, path: str, max_bytes: int = MAX_FILE_BYTES) -> bytes:
         """The content of a regular file.
@@ -209,8 +213,8 @@ class Sandbox:
             OSError: There is none, or it is longer.
             SandboxLostError: The sandbox is gone.
         """
-        request = {"operation": "get", "path": self._locate(path)}
-        return await self._work(request, b"", max_bytes)
+        request = {"operation": "get", "path": self._resolve_path(path)}
+        return await self._run_file_operation(request, b"", max_bytes)
 
     async def snapshot(self) -> bytes:
         """All that was written or removed since the start, as a layer of an OCI image (a tar).
@@ -219,7 +223,7 @@ class Sandbox:
             OSError: Something cannot be kept.
             SandboxLostError: The sandbox is gone.
         """
-        return await self._work({"operation": "pack"}, b"", MAX_FILE_BYTES)
+        return await self._run_file_operation({"operation": "pack"}, b"", MAX_FILE_BYTES)
 
     async def restore(self, snapshot: bytes) -> None:
         """Write and remove what a snapshot says, of another sandbox with the same root.
@@ -228,7 +232,7 @@ class Sandbox:
             OSError: It does not fit.
             SandboxLostError: The sandbox is gone.
         """
-        await self._work({"operation": "unpack"}, snapshot)
+        await self._run_file_operation({"operation": "unpack"}, snapshot)
 
     async def stop(self) -> None:
         """End all that runs in it; its files are gone. To be repeated without harm.
@@ -236,10 +240,10 @@ class Sandbox:
         Who is cancelled here does not hold it up.
         """
         if self._stopping is None:
-            self._stopping = asyncio.ensure_future(self._stop())
+            self._stopping = asyncio.ensure_future(self._stop_and_clean_up())
         await asyncio.shield(self._stopping)
 
-    async def _stop(self) -> None:
+    async def _stop_and_clean_up(self) -> None:
         for one in (self._watch, self._clock):
             if one is not None:
                 one.cancel()
@@ -254,19 +258,21 @@ class Sandbox:
         if self._plan.on_stop is not None:
             self._plan.on_stop()
 
-    def _locate(self, path: str) -> str:
+    def _resolve_path(self, path: str) -> str:
         return str(PurePosixPath(self.folder) / path)
 
-    async def _work(self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16) -> bytes:
+    async def _run_file_operation(
+        self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
+    ) -> bytes:
         """What an operation on files gave."""
-        ended, timed_out = await self._run(request, data, max_bytes, FILE_TIMEOUT_S)
+        ended, timed_out = await self._run_over_channel(request, data, max_bytes, FILE_TIMEOUT_S)
         if timed_out or ended.is_cut_off or ended.exit_code != 0:
             said = ended.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
             why = f"it is longer than {max_bytes} bytes" if ended.is_cut_off else said
             raise OSError(f"{request['operation']} {request.get('path', '')}: {why or 'too slow'}")
         return bytes(ended.stdout)
 
-    async def _run(
+    async def _run_over_channel(
         self, request: dict[str, Any], data: bytes, max_bytes: int, timeout_s: float
     ) -> tuple[RunningCommand, bool]:
         self._active.set()
@@ -290,14 +296,14 @@ class Sandbox:
             await self._active.wait()
             processes = list_descendants(self.pid)
             if sum(map(read_resident_bytes, processes)) > limits.memory_bytes:
-                self._lose(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
+                self._end_as_lost(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
             if len(processes) > limits.processes + at_rest:
-                self._lose(f"it had more than {limits.processes} processes")
+                self._end_as_lost(f"it had more than {limits.processes} processes")
             if self._running == 0 and len(processes) <= at_rest:
                 self._active.clear()
             await asyncio.sleep(WATCH_PERIOD_S)
 
-    def _lose(self, why: str) -> None:
+    def _end_as_lost(self, why: str) -> None:
         self._why_lost = self._why_lost or why
         self._kill()
 
@@ -308,9 +314,9 @@ class Sandbox:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
         for one in below:
-            kill_process(one)
+            kill_and_reap_process(one)
 
-    async def _read_complaint(self) -> str:
+    async def _read_error_output(self) -> str:
         """What the process wrote as errors, shortened."""
         stream = self._process.stderr
         assert stream is not None
@@ -323,7 +329,7 @@ class Sandbox:
         return " ".join(said.decode(errors="replace").split())[-_MAX_COMPLAINT_CHARS:]
 
 
-def _start_process(plan: StartPlan, channel: socket.socket) -> subprocess.Popen[bytes]:
+def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess.Popen[bytes]:
     """In the calling thread, which must live on: the process ends with it."""
     return subprocess.Popen(
         list(plan.command),

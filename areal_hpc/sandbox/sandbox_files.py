@@ -16,37 +16,37 @@ CHUNK_BYTES = 1 << 16
 WHITEOUT_PREFIX = ".wh."
 
 
-def work(request: dict[str, Any], server: dict[str, Any]) -> None:
+def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
     """Do what a request asks, between a file or all of them and standard input or output."""
     match request["operation"]:
         case "put":
-            put_file(request["path"], request["mode"])
+            write_stdin_to_file(request["path"], request["mode"])
         case "get":
-            get_file(request["path"])
+            write_file_to_stdout(request["path"])
         case "pack":
-            pack_changes(server["origin"], server["writable"], server["lower"])
+            pack_changes_to_stdout(server["origin"], server["writable"], server["lower"])
         case "unpack":
-            unpack_changes(server["origin"])
+            unpack_changes_from_stdin(server["origin"])
 
 
-def put_file(path: str, mode: int) -> None:
+def write_stdin_to_file(path: str, mode: int) -> None:
     """Write standard input into a file; its folders are made."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NONBLOCK
     descriptor = os.open(path, flags, 0o600)
-    demand_regular(descriptor, path)
-    copy(0, descriptor)
+    require_regular_file(descriptor, path)
+    copy_to_end(0, descriptor)
     os.fchmod(descriptor, mode)
 
 
-def get_file(path: str) -> None:
+def write_file_to_stdout(path: str) -> None:
     """Write a file to standard output."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    demand_regular(descriptor, path)
-    copy(descriptor, 1)
+    require_regular_file(descriptor, path)
+    copy_to_end(descriptor, 1)
 
 
-def copy(source: int, target: int) -> None:
+def copy_to_end(source: int, target: int) -> None:
     """Copy from one descriptor to another, to the end."""
     while piece := os.read(source, CHUNK_BYTES):
         rest = memoryview(piece)
@@ -54,13 +54,13 @@ def copy(source: int, target: int) -> None:
             rest = rest[os.write(target, rest) :]
 
 
-def demand_regular(descriptor: int, path: str) -> None:
+def require_regular_file(descriptor: int, path: str) -> None:
     """Raise unless it is a file: a pipe or a device could hold a reader up for ever."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise OSError(f"{path} is no regular file")
 
 
-def pack_changes(origin: str, writable: list[str], lower: str | None) -> None:
+def pack_changes_to_stdout(origin: str, writable: list[str], lower: str | None) -> None:
     """Write all that was written or removed to standard output, as a layer of an OCI image.
 
     Names are relative to `origin`; `lower` is the root file system as it was.
@@ -84,7 +84,7 @@ def pack_changes(origin: str, writable: list[str], lower: str | None) -> None:
                     archive.add(entry.path, name_member(entry.path), recursive=False)
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
-            for name in list_removed(names, below):
+            for name in list_removed_names(names, below):
                 mark = tarfile.TarInfo(name_member(f"{folder}/{WHITEOUT_PREFIX}{name}"))
                 archive.addfile(mark)
 
@@ -113,7 +113,7 @@ def has_changed(path: str, former: str | None) -> bool:
     return (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns)
 
 
-def list_removed(names: dict[str, Any], below: str | None) -> list[str]:
+def list_removed_names(names: dict[str, Any], below: str | None) -> list[str]:
     """Names of a folder of the root file system that are no longer there."""
     try:
         former = [] if below is None else list(os.scandir(below))
@@ -122,8 +122,8 @@ def list_removed(names: dict[str, Any], below: str | None) -> list[str]:
     return [entry.name for entry in former if entry.name not in names]
 
 
-def unpack_changes(origin: str) -> None:
-    """Read from standard input what `pack_changes` wrote, and make it so."""
+def unpack_changes_from_stdin(origin: str) -> None:
+    """Read from standard input what `pack_changes_to_stdout` wrote, and make it so."""
     extra: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
     modes = {}
     with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:

@@ -24,7 +24,7 @@ _AF_VSOCK = 40
 
 
 @dataclass(frozen=True)
-class _Calls:
+class _SystemCallNumbers:
     """Numbers of system calls on one architecture."""
 
     audit_architecture: int
@@ -34,8 +34,8 @@ class _Calls:
     socket: int
 
 
-_BY_MACHINE = {
-    "x86_64": _Calls(
+_SYSTEM_CALLS_BY_MACHINE = {
+    "x86_64": _SystemCallNumbers(
         0xC000003E,
         (
             *(272, 308, 165, 166, 155, 161),  # unshare setns mount umount2 pivot_root chroot
@@ -50,7 +50,7 @@ _BY_MACHINE = {
         clone3=435,
         socket=41,
     ),
-    "aarch64": _Calls(
+    "aarch64": _SystemCallNumbers(
         0xC00000B7,
         (
             *(97, 268, 40, 39, 41, 51),
@@ -68,18 +68,18 @@ _BY_MACHINE = {
 }
 
 
-def build_filter(machine: str = "") -> bytes | None:
+def build_seccomp_filter(machine: str = "") -> bytes | None:
     """The filter as bubblewrap's `--seccomp` reads it; None for a machine that is not known.
 
     `machine` is as `uname -m` says; this one by default.
     """
-    calls = _BY_MACHINE.get(machine or platform.machine())
+    calls = _SYSTEM_CALLS_BY_MACHINE.get(machine or platform.machine())
     if calls is None:
         return None
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _assemble(calls))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _assemble_bpf(calls))
 
 
-def _assemble(calls: _Calls) -> Iterator[tuple[int, int, int, int]]:
+def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, int]]:
     """Instructions: code, jump if true, jump if false, constant; jumps count what is left out."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     yield _LOAD_WORD, 0, 0, _ARCHITECTURE

@@ -22,7 +22,7 @@ class SessionForwarder:
     async def start(self, host: str, port: int) -> None:
         """Pass on every connection, also those that wait already."""
         self._host, self._port = host, port
-        self._server = await asyncio.start_server(self._serve, sock=self._listener)
+        self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)
 
     async def close(self) -> None:
         """Close the socket and every connection."""
@@ -34,28 +34,32 @@ class SessionForwarder:
             await asyncio.wait(self._connections)
         self._listener.close()
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _forward_connection(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         task = asyncio.current_task()
         assert task is not None
         if len(self._connections) < MAX_CONNECTIONS:
             self._connections.add(task)
             task.add_done_callback(self._connections.discard)
             with contextlib.suppress(OSError, asyncio.CancelledError):
-                await self._join(reader, writer)
-        await _close(writer)
+                await self._connect_and_pump_both_ways(reader, writer)
+        await _close_writer(writer)
 
-    async def _join(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _connect_and_pump_both_ways(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         async with asyncio.timeout(_CONNECT_TIMEOUT_S):
             onward, upward = await asyncio.open_connection(self._host, self._port)
         try:
             async with asyncio.TaskGroup() as both:
-                both.create_task(_pump(reader, upward))
-                both.create_task(_pump(onward, writer))
+                both.create_task(_copy_until_closed(reader, upward))
+                both.create_task(_copy_until_closed(onward, writer))
         finally:
-            await _close(upward)
+            await _close_writer(upward)
 
 
-async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _copy_until_closed(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
     """Move bytes until one side ends; the other is told that no more will come."""
     with contextlib.suppress(OSError):
         while piece := await source.read(_PIECE_BYTES):
@@ -65,7 +69,7 @@ async def _pump(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> N
             target.write_eof()
 
 
-async def _close(writer: asyncio.StreamWriter) -> None:
+async def _close_writer(writer: asyncio.StreamWriter) -> None:
     writer.close()
     with contextlib.suppress(OSError, asyncio.CancelledError):
         await writer.wait_closed()

@@ -29,7 +29,7 @@ def build_call_records(
     followers: Mapping[str, Sequence[str]],
 ) -> tuple[list[CallRecord], dict[str, Any]]:
     """The calls of a row, in the order of its tokens, and the tool schemas they name, by hash."""
-    contexts = [decode_context(one.context) for one in path]
+    contexts = [decode_rendering_context(one.context) for one in path]
     records = [
         _build_call_record(
             one, context, one.interaction_id in trained, followers.get(one.interaction_id, ())
@@ -73,7 +73,7 @@ def decode_sampling(packed: bytes) -> dict[str, Any]:
 
 
 @lru_cache(maxsize=256)
-def decode_context(context: bytes) -> RenderingContext:
+def decode_rendering_context(context: bytes) -> RenderingContext:
     """What an interaction's messages were rendered with. Shared: not to be changed."""
     if not context:
         return RenderingContext()

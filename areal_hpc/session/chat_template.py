@@ -94,7 +94,7 @@ class ChatTemplate:
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> ChatTemplate:
         """The template of a model in Hugging Face format; RecipeError if it has no good one."""
-        config = _read_json(model_dir / "tokenizer_config.json")
+        config = _read_json_or_empty(model_dir / "tokenizer_config.json")
         template_file = model_dir / "chat_template.jinja"
         source = config.get("chat_template")
         if template_file.exists():
@@ -160,7 +160,7 @@ class TokenEncoder:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise RecipeError(f"{model_dir} has no tokenizer.json", hint="save a fast tokenizer")
-        config = _read_json(model_dir / "config.json")
+        config = _read_json_or_empty(model_dir / "config.json")
         text_config = config.get("text_config", config)
         try:
             tokenizer = Tokenizer.from_file(str(path))
@@ -200,7 +200,7 @@ class TokenEncoder:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json_or_empty(path: Path) -> dict[str, Any]:
     if not path.exists():
         return {}
     loaded: dict[str, Any] = json.loads(path.read_text())

@@ -27,7 +27,7 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
     parent, known = _find_longest_match(
         tree, prompt, lambda one: _list_possible_texts(one, lead, encoder)
     )
-    return _build_turn(parent, prompt[known:])
+    return _build_open_turn(parent, prompt[known:])
 
 
 def match_ids_prompt(
@@ -37,10 +37,10 @@ def match_ids_prompt(
     packed = np.asarray(prompt, "<i4").tobytes()
     parent, known = _find_longest_match(tree, packed, lambda one: [one.new_ids + one.output_ids])
     new_ids = list(prompt[known // 4 :])
-    return _build_turn(parent, encoder.decode(new_ids)), new_ids
+    return _build_open_turn(parent, encoder.decode(new_ids)), new_ids
 
 
-def _build_turn(parent: Interaction | None, tail: str) -> OpenTurn:
+def _build_open_turn(parent: Interaction | None, tail: str) -> OpenTurn:
     reuse: PromptReuse = "none" if parent is None else "reused"
     return OpenTurn(
         parent, reuse, RAW_PROMPT_CONTEXT, [{"role": PROMPT_ROLE, "content": tail}], tail

@@ -42,7 +42,7 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()
-EMPTY_RECORD = RowRecord()
+EMPTY_ROW_RECORD = RowRecord()
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,7 @@ def plan_rows(
     kept = _find_rewarded_conversations(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []
-    for path, trained, temperature in _pack_replies(tree, kept, rule.style):
+    for path, trained, temperature in _group_replies_into_rows(tree, kept, rule.style):
         # What replies earned cannot be added up: people are shown the last one's.
         last = earned[path[-1].interaction_id].total or 0.0
         reward = last if rule.is_credited else total
@@ -108,7 +108,7 @@ def _find_rewarded_conversations(
     return kept
 
 
-def _pack_replies(
+def _group_replies_into_rows(
     tree: InteractionTree, kept: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
     """Rows of the replies `kept`: path, replies that it trains, and their temperature."""
@@ -196,7 +196,7 @@ def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
 def export_rows(
     tree: InteractionTree,
     key: EpisodeKey,
-    record: RowRecord = EMPTY_RECORD,
+    record: RowRecord = EMPTY_ROW_RECORD,
     rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
     """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
@@ -227,7 +227,7 @@ def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
 
 
 def build_row(
-    plan: RowPlan, key: EpisodeKey, index: int, record: RowRecord = EMPTY_RECORD
+    plan: RowPlan, key: EpisodeKey, index: int, record: RowRecord = EMPTY_ROW_RECORD
 ) -> TrajectoryRow:
     """The arrays of a planned row, and `record` with the calls of its path."""
     length = plan.path[-1].num_sequence_tokens if plan.path else 0

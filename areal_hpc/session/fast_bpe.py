@@ -86,7 +86,7 @@ class CachedBPEEncoder(dict[str, tuple[int, ...]]):
         if len({one.normalized for one in added}) > 1:
             return None  # they are looked for in two passes
         encoder = cls(tokenizer, pattern, {one.content: one.id for one in added})
-        if not encoder._agrees_with(tokenizer):
+        if not encoder._agrees_on_trial_texts_with(tokenizer):
             return None
         encoder._preload_vocabulary_words(tokenizer)
         return encoder
@@ -123,7 +123,7 @@ class CachedBPEEncoder(dict[str, tuple[int, ...]]):
             if word.isascii() and self._find_words(text := word.decode()) == [text]:
                 self[text]
 
-    def _agrees_with(self, tokenizer: Tokenizer) -> bool:
+    def _agrees_on_trial_texts_with(self, tokenizer: Tokenizer) -> bool:
         """Tried on texts of every ASCII character and of characters that patterns tell apart."""
         rng = random.Random(0)
         trials = [chr(number) for number in range(128)] + ["".join(map(chr, range(128)))]

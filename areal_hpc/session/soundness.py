@@ -57,7 +57,7 @@ def find_interaction_defect(
     )
 
 
-def find_description_defect(call: Interaction) -> str | None:
+def find_client_description_defect(call: Interaction) -> str | None:
     """What keeps a call that a client recorded out of a row's record, in words; None if nothing.
 
     Calls that the proxy records itself need no such look.

@@ -59,7 +59,7 @@ class CheckedShards:
                 takes the place of an error of the block, as damaged bytes explain that one.
         """
         self._checked &= set(names)
-        lines = [self._find_line(name) for name in names if name not in self._checked]
+        lines = [self._find_index_line(name) for name in names if name not in self._checked]
         # Reading and CRC release the interpreter lock: on cores of its own the check is free.
         with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
             self._checks = {line.file: pool.submit(self._check_shard, line) for line in lines}
@@ -77,7 +77,7 @@ class CheckedShards:
             ShardError: The file is missing or damaged, has no such row, or one of another kind.
         """
         path = self._shards_dir / name
-        self._await_check(name)
+        self._await_background_check(name)
         try:
             found = ShardReader(path).read_rows(rows, with_meta=False)
         except IndexError as error:
@@ -98,13 +98,13 @@ class CheckedShards:
             ShardError: The file is missing or damaged, or has no such row.
         """
         path = self._shards_dir / name
-        self._await_check(name)
+        self._await_background_check(name)
         try:
             return ShardReader(path).read_records(rows)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
 
-    def _await_check(self, name: str) -> None:
+    def _await_background_check(self, name: str) -> None:
         if check := self._checks.get(name):
             check.result()
 
@@ -114,7 +114,7 @@ class CheckedShards:
             raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)
         self._checked.add(line.file)
 
-    def _find_line(self, name: str) -> _DigestLine:
+    def _find_index_line(self, name: str) -> _DigestLine:
         if name not in self._lines:
             named = parse_shard_name(name)
             if named is None or not name.endswith(SHARD_SUFFIX):

@@ -40,18 +40,18 @@ def open_regular_file(path: Path) -> Iterator[int]:
         descriptor = os.open(path, flags)
     except OSError as error:
         if error.errno == errno.ELOOP:
-            raise _build_kind_error(path, "a symbolic link") from error
+            raise _build_file_kind_error(path, "a symbolic link") from error
         raise
     try:
         kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
         if kind != stat.S_IFREG:
-            raise _build_kind_error(path, _FILE_KIND_BY_TYPE.get(kind, "something else"))
+            raise _build_file_kind_error(path, _FILE_KIND_BY_TYPE.get(kind, "something else"))
         yield descriptor
     finally:
         os.close(descriptor)
 
 
-def _build_kind_error(path: Path, kind: str) -> OSError:
+def _build_file_kind_error(path: Path, kind: str) -> OSError:
     return OSError(errno.EINVAL, f"expected a regular file, got {kind}", str(path))
 
 

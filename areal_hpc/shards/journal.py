@@ -109,7 +109,7 @@ class JournalWriter:
         self._sync_error: OSError | None = None
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            self._descriptor = _open_exclusively(path)
+            self._descriptor = _open_and_lock_journal(path)
             self._size_bytes = _cut_torn_tail(self._descriptor, path)
             fsync_path(path.parent)
         except OSError as error:
@@ -159,7 +159,7 @@ class JournalWriter:
         fresh = -1
         try:
             fresh_path.unlink(missing_ok=True)
-            fresh = _open_exclusively(fresh_path)
+            fresh = _open_and_lock_journal(fresh_path)
             sifted_bytes = self._copy_needed_records(fresh, is_needed)
             os.fdatasync(fresh)
             with self._syncing, self._appending:
@@ -215,7 +215,7 @@ class JournalWriter:
                 return
 
 
-def _open_exclusively(path: Path) -> int:
+def _open_and_lock_journal(path: Path) -> int:
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -40,7 +40,7 @@ _TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis.ROW_BOUND))
 _RECORD_DATASETS = [one for one in DATASETS if one.name in ("record", "record_offsets", "tools")]
 _MAIN_DATASETS = [one for one in DATASETS if one not in _RECORD_DATASETS]
-_KINDS = tuple(RowKind)
+_ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
 _meta_decoder = msgspec.json.Decoder(dict[str, Any])
 _JsonValue = TypeVar("_JsonValue")
@@ -74,14 +74,14 @@ class ShardReader:
         if "kind" not in self._places:  # version 1 knew training rows alone
             self._rows["kind"] = np.full(self.num_rows, RowKind.TRAIN, np.uint8)
             self._rows["eval_step"] = np.full(self.num_rows, -1, np.int64)
-        self._check_lengths()
+        self._check_dataset_lengths()
 
     def _locate_datasets(self, wanted: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
         """Places of those that the shard's version has."""
         path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                places = _read_headers(descriptor, wanted)
+                places = _read_dataset_places(descriptor, wanted)
                 size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
@@ -108,7 +108,7 @@ class ShardReader:
             return False
         self._places |= places
         (self._rows["record_offsets"],) = self._read_columns(["record_offsets"])
-        self._check_lengths()
+        self._check_dataset_lengths()
         return True
 
     @property
@@ -131,7 +131,7 @@ class ShardReader:
 
     def list_kinds(self) -> list[RowKind]:
         """Why each row was recorded."""
-        return [_KINDS[kind] for kind in self._rows["kind"].tolist()]
+        return [_ROW_KINDS[kind] for kind in self._rows["kind"].tolist()]
 
     @cached_property
     def tool_schemas(self) -> dict[str, Any]:
@@ -152,10 +152,10 @@ class ShardReader:
             IndexError: A row is not in the shard.
             ShardError: The storage failed, or a record is damaged.
         """
-        chosen = self._check_rows(range(self.num_rows) if rows is None else rows)
+        chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
         if not self._has_records:
             return [RowRecord()] * len(chosen)
-        return list(self._read_json("record", _record_decoder, chosen))
+        return list(self._read_json_of_rows("record", _record_decoder, chosen))
 
     def read_rows(self, rows: Sequence[int], *, with_meta: bool = True) -> list[TrajectoryRow]:
         """The trajectories at `rows`, in that order.
@@ -167,7 +167,7 @@ class ShardReader:
             IndexError: A row is not in the shard.
             ShardError: The storage failed.
         """
-        chosen = self._check_rows(rows)
+        chosen = self._validate_row_numbers(rows)
         bounds = self._rows["offsets"]
         ids, masks, logprobs, versions = self._read_columns(
             _TOKEN_COLUMNS, _locate_spans(bounds, chosen)
@@ -178,8 +178,8 @@ class ShardReader:
             return self._rows[name][chosen].tolist()  # type: ignore[no-any-return]
 
         places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
-        kinds = map(_KINDS.__getitem__, values("kind"))
-        details = self._read_details(chosen) if with_meta else ()
+        kinds = map(_ROW_KINDS.__getitem__, values("kind"))
+        details = self._read_records_meta_and_tools(chosen) if with_meta else ()
         slices = _compute_row_slices(bounds, chosen)
         return [
             TrajectoryRow(
@@ -197,14 +197,14 @@ class ShardReader:
             )
         ]
 
-    def _check_rows(self, rows: Sequence[int]) -> NumpyArray:
+    def _validate_row_numbers(self, rows: Sequence[int]) -> NumpyArray:
         chosen = np.asarray(rows, dtype=np.int64)
         outside = chosen[(chosen < 0) | (chosen >= self.num_rows)]
         if len(outside):
             raise IndexError(f"{self.path} has rows 0..{self.num_rows - 1}, got {outside[0]}")
         return chosen
 
-    def _read_details(
+    def _read_records_meta_and_tools(
         self, rows: NumpyArray
     ) -> tuple[list[RowRecord], Iterable[dict[str, Any]], Iterable[dict[str, Any]]]:
         """Record, metadata and tool schemas of each row."""
@@ -212,9 +212,9 @@ class ShardReader:
         named = (
             {one.tools: schemas.get(one.tools) for one in r.calls if one.tools} for r in records
         )
-        return records, self._read_json("meta", _meta_decoder, rows), named
+        return records, self._read_json_of_rows("meta", _meta_decoder, rows), named
 
-    def _read_json(
+    def _read_json_of_rows(
         self, name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
     ) -> Iterator[_JsonValue]:
         """A JSON object of each row."""
@@ -244,7 +244,7 @@ class ShardReader:
                 f"cannot be read: {error}", key=str(self.path), hint=_VERIFY_HINT
             ) from error
 
-    def _check_lengths(self) -> None:
+    def _check_dataset_lengths(self) -> None:
         sizes = {
             Axis.TOKEN: self.num_tokens,
             Axis.ROW: self.num_rows,
@@ -297,7 +297,9 @@ def _read_spans(descriptor: int, place: _DatasetPlace, spans: Spans | None) -> N
     return array
 
 
-def _read_headers(descriptor: int, wanted: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
+def _read_dataset_places(
+    descriptor: int, wanted: Iterable[DatasetSpec]
+) -> dict[str, _DatasetPlace]:
     """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
     # No lock: sealed files never change, and NFS and Lustre often have no flock.
@@ -311,7 +313,7 @@ def _read_headers(descriptor: int, wanted: Iterable[DatasetSpec]) -> dict[str, _
         if version is None or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
         return {
-            expected.name: _locate_dataset(file, expected)
+            expected.name: _locate_and_check_dataset(file, expected)
             for expected in wanted
             if expected.since <= version
         }
@@ -329,7 +331,7 @@ def _read_attribute(file: h5f.FileID, name: bytes) -> Any:
     return value.item()
 
 
-def _locate_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
+def _locate_and_check_dataset(file: h5f.FileID, expected: DatasetSpec) -> _DatasetPlace:
     """The place of a dataset, which must be as the schema says."""
     name = expected.name.encode()
     if file.links.get_info(name).type != h5l.TYPE_HARD:

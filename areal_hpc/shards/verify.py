@@ -58,7 +58,7 @@ def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: No
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
         # Reading and CRC release the interpreter lock.
-        checked = pool.map(check_shard, shard_paths, shards)
+        checked = pool.map(find_shard_problems, shard_paths, shards)
         for path, shard, complaints in zip(shard_paths, shards, checked, strict=True):
             report.problems += [
                 Problem(complaint, str(path), hint="restore the file from a copy")
@@ -94,7 +94,7 @@ def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> st
     return ""
 
 
-def check_shard(path: Path, shard: SealedShard) -> list[str]:
+def find_shard_problems(path: Path, shard: SealedShard) -> list[str]:
     """Everything in which the file differs from its index line; empty when all is well."""
     if fault := find_file_fault(path, shard.bytes, shard.digest):
         return [fault]

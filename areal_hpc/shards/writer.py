@@ -59,7 +59,7 @@ def write_sealed_shard(
     try:
         partial = _create_next_partial_file(shards_dir, index_dir, writer_name)
         try:
-            offsets = _create_datasets(partial, pieces, writer_name)
+            offsets = _create_datasets_and_get_offsets(partial, pieces, writer_name)
             size_bytes, digest = _write_arrays(partial, pieces, offsets)
         except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
@@ -170,7 +170,9 @@ def _create_file(path: Path) -> None:
         path.touch(0o644, exist_ok=False)
 
 
-def _create_datasets(path: Path, pieces: ColumnPieces, writer: str) -> dict[str, int]:
+def _create_datasets_and_get_offsets(
+    path: Path, pieces: ColumnPieces, writer: str
+) -> dict[str, int]:
     """Write the HDF5 headers; return where in the file each non-empty dataset's bytes belong."""
     creation = h5p.create(h5p.DATASET_CREATE)
     creation.set_layout(h5d.CONTIGUOUS)

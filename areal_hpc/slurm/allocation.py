@@ -60,19 +60,24 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
         *("scontrol", "show", "job", "--details", "--oneliner", job_id),
         environ=scontrol.strip_own_variables(environ),
     )
-    return Allocation(job_id, parse_nodes(shown), scontrol.parse_job(shown).ends_at)
+    return Allocation(job_id, parse_node_shares(shown), scontrol.parse_job_facts(shown).ends_at)
 
 
-def parse_nodes(shown: str) -> tuple[NodeShare, ...]:
+def parse_node_shares(shown: str) -> tuple[NodeShare, ...]:
     """The nodes in one line of `scontrol show job --details --oneliner`, in Slurm's order. Pure."""
     return tuple(
-        NodeShare(name, count_ids(cpu_ids), int(memory), sum(map(int, _GPUS_PATTERN.findall(gres))))
+        NodeShare(
+            name,
+            count_numbers_in_ranges(cpu_ids),
+            int(memory),
+            sum(map(int, _GPUS_PATTERN.findall(gres))),
+        )
         for nodes, cpu_ids, memory, gres in _NODES_PATTERN.findall(shown)
         for name in expand_node_list(nodes)
     )
 
 
-def count_ids(ids: str) -> int:
+def count_numbers_in_ranges(ids: str) -> int:
     """How many numbers Slurm's notation names, as in `0-3,8`. Pure."""
     spans = (span.partition("-") for span in ids.split(","))
     return sum(int(last or first) - int(first) + 1 for first, _, last in spans)

@@ -15,7 +15,7 @@ KILL_TIMEOUT_S = 120.0
 MAX_SLURM_OUTAGE_S = 600.0
 
 
-def cancel_jobs(
+def cancel_jobs_and_wait(
     job_ids: Callable[[], Sequence[str]],
     *,
     label: str,
@@ -53,7 +53,7 @@ def _cancel_until_none_is_left(
     grace_s: float,
     say: Callable[[str], None],
 ) -> int:
-    """The work of `cancel_jobs`; keeps in `left` the jobs that waited or ran at the last look."""
+    """The work of `cancel_jobs_and_wait`; `left` gets the jobs that were live at the last look."""
     queue = QueuePoller()
     asked: set[str] = set()
     seen: set[str] = set()

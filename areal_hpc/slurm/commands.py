@@ -73,7 +73,7 @@ def run_slurm_command(
     raise kind(f"{command[0]}: {said}", hint="scontrol ping")
 
 
-def parse_time(text: str) -> float | None:
+def parse_slurm_time(text: str) -> float | None:
     """Unix time of a local time that Slurm printed; None for `N/A`, `Unknown` and `None`."""
     try:
         return datetime.fromisoformat(text).timestamp()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
-from areal_hpc.slurm.commands import build_comma_lists, parse_time, run_slurm_command
+from areal_hpc.slurm.commands import build_comma_lists, parse_slurm_time, run_slurm_command
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_canceller, parse_state
 from areal_hpc.wire.backoff import Backoff
 
@@ -117,8 +117,8 @@ def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
         state=parse_state(state),
         reason="" if reason in {"None", "(null)"} else reason,
         nodes=nodes,
-        start=parse_time(start),
-        end=parse_time(end),
+        start=parse_slurm_time(start),
+        end=parse_slurm_time(end),
         restarts=int(restarts) if restarts.isdigit() else None,
         exit_code=status >> 8 & 0xFF,
         signal=status & 0x7F,
@@ -154,8 +154,8 @@ def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> Queu
         state=state,
         reason="" if cells[6] in {"None", ""} else cells[6],
         nodes="" if cells[3] == "None assigned" else cells[3],
-        start=parse_time(cells[4]),
-        end=parse_time(cells[5]),
+        start=parse_slurm_time(cells[4]),
+        end=parse_slurm_time(cells[5]),
         exit_code=int(code) if code.isdigit() else 0,
         signal=int(signal) if signal.isdigit() else 0,
         cancelled_by=parse_canceller(cells[1]),
@@ -190,7 +190,7 @@ class QueuePoller:
         outage, asked_at = "", time.monotonic()
         found: dict[str, QueuedJob] = {}
         try:
-            found = {job.job_id: job for job in call_squeue(wanted)}
+            found = {job.job_id: job for job in query_squeue(wanted)}
             self._outage_since, self._unanswered_polls = None, 0
         except SlurmTimeoutError as error:
             outage = self.record_outage(error, asked_at).outage
@@ -239,7 +239,7 @@ def find_live_job_ids(job_ids: Iterable[str]) -> list[str]:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    return [job.job_id for job in call_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
+    return [job.job_id for job in query_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
 
 
 def list_jobs_of_user(user_id: int) -> list[QueuedJob]:
@@ -252,7 +252,7 @@ def list_jobs_of_user(user_id: int) -> list[QueuedJob]:
     return parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--user={user_id}"))
 
 
-def call_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
+def query_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
     """Those of the jobs that slurmctld remembers.
 
     Raises:

@@ -96,7 +96,7 @@ def submit_again(
     return new_id
 
 
-def update_dependents(number: JobIdChange) -> None:
+def redirect_dependents_to_new_id(number: JobIdChange) -> None:
     """Jobs that wait for the job's success would be cancelled at the end of its old number."""
     waiting = scontrol.read_pending_dependencies()
     for old_id in number.old_ids:

@@ -17,7 +17,7 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuedJob, call_squeue, is_live_state, list_jobs_of_user
+from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
 from areal_hpc.slurm.states import JobPhase
 
 _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
@@ -89,7 +89,7 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
     """
     recorded = {one.job_id: one for one in read_submissions(paths.submissions)}
     label = get_experiment_label(paths)
-    found = {job.job_id: job for job in call_squeue(sorted(recorded)) if is_live_state(job.state)}
+    found = {job.job_id: job for job in query_squeue(sorted(recorded)) if is_live_state(job.state)}
     live = [
         LiveJob(submission, found[job_id], is_recorded=True)
         for job_id, submission in recorded.items()

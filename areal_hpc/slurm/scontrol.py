@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.slurm.commands import parse_time, run_slurm_command
+from areal_hpc.slurm.commands import parse_slurm_time, run_slurm_command
 
 RUNNING_STATE = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
@@ -47,50 +47,52 @@ def get_own_job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
-def parse_job(shown: str) -> JobFacts:
+def parse_job_facts(shown: str) -> JobFacts:
     """Read one line of `scontrol show job --oneliner`."""
     facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
     excluded = facts.get("ExcNodeList", "")
     return JobFacts(
         state=facts.get("JobState", ""),
-        ends_at=parse_time(facts.get("EndTime", "")),
+        ends_at=parse_slurm_time(facts.get("EndTime", "")),
         excluded_nodes="" if excluded == "(null)" else excluded,
         is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
     )
 
 
-def show_job(job_id: str) -> JobFacts:
+def query_job(job_id: str) -> JobFacts:
     """Ask Slurm about one job."""
-    return parse_job(_call_slurm("scontrol", "show", "job", job_id, "--oneliner"))
+    return parse_job_facts(
+        _run_slurm_without_own_variables("scontrol", "show", "job", job_id, "--oneliner")
+    )
 
 
 def read_controller_time() -> float | None:
     """Unix time by slurmctld's own clock; None if this Slurm does not tell it."""
-    shown = _call_slurm("scontrol", "show", "config")
+    shown = _run_slurm_without_own_variables("scontrol", "show", "config")
     found = _CONTROLLER_TIME_PATTERN.match(shown)
-    return parse_time(found[1]) if found else None
+    return parse_slurm_time(found[1]) if found else None
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
     """Have Slurm end the job and start it again under its number, hold it then, or let it go on."""
-    _call_slurm("scontrol", action, job_id)
+    _run_slurm_without_own_variables("scontrol", action, job_id)
 
 
 def cancel_job(job_id: str) -> None:
     """Have Slurm end a job, which is over as soon as its tasks are."""
-    _call_slurm("scancel", job_id)
+    _run_slurm_without_own_variables("scancel", job_id)
 
 
 def update_waiting_job(
     job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str
 ) -> None:
     """Change what a job must not get, or waits for. Slurm refuses the first of jobs that run."""
-    _call_slurm("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
+    _run_slurm_without_own_variables("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 
 def read_pending_dependencies() -> dict[str, str]:
     """This user's jobs in the queue, and what each waits for, in sbatch's words."""
-    shown = _call_slurm(
+    shown = _run_slurm_without_own_variables(
         "squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E"
     )
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
@@ -99,7 +101,7 @@ def read_pending_dependencies() -> dict[str, str]:
 
 def list_array_members(array_id: str) -> list[str]:
     """The members of a job array that Slurm still knows, `12_0` and so on."""
-    shown = _call_slurm(
+    shown = _run_slurm_without_own_variables(
         *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
     )
     return shown.split()
@@ -114,5 +116,5 @@ def strip_own_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _call_slurm(*command: str) -> str:
+def _run_slurm_without_own_variables(*command: str) -> str:
     return run_slurm_command(*command, environ=strip_own_variables(os.environ))

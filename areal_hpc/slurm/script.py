@@ -119,7 +119,7 @@ def build_job_requests(
         options = slurm.get_options(job.name)
         try:
             requests.append(
-                _build_request(job, compute_resources(job, options), options, slurm, place)
+                _build_job_request(job, compute_resources(job, options), options, slurm, place)
             )
         except RecipeError as error:
             problems += [problem for problem in error.problems if problem not in problems]
@@ -171,7 +171,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     )
 
 
-def _build_request(
+def _build_job_request(
     job: JobSpec, shape: JobResources, options: JobOptions, slurm: SlurmConfig, place: RunContext
 ) -> JobRequest:
     contained = build_container_command(
@@ -185,7 +185,7 @@ def _build_request(
     folder = JobPaths(place.jobs_dir / job.name).submitit_dir
     excluded = ",".join(filter(None, (options.exclude, *place.excluded_nodes)))
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]
-    if shape.gpus_per_node and shape.tasks_per_node > 1 and not _places_tasks(srun_args):
+    if shape.gpus_per_node and shape.tasks_per_node > 1 and not _sets_task_placement(srun_args):
         # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
         srun_args.append("--distribution=block:block")
     if job.cells:  # else a cell whose supervisor is killed would be missed by nobody
@@ -216,7 +216,7 @@ def _build_request(
     return JobRequest(job.name, place.run_dir, shape, folder, contained.python, parameters)
 
 
-def _places_tasks(srun_args: Sequence[str]) -> bool:
+def _sets_task_placement(srun_args: Sequence[str]) -> bool:
     """True if srun is told already how tasks lie on nodes and sockets."""
     return any(argument.startswith("--distribution=") for argument in srun_args)
 

@@ -58,24 +58,24 @@ def place_steps(
     Raises:
         RecipeError: The allocation is too small.
     """
-    placed = _place(jobs, allocation, is_cpu)
+    placed = _try_to_place_steps(jobs, allocation, is_cpu)
     if placed is None:
         raise RecipeError.from_problems([_describe_shortage(jobs, allocation, is_cpu)])
     return placed
 
 
-def _place(
+def _try_to_place_steps(
     jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool
 ) -> dict[str, StepPlacement] | None:
     loads = [_NodeLoad(node) for node in allocation.nodes]
-    chosen = [_choose_nodes(job, loads, is_cpu, is_leader=job is jobs[0]) for job in jobs]
+    chosen = [_take_nodes_for_job(job, loads, is_cpu, is_leader=job is jobs[0]) for job in jobs]
     whole = [step for step in chosen if step is not None]
     if len(whole) < len(jobs):
         return None
-    return {step.job: _add_shares(step, loads) for step in whole}
+    return {step.job: _add_cpu_and_memory_shares(step, loads) for step in whole}
 
 
-def _choose_nodes(
+def _take_nodes_for_job(
     job: JobSpec, loads: Sequence[_NodeLoad], is_cpu: bool, *, is_leader: bool
 ) -> StepPlacement | None:
     """Take nodes for a job, as few as its tasks fit on; None if there are not enough."""
@@ -98,7 +98,7 @@ def _choose_nodes(
     return None
 
 
-def _add_shares(step: StepPlacement, loads: Sequence[_NodeLoad]) -> StepPlacement:
+def _add_cpu_and_memory_shares(step: StepPlacement, loads: Sequence[_NodeLoad]) -> StepPlacement:
     """The step with its part of processors and memory, which is the same on all of its nodes."""
     own = [load for load in loads if step in load.steps]
     return replace(
@@ -121,31 +121,33 @@ def _describe_shortage(jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: 
         f"allocation {allocation.job_id} is too small: {', '.join(needs)}, in all {gpus} GPUs and "
         f"at least {tasks} CPUs; it has {'; '.join(map(str, allocation.nodes))}",
         "trainer.parallel, inference.cells, inference.replicas_per_cell, inference.tp",
-        _find_way_out(jobs, allocation, is_cpu),
+        _suggest_fitting_cells_or_allocation(jobs, allocation, is_cpu),
     )
 
 
-def _find_way_out(jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool) -> str:
+def _suggest_fitting_cells_or_allocation(
+    jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool
+) -> str:
     """The largest number of cells that fits, else how large an allocation would do."""
     cells = [job for job in jobs if is_training_cell_job(job.name)]
     for left in range(len(cells) - 1, 0, -1):
         fewer = [job for job in jobs if job not in cells[left:]]
-        if _place(fewer, allocation, is_cpu) is not None:
+        if _try_to_place_steps(fewer, allocation, is_cpu) is not None:
             return f"inference.cells={left} fits"
     return "no number of cells fits; one that does: salloc " + " ".join(
-        _size_allocation(jobs, is_cpu)
+        _list_options_of_fitting_allocation(jobs, is_cpu)
     )
 
 
-def _size_allocation(jobs: Sequence[JobSpec], is_cpu: bool) -> Iterator[str]:
+def _list_options_of_fitting_allocation(jobs: Sequence[JobSpec], is_cpu: bool) -> Iterator[str]:
     """Options of an allocation with a node for each node of each job."""
-    gpus = 0 if is_cpu else max(job.gpus_per_task * _tasks_on_one_node(job) for job in jobs)
+    gpus = 0 if is_cpu else max(job.gpus_per_task * _count_tasks_on_one_node(job) for job in jobs)
     yield f"--nodes={sum(job.tasks if job.is_task_a_node else 1 for job in jobs)}"
     yield "--ntasks-per-node=1"
-    yield f"--cpus-per-task={max(map(_tasks_on_one_node, jobs))}"
+    yield f"--cpus-per-task={max(map(_count_tasks_on_one_node, jobs))}"
     if gpus:
         yield f"--gpus-per-node={gpus}"
 
 
-def _tasks_on_one_node(job: JobSpec) -> int:
+def _count_tasks_on_one_node(job: JobSpec) -> int:
     return 1 if job.is_task_a_node else job.tasks

@@ -98,14 +98,18 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
             return cast("ResultT", result)
         if any_true(time.monotonic() >= give_up_at):
             if any_true(trouble is None):
-                raise OtherRankError if trouble is None else _build_node_error(trouble)
+                raise (
+                    OtherRankError
+                    if trouble is None
+                    else _build_error_of_unreadable_storage(trouble)
+                )
             assert trouble is not None
             raise trouble
         logger.info("not all ranks can read yet: %s", trouble)
         time.sleep(READ_RETRY_S)
 
 
-def _build_node_error(trouble: ArealError) -> ClusterError:
+def _build_error_of_unreadable_storage(trouble: ArealError) -> ClusterError:
     """The error of a rank that cannot read what others can."""
     problem = trouble.problems[0]
     return ClusterError(

@@ -103,7 +103,7 @@ class SftJobConfig(RankJobConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations."""
 
-    def get_sizes(self) -> TrainerConfig:
+    def build_comparable_trainer_config(self) -> TrainerConfig:
         """The trainer whose memory that of this stage is like."""
         activations = self.activations
         return TrainerConfig(

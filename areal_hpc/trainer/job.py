@@ -73,7 +73,9 @@ def _run_training(
     coordinator = None
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)
-        coordinator = _make_coordinator(job, paths, learner, device, stop, check_generation, events)
+        coordinator = _open_generation_and_make_coordinator(
+            job, paths, learner, device, stop, check_generation, events
+        )
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
     finished = run_loop(learner, coordinator, stop)
     if finished and coordinator:
@@ -88,7 +90,7 @@ def _run_training(
     return finished
 
 
-def _make_coordinator(
+def _open_generation_and_make_coordinator(
     job: TrainerJobConfig,
     paths: RunPaths,
     learner: Learner,

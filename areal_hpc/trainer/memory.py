@@ -45,13 +45,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def note_work(describe_work: Callable[[], str]) -> Iterator[None]:
+def note_work_on_memory_error(describe_ledger_work: Callable[[], str]) -> Iterator[None]:
     """Have an error of memory say what was being done, as a note for `explain_out_of_memory`."""
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
-            error.add_note(describe_work())
+            error.add_note(describe_ledger_work())
         raise
 
 
@@ -71,16 +71,16 @@ def explain_out_of_memory(policy: Policy, config: TrainerConfig, section: str) -
         estimate = estimate_stage_memory(policy.arch, config, stage)
         work = ", ".join(getattr(error, "__notes__", [])) or "a training step"
         raise RecipeError(
-            f"memory ran out in {work}. This rank has held {_describe_use(policy.device)}; "
-            f"estimated are {_describe_estimate(estimate)} with micro-batches of "
+            f"memory ran out in {work}. This rank has held {_describe_memory_use(policy.device)}; "
+            f"estimated are {_describe_memory_estimate(estimate)} with micro-batches of "
             f"{config.max_tokens_per_microbatch} tokens. "
             f"{str(error)[:MAX_QUOTED_CHARACTERS]}",
             key=f"{section}.max_tokens_per_microbatch",
-            hint=_suggest_change(policy.arch, config, estimate, work, section),
+            hint=_suggest_memory_saving_change(policy.arch, config, estimate, work, section),
         ) from error
 
 
-def _describe_use(device: torch.device) -> str:
+def _describe_memory_use(device: torch.device) -> str:
     held = f"{read_peak_memory_bytes(device) / GIB:.1f} GiB at most"
     if device.type != "cuda":
         return held
@@ -88,13 +88,13 @@ def _describe_use(device: torch.device) -> str:
     return f"{held} of its GPU's {whole / GIB:.1f}, of which {free / GIB:.1f} are free now"
 
 
-def _describe_estimate(estimate: TrainerMemory) -> str:
+def _describe_memory_estimate(estimate: TrainerMemory) -> str:
     parts = ("parameters", "gradients", "optimizer", "activations", "logits")
     told = ", ".join(f"{name} {getattr(estimate, name) / GIB:.1f}" for name in parts)
     return f"{estimate.total / GIB:.1f} GiB ({told})"
 
 
-def _suggest_change(
+def _suggest_memory_saving_change(
     arch: Architecture, config: TrainerConfig, estimate: TrainerMemory, work: str, section: str
 ) -> str:
     """The cheapest change that would have saved enough."""

@@ -80,9 +80,9 @@ def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
 
     These are the parts of Megatron's own step, with a look at the norm before anything is
     changed. Weights, moments and step counts stay the same to the bit when the norm, which is the
-    same on every rank, is not finite or exactly 0 (`untrained.is_step_taken`). It is 0 when all
-    advantages are, or every token is clipped or masked: momentum and decay would move the weights
-    all the same, by what earlier batches taught. A collective.
+    same on every rank, is not finite or exactly 0 (`untrained.is_optimizer_step_taken`). It is 0
+    when all advantages are, or every token is clipped or masked: momentum and decay would move the
+    weights all the same, by what earlier batches taught. A collective.
     """
     with lend_master_weights(optimizer):
         optimizer.prepare_grads()

@@ -34,7 +34,7 @@ class HostAdamW(AdamW):
     """By parameter: the places of its master weights, if it has some, and moments."""
 
     @classmethod
-    def take_over(
+    def convert_and_offload(
         cls, adam: AdamW, masters: Sequence[torch.Tensor], device: torch.device, chunk_elements: int
     ) -> None:
         """Make an optimizer one of this class, and move its state to the host."""
@@ -48,7 +48,9 @@ class HostAdamW(AdamW):
             one: (*((MASTER_NAME,) if one in with_masters else ()), *MOMENT_NAMES)
             for one in everything
         }
-        places = _allocate(sum(len(names[one]) * one.numel() for one in everything), device)
+        places = _allocate_host_floats(
+            sum(len(names[one]) * one.numel() for one in everything), device
+        )
         for one in everything:
             parts = places[: len(names[one]) * one.numel()].view(len(names[one]), *one.shape)
             places = places[parts.numel() :]
@@ -64,7 +66,7 @@ class HostAdamW(AdamW):
             if MASTER_NAME in places:
                 parameter.data = places[MASTER_NAME].copy_(parameter.data)
 
-    def lend(self) -> None:
+    def lend_masters_to_gradients(self) -> None:
         """Let master weights claim to be where gradients are, which a gradient's parameter must.
 
         What stands for one meanwhile has its shape and the memory of one number.
@@ -73,8 +75,8 @@ class HostAdamW(AdamW):
             if MASTER_NAME in places:
                 parameter.data = torch.zeros((), device=self.device).expand(parameter.shape)
 
-    def take_back(self) -> None:
-        """Undo `lend`, and forget the gradients."""
+    def take_masters_back(self) -> None:
+        """Undo `lend_masters_to_gradients`, and forget the gradients."""
         for parameter, places in self._host.items():
             parameter.grad = None
             if MASTER_NAME in places:
@@ -86,7 +88,7 @@ class HostAdamW(AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._step_parameter(parameter, group)
-        self.take_back()
+        self.take_masters_back()
         if self.device.type == "cuda":  # whoever reads the host's tensors waits for no stream
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -113,23 +115,25 @@ def offload_optimizer(
 ) -> None:
     """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
     for part in optimizer.chained_optimizers:
-        HostAdamW.take_over(part.optimizer, list_master_weights(part), device, chunk_elements)
+        HostAdamW.convert_and_offload(
+            part.optimizer, list_master_weights(part), device, chunk_elements
+        )
 
 
 @contextmanager
 def lend_master_weights(optimizer: Any) -> Iterator[None]:
     """The time in which gradients are handed to master weights, measured, clipped and applied."""
-    offloaded = _list_offloaded(optimizer)
+    offloaded = _list_offloaded_optimizers(optimizer)
     for adam in offloaded:
-        adam.lend()
+        adam.lend_masters_to_gradients()
     try:
         yield
     finally:
         for adam in offloaded:
-            adam.take_back()
+            adam.take_masters_back()
 
 
-def _list_offloaded(optimizer: Any) -> list[HostAdamW]:
+def _list_offloaded_optimizers(optimizer: Any) -> list[HostAdamW]:
     parts = [part.optimizer for part in optimizer.chained_optimizers]
     return [adam for adam in parts if isinstance(adam, HostAdamW)]
 
@@ -161,7 +165,7 @@ def _apply_adamw(
     )
 
 
-def _allocate(elements: int, device: torch.device) -> torch.Tensor:
+def _allocate_host_floats(elements: int, device: torch.device) -> torch.Tensor:
     """Float32 numbers of the host, pinned if they go to a GPU."""
     host = torch.empty(elements, dtype=torch.float32)
     if device.type == "cuda" and elements:

@@ -37,7 +37,7 @@ from areal_hpc.trainer.torch_private import get_default_store
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 
-JOIN_TIMEOUT_S = 300.0
+JOIN_RANKS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Torch's newer and older name of where the record of the last collectives goes."""
@@ -64,7 +64,7 @@ def run_rank(
     raise_if_megatron_is_replaced()
     megatron_cpu.patch_megatron_for_cpu()
     paths = RunPaths(job.run_dir)
-    name_flight_records(get_task_log_dir(paths.logs_dir))
+    set_flight_record_paths(get_task_log_dir(paths.logs_dir))
     try:
         device = init_process_groups(
             get_task_position(),
@@ -76,7 +76,7 @@ def run_rank(
     except RuntimeError as error:
         raise_if_peer_lost(error)
         raise
-    _watch_ranks(paths)
+    _start_watching_for_hanging_ranks(paths)
     with report_first_failure():
         finished = train(job, paths, device, stop)
     stop_watching_ranks()
@@ -129,7 +129,7 @@ def init_process_groups(
     return own
 
 
-def name_flight_records(log_dir: Path) -> None:
+def set_flight_record_paths(log_dir: Path) -> None:
     """Have torch write its record of NCCL's last collectives into the logs when one fails.
 
     Torch adds the number of the rank. It looks at the names when it first writes.
@@ -138,7 +138,7 @@ def name_flight_records(log_dir: Path) -> None:
         os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
 
 
-def _watch_ranks(paths: RunPaths) -> None:
+def _start_watching_for_hanging_ranks(paths: RunPaths) -> None:
     """See to it that a rank that hangs is named."""
     if dist.get_world_size() == 1:
         return
@@ -208,7 +208,7 @@ def _connect_to_store(
 
     That one is either gone, or already counted this rank in: each store takes a rank once.
     """
-    give_up_at = time.monotonic() + JOIN_TIMEOUT_S
+    give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     spent: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
         endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE_SERVICE)
@@ -230,6 +230,6 @@ def _connect_to_store(
             time.sleep(0.1)
     raise ClusterError(
         f"rank {task.rank} found no living {rendezvous.RANK_STORE_SERVICE} "
-        f"within {JOIN_TIMEOUT_S:.0f} s",
+        f"within {JOIN_RANKS_TIMEOUT_S:.0f} s",
         hint="read rank 0's log in logs/latest",
     )

@@ -17,10 +17,10 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-HANG_S = 300.0
+HANG_AFTER_S = 300.0
 """Ranks that are at one place for so long are named."""
-_LOOK_S = 5.0
-_active: "RankProgress | None" = None
+_LOOK_INTERVAL_S = 5.0
+_active_progress: "RankProgress | None" = None
 
 
 class PlaceReport(msgspec.Struct, frozen=True):
@@ -86,8 +86,8 @@ class RankProgress:
         ranks: int,
         on_hang: Callable[[str], None] = lambda line: None,
         *,
-        hang_s: float = HANG_S,
-        look_s: float = _LOOK_S,
+        hang_s: float = HANG_AFTER_S,
+        look_s: float = _LOOK_INTERVAL_S,
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._on_hang, self._hang_s, self._look_s = on_hang, hang_s, look_s
@@ -102,11 +102,11 @@ class RankProgress:
         """Begin to publish, and on rank 0 to watch."""
         self._thread.start()
 
-    def enter(self, place: str) -> None:
+    def record_place(self, place: str) -> None:
         """This rank has come to a place that all ranks come to."""
         self._own = PlaceReport(self._own.entered + 1, place)
 
-    def note(self, detail: str) -> None:
+    def record_detail(self, detail: str) -> None:
         """Where in the place it is."""
         self._own = PlaceReport(self._own.entered, self._own.place, detail)
 
@@ -122,11 +122,11 @@ class RankProgress:
     def _run(self) -> None:
         try:
             while not self._is_over.wait(self._look_s):
-                self.look(time.monotonic())
+                self.publish_and_find_hanging_ranks(time.monotonic())
         except RuntimeError as error:  # the store is gone, and the trainer with it
             logger.info("ranks are not watched any more: %s", error)
 
-    def look(self, now: float) -> None:
+    def publish_and_find_hanging_ranks(self, now: float) -> None:
         """Publish where this rank is, and see where the others are."""
         self._store.set(_build_key(self._rank), msgspec.json.encode(self._own).decode())
         for rank in range(self._ranks) if self._rank == 0 else [self._rank]:
@@ -158,31 +158,31 @@ def _build_key(rank: int) -> str:
 
 def watch_ranks(progress: RankProgress) -> None:
     """Have `enter_place` and `note_detail` of this process go to it."""
-    global _active
-    _active = progress
+    global _active_progress
+    _active_progress = progress
     progress.start()
 
 
 def stop_watching_ranks() -> None:
     """Before the store goes."""
-    global _active
-    if _active is not None:
-        _active.close()
-        _active = None
+    global _active_progress
+    if _active_progress is not None:
+        _active_progress.close()
+        _active_progress = None
 
 
 def enter_place(place: str) -> None:
     """Note that this rank has come to a place that all ranks come to."""
-    if _active is not None:
-        _active.enter(place)
+    if _active_progress is not None:
+        _active_progress.record_place(place)
 
 
 def note_detail(detail: str) -> None:
     """Note where in its place this rank is."""
-    if _active is not None:
-        _active.note(detail)
+    if _active_progress is not None:
+        _active_progress.record_detail(detail)
 
 
 def describe_ranks() -> str:
     """Where ranks are, as far as this one knows; empty if nobody watches."""
-    return _active.describe() if _active is not None else ""
+    return _active_progress.describe() if _active_progress is not None else ""

@@ -29,7 +29,11 @@ from areal_hpc.trainer.sft_data import (
     read_demonstrations,
 )
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches, train_step
-from areal_hpc.trainer.untrained import build_nonfinite_records, build_norm_metrics, is_step_taken
+from areal_hpc.trainer.untrained import (
+    build_nonfinite_records,
+    build_norm_metrics,
+    is_optimizer_step_taken,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -91,14 +95,14 @@ class SftTrainer:
         while self.state.step < sft.total_steps:
             if any_true(stop.requested):
                 if self.state.step > self._saved_step:
-                    self._begin_checkpoint()
+                    self._begin_checkpoint_and_update_state()
                 self.checkpoints.finish_save()
                 return False
             self._train_step()
             self.checkpoints.publish_if_written()
             step = self.state.step
             if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
-                self._begin_checkpoint()
+                self._begin_checkpoint_and_update_state()
         self.checkpoints.finish_save()
         return True
 
@@ -109,7 +113,9 @@ class SftTrainer:
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        with explain_out_of_memory(self._policy, self._job.get_sizes(), "sft"):
+        with explain_out_of_memory(
+            self._policy, self._job.build_comparable_trainer_config(), "sft"
+        ):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
         untrained = build_nonfinite_records(
             [norm],
@@ -123,7 +129,7 @@ class SftTrainer:
         self.state = msgspec.structs.replace(
             self.state, step=step, untrained=[*self.state.untrained, *untrained]
         )
-        if not is_step_taken(norm):
+        if not is_optimizer_step_taken(norm):
             logger.warning("step %d of the SFT stage is not taken: its norm is %s", step, norm)
         if step % sft.log_every_steps and step != sft.total_steps:
             return
@@ -143,7 +149,7 @@ class SftTrainer:
                 },
             )
 
-    def _begin_checkpoint(self) -> None:
+    def _begin_checkpoint_and_update_state(self) -> None:
         path = self.checkpoints.begin_save(self._policy, self._optimizer, self.state)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
         self._saved_step = self.state.step

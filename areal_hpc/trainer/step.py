@@ -21,7 +21,7 @@ from areal_hpc.trainer.batch.packing import (
     build_pack,
     plan_packs,
 )
-from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work
+from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work_on_memory_error
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.offload import ActivationOffload
@@ -163,7 +163,7 @@ def run_forward_backward(
     run = get_forward_backward_func()
     offloads = backward and policy.offloads_activations
     offload = ActivationOffload(policy.replica.parameters()) if offloads else nullcontext()
-    with note_work(progress.__str__), torch.set_grad_enabled(backward), offload:
+    with note_work_on_memory_error(progress.__str__), torch.set_grad_enabled(backward), offload:
         run(
             forward_step_func=forward,
             data_iterator=iter(batches),
@@ -192,7 +192,7 @@ def train_step(
     )
     fault_point("optimizer.before_step")
     enter_place("the optimizer's step")
-    with note_work(lambda: OPTIMIZER_WORK):
+    with note_work_on_memory_error(lambda: OPTIMIZER_WORK):
         norm = step_optimizer(policy, optimizer, rate)
     fault_point("optimizer.after_step")
     return stats, norm

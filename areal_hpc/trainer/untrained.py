@@ -90,7 +90,7 @@ def _list_rest_of_streak(step: int, length: int) -> range:
     return range(step - length + 1, step)
 
 
-def is_step_taken(norm: float) -> bool:
+def is_optimizer_step_taken(norm: float) -> bool:
     """True if an optimizer step whose gradient has this norm changes anything."""
     return math.isfinite(norm) and norm > 0.0
 
@@ -103,6 +103,6 @@ def build_norm_metrics(norms: Sequence[float]) -> dict[str, float]:
     norms = norms or [0.0]
     return {
         "grad_norm": max(norms) if all(map(math.isfinite, norms)) else math.nan,
-        "step/skipped": sum(not is_step_taken(norm) for norm in norms),
+        "step/skipped": sum(not is_optimizer_step_taken(norm) for norm in norms),
         "step/nonfinite": sum(not math.isfinite(norm) for norm in norms),
     }

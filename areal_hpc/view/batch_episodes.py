@@ -10,8 +10,8 @@ from areal_hpc.errors import ShardError
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.episode_metrics import EpisodeRecord, merge_rows
-from areal_hpc.view.transcripts.conversation import get_messages, get_tool_calls, place_calls
+from areal_hpc.trainer.batch.episode_metrics import EpisodeRecord, merge_rows_into_episode
+from areal_hpc.view.transcripts.conversation import get_messages, get_tool_calls, locate_calls
 from areal_hpc.wire.ledger import SealedTicket
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -116,7 +116,7 @@ def _read_episodes(
                 reward=sum(rewards[row] for row in own) / len(own),
                 shard=ticket.shard,
                 row=own[0],
-                record=merge_rows([records[row] for row in own]),
+                record=merge_rows_into_episode([records[row] for row in own]),
             )
 
 
@@ -139,7 +139,7 @@ def read_first_rows(
 
 def list_pauses(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
     """Times between a row's calls, in seconds, by the first tool that the earlier call called."""
-    messages, placed = get_messages(row), list(place_calls(row.record.calls))
+    messages, placed = get_messages(row), list(locate_calls(row.record.calls))
     for (place, before), (_, after) in pairwise(placed):
         if not 0 < before.answered_at <= after.asked_at or place >= len(messages):
             continue

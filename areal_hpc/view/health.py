@@ -27,11 +27,11 @@ def read_alerts(paths: RunPaths) -> list[Alert]:
         return find_alerts(rows, config)
     since = read_launch_time(paths)
     events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
-    failing = find_only_failures(events)
+    failing = find_alert_of_failures_only(events)
     return [failing] if failing else []
 
 
-def find_only_failures(events: Sequence[dict[str, Any]]) -> Alert | None:
+def find_alert_of_failures_only(events: Sequence[dict[str, Any]]) -> Alert | None:
     """The alert of agents whose episodes have only failed so far; None if some ended well."""
     failures = [event for event in events if is_training_failure(event)]
     if len(failures) < MIN_FAILED_EPISODES:

@@ -80,7 +80,7 @@ def _format_hours(idle: float, held: float, unit: str) -> str:
     return f"{idle:.2f} of {held:.2f} {unit}-hours"
 
 
-def find_missing_cell_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
+def measure_wait_without_cells_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:
     """Seconds for which the trainer has waited for any cell; None if it does not wait. Pure."""
     waits = [one for one in events if one.get("event") in (NO_CELL_EVENT, CELL_FOUND_EVENT)]
     if not waits or waits[-1]["event"] == CELL_FOUND_EVENT:

@@ -20,7 +20,7 @@ from areal_hpc.slurm.queue import QueuedJob, QueuePoller
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
 from areal_hpc.view.health import read_alerts
 from areal_hpc.view.jobs import RunJobs, fetch_run_jobs
-from areal_hpc.view.logs import LogFile, list_log_files, parse_records
+from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
 from areal_hpc.view.run_state import read_launch_time
 
 PACE_STEPS = 50
@@ -167,7 +167,7 @@ def _find_tracebacks(
 
 def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
     """The last traceback in a piece of a log; of chained ones the first, which is the cause."""
-    for record in reversed(parse_records(text)):
+    for record in reversed(parse_log_records(text)):
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
             lines = _extract_traceback(record.lines[begins[0] :])

@@ -165,7 +165,7 @@ def build_run_jobs(
             read_task_exits(paths.job(name)),
             gave_nodes_back=name in held,
         )
-        for name in sorted(names, key=_sort_key)
+        for name in sorted(names, key=_get_job_sort_key)
     )
     jobs += tuple(
         JobView(job.submission.job, job.submission, job.queued, {}, is_recorded=False)
@@ -175,7 +175,7 @@ def build_run_jobs(
     return RunJobs(paths, jobs, snapshot, ids)
 
 
-def _sort_key(name: str) -> tuple[bool, bool, str, list[int]]:
+def _get_job_sort_key(name: str) -> tuple[bool, bool, str, list[int]]:
     numbers = [int(number) for number in re.findall(r"\d+", name)]
     return name != "sft", name != "trainer", re.sub(r"\d+", "", name), numbers
 
@@ -194,7 +194,7 @@ def get_run_state(run: RunJobs) -> str:
     if not alive and (note := find_live_allocation(paths)) is not None:
         return f"running in allocation {note.job_id}"
     if run.is_local:
-        return "running here" if is_lock_held(paths.lock) else _describe_end(run)
+        return "running here" if is_lock_held(paths.lock) else _describe_end_of_run(run)
     if alive:
         phases = {job.queued.state.phase for job in alive if job.queued}
         lost = {job.name for job in run.jobs_ended_before_run}
@@ -204,14 +204,14 @@ def get_run_state(run: RunJobs) -> str:
             return "running, short of cells"
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")
-    return "unknown" if run.snapshot.outage else _describe_end(run)
+    return "unknown" if run.snapshot.outage else _describe_end_of_run(run)
 
 
-def _describe_end(run: RunJobs) -> str:
+def _describe_end_of_run(run: RunJobs) -> str:
     return "failed" if any(job.has_failed for job in run.jobs) else "stopped"
 
 
-def describe_steps(paths: RunPaths) -> list[str]:
+def describe_allocation_steps(paths: RunPaths) -> list[str]:
     """A table of the steps of an allocation that a run's jobs are; empty if they are none."""
     if (note := find_live_allocation(paths)) is None or not note.steps:
         return []
@@ -222,7 +222,7 @@ def describe_steps(paths: RunPaths) -> list[str]:
 def describe_jobs(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
-    rows += [_format_row(job, run.snapshot) for job in run.jobs]
+    rows += [_format_job_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
     for job in run.jobs:
         if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
@@ -260,7 +260,7 @@ def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
     ]
 
 
-def _format_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
+def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
     submission, queued = job.submission, job.queued
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"

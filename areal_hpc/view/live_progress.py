@@ -11,11 +11,11 @@ from rich.table import Table
 from rich.text import Text
 
 from areal_hpc.metrics.alerts import AlertTracker
-from areal_hpc.metrics.step_line import estimate_left_s, format_metric, format_step_line
+from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir.events import EventFollower
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.events.run_news import RunNews
+from areal_hpc.view.events.run_news import RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase
 from areal_hpc.view.health import format_alert, read_alerts_config
 from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
@@ -47,7 +47,7 @@ class PlainReporter:
         self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
         self._events = EventFollower(paths.events)
-        self._news, self._phase = RunNews(), RunPhase()
+        self._news, self._phase = RunEventAnnouncer(), RunPhase()
         self._printed_at = time.monotonic()
         self._told_phase = ""
         self._has_trained = False
@@ -86,9 +86,9 @@ class PlainReporter:
 
     def report_new_events(self) -> None:
         """Print what has happened since the last look that a person should hear of at once."""
-        for event in self._events.read_new():
-            self._phase.add(event)
-            for line in self._news.describe(event):
+        for event in self._events.read_new_events():
+            self._phase.add_event(event)
+            for line in self._news.describe_if_new(event):
                 self.print_line(line)
 
     def report_new_steps(self) -> None:
@@ -117,8 +117,8 @@ class PlainReporter:
         """Print what a step's metrics say of the run's health that those before did not."""
         if self._alerts is None:  # the recipe is in place once a step is
             self._alerts = AlertTracker(read_alerts_config(self._paths))
-            self._alerts.find_new(before)
-        for alert in self._alerts.find_new([*before, row]):
+            self._alerts.find_new_alerts(before)
+        for alert in self._alerts.find_new_alerts([*before, row]):
             self.print_line(format_alert(alert))
 
     def close(self) -> None:
@@ -143,7 +143,7 @@ class LiveReporter(PlainReporter):
         if stage == "sft":
             rows, total = snapshot.sft, self._sft_steps
         done = rows[-1]["step"] if rows else 0
-        left_s = estimate_left_s(rows, total)
+        left_s = estimate_remaining_s(rows, total)
         head = Table.grid(padding=(0, 2))
         head.add_row(
             Text(stage, style="bold"),

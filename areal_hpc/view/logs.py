@@ -99,7 +99,7 @@ def choose_attempt(paths: RunPaths, attempt: int | None) -> int:
     return attempts[-1] if attempt is None else attempt
 
 
-def parse_records(text: str) -> list[LogRecord]:
+def parse_log_records(text: str) -> list[LogRecord]:
     """The records of a piece of a log, oldest first; one that goes back in time stays in place."""
     records: list[LogRecord] = []
     now, lines = "", list[str]()
@@ -117,10 +117,10 @@ def parse_records(text: str) -> list[LogRecord]:
     return records
 
 
-def merge_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
+def merge_lines_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
     """Lines of several files in the order of their records' times."""
     streams = [
-        [(record.time, number, record) for record in parse_records(text)]
+        [(record.time, number, record) for record in parse_log_records(text)]
         for number, (_, text) in enumerate(pieces)
     ]
     merged = heapq.merge(*streams, key=lambda item: item[:2])
@@ -140,7 +140,7 @@ def read_last_lines(
     Those of every batch and request are left out unless `has_routine`.
     """
     pieces = [(file, read_tail(file.path, TAIL_BYTES).decode(errors="replace")) for file in files]
-    merged = merge_by_time(pieces)
+    merged = merge_lines_by_time(pieces)
     return (merged if has_routine else drop_routine_lines(merged))[-lines:] if lines else []
 
 
@@ -165,7 +165,7 @@ class LogFollower:
         # No folder is listed to find out whether one has got or lost an entry.
         if any(_read_change_time(folder) != stamp for folder, stamp in self._stamps.items()):
             self._refresh_file_list()
-        return merge_by_time(
+        return merge_lines_by_time(
             [(file, self._read_new_text(path)) for path, file in self._files.items()]
         )
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ShardError
-from areal_hpc.metrics.step_line import compute_tokens_per_s, estimate_left_s, format_metric
+from areal_hpc.metrics.step_line import compute_tokens_per_s, estimate_remaining_s, format_metric
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -15,7 +15,7 @@ from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.events.agent_failures import AgentFailures
 from areal_hpc.view.events.run_phase import RunPhase
-from areal_hpc.view.idle_time import describe_idle_time, find_missing_cell_s, read_run_size
+from areal_hpc.view.idle_time import describe_idle_time, measure_wait_without_cells_s, read_run_size
 from areal_hpc.view.run_state import (
     RunSnapshot,
     read_events_since_launch,
@@ -49,7 +49,7 @@ class RunProgress:
         return int(section.get("cells") or 1) if isinstance(section, dict) else 1
 
     @property
-    def is_isolated(self) -> bool:
+    def isolates_model_programs(self) -> bool:
         """False if programs that the model writes run as the user does."""
         section = self.recipe.get("reward")
         return not (isinstance(section, dict) and section.get("isolation") == "none")
@@ -93,7 +93,7 @@ def describe_run_now(paths: RunPaths, *, is_running: bool) -> list[str]:
         if launched_at := read_launch_time(paths):
             lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
         snapshot = read_run_snapshot(paths, ask_ledger=True)
-        phase = RunPhase.collect(events).describe(snapshot.ledger)
+        phase = RunPhase.from_events(events).describe(snapshot.ledger)
         lines.append(f"  now               {phase or 'the ledger does not answer'}")
     failures = AgentFailures.collect(events)
     if (cause := failures.newest) is not None:
@@ -112,7 +112,7 @@ def format_run_progress(
     if rows:
         last = rows[-1]
         lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"
-        if is_running and (left_s := estimate_left_s(rows, advance.total_steps)):
+        if is_running and (left_s := estimate_remaining_s(rows, advance.total_steps)):
             lines[0] += f", about {format_duration(left_s)} left"
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
@@ -131,7 +131,7 @@ def format_run_progress(
             f"  last checkpoint   step {advance.checkpoint_step}, "
             f"{format_duration(advance.checkpoint_s_ago)} ago"
         )
-    if not advance.is_isolated:
+    if not advance.isolates_model_programs:
         lines.append("  isolation         none: programs of the model can do all that you can")
     if advance.agent_isolation == "none":
         lines.append("  agent's sandbox   none: its commands can do all that you can")
@@ -147,7 +147,7 @@ def _describe_idle_time(advance: RunProgress, paths: RunPaths) -> list[str]:
     lines = []
     if size is not None and advance.snapshot.steps:
         lines += describe_idle_time(advance.snapshot.steps, size)
-    missing_s = find_missing_cell_s(read_recent_events(paths.events), time.time())
+    missing_s = measure_wait_without_cells_s(read_recent_events(paths.events), time.time())
     if missing_s is not None and not paths.finished_marker.exists():
         lines.append(f"no cell has been there for {format_duration(missing_s)}")
     return lines

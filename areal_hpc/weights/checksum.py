@@ -77,7 +77,7 @@ def require_matching_checksums(
     different = {
         name for name in expected.keys() & reported.keys() if reported[name] not in expected[name]
     }
-    elsewhere = _find_other_layouts(expected, reported, different, replica_device)
+    elsewhere = _find_expert_kinds_in_other_layouts(expected, reported, different, replica_device)
     if elsewhere:
         log.info(
             "%s: not compared, as a kernel has them in a layout of its own: %s", who, elsewhere
@@ -99,7 +99,7 @@ def require_matching_checksums(
     )
 
 
-def _find_other_layouts(
+def _find_expert_kinds_in_other_layouts(
     expected: Digests, reported: Mapping[str, str], different: Set[str], replica_device: str
 ) -> frozenset[str]:
     """Kinds of stacked expert tensors that this replica holds in a layout of a kernel's own."""
@@ -200,16 +200,16 @@ class SglangGpuHash:
         if self._rest is not None:
             flat = torch.cat([self._rest, flat])
         whole = flat.numel() // _TILE_BYTES * _TILE_BYTES
-        self._add(flat[:whole])
+        self._add_words(flat[:whole])
         self._rest = flat[whole:].clone() if whole < flat.numel() else None
 
     def finish(self) -> int:
         """The hash of all."""
         if self._rest is not None:
-            self._add(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
+            self._add_words(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
         return _finish_hash(self._total)
 
-    def _add(self, flat: torch.Tensor) -> None:
+    def _add_words(self, flat: torch.Tensor) -> None:
         words = flat.view(torch.int32)
         if not words.numel():
             return

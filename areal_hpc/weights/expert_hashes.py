@@ -35,7 +35,7 @@ class StackedExpertHashes:
         self._is_cpu = replica_device == "cpu"
         self._size_bytes: dict[str, int] = {}
         for spec in specs:
-            if (place := _find_place(spec.name)) is not None:
+            if (place := _parse_expert_name(spec.name)) is not None:
                 self._size_bytes[place[0]] = self._size_bytes.get(place[0], 0) + spec.size_bytes
         self._hashes: dict[str, _StreamedHash] = {}
         self._next: dict[str, tuple[int, int]] = {}
@@ -46,7 +46,9 @@ class StackedExpertHashes:
         Raises:
             WeightSyncError: Those of a layer do not come in order.
         """
-        places = {name: place for name in tensors if (place := _find_place(name)) is not None}
+        places = {
+            name: place for name in tensors if (place := _parse_expert_name(name)) is not None
+        }
         for name, (stacked, expert, half) in sorted(places.items(), key=lambda one: one[1]):
             if (expert, half) != self._next.get(stacked, (0, 0)):
                 due = self._next.get(stacked, (0, 0))[0]
@@ -87,7 +89,7 @@ class _StreamedHash:
         return f"{self._gpu_hash.finish():016x}"
 
 
-def _find_place(name: str) -> tuple[str, int, int] | None:
+def _parse_expert_name(name: str) -> tuple[str, int, int] | None:
     """(stacked tensor, expert, half of it) of an expert's parameter; None for any other."""
     hit = _EXPERT_PATTERN.fullmatch(name)
     if hit is None:

@@ -14,7 +14,7 @@ _BLOCK_WORDS = 1024
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _finish(word: Any) -> Any:
+def _finalize_word(word: Any) -> Any:
     word ^= word >> 16
     word = word * tl.full((), 0x85EBCA6B, tl.uint32)
     word ^= word >> 13
@@ -23,12 +23,12 @@ def _finish(word: Any) -> Any:
 
 
 @triton.jit  # type: ignore[untyped-decorator]
-def _mix(
+def _mix_word(
     value: Any, position: Any, seed: tl.constexpr, factor: tl.constexpr, turn: tl.constexpr
 ) -> Any:
     placed = position * tl.full((), factor, tl.uint32) + tl.full((), seed, tl.uint32)
     turned = (position << turn) | (position >> (32 - turn))
-    return _finish(value ^ placed ^ turned)
+    return _finalize_word(value ^ placed ^ turned)
 
 
 @triton.jit(do_not_specialize=["count", "first", "all_words"])  # type: ignore[untyped-decorator]
@@ -57,13 +57,13 @@ def _hash_tiles(
         value = tl.load(words + at, mask=is_there, other=0).to(tl.uint32)
         position = (at + first).to(tl.uint32)
         nothing = tl.zeros_like(value)
-        mixed = _mix(value, position, HIGH_SEED, HIGH_FACTOR, HIGH_TURN)
+        mixed = _mix_word(value, position, HIGH_SEED, HIGH_FACTOR, HIGH_TURN)
         high += tl.sum(tl.where(is_there, mixed, nothing), axis=0).to(tl.uint32)
-        mixed = _mix(value, position, LOW_SEED, LOW_FACTOR, LOW_TURN)
+        mixed = _mix_word(value, position, LOW_SEED, LOW_FACTOR, LOW_TURN)
         low += tl.sum(tl.where(is_there, mixed, nothing), axis=0).to(tl.uint32)
     size_bytes = tl.full((), all_words * 4, tl.uint32)
-    tl.store(halves + 2 * tile, _finish(high ^ size_bytes).to(tl.int64))
-    tl.store(halves + 2 * tile + 1, _finish(low ^ size_bytes).to(tl.int64))
+    tl.store(halves + 2 * tile, _finalize_word(high ^ size_bytes).to(tl.int64))
+    tl.store(halves + 2 * tile + 1, _finalize_word(low ^ size_bytes).to(tl.int64))
 
 
 def sum_tile_hashes(

@@ -25,7 +25,9 @@ MAX_RETRY_PAUSE_S = 1800.0
 MAX_URGENT_RETRY_PAUSE_S = 30.0
 
 
-def find_outdated(replicas: DiscoveredReplicas, version: WeightVersion) -> list[ReplicaKey]:
+def find_outdated_replicas(
+    replicas: DiscoveredReplicas, version: WeightVersion
+) -> list[ReplicaKey]:
     """The replicas that are up and do not serve `version`. Pure."""
     return [
         key
@@ -70,13 +72,13 @@ class Publisher:
         # The specs of all updates are the same.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
         self.pauses: list[UpdatePauseStats] = []
-        """What the last update of each replica cost, as `discover_outdated` last found it."""
+        """What the last update of each replica cost: as `discover_outdated_replicas` found it."""
         self.replica_count = 0
         """Replicas of training that were found then, whatever they do."""
         self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
 
-    def discover_outdated(self, version: WeightVersion) -> list[ReplicaKey]:
+    def discover_outdated_replicas(self, version: WeightVersion) -> list[ReplicaKey]:
         """Replicas of training that are up and do not serve `version`.
 
         Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.
@@ -86,7 +88,7 @@ class Publisher:
         training = [one for one in replicas if one[0].cell != EVALUATION_CELL]
         self.replica_count = len(training)
         self.pauses = [view.pause for _, view in training if view.pause is not None]
-        return find_outdated(training, version)
+        return find_outdated_replicas(training, version)
 
     def publish(
         self,
@@ -106,7 +108,7 @@ class Publisher:
                 dtype that the replicas serve. A tied output embedding is left out.
             parameters: Consumed exactly once and to its end, whatever fails: exporting is a
                 collective on all trainer ranks.
-            replicas: As `discover_outdated` named them.
+            replicas: As `discover_outdated_replicas` named them.
 
         Raises:
             WeightSyncError: The parameters are not what the specs promised. What goes wrong
@@ -147,7 +149,7 @@ class UpdateBackoff:
     def __init__(self) -> None:
         self._failures: dict[tuple[str, int], _FailureStreak] = {}
 
-    def get_retryable(
+    def filter_retryable(
         self, keys: Iterable[ReplicaKey], now: float, *, is_urgent: bool = False
     ) -> list[ReplicaKey]:
         """Those of `keys` that may be tried at `now`, a time of `time.monotonic`.

@@ -113,7 +113,7 @@ class ReplicaClient:
             packed: It is one message; else each of its parameters is.
         """
         specs = [slot.spec for slot in bucket.slots]
-        self.post_slow(
+        self.post_during_transfer(
             "update_weights_from_distributed",
             {
                 "names": [spec.name for spec in specs],
@@ -133,7 +133,7 @@ class ReplicaClient:
     def fetch_checksums(self) -> dict[int, dict[str, str]]:
         """Of everything the server holds: by tensor-parallel rank, by tensor name."""
         reply = self._decode_reply(
-            self.post_slow("weights_checker", {"action": "checksum"}), _ChecksumsReply
+            self.post_during_transfer("weights_checker", {"action": "checksum"}), _ChecksumsReply
         )
         return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
 
@@ -150,7 +150,7 @@ class ReplicaClient:
             )
         return answer.content
 
-    def post_slow(self, route: str, body: object = None) -> bytes:
+    def post_during_transfer(self, route: str, body: object = None) -> bytes:
         """One that waits for weights on their way."""
         return self.post(route, body, self._update_timeout_s)
 

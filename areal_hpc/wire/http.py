@@ -19,7 +19,7 @@ BACKOFF = Backoff(0.05, 1.0)
 """Pauses between the tries of a call."""
 
 
-def responds_ok(method: str, url: str, timeout_s: float, *, key: str = "") -> bool:
+def responds_with_200(method: str, url: str, timeout_s: float, *, key: str = "") -> bool:
     """True if a server of this machine says 200; false if it is away, or silent for `timeout_s`."""
     try:
         with httpx.stream(

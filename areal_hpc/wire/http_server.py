@@ -55,7 +55,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._start_part_deadline("head")
         most = cast(_Config, self.config).max_connections
         if len(self.connections) > most and not self._drop_silent_connection():
-            self.refuse(503, "too many connections")
+            self.refuse_and_hang_up(503, "too many connections")
 
     def _drop_silent_connection(self) -> bool:
         """Close the oldest connection that has never asked for anything, if there is one."""
@@ -79,7 +79,7 @@ class GuardedProtocol(HttpToolsProtocol):
         if self._awaits == "head":
             self._head_bytes += len(data)
             if self._head_bytes > MAX_HEAD_BYTES and not self.transport.is_closing():
-                self.refuse(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
+                self.refuse_and_hang_up(431, f"the headers exceed {MAX_HEAD_BYTES} bytes")
 
     def on_message_begin(self) -> None:
         """A request begins."""
@@ -117,10 +117,12 @@ class GuardedProtocol(HttpToolsProtocol):
         if now - self._awaits_since < limit_s:
             return
         if self._is_overdue and not self.transport.is_closing():
-            self.refuse(408, f"the request's {self._awaits} did not come within {limit_s:.0f} s")
+            self.refuse_and_hang_up(
+                408, f"the request's {self._awaits} did not come within {limit_s:.0f} s"
+            )
         self._is_overdue = True
 
-    def refuse(self, status: int, message: str) -> None:
+    def refuse_and_hang_up(self, status: int, message: str) -> None:
         """Say why, and hang up."""
         if not (self._is_answering and self.cycle.response_started):
             head = f"HTTP/1.1 {status} Refused\r\ncontent-type: text/plain\r\nretry-after: 1\r\n"

@@ -52,7 +52,9 @@ def parse_reward_number(number: object, name: str = "reward") -> float:
     if isinstance(number, np.ndarray | np.generic) and number.size == 1:
         number = number.item()
     if not isinstance(number, numbers.Real):
-        raise InvalidRewardError(f"{name}: expected a finite float, got {_show(number)}")
+        raise InvalidRewardError(
+            f"{name}: expected a finite float, got {_format_wrong_value(number)}"
+        )
     try:
         value = float(number)
     except OverflowError:
@@ -64,7 +66,9 @@ def parse_reward_number(number: object, name: str = "reward") -> float:
 
 def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
     if not isinstance(given, Mapping):
-        raise InvalidRewardError(f"{field}: expected numbers by name, got {_show(given)}")
+        raise InvalidRewardError(
+            f"{field}: expected numbers by name, got {_format_wrong_value(given)}"
+        )
     if len(given) > MAX_NAMED_NUMBERS:
         raise InvalidRewardError(
             f"{field}: expected at most {MAX_NAMED_NUMBERS} names, got {len(given)}"
@@ -75,7 +79,7 @@ def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
         ):
             raise InvalidRewardError(
                 f"{field}: expected names of at most {MAX_NAME_CHARS} letters, digits and _./-, "
-                f"got {_show(name)}"
+                f"got {_format_wrong_value(name)}"
             )
     return {name: parse_reward_number(number, f"{field}.{name}") for name, number in given.items()}
 
@@ -83,11 +87,11 @@ def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
 def _parse_note(note: object) -> str:
     expected = f"note: expected a text of at most {MAX_NOTE_CHARS} characters"
     if not isinstance(note, str):
-        raise InvalidRewardError(f"{expected}, got {_show(note)}")
+        raise InvalidRewardError(f"{expected}, got {_format_wrong_value(note)}")
     if len(note) > MAX_NOTE_CHARS:
         raise InvalidRewardError(f"{expected}, got {len(note)}")
     return escape_surrogates(note)
 
 
-def _show(value: object) -> str:
+def _format_wrong_value(value: object) -> str:
     return f"{value!r:.200} ({type(value).__name__})"

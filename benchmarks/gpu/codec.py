@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu
-from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
+from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
@@ -46,7 +46,7 @@ class Bench:
         self.buckets = plan_buckets(specs, BUCKET_BYTES)
         self.bytes = sum(bucket.size_bytes for bucket in self.buckets)
         self.buffers = PackingBuffers(device)
-        self.weights = {name: tensor.clone() for name, tensor in stream_hf(policy)}
+        self.weights = {name: tensor.clone() for name, tensor in stream_hf_tensors(policy)}
         self.source = torch.zeros(-(-self.bytes // 8), dtype=torch.int64, device=device)
         self.target = torch.empty_like(self.source)
 

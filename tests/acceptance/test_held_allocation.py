@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.checkpoints import find_latest
+from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from tests.support.commands import areal_hpc, audit_of
 from tests.support.devclusters import Devcluster, devcluster
 from tests.support.held_run import NO_END, ONE_NODE, TWO_NODES, HeldRun
@@ -40,7 +40,7 @@ def test_steps_that_die_a_time_limit_and_ctrl_c_cost_no_ticket(
         run.shorten_time_limit()
         assert run.end(100) == 75, run.said()
     run.await_nothing_left()
-    last, saved = run.read_steps()[-1], find_latest(run.paths.checkpoints_dir)
+    last, saved = run.read_steps()[-1], find_latest_checkpoint(run.paths.checkpoints_dir)
     assert saved is not None
     assert saved.state.step == last  # no step is taken twice
     with run.hold(*TWO_NODES, f"trainer.total_steps={last + 6}"):
@@ -85,7 +85,7 @@ def test_a_run_saves_before_the_time_limit_and_goes_on_in_another_allocation(
     run.await_nothing_left()
     assert f"the run was stopped: allocation {note.job_id} is close to its time" in run.why()
 
-    last, saved = run.read_steps()[-1], find_latest(run.paths.checkpoints_dir)
+    last, saved = run.read_steps()[-1], find_latest_checkpoint(run.paths.checkpoints_dir)
     assert saved is not None
     assert saved.state.step == last  # no step is taken twice
     with run.hold(*ONE_NODE, f"trainer.total_steps={last + 1}"):

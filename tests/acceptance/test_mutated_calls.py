@@ -17,7 +17,7 @@ import httpx
 import psutil
 import pytest
 
-from areal_hpc.rundir.checkpoints import find_latest
+from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.quarantine import read_quarantine_files
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
@@ -159,7 +159,7 @@ def work_honestly(run: LightRun) -> None:
     run.play(BATCH_TICKETS)
     run.seal()
     run.train()
-    checkpoint = find_latest(run.paths.checkpoints_dir)
+    checkpoint = find_latest_checkpoint(run.paths.checkpoints_dir)
     assert checkpoint is not None
     assert checkpoint.state.step == run.step
     assert checkpoint.state.untrained == [], "an unsound row was sealed"

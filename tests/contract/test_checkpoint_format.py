@@ -14,11 +14,11 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.rundir.checkpoint_index import (
     Column,
     NumberType,
-    Piece,
     RankIndex,
     StoredTensor,
+    TensorPiece,
     merge_rank_indices,
-    write_index,
+    write_checkpoint_index,
 )
 from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
 from areal_hpc.trainer.checkpoints.flat_ranges import Box
@@ -108,18 +108,21 @@ def test_the_index_is_written_so(tmp_path: Path) -> None:
             {
                 "layers.weight": StoredTensor(
                     (2, 2, 1),
-                    [Piece(0, 0, (0, 0, 0), (1, 2, 1)), Piece(0, 2, (1, 0, 0), (1, 1, 1))],
+                    [
+                        TensorPiece(0, 0, (0, 0, 0), (1, 2, 1)),
+                        TensorPiece(0, 2, (1, 0, 0), (1, 1, 1)),
+                    ],
                 ),
-                "norm": StoredTensor((3,), [Piece(0, 3, (0,), (2,))]),
+                "norm": StoredTensor((3,), [TensorPiece(0, 3, (0,), (2,))]),
             },
         ),
         RankIndex(
             2,
             {
-                "layers.weight": StoredTensor((2, 2, 1), [Piece(1, 0, (1, 1, 0), (1, 1, 1))]),
-                "norm": StoredTensor((3,), [Piece(1, 1, (2,), (1,))]),
+                "layers.weight": StoredTensor((2, 2, 1), [TensorPiece(1, 0, (1, 1, 0), (1, 1, 1))]),
+                "norm": StoredTensor((3,), [TensorPiece(1, 1, (2,), (1,))]),
             },
         ),
     ]
-    write_index(tmp_path, merge_rank_indices(parts, COLUMNS, optimizer_steps=7))
+    write_checkpoint_index(tmp_path, merge_rank_indices(parts, COLUMNS, optimizer_steps=7))
     assert json.loads((tmp_path / "index.json").read_text()) == INDEX

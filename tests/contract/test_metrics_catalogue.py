@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_hpc.metrics.catalogue import CATALOGUE, SOURCES, find_metric
+from areal_hpc.metrics.catalogue import CATALOGUE, MEANING_BY_SOURCE, find_metric
 from areal_hpc.metrics.limit import PHASES_BY_LIMIT
 from tests.support.package_sources import sources
 
@@ -80,7 +80,7 @@ def test_a_metric_that_the_catalogue_lacks_is_noticed() -> None:
 def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
     for metric in CATALOGUE:
         assert metric.meaning
-        assert metric.source in SOURCES
+        assert metric.source in MEANING_BY_SOURCE
     assert len(NAMES) == len(CATALOGUE)
     phases = [f"time/{phase}_s" for phases in PHASES_BY_LIMIT.values() for phase in phases]
     assert sorted([*phases, "time/step_s"]) == sorted(n for n in NAMES if n.startswith("time/"))

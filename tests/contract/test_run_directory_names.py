@@ -42,7 +42,7 @@ PREFIXES = {
     *(numbered.rstrip("0") for numbered in (
         rendezvous.format_proxy_name("0"), rendezvous.format_control_proxy_name("0"),
         format_step_dir(0), format_restart_dir(0), RUN.log_dir(0).name, RUN.manifest(0).stem,
-        RUN.replaced_recipe(0).stem, checkpoint_index.get_rank_file(Path(), 0).stem,
+        RUN.replaced_recipe(0).stem, checkpoint_index.get_rank_file_path(Path(), 0).stem,
         JOB.task_exit(0).stem)),
 }  # fmt: skip
 """What numbered names begin with: `cell-`, `control-`, `step_`, `task_exit.`..."""

@@ -7,9 +7,9 @@ import pytest
 from areal_hpc.inference.server.command import NodeOptions, ServerPorts, build_replica_command
 from areal_hpc.launch.checks.server_options import (
     OptionReport,
-    ask_sglang,
-    check_server_options,
+    ask_sglang_to_parse_options,
     find_option_problems,
+    find_server_option_problems,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -70,7 +70,7 @@ def report() -> OptionReport:
         ),
         *[["--model-path", "m", *words.split()] for words in WRONG],
     ]
-    found = ask_sglang(SERVE_PYTHON, lines)
+    found = ask_sglang_to_parse_options(SERVE_PYTHON, lines)
     assert found is not None
     assert len(found.readings) == len(lines)
     return found
@@ -101,5 +101,5 @@ def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:
     recipe = RECIPES[0]
     inference = recipe.inference.model_copy(update={"extra_args": ("--enable-metriks",)})
     odd = recipe.model_copy(update={"inference": inference})
-    assert list(check_server_options(odd, str(tmp_path / "python"))) == []
-    assert list(check_server_options(recipe, "/nowhere/python")) == []
+    assert list(find_server_option_problems(odd, str(tmp_path / "python"))) == []
+    assert list(find_server_option_problems(recipe, "/nowhere/python")) == []

@@ -20,7 +20,7 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.experts import GroupedExperts
-from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
+from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
 from areal_hpc.trainer.objective.loss_stats import LossStats
@@ -179,7 +179,7 @@ def trainee_gradients(trainee: Trainee) -> dict[str, torch.Tensor]:
     held = [parameter.data for parameter in parameters]
     for parameter in parameters:
         parameter.data = parameter.main_grad.to(parameter.dtype)
-    gradients = {name: tensor.clone() for name, tensor in stream_hf(trainee.policy)}
+    gradients = {name: tensor.clone() for name, tensor in stream_hf_tensors(trainee.policy)}
     for parameter, data in zip(parameters, held, strict=True):
         parameter.data = data
     return gradients
@@ -284,7 +284,7 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     ]
     buckets = plan_buckets(specs, bucket_bytes=16 << 20)
     buffers = PackingBuffers(trainee.policy.device)
-    weights = {name: tensor.clone() for name, tensor in stream_hf(trainee.policy)}
+    weights = {name: tensor.clone() for name, tensor in stream_hf_tensors(trainee.policy)}
     different = 0
     hashes: list[bool] = []
     for bucket in buckets:

@@ -23,13 +23,16 @@ from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.small_policy import (
     load_policy,
-    make_row,
+    make_training_row,
     open_lone_rank,
     score_row,
-    take_step,
+    take_adamw_step,
 )
 from areal_hpc.weights.checksum import compute_sglang_gpu_hash
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup, unwatch_update_groups
+from areal_hpc.weights.transports.process_group import (
+    UpdateProcessGroup,
+    exempt_update_groups_from_nccl_watchdog,
+)
 
 HASH_SIZES = (4, 7, 4 * 1024, 4 * 8192, 4 * 8192 * 2 + 6, 4 * 8192 * 130 + 1)
 """Bytes: odd ones, and at the edges of a tile."""
@@ -84,7 +87,7 @@ def hashes(device: torch.device, kernel: Path | None) -> dict[str, Any]:
 
 def lone_group(device: torch.device) -> dict[str, Any]:
     """A group with the trainer alone in it: it forms, sends, and is left or abandoned in a send."""
-    unwatch_update_groups()
+    exempt_update_groups_from_nccl_watchdog()
     backend = "nccl" if device.type == "cuda" else "gloo"
     message = torch.arange(1 << 20, device=device)
     sent = 0
@@ -108,13 +111,13 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     make_tiny_model(source, ["one two three four"], hidden=128, heads=2, kv_heads=1, head_dim=64)
     policy = load_policy(source, "float32", device)
     ids = [(7 * place) % policy.arch.vocab for place in range(100)]
-    row = make_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
+    row = make_training_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
     before = score_row(policy, row)
-    take_step(policy, [row], RATE)
+    take_adamw_step(policy, [row], RATE)
     after = score_row(policy, row)
     save_hf_model(policy, source, folder / "written")
     config = transformers.AutoConfig.from_pretrained(folder / "written")
-    model = transformers.AutoModelForCausalLM.from_config(config)  # as `Reference` explains
+    model = transformers.AutoModelForCausalLM.from_config(config)  # see `TransformersReference`
     model.load_state_dict(load_file(folder / "written" / "model.safetensors"), strict=False)
     ids_T = torch.tensor(ids)
     with torch.no_grad():

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.starts import read_own_stop_notice
+from areal_hpc.jobs.starts import read_own_stop_note
 from areal_hpc.jobs.time_limit import record_checkpoint_duration
 
 
@@ -71,7 +71,7 @@ def slow_saver(config: dict[str, str]) -> None:
 
     def look(number: int, frame: object) -> None:
         _note(config, "stopped")
-        while (note := read_own_stop_notice()) is None:
+        while (note := read_own_stop_note()) is None:
             time.sleep(0.1)
         _note(config, f"{note.reason}: {note.grace_s:.0f} s")
         raise SystemExit(143)

@@ -11,7 +11,7 @@ from areal_hpc.inference.config import InferenceJobConfig, build_server_command
 from areal_hpc.inference.server.command import ServerPorts
 from areal_hpc.jobs.gpus import VisibleGpus
 from areal_hpc.launch.gpu_assignment import assign_gpus
-from areal_hpc.launch.node_shares import complete_options
+from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -75,7 +75,7 @@ def _render_servers(job: JobSpec, ids: list[str]) -> Iterator[str]:
 
 
 def _render_slurm(recipe: Recipe, stage: JobStage) -> Iterator[str]:
-    slurm = complete_options(recipe, stage.jobs)
+    slurm = add_cpu_and_memory_options(recipe, stage.jobs)
     shown: set[str] = set()
     for job in stage.jobs:
         options = slurm.get_options(job.name)

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
-from areal_hpc.rundir.checkpoints import TrainerState, find_latest
+from areal_hpc.rundir.checkpoints import TrainerState, find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints.rank_state import load_state
+from areal_hpc.trainer.checkpoints.rank_state import load_checkpoint_into
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
@@ -21,7 +21,7 @@ from areal_hpc.trainer.model.hf_weights import (
     list_hf_specs,
     load_hf,
     save_hf_model,
-    stream_hf,
+    stream_hf_tensors,
 )
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
@@ -94,7 +94,7 @@ def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     weights = {parameter: parameter.data for parameter in policy.gpt.parameters()}
     for parameter in weights:
         parameter.data = parameter.main_grad
-    gradients = {name: tensor.clone() for name, tensor in stream_hf(policy)}
+    gradients = {name: tensor.clone() for name, tensor in stream_hf_tensors(policy)}
     for parameter, data in weights.items():
         parameter.data = data
     return gradients
@@ -140,7 +140,7 @@ class Case:
 
     def compare(self) -> dict[str, Any]:
         """Log-probabilities and gradients against transformers."""
-        exported = {name: tensor.clone() for name, tensor in stream_hf(self.policy)}
+        exported = {name: tensor.clone() for name, tensor in stream_hf_tensors(self.policy)}
         specs = [(name, shape) for name, shape, _ in list_hf_specs(self.policy)]
         rows = make_rows(seed=1)
         expected = reference(self.model, rows)
@@ -187,7 +187,9 @@ class Case:
             "resume_is_bitwise": loss == resumed_loss
             and all(
                 torch.equal(one[1], other[1])
-                for one, other in zip(stream_hf(resumed), stream_hf(self.policy), strict=True)
+                for one, other in zip(
+                    stream_hf_tensors(resumed), stream_hf_tensors(self.policy), strict=True
+                )
             ),
         }
 
@@ -214,10 +216,10 @@ class Case:
 
     def resume(self, store: CheckpointStore) -> tuple[Policy, float]:
         """Another trainer that takes the third step from the checkpoint; its loss."""
-        checkpoint = find_latest(store._directory)
+        checkpoint = find_latest_checkpoint(store._directory)
         assert checkpoint is not None
         policy, optimizer = self.build()
-        load_state(policy, optimizer, checkpoint.path)
+        load_checkpoint_into(policy, optimizer, checkpoint.path)
         loss, _ = self.step(policy, optimizer, 4)
         return policy, loss
 
@@ -233,7 +235,7 @@ class Case:
                 .abs()
                 .max()
                 .item()
-                for name, one in stream_hf(policy)
+                for name, one in stream_hf_tensors(policy)
             ),
         }
 

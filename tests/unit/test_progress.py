@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.metrics.step_line import describe_step_limits, estimate_left_s, format_step_line
+from areal_hpc.metrics.step_line import describe_step_limits, estimate_remaining_s, format_step_line
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.live_progress import PlainReporter
@@ -115,8 +115,8 @@ def test_the_time_left_and_what_limits_a_step_follow_from_the_last_rows() -> Non
          "groups/zero_variance": 0.5}
         for step in (1, 2, 3)
     ]  # fmt: skip
-    assert estimate_left_s(rows, 13) == 40.0
-    assert estimate_left_s([], 13) is None
+    assert estimate_remaining_s(rows, 13) == 40.0
+    assert estimate_remaining_s([], 13) is None
     assert list(describe_step_limits(rows)) == [
         "a step takes 4.0 s: 65% generation, 35% training",
         "50% of the groups had equal rewards (zero variance) and taught nothing",

@@ -7,7 +7,7 @@ from typing import Any
 from areal_hpc.areal.config.allocation_mode import parse_trainer_backend
 from areal_hpc.areal.config.rules import (
     ArealConfigValues,
-    Rule,
+    KeyRule,
     Untranslatable,
     fixed_value_rule,
     ignored_rule,
@@ -19,7 +19,7 @@ from areal_hpc.areal.config.rules import (
 )
 
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
-NO_REFERENCE_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
+NO_REFERENCE_MODEL_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
 REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
@@ -166,15 +166,15 @@ def _translate_model(value: Any, source: ArealConfigValues) -> dict[str, Any]:
 
 
 ACTOR_RULES = (
-    Rule(
+    KeyRule(
         "actor.path",
         "`model.path`, or `model.hub` for `owner/name` that is no folder",
         _translate_model,
         only_if_given=True,
     ),
-    Rule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
+    KeyRule("actor.backend", "`trainer.parallel.*`", parse_trainer_backend),
     *repeated_run_key_rules("actor", has_fileroot=False),
-    Rule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _translate_dtype),
+    KeyRule("actor.dtype", "`trainer.dtype` and `inference.dtype`", _translate_dtype),
     fixed_value_rule("actor.grad_reduce_dtype", "float32", "gradients are summed in float32"),
     renamed_rule("actor.mb_spec.max_tokens_per_mb", "trainer.max_tokens_per_microbatch"),
     fixed_value_rule(
@@ -186,27 +186,27 @@ ACTOR_RULES = (
     fixed_value_rule("actor.optimizer.type", "adam", "AdamW is the only optimizer"),
     renamed_rule("actor.optimizer.lr", "trainer.optimizer.lr"),
     renamed_rule("actor.optimizer.weight_decay", "trainer.optimizer.weight_decay"),
-    Rule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _translate_betas),
-    Rule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _translate_betas),
+    KeyRule("actor.optimizer.beta1", "`trainer.optimizer.betas`", _translate_betas),
+    KeyRule("actor.optimizer.beta2", "`trainer.optimizer.betas`", _translate_betas),
     renamed_rule("actor.optimizer.eps", "trainer.optimizer.eps"),
-    Rule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _translate_lr_decay),
+    KeyRule("actor.optimizer.lr_scheduler_type", "`trainer.optimizer.decay`", _translate_lr_decay),
     renamed_rule("actor.optimizer.min_lr_ratio", "trainer.optimizer.min_lr_ratio"),
-    Rule(
+    KeyRule(
         "actor.optimizer.warmup_steps_proportion",
         "`trainer.optimizer.warmup_steps`: times the steps of the run",
         _translate_warmup,
     ),
     renamed_rule("actor.optimizer.gradient_clipping", "trainer.optimizer.clip_grad"),
     renamed_rule("actor.optimizer.offload", "trainer.offload.optimizer"),
-    Rule("actor.weight_update_mode", "`weights.transport`", _translate_weight_transport),
-    Rule(
+    KeyRule("actor.weight_update_mode", "`weights.transport`", _translate_weight_transport),
+    KeyRule(
         "actor.weight_chunked_mem_mb",
         "`weights.bucket_bytes`",
         _translate_weight_bucket_size,
         only_if_given=True,
     ),
     renamed_rule("actor.ppo_n_minibatches", "trainer.minibatches"),
-    Rule(
+    KeyRule(
         "actor.eps_clip",
         "`trainer.objective.clip_low`, and `clip_high` with it",
         _translate_eps_clip,
@@ -219,23 +219,23 @@ ACTOR_RULES = (
         "log-probabilities are at the temperature that each reply was sampled with",
     ),
     ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
-    Rule("actor.group_size", "as `rollout.n_samples`", _check_group_size),
+    KeyRule("actor.group_size", "as `rollout.n_samples`", _check_group_size),
     *(
-        Rule(f"actor.reward_norm.{name}", REWARD_NORM_NOTE, _translate_reward_norm)
+        KeyRule(f"actor.reward_norm.{name}", REWARD_NORM_NOTE, _translate_reward_norm)
         for name in ("mean_level", "std_level", "mean_leave1out", "std_unbiased")
     ),
     ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
-    Rule("actor.reward_norm.group_size", "as `rollout.n_samples`", _check_group_size),
+    KeyRule("actor.reward_norm.group_size", "as `rollout.n_samples`", _check_group_size),
     ignored_rule(
         "actor.reward_norm",
         "without the section, rewards are compared with their group's mean in its deviations",
     ),
-    Rule(
+    KeyRule(
         "actor.reward_scaling",
         "(not needed) it cancels out where differences are divided by their deviation",
         _check_reward_scaling,
     ),
-    Rule(
+    KeyRule(
         "actor.reward_bias",
         "(not needed) it cancels out where a baseline is subtracted",
         _check_reward_bias,
@@ -257,7 +257,7 @@ ACTOR_RULES = (
     ),
     fixed_value_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
     ignored_rule("actor.kl_estimator", "it belongs to `actor.kl_ctl`"),
-    Rule(
+    KeyRule(
         "actor.use_decoupled_loss",
         "`trainer.objective.proximal`, with `recompute_logprob` and `prox_logp_method`",
         _translate_decoupled_loss,
@@ -273,7 +273,7 @@ ACTOR_RULES = (
         "actor.rejection_sampling.level", "`trainer.objective.off_policy_correction_level`"
     ),
     ignored_rule("actor.rejection_sampling.action", "`trainer.objective.off_policy_correction`"),
-    Rule(
+    KeyRule(
         "actor.rejection_sampling.metric",
         "`trainer.objective.off_policy_correction_metric`",
         _check_rejection_metric,
@@ -291,7 +291,7 @@ ACTOR_RULES = (
     ignored_rule(
         "actor.disable_dropout", "dropout is always off: it would add noise to importance ratios"
     ),
-    Rule(
+    KeyRule(
         "actor.gradient_checkpointing",
         "`trainer.recompute`: `full` or `none`",
         lambda value, _: {"trainer.recompute": "full" if value else "none"},
@@ -308,7 +308,7 @@ ACTOR_RULES = (
     unsupported_rule("actor.megatron.*", "Megatron-core is configured by `trainer.*` alone"),
     unsupported_rule("actor.archon.*", "the trainer is Megatron-core"),
     *unsupported_scheduling_rules("actor"),
-    unsupported_rule("ref.*", NO_REFERENCE_REASON),
+    unsupported_rule("ref.*", NO_REFERENCE_MODEL_REASON),
     unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
     unsupported_rule("teacher.*", "there is no distillation"),
 )

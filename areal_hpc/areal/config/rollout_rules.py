@@ -5,7 +5,7 @@ from typing import Any
 from areal_hpc.areal.config.allocation_mode import parse_engine_backend
 from areal_hpc.areal.config.rules import (
     ArealConfigValues,
-    Rule,
+    KeyRule,
     Untranslatable,
     fixed_value_rule,
     ignored_rule,
@@ -37,7 +37,7 @@ def _translate_context_length(value: Any, source: ArealConfigValues) -> dict[str
     return {"inference.context_length": min(known)} if known else {}
 
 
-def _build_sampling_param_rules(name: str) -> tuple[Rule, ...]:
+def _build_sampling_param_rules(name: str) -> tuple[KeyRule, ...]:
     """A parameter of generation, for training and for evaluation."""
     train, valid = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
 
@@ -49,7 +49,7 @@ def _build_sampling_param_rules(name: str) -> tuple[Rule, ...]:
         return {train: convert(value), valid: convert(value if own is None else own)}
 
     return (
-        Rule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
+        KeyRule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
         ignored_rule(f"eval_gconfig.{name}", f"`{valid}`, by `gconfig.{name}`"),
     )
 
@@ -68,7 +68,7 @@ def _translate_partial_groups(value: Any, source: ArealConfigValues) -> dict[str
     return {} if value else {"rollout.min_samples": 2}
 
 
-def _non_sampling_generation_rules(section: str) -> tuple[Rule, ...]:
+def _non_sampling_generation_rules(section: str) -> tuple[KeyRule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
         fixed_value_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
@@ -89,13 +89,13 @@ def _translate_turn_discount(value: Any, source: ArealConfigValues) -> dict[str,
     return {"trainer.objective.credit": "turn", "trainer.objective.turn_discount": value}
 
 
-def _agent_rules(section: str) -> tuple[Rule, ...]:
+def _agent_rules(section: str) -> tuple[KeyRule, ...]:
     """`rollout.agent`, and `rollout.openai` as it was called."""
     here = "rollout.agent"
     given = section != here
     kept = ("mode", "export_style", "subproc_max_workers", "drop_retry_orphans")
     return (
-        Rule(
+        KeyRule(
             f"{section}.turn_discount",
             "`trainer.objective.turn_discount`, with `credit=turn` where it is below 1",
             _translate_turn_discount,
@@ -105,7 +105,7 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
             renamed_rule(f"{section}.{name}", f"{here}.{name}", only_if_given=given)
             for name in kept
         ),
-        Rule(
+        KeyRule(
             f"{section}.tool_call_parser",
             "`inference.tool_call_parser`, under SGLang's name",
             _translate_tool_parser,
@@ -121,7 +121,7 @@ def _agent_rules(section: str) -> tuple[Rule, ...]:
             "concat",
             "tokens of earlier turns are never tokenized again",
         ),
-        Rule(
+        KeyRule(
             f"{section}.engine_max_tokens",
             _CONTEXT_LENGTH_NOTE,
             _translate_context_length,
@@ -161,32 +161,36 @@ ROLLOUT_RULES = (
     *_build_sampling_param_rules("temperature"),
     *_build_sampling_param_rules("top_p"),
     *_build_sampling_param_rules("top_k"),
-    Rule("gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True),
+    KeyRule(
+        "gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True
+    ),
     fixed_value_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_non_sampling_generation_rules("gconfig"),
-    Rule(
+    KeyRule(
         "gconfig.drop_incomplete_group",
         "`rollout.min_samples`: 2 if false",
         _translate_partial_groups,
         only_if_given=True,
     ),
     fixed_value_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
-    Rule(
+    KeyRule(
         "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _translate_greedy_evaluation
     ),
     *_non_sampling_generation_rules("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
     ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
-    Rule("rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend),
+    KeyRule(
+        "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
+    ),
     *repeated_run_key_rules("rollout"),
     same_as_key_rule("rollout.tokenizer_path", "tokenizer_path", "the tokenizer is the model's"),
-    Rule(
+    KeyRule(
         "rollout.max_concurrent_rollouts",
         "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
         _translate_concurrency,
     ),
     unsupported_rule("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
-    Rule(
+    KeyRule(
         "rollout.consumer_batch_size",
         "as `train_dataset.batch_size`",
         lambda value, source: (
@@ -221,7 +225,7 @@ ROLLOUT_RULES = (
     *unsupported_scheduling_rules("rollout"),
     *_agent_rules("rollout.agent"),
     *_agent_rules("rollout.openai"),
-    Rule(
+    KeyRule(
         "sglang.context_length", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True
     ),
     renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),

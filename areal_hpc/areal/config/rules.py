@@ -49,7 +49,7 @@ TranslateValue = Callable[[Any, ArealConfigValues], "Mapping[str, Any] | Untrans
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
+class KeyRule:
     """One key of AReaL's."""
 
     key: str
@@ -64,9 +64,9 @@ class Rule:
 SLURM_OPTIONS_REASON = "what a job asks Slurm for is in the section `cluster`"
 
 
-def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
+def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> KeyRule:
     """Rule for a key whose value stays and whose name changes."""
-    return Rule(
+    return KeyRule(
         key,
         f"`{target}`",
         lambda value, _: {} if value is None else {target: value},
@@ -74,18 +74,18 @@ def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> Rule:
     )
 
 
-def fixed_value_rule(key: str, value: Any, otherwise: str) -> Rule:
+def fixed_value_rule(key: str, value: Any, otherwise: str) -> KeyRule:
     """It is always so here; any other value is lost."""
-    return Rule(
+    return KeyRule(
         key,
         f"always `{value}`; {otherwise}",
         lambda found, _: {} if found is None or found == value else Untranslatable(otherwise),
     )
 
 
-def same_as_key_rule(key: str, other: str, otherwise: str) -> Rule:
+def same_as_key_rule(key: str, other: str, otherwise: str) -> KeyRule:
     """It repeats another key; where it does not, it is lost."""
-    return Rule(
+    return KeyRule(
         key,
         f"as `{other}`; {otherwise}",
         lambda found, source: (
@@ -94,7 +94,7 @@ def same_as_key_rule(key: str, other: str, otherwise: str) -> Rule:
     )
 
 
-def repeated_run_key_rules(section: str, *, has_fileroot: bool = True) -> tuple[Rule, ...]:
+def repeated_run_key_rules(section: str, *, has_fileroot: bool = True) -> tuple[KeyRule, ...]:
     """Keys that sections of AReaL's repeat, so that each can name the run and its files."""
     repeated = {
         "experiment_name": ("experiment_name", "a run has one name"),
@@ -106,7 +106,7 @@ def repeated_run_key_rules(section: str, *, has_fileroot: bool = True) -> tuple[
     return tuple(same_as_key_rule(f"{section}.{name}", *said) for name, said in repeated.items())
 
 
-def unsupported_scheduling_rules(section: str) -> tuple[Rule, ...]:
+def unsupported_scheduling_rules(section: str) -> tuple[KeyRule, ...]:
     """What AReaL's schedulers are told of `actor` and `rollout`."""
     return (
         unsupported_rule(f"{section}.scheduling_spec.*", SLURM_OPTIONS_REASON),
@@ -116,14 +116,14 @@ def unsupported_scheduling_rules(section: str) -> tuple[Rule, ...]:
     )
 
 
-def ignored_rule(key: str, why: str) -> Rule:
+def ignored_rule(key: str, why: str) -> KeyRule:
     """Whatever the value, the same happens here: nothing is lost by leaving it out."""
-    return Rule(key, f"(not needed) {why}", lambda value, source: {})
+    return KeyRule(key, f"(not needed) {why}", lambda value, source: {})
 
 
-def unsupported_rule(key: str, reason: str) -> Rule:
+def unsupported_rule(key: str, reason: str) -> KeyRule:
     """No counterpart."""
-    return Rule(
+    return KeyRule(
         key,
         f"(none) {reason}",
         lambda value, _: {} if value in (None, {}, []) else Untranslatable(reason),

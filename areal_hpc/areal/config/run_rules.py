@@ -7,7 +7,7 @@ from areal_hpc.areal.config.allocation_mode import parse_allocation_mode
 from areal_hpc.areal.config.rules import (
     SLURM_OPTIONS_REASON,
     ArealConfigValues,
-    Rule,
+    KeyRule,
     TranslateValue,
     Untranslatable,
     fixed_value_rule,
@@ -46,12 +46,12 @@ def _build_epochs_translator(target: str) -> TranslateValue:
     return becomes
 
 
-def _frequency_rules(section: str, target: str) -> tuple[Rule, ...]:
+def _frequency_rules(section: str, target: str) -> tuple[KeyRule, ...]:
     """How often something happens; steps win over epochs, so they come last."""
     return (
         *repeated_run_key_rules(section),
         unsupported_rule(f"{section}.freq_secs", f"a recipe counts steps: set `{target}`"),
-        Rule(
+        KeyRule(
             f"{section}.freq_epochs",
             f"`{target}`, in steps of the training set",
             _build_epochs_translator(target),
@@ -93,22 +93,24 @@ def _build_task_file_translator(section: str) -> TranslateValue:
     return becomes
 
 
-def _workflow_kwarg_rule(name: str) -> Rule:
+def _workflow_kwarg_rule(name: str) -> KeyRule:
     """A key that AReaL's example scripts hand to their workflow."""
     target = f"rollout.workflow_kwargs.{name}"
 
     def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any]:
         return {} if value in (None, "", {}) else map_areal_path_kwargs({target: value})
 
-    return Rule(name, f"`{target}`", becomes)
+    return KeyRule(name, f"`{target}`", becomes)
 
 
 def _reject_ray_scheduler(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
-_DATA_LOADER_REASON = "rows are read once, from the run directory"
-_LOG_REASON = "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+_NO_DATA_LOADER_REASON = "rows are read once, from the run directory"
+_LOGS_ALWAYS_WRITTEN_REASON = (
+    "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
+)
 _TRACKERS = ("wandb", "swanlab", "trackio")
 
 RUN_RULES = (
@@ -120,16 +122,16 @@ RUN_RULES = (
         "async_training", True, "`rollout.max_head_offpolicyness` of 0 is synchronous"
     ),
     fixed_value_rule("dynamic_bs", False, "a batch has `trainer.batch_size` tickets"),
-    Rule(
+    KeyRule(
         "total_train_epochs",
         "`trainer.total_steps`, where the rows are known",
         _translate_total_steps,
     ),
     renamed_rule("total_train_steps", "trainer.total_steps"),
     same_as_key_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
-    Rule("allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode),
-    Rule("workflow", "`rollout.workflow`", _translate_workflow),
-    Rule(
+    KeyRule("allocation_mode", "`inference.*` and `trainer.parallel.*`", parse_allocation_mode),
+    KeyRule("workflow", "`rollout.workflow`", _translate_workflow),
+    KeyRule(
         "eval_workflow",
         "`evaluation.workflow`",
         lambda value, source: (
@@ -152,7 +154,7 @@ RUN_RULES = (
     ignored_rule(
         "cluster.name_resolve.*", "processes find one another by files of the run directory"
     ),
-    Rule(
+    KeyRule(
         "scheduler.type",
         "how a run is started: `areal-hpc run` here, or submitted to Slurm",
         _reject_ray_scheduler,
@@ -160,22 +162,22 @@ RUN_RULES = (
     ignored_rule("scheduler.site", "`areal-hpc submit --site`"),
     unsupported_rule("launcher.*", SLURM_OPTIONS_REASON),
     renamed_rule("train_dataset.batch_size", "trainer.batch_size"),
-    Rule(
+    KeyRule(
         "train_dataset.path", "`train_dataset.path`", _build_task_file_translator("train_dataset")
     ),
     fixed_value_rule("train_dataset.shuffle", True, "tasks are drawn in an order made from `seed`"),
-    ignored_rule("train_dataset.pin_memory", _DATA_LOADER_REASON),
-    ignored_rule("train_dataset.num_workers", _DATA_LOADER_REASON),
+    ignored_rule("train_dataset.pin_memory", _NO_DATA_LOADER_REASON),
+    ignored_rule("train_dataset.num_workers", _NO_DATA_LOADER_REASON),
     fixed_value_rule("train_dataset.drop_last", True, "tasks are an endless stream"),
     unsupported_rule("train_dataset.max_length", "filter long rows out of the training set"),
     ignored_rule("train_dataset.type", "the agent knows what its rows mean"),
-    Rule(
+    KeyRule(
         "valid_dataset.path", "`valid_dataset.path`", _build_task_file_translator("valid_dataset")
     ),
     ignored_rule("valid_dataset.batch_size", "`evaluation.tasks` are evaluated together"),
     ignored_rule("valid_dataset.shuffle", "the first `evaluation.tasks` rows are evaluated"),
-    ignored_rule("valid_dataset.pin_memory", _DATA_LOADER_REASON),
-    ignored_rule("valid_dataset.num_workers", _DATA_LOADER_REASON),
+    ignored_rule("valid_dataset.pin_memory", _NO_DATA_LOADER_REASON),
+    ignored_rule("valid_dataset.num_workers", _NO_DATA_LOADER_REASON),
     ignored_rule("valid_dataset.drop_last", "every row counts"),
     unsupported_rule("valid_dataset.max_length", "leave long rows out of the held-out set"),
     ignored_rule("valid_dataset.type", "the agent knows what its rows mean"),
@@ -192,8 +194,14 @@ RUN_RULES = (
         "recover.no_load_optim", False, "a checkpoint always contains the optimizer state"
     ),
     *repeated_run_key_rules("stats_logger"),
-    *(fixed_value_rule(f"stats_logger.{name}.mode", "disabled", _LOG_REASON) for name in _TRACKERS),
-    *(unsupported_rule(f"stats_logger.{name}.*", _LOG_REASON) for name in _TRACKERS),
+    *(
+        fixed_value_rule(f"stats_logger.{name}.mode", "disabled", _LOGS_ALWAYS_WRITTEN_REASON)
+        for name in _TRACKERS
+    ),
+    *(
+        unsupported_rule(f"stats_logger.{name}.*", _LOGS_ALWAYS_WRITTEN_REASON)
+        for name in _TRACKERS
+    ),
     ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),
 )

@@ -16,7 +16,7 @@ from areal_hpc.areal.config.actor_rules import ACTOR_RULES
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
 from areal_hpc.areal.config.rules import (
     ArealConfigValues,
-    Rule,
+    KeyRule,
     Untranslatable,
     flatten_to_dotted_keys,
     unflatten_dotted_keys,
@@ -24,15 +24,21 @@ from areal_hpc.areal.config.rules import (
 from areal_hpc.areal.config.run_rules import RUN_RULES
 from areal_hpc.errors import RecipeError
 
-RULE_BY_KEY: dict[str, Rule] = {
+RULE_BY_KEY: dict[str, KeyRule] = {
     rule.key: rule for rule in (*RUN_RULES, *ROLLOUT_RULES, *ACTOR_RULES)
 }
 """By AReaL's key. Where two make the same key of a recipe, the later one wins."""
 
-AREAL_IDENTIFYING_KEYS = ("actor", "gconfig", "rollout", "train_dataset", "allocation_mode")
+KEYS_THAT_IDENTIFY_AREAL_CONFIG = (
+    "actor",
+    "gconfig",
+    "rollout",
+    "train_dataset",
+    "allocation_mode",
+)
 """A configuration of AReaL's has at least one of these."""
 
-OPTIONAL_SECTIONS = {
+OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,
     "actor.reward_norm": NormConfig,
 }
@@ -78,16 +84,16 @@ def translate_to_recipe(
             key for key, value in leaves.items() if value != defaults.get(_resolve_renamed_key(key))
         }
     else:
-        if not any(section in config for section in AREAL_IDENTIFYING_KEYS):
+        if not any(section in config for section in KEYS_THAT_IDENTIFY_AREAL_CONFIG):
             raise RecipeError(
                 "this is not an AReaL configuration: none of "
-                f"{', '.join(AREAL_IDENTIFYING_KEYS)} is present",
+                f"{', '.join(KEYS_THAT_IDENTIFY_AREAL_CONFIG)} is present",
                 hint="give the file that AReaL's --config names",
             )
         stated = {
             key: value for key, value in flatten_to_dotted_keys(config).items() if value != {}
         }
-        for section, model in OPTIONAL_SECTIONS.items():
+        for section, model in OPTIONAL_SECTION_CLASSES.items():
             if any(key.startswith(f"{section}.") for key in stated):
                 defaults |= flatten_to_dotted_keys(dataclasses.asdict(model()), f"{section}.")
         absent = {
@@ -137,7 +143,7 @@ def _apply_rules(source: ArealConfigValues) -> Translation:
     return Translation(unflatten_dotted_keys(recipe), untranslated)
 
 
-def find_rule(key: str) -> Rule | None:
+def find_rule(key: str) -> KeyRule | None:
     """The rule for a key: its own, or that of a section it is in."""
     if key in RULE_BY_KEY:
         return RULE_BY_KEY[key]

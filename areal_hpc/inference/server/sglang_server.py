@@ -28,7 +28,7 @@ from areal_hpc.inference.server.shared_memory import (
 )
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail
-from areal_hpc.wire.http import responds_ok
+from areal_hpc.wire.http import responds_with_200
 
 log = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class SGLangServer:
 
     def is_ready(self) -> bool:
         """True when SGLang takes requests. Not to be asked while it is paused: it then says no."""
-        if not responds_ok("GET", f"{self.url}/ready", _READY_REQUEST_TIMEOUT_S):
+        if not responds_with_200("GET", f"{self.url}/ready", _READY_REQUEST_TIMEOUT_S):
             return False
         if self._members is None:
             if not _is_listening(self.pid, self._http_port):
@@ -139,7 +139,7 @@ class SGLangServer:
     def continue_generation(self) -> bool:
         """End a pause; false when SGLang does not answer."""
         url = f"{self.url}/continue_generation"
-        return responds_ok("POST", url, _CONTINUE_TIMEOUT_S, key=self.keys.admin)
+        return responds_with_200("POST", url, _CONTINUE_TIMEOUT_S, key=self.keys.admin)
 
     def describe_exit(self) -> str:
         """Why the server is dead, in words; empty while it lives.
@@ -264,5 +264,5 @@ class HealthProbe:
         return now - self._alive_at > self._timeout_s
 
     def _probe_health(self) -> None:
-        if responds_ok("GET", f"{self._url}/health_generate", self._timeout_s / 2):
+        if responds_with_200("GET", f"{self._url}/health_generate", self._timeout_s / 2):
             self._alive_at = self._clock.now()

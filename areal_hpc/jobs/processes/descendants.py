@@ -55,10 +55,10 @@ def kill_descendants(pid: int, spared: frozenset[int] = frozenset()) -> None:
     """Kill the processes below one, apart from some and those kept, until there are no more."""
     while left := [one for one in list_descendants(pid) if one not in spared | _spared_pids]:
         for one in left:
-            kill_process(one)
+            kill_and_reap_process(one)
 
 
-def kill_process(pid: int) -> None:
+def kill_and_reap_process(pid: int) -> None:
     """Kill a process, and wait for it if it is a child. It may have ended."""
     with contextlib.suppress(OSError):
         os.kill(pid, signal.SIGKILL)

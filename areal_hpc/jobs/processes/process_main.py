@@ -49,9 +49,9 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     config = json.loads(config_path.read_text())
     try:
         if RECIPE_REFERENCES_KEY in config:
-            from areal_hpc.recipe.private_values import resolve_references
+            from areal_hpc.recipe.private_values import resolve_private_references
 
-            config = resolve_references(config)
+            config = resolve_private_references(config)
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again

@@ -20,25 +20,25 @@ from areal_hpc.trainer.model.families.architecture import (
 from areal_hpc.trainer.model.families.known_models import find_known_config
 
 
-def check_model(recipe: Recipe) -> Iterator[Problem]:
+def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     """Problems of the recipe's model, where it lies now."""
     model = recipe.model
     if model.tiny is not None:
-        yield from _check_parallel_sizes(build_tiny_config(model.tiny), "model.tiny", recipe)
+        yield from _find_parallel_size_problems(build_tiny_config(model.tiny), "model.tiny", recipe)
         most = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
-        yield from _check_reply_limits(recipe, most)
+        yield from _find_reply_limit_problems(recipe, most)
     if model.path is not None:
-        yield from _check_model_directory(model.path, "model.path", recipe)
+        yield from _find_model_directory_problems(model.path, "model.path", recipe)
     if model.hub is not None:
         try:
             folder = find_snapshot(model.hub, "model", model.revision, "model.hub")
         except RecipeError as error:
             yield from error.problems
         else:
-            yield from _check_model_directory(folder, "model.hub", recipe)
+            yield from _find_model_directory_problems(folder, "model.hub", recipe)
 
 
-def _check_model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     if not path.is_dir():
         found = f"there is no model directory at {path.resolve()}"
         if path.is_file():
@@ -77,15 +77,15 @@ def _check_model_directory(path: Path, key: str, recipe: Recipe) -> Iterator[Pro
             f"use the model's checkpoint in {recipe.trainer.dtype}",
         )
         return
-    yield from _check_parallel_sizes(config, str(where), recipe)
+    yield from _find_parallel_size_problems(config, str(where), recipe)
     try:
-        yield from _check_vocabulary(path, key)
-        yield from _check_reply_limits(recipe, find_context_tokens(recipe, path))
+        yield from _find_vocabulary_problems(path, key)
+        yield from _find_reply_limit_problems(recipe, find_context_tokens(recipe, path))
     except RecipeError as error:
         yield from error.problems
 
 
-def _check_vocabulary(path: Path, key: str) -> Iterator[Problem]:
+def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
     """Has the model an embedding for every token of its tokenizer?
 
     Special tokens may lie beyond it: some models have a padding token that nothing sends.
@@ -103,7 +103,7 @@ def _check_vocabulary(path: Path, key: str) -> Iterator[Problem]:
         )
 
 
-def find_architecture(model: ModelConfig) -> tuple[Architecture, str]:
+def find_architecture_and_remark(model: ModelConfig) -> tuple[Architecture, str]:
     """The recipe's network, and a remark on where it is known from unless it lies here.
 
     Raises:
@@ -134,7 +134,7 @@ def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:
     return recipe.inference.context_length or read_max_context_tokens(model_dir)
 
 
-def _check_reply_limits(recipe: Recipe, context_tokens: int) -> Iterator[Problem]:
+def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[Problem]:
     """Does the longest reply leave room for a prompt?"""
     for key, sampling in (
         ("rollout.sampling", recipe.rollout.sampling),
@@ -151,7 +151,7 @@ def _check_reply_limits(recipe: Recipe, context_tokens: int) -> Iterator[Problem
             )
 
 
-def _check_parallel_sizes(
+def _find_parallel_size_problems(
     config: Mapping[str, Any], where: str, recipe: Recipe
 ) -> Iterator[Problem]:
     """Is it a network that can be trained, and does it split as the recipe asks?"""

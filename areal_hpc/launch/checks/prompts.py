@@ -28,7 +28,7 @@ class PromptFindings(NamedTuple):
     """What need not keep a run from starting."""
 
 
-def check_prompts(
+def find_prompt_problems(
     recipe: Recipe, model_dir: Path, tasks_file: Path, key: str, context_tokens: int
 ) -> PromptFindings:
     """Do the prompts of a data set, which stands under `key`, leave the model room to reply?
@@ -42,7 +42,7 @@ def check_prompts(
     lengths: dict[int, int] = {}
     notes: list[str] = []
     has_tools = False
-    for index in _space_evenly(len(tasks)):
+    for index in _choose_evenly_spaced_indices(len(tasks)):
         task = tasks[index]
         has_tools = has_tools or bool(task.get(TOOLS_KEY))
         messages = task.get(MESSAGES_KEY)
@@ -58,11 +58,13 @@ def check_prompts(
             "with tools will be refused"
         )
     sampling = recipe.evaluation.sampling if key == "valid_dataset" else recipe.rollout.sampling
-    found = _judge_lengths(lengths, key, context_tokens, sampling.max_new_tokens)
+    found = _compare_prompt_lengths_with_context(
+        lengths, key, context_tokens, sampling.max_new_tokens
+    )
     return PromptFindings(found.problems, [*notes, *found.notes])
 
 
-def _judge_lengths(
+def _compare_prompt_lengths_with_context(
     lengths: Mapping[int, int], key: str, context_tokens: int, max_new_tokens: int
 ) -> PromptFindings:
     """Compare tokens of prompts, by the index of their tasks, with the context."""
@@ -94,7 +96,7 @@ def _judge_lengths(
     return PromptFindings([], notes)
 
 
-def _space_evenly(count: int) -> Iterator[int]:
+def _choose_evenly_spaced_indices(count: int) -> Iterator[int]:
     chosen = min(count, MAX_SAMPLED_PROMPTS)
     return (number * count // chosen for number in range(chosen))
 

@@ -14,7 +14,7 @@ MODULES_BY_ROLE = {
     "agents": ("areal_hpc",),
 }
 """Modules that a role imports before it does anything."""
-REFUSED_BY_ROLE: Mapping[str, tuple[str, ...]] = {"train": MEGATRON_REPLACEMENTS}
+REFUSED_MODULES_BY_ROLE: Mapping[str, tuple[str, ...]] = {"train": MEGATRON_REPLACEMENTS}
 """Modules that change what a role computes merely by being there."""
 INTERPRETER_TIMEOUT_S = 15.0
 
@@ -36,7 +36,7 @@ print(json.dumps({"found": found, "torch": torch}))
 """
 
 
-def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
+def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[Problem]:
     """Problems of interpreters that exist: packages that they lack, CUDA that they cannot use.
 
     All are asked at the same time.
@@ -48,7 +48,7 @@ def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[P
                 "-c",
                 _FIND_MODULES_SCRIPT,
                 *MODULES_BY_ROLE[role],
-                *REFUSED_BY_ROLE.get(role, ()),
+                *REFUSED_MODULES_BY_ROLE.get(role, ()),
             ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -74,7 +74,7 @@ def check_role_pythons(recipe: Recipe, pythons: Mapping[str, str]) -> Iterator[P
             continue
         found = json.loads(shown.splitlines()[-1])
         missing = [name for name in MODULES_BY_ROLE[role] if name not in found["found"]]
-        for name in REFUSED_BY_ROLE.get(role, ()):
+        for name in REFUSED_MODULES_BY_ROLE.get(role, ()):
             if name in found["found"]:
                 yield describe_replacement(name, pythons[role])
         if missing:

@@ -14,7 +14,7 @@ from areal_hpc.recipe.recipe import Recipe
 
 log = logging.getLogger(__name__)
 
-KEY = "inference.extra_args"
+EXTRA_ARGS_KEY = "inference.extra_args"
 OPTION_CHECK_MODULE = "areal_hpc.inference.option_check"
 PARSER_TIMEOUT_S = 180.0
 """SGLang takes 4 to 11 s to import, more from cold storage."""
@@ -37,7 +37,7 @@ class OptionReport(msgspec.Struct):
     readings: list[CommandReading]
 
 
-def ask_sglang(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
+def ask_sglang_to_parse_options(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | None:
     """Its reading of command lines; None if SGLang cannot be imported on this machine."""
     checkout = str(Path(__file__).resolve().parents[3])
     try:
@@ -55,12 +55,12 @@ def ask_sglang(python: str, lines: Sequence[Sequence[str]]) -> OptionReport | No
         return None
 
 
-def check_server_options(recipe: Recipe, python: str) -> Iterator[Problem]:
+def find_server_option_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
     """Problems of the recipe's further options for SGLang; takes seconds if there are any."""
     arguments = recipe.inference.extra_args
     if not arguments:
         return
-    report = ask_sglang(python, [["--model-path", "model", *arguments]])
+    report = ask_sglang_to_parse_options(python, [["--model-path", "model", *arguments]])
     if report is not None:
         yield from find_option_problems(arguments, report.readings[0], report.known)
 
@@ -72,17 +72,17 @@ def find_option_problems(
     if reading.complaint:
         yield Problem(
             f"SGLang cannot read {' '.join(arguments)!r}: {reading.complaint}",
-            KEY,
+            EXTRA_ARGS_KEY,
             "write an option and its value as two entries of the list",
         )
     options = [word.partition("=")[0] for word in reading.unknown if word.startswith("-")]
     for option in options:
         near = difflib.get_close_matches(option, known, n=1)
         hint = f"did you mean {near[0]}?" if near else "leave it out"
-        yield Problem(f"SGLang has no option {option}", KEY, hint)
+        yield Problem(f"SGLang has no option {option}", EXTRA_ARGS_KEY, hint)
     if reading.unknown and not options:
         yield Problem(
             f"SGLang expects an option, got {reading.unknown[0]!r}",
-            KEY,
+            EXTRA_ARGS_KEY,
             "write an option and its value as two entries of the list",
         )

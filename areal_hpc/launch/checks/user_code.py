@@ -27,8 +27,8 @@ try:
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
     if request["sandbox"]:
-        from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox
-        check_sandbox(request["sandbox"])
+        from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
+        check_sandbox_starts(request["sandbox"])
     if "areal_hpc.sandbox.run" in sys.modules:  # such as for `code_reward`
         sys.modules["areal_hpc.sandbox.run"].check_isolation()
 except ArealError as error:
@@ -38,7 +38,7 @@ except ArealError as error:
 """
 
 
-def check_user_code(
+def find_user_code_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Import the user's code and build agents in the environment of who will: driver, ledger."""
@@ -61,10 +61,10 @@ def check_user_code(
         )
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
-            yield from _check_user_code_loads(python, asked, environ, key, what)
+            yield from _find_user_code_load_problems(python, asked, environ, key, what)
 
 
-def _check_user_code_loads(
+def _find_user_code_load_problems(
     python: str, request: Mapping[str, Any], environ: Mapping[str, str], key: str, what: str
 ) -> Iterator[Problem]:
     """Run the program that imports user code; it prints what is wrong as its last line."""

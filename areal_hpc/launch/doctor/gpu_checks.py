@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from areal_hpc.launch.doctor.checks import CheckResult, warn
 from areal_hpc.launch.doctor.gpu.fact_judgments import (
-    find_differences,
+    judge_differences_between_nodes,
     judge_facts,
-    name_by_host,
+    prefix_findings_with_host,
 )
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport
 from areal_hpc.launch.doctor.gpu.step_judgments import (
@@ -28,13 +28,13 @@ def check_gpu_nodes(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Facts of every node, then the measured steps in the order in which a run needs them."""
     assert subject.gpus is not None
     plan, report = subject.gpus.plan, subject.gpus.report
-    yield from _judge_nodes(report, plan)
+    yield from _judge_facts_of_nodes(report, plan)
     yield from _judge_collectives(report)
     yield judge_step(report.step)
     yield from judge_engine(report.engine)
 
 
-def _judge_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]:
+def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]:
     """Driver, GPUs, environments and limits of every node; a rehearsal needs none of them."""
     nodes = report.nodes
     if report.device == "cpu":
@@ -44,8 +44,8 @@ def _judge_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]
         return
     for facts in nodes:
         results = list(judge_facts(facts, plan.hca, is_one_of_several=len(nodes) > 1))
-        yield from name_by_host(results, facts.host) if len(nodes) > 1 else results
-    yield from find_differences(nodes)
+        yield from prefix_findings_with_host(results, facts.host) if len(nodes) > 1 else results
+    yield from judge_differences_between_nodes(nodes)
 
 
 def _judge_collectives(report: GpuReport) -> Iterator[CheckResult]:

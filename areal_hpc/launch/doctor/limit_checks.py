@@ -8,7 +8,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import (
     judge_preemption,
-    list_job_options,
+    list_options_by_job_kind,
     parse_minutes,
     read_partition,
 )
@@ -43,7 +43,7 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
         yield ok("job limits", "this cluster enforces none")
         return
     queued = len(run_slurm_command("squeue", "--me", "--noheader", "--array").splitlines())
-    limits = list(_find_limits(subject.requests))
+    limits = list(_find_limits_of_jobs(subject.job_requests))
     for limit in limits:
         if limit.max_jobs is not None:
             yield judge_job_limit(
@@ -67,10 +67,10 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
 def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
     """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
     settings = subject.slurm_answer.settings
-    names = {options.qos for options in list_job_options(subject.slurm).values()} - {None}
+    names = {options.qos for options in list_options_by_job_kind(subject.slurm).values()} - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
-    for row in _show_table("qos", ("name", "preemptmode", "gracetime")):
+    for row in _query_sacctmgr_table("qos", ("name", "preemptmode", "gracetime")):
         if row["name"] in names:
             mode = row["preemptmode"].upper()
             if mode in ("", "CLUSTER"):
@@ -101,16 +101,18 @@ def judge_job_limit(
     return ok("job limits", found)
 
 
-def _find_limits(requests: Sequence[JobRequest]) -> Iterator[AccountingLimit]:
+def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingLimit]:
     """The limits that concern some of these jobs."""
     user = getpass.getuser()
-    default_account = _show_table("user", ("defaultaccount",), f"name={user}")[0]["defaultaccount"]
+    default_account = _query_sacctmgr_table("user", ("defaultaccount",), f"name={user}")[0][
+        "defaultaccount"
+    ]
     account_by_job = {
         one.job: str(one.parameters.get("account", default_account)) for one in requests
     }
     accounts = ",".join(sorted(set(account_by_job.values())))
     default_qos: dict[str, str] = {}
-    for row in _show_table("assoc", _ASSOCIATION_COLUMNS, f"account={accounts}"):
+    for row in _query_sacctmgr_table("assoc", _ASSOCIATION_COLUMNS, f"account={accounts}"):
         if row["user"] not in ("", user):
             continue
         if row["user"]:
@@ -128,7 +130,7 @@ def _find_limits(requests: Sequence[JobRequest]) -> Iterator[AccountingLimit]:
         own = str(one.parameters.get("qos", default_qos.get(account_by_job[one.job], "")))
         for name in {own, _get_partition_qos(str(one.parameters.get("partition", "")))} - {""}:
             jobs_by_qos.setdefault(name, []).append(one)
-    for row in _show_table("qos", _QOS_COLUMNS):
+    for row in _query_sacctmgr_table("qos", _QOS_COLUMNS):
         mine, owner = jobs_by_qos.get(row["name"], []), f"QOS {row['name']}"
         yield from _build_limits(owner, row["maxsubmitjobspu"], row["maxwall"], mine)
         for column in ("maxsubmitjobspa", "grpsubmitjobs"):
@@ -145,7 +147,9 @@ def _build_limits(
         yield AccountingLimit(owner, max_jobs, max_minutes, tuple(requests))
 
 
-def _show_table(entity: str, columns: Sequence[str], *where: str) -> list[Mapping[str, str]]:
+def _query_sacctmgr_table(
+    entity: str, columns: Sequence[str], *where: str
+) -> list[Mapping[str, str]]:
     """Rows of `sacctmgr show`, by column."""
     shown = run_slurm_command(
         *("sacctmgr", "--noheader", "--parsable2", "show", entity),

@@ -12,7 +12,7 @@ from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.script import DEFAULT_TIME_LIMIT_MINUTES
 
 
-def list_job_options(slurm: SlurmConfig) -> dict[str, JobOptions]:
+def list_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:
     """By a job of each kind that has options of its own."""
     found = {job: slurm.get_options(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options(EVALUATION_CELL)
@@ -34,7 +34,7 @@ def read_partition(name: str) -> dict[str, str]:
 def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
     """The partitions that jobs go to."""
     limits: dict[str, int] = {}
-    for options in list_job_options(subject.slurm).values():
+    for options in list_options_by_job_kind(subject.slurm).values():
         asked = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in (options.partition or "").split(","):
             if name:

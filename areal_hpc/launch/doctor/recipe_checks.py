@@ -7,7 +7,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.subject import DoctorSubject
-from areal_hpc.launch.input_checks import check_inputs
+from areal_hpc.launch.input_checks import find_input_problems
 
 
 def check_role_interpreters(subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -23,7 +23,7 @@ def check_recipe_inputs(subject: DoctorSubject) -> Iterator[CheckResult]:
     pythons = get_interpreters(subject.recipe)
     problems = [
         problem
-        for problem in check_inputs(subject.recipe, pythons, (str(Path.cwd()),))
+        for problem in find_input_problems(subject.recipe, pythons, (str(Path.cwd()),))
         if not problem.key.endswith(".python")
     ]
     for problem in problems:

@@ -18,7 +18,7 @@ from areal_hpc.launch.doctor.slurm_checks import (
     check_sbatch_accepts,
     check_slurm_answers,
 )
-from areal_hpc.launch.doctor.storage_checks import check_sharing, check_storage
+from areal_hpc.launch.doctor.storage_checks import check_nodes_see_file_root, check_storage
 from areal_hpc.launch.doctor.subject import DoctorSubject
 
 log = logging.getLogger(__name__)
@@ -47,7 +47,7 @@ CHECKS = (
     DoctorCheck("jobs", check_sbatch_accepts, ("slurm",)),
     DoctorCheck("container", check_container, ("slurm",)),
     DoctorCheck("storage", check_storage, ("file root",)),
-    DoctorCheck("shared", check_sharing, ("file root",)),
+    DoctorCheck("shared", check_nodes_see_file_root, ("file root",)),
     DoctorCheck("isolation", check_program_isolation),
     DoctorCheck("interpreters", check_role_interpreters, ("recipe",)),
     DoctorCheck("recipe", check_recipe_inputs, ("recipe",)),

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
-from areal_hpc.launch.doctor.partition_checks import list_job_options
+from areal_hpc.launch.doctor.partition_checks import list_options_by_job_kind
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
@@ -24,7 +24,7 @@ def check_slurm_answers(subject: DoctorSubject) -> Iterator[CheckResult]:
     if not missing and not outage:
         version = subject.slurm_answer.settings.get("SLURM_VERSION", "?")
         yield ok("slurm", f"{version} answers: {', '.join(REQUIRED_COMMANDS)}")
-    elif not subject.means_slurm:
+    elif not subject.involves_slurm:
         yield ok("slurm", f"none here ({outage}); `areal-hpc run` works without it")
     elif missing:
         hint = "run this on a login node of the cluster; module load slurm on some"
@@ -58,7 +58,7 @@ def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
         if not asked:
             asked = {
                 job: (*get_sbatch_flags(options), "--wrap=true")
-                for job, options in list_job_options(subject.slurm).items()
+                for job, options in list_options_by_job_kind(subject.slurm).items()
             }
         for job, arguments in asked.items():
             try:
@@ -77,7 +77,7 @@ def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
 def _render_scripts(subject: DoctorSubject) -> dict[str, str]:
     """The script of one job of each kind; none without a recipe."""
     scripts: dict[str, str] = {}
-    for request in subject.requests:
+    for request in subject.job_requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
         is_first_cell = is_training_cell_job(request.job) and not any(
             map(is_training_cell_job, scripts)

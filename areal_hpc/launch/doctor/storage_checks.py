@@ -69,14 +69,14 @@ def check_storage(subject: DoctorSubject) -> Iterator[CheckResult]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_sharing(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_nodes_see_file_root(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether other nodes see the file root; nobody else has to where Slurm is not meant."""
     assert subject.fileroot is not None
     fileroot = subject.fileroot.expanduser().resolve()
     is_answering = not subject.slurm_answer.outage
     if subject.asks_node and is_answering:
         yield check_storage_from_node(fileroot, subject.slurm.get_options("trainer"), subject.say)
-    elif (subject.means_slurm or is_answering) and fileroot.exists():
+    elif (subject.involves_slurm or is_answering) and fileroot.exists():
         yield _check_file_system(fileroot)
 
 
@@ -123,7 +123,7 @@ def _check_file_operations(folder: Path) -> Iterator[CheckResult]:
         yield ok("rename, fsync", "rename is atomic; exclusive creation works")
     else:
         yield fail("rename, fsync", "a rename did not replace a file", "use another file system")
-    yield _check_locks(old)
+    yield _check_file_locks(old)
     skew_s = old.stat().st_mtime - time.time()
     off = f"files are {skew_s:+.1f} s off this node's time"
     if abs(skew_s) <= MAX_CLOCK_SKEW_S:
@@ -133,7 +133,7 @@ def _check_file_operations(folder: Path) -> Iterator[CheckResult]:
         yield warn("clock", off, hint)
 
 
-def _check_locks(path: Path) -> CheckResult:
+def _check_file_locks(path: Path) -> CheckResult:
     first, second = os.open(path, os.O_RDWR), os.open(path, os.O_RDWR)
     try:
         fcntl.flock(first, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-from areal_hpc.launch.slurm_launcher import build_requests
+from areal_hpc.launch.slurm_launcher import build_requests_of_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.commands import has_slurm, run_slurm_command
@@ -40,7 +40,7 @@ class DoctorSubject:
     say: Callable[[str], None] = print
 
     @property
-    def means_slurm(self) -> bool:
+    def involves_slurm(self) -> bool:
         """False where nothing that was given speaks of Slurm: `areal-hpc run` may be all."""
         return self.has_site or self.slurm != SlurmConfig()
 
@@ -50,22 +50,24 @@ class DoctorSubject:
         if not has_slurm():
             return SlurmAnswer(outage="Slurm's commands are not installed on this machine")
         try:
-            return SlurmAnswer(parse_settings(run_slurm_command("scontrol", "show", "config")))
+            return SlurmAnswer(
+                parse_scontrol_config(run_slurm_command("scontrol", "show", "config"))
+            )
         except ClusterError as error:
             # Where there is no cluster, Slurm prints all of its search for one; the end says it.
             return SlurmAnswer(outage=error.problems[0].message.splitlines()[-1])
 
     @cached_property
-    def requests(self) -> list[JobRequest]:
+    def job_requests(self) -> list[JobRequest]:
         """The jobs that the recipe would submit; none without a recipe.
 
         Raises:
             RecipeError: They do not fit the nodes, or their time limits are too short.
         """
-        return build_requests(self.recipe, Path.cwd()) if self.recipe is not None else []
+        return build_requests_of_run(self.recipe, Path.cwd()) if self.recipe is not None else []
 
 
-def parse_settings(shown: str) -> dict[str, str]:
+def parse_scontrol_config(shown: str) -> dict[str, str]:
     """Keys and values in the output of `scontrol show config`. Pure."""
     pairs = (line.partition("=") for line in shown.splitlines() if " = " in line)
     return {name.strip(): value.strip() for name, _, value in pairs}

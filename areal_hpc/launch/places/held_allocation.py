@@ -37,7 +37,7 @@ from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import StepJobHandle, build_step_command
 from areal_hpc.slurm.submit import JobHandle, write_launch
 
-BEATS_PER_LOOK = 3
+HEARTBEATS_PER_END_CHECK = 3
 """Heartbeats between two questions to Slurm about the allocation's end."""
 NEW_ALLOCATION_HINT = "run the same command in a new allocation to resume from the last checkpoint"
 
@@ -46,7 +46,7 @@ class AllocationEndError(ClusterError):
     """The allocation is over, or about to be; the run can go on in another."""
 
 
-def limit_gpus(allocation: Allocation, wanted: WantedGpus) -> Allocation:
+def limit_gpus_per_node(allocation: Allocation, wanted: WantedGpus) -> Allocation:
     """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
 
     Raises:
@@ -74,12 +74,12 @@ def place_stage(
     Raises:
         RecipeError: The allocation is too small.
     """
-    usable = limit_gpus(allocation, recipe.cluster.gpus)
+    usable = limit_gpus_per_node(allocation, recipe.cluster.gpus)
     is_cpu = recipe.trainer.device == "auto" and not usable.gpus
     return place_steps(stage.jobs, usable, is_cpu=is_cpu)
 
 
-def find_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
+def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Problem]:
     """What keeps an allocation from carrying the stages of a run, each thing once."""
     problems: list[Problem] = []
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
@@ -117,7 +117,7 @@ def format_placement(step: StepPlacement) -> str:
     return f"{step.job:<10} {','.join(step.nodes)}: {', '.join(parts)} each"
 
 
-def describe_steps(
+def describe_planned_steps(
     recipe: Recipe, allocation: Allocation, pythons: dict[str, str]
 ) -> Iterator[str]:
     """Lines: where every job of a run would run, and the command line of its step.
@@ -131,13 +131,13 @@ def describe_steps(
         placed = place_stage(stage, recipe, allocation)
         yield from (f"  {format_placement(step)}" for step in placed.values())
         for spec in stage.jobs:
-            command = _build_command(
+            command = _build_step_command(
                 spec, placed[spec.name], f"{spec.name}.1", allocation.job_id, recipe, paths, pythons
             )
             yield f"  {shlex.join(command)}"
 
 
-def _build_command(
+def _build_step_command(
     spec: JobSpec,
     step: StepPlacement,
     step_name: str,
@@ -175,10 +175,12 @@ class HeldAllocation:
         self._running: dict[str, StepNote] = {}
         self._beat = 0
         self._is_over = threading.Event()
-        self._heart = threading.Thread(target=self._beat_often, name="heartbeat", daemon=True)
+        self._heart = threading.Thread(
+            target=self._write_heartbeats_and_refresh_end, name="heartbeat", daemon=True
+        )
 
     def __enter__(self) -> Self:
-        self._write_beat()
+        self._write_heartbeat_note()
         self._heart.start()
         return self
 
@@ -192,20 +194,20 @@ class HeldAllocation:
         self._heart.join()
         self._ready.paths.allocation.unlink(missing_ok=True)
 
-    def _beat_often(self) -> None:
+    def _write_heartbeats_and_refresh_end(self) -> None:
         while not self._is_over.wait(HEARTBEAT_PERIOD_S):
             with contextlib.suppress(OSError):  # the storage is away, for the steps as well
-                self._write_beat()
-            if self._beat % BEATS_PER_LOOK == 0:
-                self._look_at_end()
+                self._write_heartbeat_note()
+            if self._beat % HEARTBEATS_PER_END_CHECK == 0:
+                self._refresh_end_and_preemption()
 
-    def _look_at_end(self) -> None:
+    def _refresh_end_and_preemption(self) -> None:
         """Ask Slurm again: time limits are changed, and a preemption is announced."""
         with contextlib.suppress(ClusterError):  # what was known before holds
-            facts = scontrol.show_job(self._allocation.job_id)
+            facts = scontrol.query_job(self._allocation.job_id)
             self._ends_at, self._is_preempted = facts.ends_at, facts.is_preempted
 
-    def _write_beat(self) -> None:
+    def _write_heartbeat_note(self) -> None:
         self._beat += 1
         steps = list(self._running.values())
         note = AllocationNote(self._allocation.job_id, self._beat, steps)
@@ -246,13 +248,13 @@ class HeldAllocation:
             variables=build_role_variables(self._recipe, network.build_variables()),
         )
         write_launch(launch)
-        command = _build_command(
+        command = _build_step_command(
             spec, placement, step_name, job_id, self._recipe, paths, self._ready.pythons
         )
         self._running[spec.name] = StepNote(spec.name, step_name, placement.nodes)
         return StepJobHandle(launch, job_id, step_name, command)
 
-    def check_time(self) -> None:
+    def raise_if_time_is_up(self) -> None:
         """Stop while there is time for a save before the allocation ends.
 
         Raises:
@@ -280,7 +282,7 @@ class HeldAllocation:
             AllocationEndError: It is not.
         """
         try:
-            facts = scontrol.show_job(self._allocation.job_id)
+            facts = scontrol.query_job(self._allocation.job_id)
         except SlurmTimeoutError:
             return  # steps go on without slurmctld
         if facts.state != scontrol.RUNNING_STATE or facts.is_preempted:

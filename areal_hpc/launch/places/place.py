@@ -25,7 +25,7 @@ class JobPlace(Protocol):
     def submit_job(self, spec: JobSpec) -> JobHandle:
         """Start a job of the stage."""
 
-    def check_time(self) -> None:
+    def raise_if_time_is_up(self) -> None:
         """Look, as often as jobs are looked at, whether they may go on here.
 
         Raises:

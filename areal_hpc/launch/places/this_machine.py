@@ -14,7 +14,7 @@ from areal_hpc.launch.gpu_assignment import (
     find_usable_gpus,
     format_assignment,
 )
-from areal_hpc.launch.host_memory import find_allocation_problems
+from areal_hpc.launch.host_memory import find_allocation_memory_problems
 from areal_hpc.launch.places.place import build_launch_file
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun
@@ -23,9 +23,12 @@ from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.slurm.submit import JobHandle, submit_local
 
 
-def find_shortages(recipe: Recipe) -> list[Problem]:
+def find_gpu_shortages_of_machine(recipe: Recipe) -> list[Problem]:
     """What keeps this machine from carrying a run."""
-    return [*find_gpu_problems(recipe, os.environ), *find_allocation_problems(recipe, os.environ)]
+    return [
+        *find_gpu_problems(recipe, os.environ),
+        *find_allocation_memory_problems(recipe, os.environ),
+    ]
 
 
 class ThisMachine:
@@ -51,7 +54,7 @@ class ThisMachine:
         )
         return submit_local(launch, run_task)
 
-    def check_time(self) -> None:
+    def raise_if_time_is_up(self) -> None:
         """There is no end of it."""
 
     def raise_if_place_is_lost(self) -> None:

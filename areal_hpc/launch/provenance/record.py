@@ -56,19 +56,19 @@ def record_provenance(
                 "reward": recipe.reward.isolation,
             },
             "repositories": {
-                name: _keep_repository(
+                name: _record_repository(
                     state, paths.provenance_copy(attempt, f"{name}.patch"), paths
                 )
                 for name, state in repositories.items()
                 if state is not None
             },
-            "user_code": _keep_user_code(recipe, paths, attempt, folders, launches),
+            "user_code": _record_user_code(recipe, paths, attempt, folders, launches),
         }
     )
     write_atomic_private(paths.provenance, json.dumps({"launches": launches}, indent=2).encode())
 
 
-def _keep_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:
+def _record_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> dict[str, Any]:
     """A repository's entry; what differs from its commit goes to a file of its own."""
     entry = dataclasses.asdict(state)
     del entry["patch"]
@@ -77,7 +77,7 @@ def _keep_repository(state: RepositoryState, patch: Path, paths: RunPaths) -> di
     return {**entry, "patch": str(patch.relative_to(paths.root)) if state.patch else None}
 
 
-def _keep_user_code(
+def _record_user_code(
     recipe: Recipe,
     paths: RunPaths,
     attempt: int,

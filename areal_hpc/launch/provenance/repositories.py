@@ -10,9 +10,9 @@ MAX_PATCH_BYTES = 1 << 20
 """A longer patch is cut: it says that much was changed, and the copy of the code has the rest."""
 MAX_UNTRACKED_FILES = 100
 GIT_TIMEOUT_S = 20.0
-_READ_ONLY = {"GIT_OPTIONAL_LOCKS": "0"}
+_NO_LOCK_VARIABLES = {"GIT_OPTIONAL_LOCKS": "0"}
 """Looking at a repository must not write to it."""
-_NO_PROGRAMS = ("-c", "core.fsmonitor=false", "-c", "diff.external=")
+_NO_EXTERNAL_PROGRAMS_OPTIONS = ("-c", "core.fsmonitor=false", "-c", "diff.external=")
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,9 +32,9 @@ class RepositoryState:
 def read_repository(folder: Path) -> RepositoryState | None:
     """The repository that a folder lies in; None where there is none, or no git."""
     try:
-        root = _ask_git(folder, "rev-parse", "--show-toplevel").strip()
-        revision = _ask_git(folder, "rev-parse", "HEAD").strip()
-        untracked = _ask_git(Path(root), "ls-files", "--others", "--exclude-standard")
+        root = _run_git(folder, "rev-parse", "--show-toplevel").strip()
+        revision = _run_git(folder, "rev-parse", "HEAD").strip()
+        untracked = _run_git(Path(root), "ls-files", "--others", "--exclude-standard")
         patch = _read_patch(Path(root))
     except (OSError, subprocess.SubprocessError):
         return None
@@ -47,11 +47,11 @@ def read_repository(folder: Path) -> RepositoryState | None:
     )
 
 
-def _ask_git(folder: Path, *words: str) -> str:
+def _run_git(folder: Path, *words: str) -> str:
     answer = subprocess.run(
-        ["git", *_NO_PROGRAMS, *words],
+        ["git", *_NO_EXTERNAL_PROGRAMS_OPTIONS, *words],
         cwd=folder,
-        env=os.environ | _READ_ONLY,
+        env=os.environ | _NO_LOCK_VARIABLES,
         capture_output=True,
         timeout=GIT_TIMEOUT_S,
         check=True,
@@ -61,11 +61,18 @@ def _ask_git(folder: Path, *words: str) -> str:
 
 def _read_patch(root: Path) -> bytes:
     """The differences from the commit, of which no more is read than is kept."""
-    command = ["git", *_NO_PROGRAMS, "diff", "--no-ext-diff", "--no-textconv", "HEAD"]
+    command = [
+        "git",
+        *_NO_EXTERNAL_PROGRAMS_OPTIONS,
+        "diff",
+        "--no-ext-diff",
+        "--no-textconv",
+        "HEAD",
+    ]
     with subprocess.Popen(
         command,
         cwd=root,
-        env=os.environ | _READ_ONLY,
+        env=os.environ | _NO_LOCK_VARIABLES,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
     ) as process:

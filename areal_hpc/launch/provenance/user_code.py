@@ -44,13 +44,13 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCode | None:
     They are looked for in `folders` first, where the run's processes find them; nothing is
     imported.
     """
-    packages = sorted({name.split(".")[0] for name in list_user_names(recipe)} - {OWN_PACKAGE})
+    packages = sorted({name.split(".")[0] for name in list_user_code_paths(recipe)} - {OWN_PACKAGE})
     found = [(package, root) for package in packages if (root := _find_package(package, folders))]
     if not found:
         return None
     contents, left_out = dict[str, bytes](), 0
     for _, root in found:
-        for file in _iterate_files(root):
+        for file in _iterate_code_files(root):
             content = _read_code_file(file)
             total = sum(map(len, contents.values()))
             if (
@@ -69,11 +69,11 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCode | None:
         len(contents),
         left_out,
         f"sha256:{digest.hexdigest()}",
-        _pack(contents),
+        _pack_zip(contents),
     )
 
 
-def list_user_names(recipe: Recipe) -> Iterator[str]:
+def list_user_code_paths(recipe: Recipe) -> Iterator[str]:
     """Every dotted name of code in a recipe: of agents, functions and generators of tasks."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     names = [rollout.workflow, evaluation.workflow, rollout.should_accept, rollout.curriculum]
@@ -93,7 +93,7 @@ def _find_package(package: str, folders: Sequence[str]) -> Path | None:
     return Path(spec.origin) if spec.origin else None
 
 
-def _iterate_files(root: Path) -> Iterator[Path]:
+def _iterate_code_files(root: Path) -> Iterator[Path]:
     """The file itself, or all files below a folder but for hidden ones and caches, in order."""
     if root.is_file():
         yield root
@@ -116,7 +116,7 @@ def _read_code_file(file: Path) -> bytes | None:
     return content if len(content) <= MAX_FILE_BYTES else None
 
 
-def _pack(contents: dict[str, bytes]) -> bytes:
+def _pack_zip(contents: dict[str, bytes]) -> bytes:
     """A zip file that depends on names and contents alone."""
     stream = io.BytesIO()
     with zipfile.ZipFile(stream, "w", zipfile.ZIP_DEFLATED) as archive:

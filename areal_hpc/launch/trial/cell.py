@@ -55,7 +55,7 @@ class TrialCell:
         self._failure: BaseException | None = None
         self._recorder: MemoryRecorder | None = None
         self._engine: StandInEngine | None = None
-        self._thread = threading.Thread(target=self._run, name="trial-cell", daemon=True)
+        self._thread = threading.Thread(target=self._run_event_loop, name="trial-cell", daemon=True)
 
     def __enter__(self) -> TrialCell:
         self._thread.start()
@@ -83,15 +83,15 @@ class TrialCell:
         """Names of the grammars that the agent asked for in vain."""
         return sorted(self._engine.unfollowed_grammars) if self._engine else []
 
-    def _run(self) -> None:
+    def _run_event_loop(self) -> None:
         try:
-            uvloop.run(self._serve())
+            uvloop.run(self._serve_proxy_and_engine())
         except BaseException as error:  # boundary: told in the thread that waits
             self._failure = error
         finally:
             self._is_ready.set()
 
-    async def _serve(self) -> None:
+    async def _serve_proxy_and_engine(self) -> None:
         job, paths = self._config.proxy, RunPaths(self._config.proxy.run_dir)
         model = ServedModel.load(
             job.model_name,
@@ -124,7 +124,7 @@ class TrialCell:
     async def _open_engine(self, model: ServedModel) -> AsyncIterator[str]:
         """Address of what answers `/generate`."""
         base_url = self._config.base_url
-        if base_url is not None and await _is_sglang(base_url):
+        if base_url is not None and await _has_sglang_routes(base_url):
             yield base_url.removesuffix("/v1")
             return
         end_id = read_end_token_id(self._config.proxy.model_path)
@@ -148,7 +148,7 @@ class TrialCell:
             await replies.close()
 
 
-async def _is_sglang(base_url: str) -> bool:
+async def _has_sglang_routes(base_url: str) -> bool:
     """Whether the server at an address has SGLang's routes; false if it has OpenAI's alone.
 
     Raises:

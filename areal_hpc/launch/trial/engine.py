@@ -81,7 +81,7 @@ class StandInEngine(JsonApp):
             sampling.sampling_seed or 0,
         )
         reply = self._cut_at_stop(await self._replies.answer(question), sampling)
-        encoded = msgspec.json.encode(_build_payload(request, reply))
+        encoded = msgspec.json.encode(_build_generate_reply(request, reply))
         if not request.stream:
             return encoded
         return b"data: " + encoded + b"\n\ndata: [DONE]\n\n"
@@ -117,7 +117,7 @@ class StandInEngine(JsonApp):
         )
 
 
-def _build_payload(request: _GenerateRequest, reply: _CutReply) -> dict[str, Any]:
+def _build_generate_reply(request: _GenerateRequest, reply: _CutReply) -> dict[str, Any]:
     """What SGLang 0.5.23 answers, as far as the proxy reads it."""
     count = len(reply.token_ids)
     logprobs = [

@@ -160,7 +160,7 @@ class CompletionsServerReplies:
     async def answer(self, question: EngineQuestion) -> EngineReply:
         """The reply of the server to the prompt as text."""
         if not self._model:
-            self._model = (await self._call("GET", "/models"))["data"][0]["id"]
+            self._model = (await self._call_server("GET", "/models"))["data"][0]["id"]
         body = {
             "model": self._model,
             "prompt": self._encoder.decode(question.prompt_ids),
@@ -168,13 +168,13 @@ class CompletionsServerReplies:
             "temperature": question.temperature,
             "seed": question.seed,
         }
-        choice = (await self._call("POST", "/completions", body))["choices"][0]
+        choice = (await self._call_server("POST", "/completions", body))["choices"][0]
         ids = self._encoder.encode(choice["text"])[: question.max_new_tokens]
         if choice.get("finish_reason") == "stop" and len(ids) < question.max_new_tokens:
             ids.append(self._end_id)
         return EngineReply(ids, [0.0] * len(ids))
 
-    async def _call(self, method: str, route: str, body: object = None) -> Any:
+    async def _call_server(self, method: str, route: str, body: object = None) -> Any:
         url = f"{self._base_url}{route}"
         try:
             async with self._http.request(method, url, json=body) as answer:

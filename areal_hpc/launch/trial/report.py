@@ -20,16 +20,16 @@ def format_trial(number: int, outcome: EpisodeOutcome, session: Session) -> Iter
     for call, one in enumerate(session.tree, start=1):
         yield from _format_interaction(call, one)
     if outcome.status == "ok":
-        yield _label("reward", f"{outcome.reward:g}")
+        yield _format_labeled_line("reward", f"{outcome.reward:g}")
         yield from _format_rows(session)
         return
     shown, *more = str(outcome.error or outcome.reason).splitlines()
-    yield _label("FAILED", shown)
+    yield _format_labeled_line("FAILED", shown)
     trace = outcome.error.trace if outcome.error else ""
     for line in (*more, *trace.splitlines()):
         yield f"{'':<{LABEL_WIDTH}}{line}"
     if not len(session.tree):
-        yield _label("", "no call to the model had been answered")
+        yield _format_labeled_line("", "no call to the model had been answered")
 
 
 def format_trial_summary(
@@ -53,7 +53,7 @@ def _format_interaction(call: int, one: Interaction) -> Iterator[str]:
     tools = json.loads(one.context or b"null")
     if tools and tools[0]:
         names = ", ".join(tool["function"]["name"] for tool in tools[0])
-        yield _label("tools", names)
+        yield _format_labeled_line("tools", names)
     for message in one.new_messages:
         yield from _format_message(message)
     yield from _format_message(one.reply)
@@ -69,20 +69,20 @@ def _format_interaction(call: int, one: Interaction) -> Iterator[str]:
 
 def _format_message(message: dict[str, Any]) -> Iterator[str]:
     if reasoning := message.get("reasoning_content"):
-        yield from _format_text("reasoning", reasoning)
+        yield from _format_shortened_text("reasoning", reasoning)
     content = message.get("content")
     if content or not message.get("tool_calls"):
         text = content if isinstance(content, str) else json.dumps(content, ensure_ascii=False)
-        yield from _format_text(message["role"], text)
+        yield from _format_shortened_text(message["role"], text)
     for tool_call in message.get("tool_calls") or ():
         function = tool_call["function"]
         arguments = function["arguments"]
         if not isinstance(arguments, str):
             arguments = json.dumps(arguments, ensure_ascii=False)
-        yield from _format_text("tool call", f"{function['name']}({arguments})")
+        yield from _format_shortened_text("tool call", f"{function['name']}({arguments})")
 
 
-def _format_text(label: str, text: str) -> Iterator[str]:
+def _format_shortened_text(label: str, text: str) -> Iterator[str]:
     more = len(text) - MAX_SHOWN_CHARS
     shown = text[:MAX_SHOWN_CHARS] + (f" ... and {more} more characters" if more > 0 else "")
     for at, line in enumerate(shown.splitlines() or [""]):
@@ -90,17 +90,19 @@ def _format_text(label: str, text: str) -> Iterator[str]:
         printable = "".join(
             one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in line
         )
-        yield _label(label if at == 0 else "", printable)
+        yield _format_labeled_line(label if at == 0 else "", printable)
 
 
 def _format_rows(session: Session) -> Iterator[str]:
     """What the trainer would be given of the episode."""
     rows = session.build_rows(TicketRef(0, 0), "trial")
-    yield _label("rows", str(len(rows)) if rows else "none: no reward reaches a reply")
+    yield _format_labeled_line(
+        "rows", str(len(rows)) if rows else "none: no reward reaches a reply"
+    )
     for row in rows:
         trained = int(row.loss_mask_T.sum())
         calls = row.record.calls
-        yield _label(
+        yield _format_labeled_line(
             "",
             f"row {row.row}: {row.num_tokens} tokens, {row.num_tokens - trained} of prompts and "
             f"{trained} of replies, which are trained; {len(calls)} "
@@ -108,5 +110,5 @@ def _format_rows(session: Session) -> Iterator[str]:
         )
 
 
-def _label(label: str, text: str) -> str:
+def _format_labeled_line(label: str, text: str) -> str:
     return f"{label:<{LABEL_WIDTH}}{text}".rstrip()

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import check_sampling
+from areal_hpc.proxy.engine.grammar_limits import refuse_oversized_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
@@ -146,8 +146,8 @@ class PromptBuilder:
             text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{session.calls}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
-        sampling, reasons_first = await self._add_grammar(call, turn, sampling)
-        check_sampling(sampling)
+        sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
+        refuse_oversized_sampling(sampling)
         session.calls += 1
         new_json = ids_to_json(new_ids)
         return PreparedCall(
@@ -164,11 +164,11 @@ class PromptBuilder:
             give_up_at=give_up_at,
             parsed_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
             reasons_first=reasons_first,
-            ignored=call.without_effect,
+            ignored=call.names_without_effect,
             prefill=call.prefill or "",
         )
 
-    async def _add_grammar(
+    async def _add_tool_choice_grammar(
         self, call: ModelCall, turn: OpenTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
         """Add the grammar of the tool choice; also whether the model reasons before a grammar."""

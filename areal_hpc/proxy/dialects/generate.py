@@ -22,7 +22,7 @@ from areal_hpc.proxy.dialects.validation import (
     check_token_ids,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import check_sampling
+from areal_hpc.proxy.engine.grammar_limits import refuse_oversized_sampling
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.tree import ids_to_json
@@ -94,7 +94,7 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
     if len(sampling.active_grammar_names) > 1:
         names = " and ".join(sampling.active_grammar_names)
         raise ProxyRequestError(400, f"{names} cannot be combined", key="sampling_params")
-    check_sampling(sampling)
+    refuse_oversized_sampling(sampling)
     return GenerateRequest(
         rid=os.urandom(16).hex(),
         prompt_json=ids_to_json(body.input_ids),

@@ -2,8 +2,8 @@
 
 Clients add hints with every release: how hard to think, what to cache, which tier to bill. A hint
 changes neither how the model samples nor what is said, so it is accepted whatever its value, and
-counted. A dialect declares each as a field of type `Hint`. Such fields in messages and items are
-what SDKs hand back of a reply; they are not counted.
+counted. A dialect declares each as a field of type `IgnoredParam`. Such fields in messages and
+items are what SDKs hand back of a reply; they are not counted.
 """
 
 from collections.abc import Iterator
@@ -13,30 +13,30 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct, inspect
 
-Hint = Annotated[Any, Meta(description="Accepted without effect.", extra={"hint": True})]
+IgnoredParam = Annotated[Any, Meta(description="Accepted without effect.", extra={"hint": True})]
 """Any value, and None when it is not given."""
 _type_info = cache(inspect.type_info)
 
 
 def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
-    for field in _list_fields(type(request)):
+    for field in _list_struct_fields(type(request)):
         value = getattr(request, field.name)
         if isinstance(value, Struct):
             yield from list_ignored_params(value, f"{inside}{field.encode_name}.")
-        elif value is not None and is_hint(field.type):
+        elif value is not None and is_ignored_param(field.type):
             yield inside + field.encode_name
 
 
 @cache
-def _list_fields(form: type[Struct]) -> tuple[inspect.Field, ...]:
+def _list_struct_fields(form: type[Struct]) -> tuple[inspect.Field, ...]:
     declared = inspect.type_info(form)
     assert isinstance(declared, inspect.StructType)
     return declared.fields
 
 
-def is_hint(form: inspect.Type) -> bool:
-    """True for the type of a field that is a `Hint`."""
+def is_ignored_param(form: inspect.Type) -> bool:
+    """True for the type of a field that is an `IgnoredParam`."""
     return isinstance(form, inspect.Metadata) and bool((form.extra or {}).get("hint"))
 
 
@@ -56,10 +56,10 @@ def drop_nulls(body: bytes, form: Any) -> bytes:
     SDKs write null for what they do not ask for, whether or not the server knows the name. Schemas
     and the arguments of tools are data: null means something there.
     """
-    return _drop_nulls(body.lstrip(), (_type_info(form),))
+    return _drop_nulls_within(body.lstrip(), (_type_info(form),))
 
 
-def _drop_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
+def _drop_nulls_within(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
     structs, items = list_structs(*forms), list_item_types(*forms)
     if structs and raw[:1] == b"{":
         members: dict[str, tuple[inspect.Type, ...]] = {}
@@ -68,14 +68,16 @@ def _drop_nulls(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
                 members[field.encode_name] = (*members.get(field.encode_name, ()), field.type)
         found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
         kept = {
-            name: msgspec.Raw(_drop_nulls(bytes(value), members.get(name, ())))
+            name: msgspec.Raw(_drop_nulls_within(bytes(value), members.get(name, ())))
             for name, value in found.items()
             if bytes(value) != b"null"
         }
         return msgspec.json.encode(kept)
     if items and raw[:1] == b"[":
         listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
-        return msgspec.json.encode([msgspec.Raw(_drop_nulls(bytes(r), items)) for r in listed])
+        return msgspec.json.encode(
+            [msgspec.Raw(_drop_nulls_within(bytes(r), items)) for r in listed]
+        )
     return raw
 
 

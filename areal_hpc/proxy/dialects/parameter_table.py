@@ -7,22 +7,22 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from areal_hpc.proxy.dialects.hints import is_hint, list_structs
-from areal_hpc.proxy.dialects.refusals import OTHERS_SAMPLING, Refusal
+from areal_hpc.proxy.dialects.hints import is_ignored_param, list_structs
+from areal_hpc.proxy.dialects.refusals import REFUSED_SAMPLING_OF_OTHER_ENGINES, Refusal
 
 
-def list_used(form: type[msgspec.Struct]) -> list[str]:
+def list_effective_params(form: type[msgspec.Struct]) -> list[str]:
     """Names of a request's parameters that have an effect."""
-    return [field.encode_name for field in _get_fields(form) if not is_hint(field.type)]
+    return [field.encode_name for field in _get_fields(form) if not is_ignored_param(field.type)]
 
 
-def list_hints(form: type[msgspec.Struct]) -> list[str]:
+def list_ignored_params_of(form: type[msgspec.Struct]) -> list[str]:
     """Names of the parameters without effect, down to those of messages and tools."""
-    found = _list_hints(inspect.type_info(form), "")
+    found = _list_ignored_params_within(inspect.type_info(form), "")
     return [*dict.fromkeys(name.removeprefix(".") for name in found)]
 
 
-def list_refused(form: type[msgspec.Struct]) -> dict[str, Refusal]:
+def list_refused_params(form: type[msgspec.Struct]) -> dict[str, Refusal]:
     """The request's own parameters that are refused."""
     own: Mapping[str, Refusal] = getattr(form, "refused", {})
     return dict(own)
@@ -34,15 +34,15 @@ def _get_fields(form: type[msgspec.Struct]) -> Iterable[inspect.Field]:
     return declared.fields
 
 
-def _list_hints(form: inspect.Type, place: str) -> Iterator[str]:
+def _list_ignored_params_within(form: inspect.Type, place: str) -> Iterator[str]:
     for below, suffix in _list_forms_within(form):
         for struct in list_structs(below):
             for field in struct.fields:
                 name = f"{place}{suffix}{field.encode_name}"
-                if is_hint(field.type):
+                if is_ignored_param(field.type):
                     yield name
                 else:
-                    yield from _list_hints(field.type, name)
+                    yield from _list_ignored_params_within(field.type, name)
 
 
 def _list_forms_within(form: inspect.Type) -> Iterator[tuple[inspect.Type, str]]:
@@ -85,10 +85,10 @@ def render_parameter_table(forms: Mapping[str, type[msgspec.Struct]]) -> str:
 
     for path, form in forms.items():
         route = f"`POST {path}`"
-        add(route, _format_names(list_used(form)), "used")
-        add(route, _format_names(list_hints(form)), "no effect")
-        for names, way_out in _format_refusals(list_refused(form)):
+        add(route, _format_names(list_effective_params(form)), "used")
+        add(route, _format_names(list_ignored_params_of(form)), "no effect")
+        for names, way_out in _format_refusals(list_refused_params(form)):
             add(route, names, f"refused: {way_out}")
-    for names, way_out in _format_refusals(OTHERS_SAMPLING):
+    for names, way_out in _format_refusals(REFUSED_SAMPLING_OF_OTHER_ENGINES):
         add("each that does not use it", names, f"refused: {way_out}")
     return "\n".join(lines)

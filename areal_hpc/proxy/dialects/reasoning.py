@@ -4,7 +4,7 @@ from typing import Any
 
 from areal_hpc.proxy.engine.model_call import ServedModel
 
-_SWITCHES = ("enable_thinking", "thinking")
+_REASONING_SWITCH_VARIABLES = ("enable_thinking", "thinking")
 """Names under which templates ask whether to reason."""
 _EFFORTS = ("low", "medium", "high")
 """What templates know of efforts; `_NEAREST_EFFORT` maps what else clients ask for."""
@@ -29,7 +29,7 @@ def build_reasoning_variables(
         thinks = effort != "none"
     variables: dict[str, Any] = {}
     if thinks is not None:
-        variables = {name: thinks for name in _SWITCHES if name in known}
+        variables = {name: thinks for name in _REASONING_SWITCH_VARIABLES if name in known}
     nearest = _NEAREST_EFFORT.get(effort, effort) if isinstance(effort, str) else None
     if "reasoning_effort" in known and nearest in _EFFORTS:
         variables["reasoning_effort"] = nearest

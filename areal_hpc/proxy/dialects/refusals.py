@@ -11,9 +11,9 @@ from typing import Any
 
 import msgspec
 
-NOTHING: tuple[Any, ...] = (False, 0, "", [], {})
+EMPTY_VALUES: tuple[Any, ...] = (False, 0, "", [], {})
 """Values that ask for nothing under most names."""
-OFF_AT_ONE = (*NOTHING, 1)
+EMPTY_VALUES_OR_ONE = (*EMPTY_VALUES, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +21,10 @@ class Refusal:
     """Why a parameter is refused, as the way out of it."""
 
     way_out: str
-    harmless: tuple[Any, ...] = NOTHING
+    harmless: tuple[Any, ...] = EMPTY_VALUES
     """Values that ask for nothing, or for what is done anyway. So does null."""
 
-    def allows(self, value: Any) -> bool:
+    def is_harmless_value(self, value: Any) -> bool:
         """Whether the parameter may be left out when it has this value."""
         return value is None or any(value == one for one in self.harmless)
 
@@ -32,11 +32,11 @@ class Refusal:
 _ENGINE_SAMPLING = "the engine samples by temperature, top_p, top_k, min_p and penalties"
 _NO_BEAMS = "replies are sampled, never searched for"
 _ONE_TEXT = "text is tokenized and read back in one way; what clients show of it is theirs"
-OTHERS_SAMPLING: Mapping[str, Refusal] = {
-    "best_of": Refusal("rank the replies to several requests yourself", OFF_AT_ONE),
-    "num_beams": Refusal(_NO_BEAMS, OFF_AT_ONE),
+REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, Refusal] = {
+    "best_of": Refusal("rank the replies to several requests yourself", EMPTY_VALUES_OR_ONE),
+    "num_beams": Refusal(_NO_BEAMS, EMPTY_VALUES_OR_ONE),
     "use_beam_search": Refusal(_NO_BEAMS),
-    "length_penalty": Refusal(_NO_BEAMS, OFF_AT_ONE),
+    "length_penalty": Refusal(_NO_BEAMS, EMPTY_VALUES_OR_ONE),
     "early_stopping": Refusal(_NO_BEAMS),
     "do_sample": Refusal("temperature 0 is greedy", (True,)),
     "no_repeat_ngram_size": Refusal("use frequency_penalty of Chat Completions"),
@@ -53,9 +53,9 @@ OTHERS_SAMPLING: Mapping[str, Refusal] = {
     "structural_tag": Refusal("offer tools; their calls are held to their schemas"),
     "grammar": Refusal("use ebnf of Chat Completions"),
     "json_schema": Refusal("use the format of a reply's text that this API has"),
-    "typical_p": Refusal(_ENGINE_SAMPLING, OFF_AT_ONE),
+    "typical_p": Refusal(_ENGINE_SAMPLING, EMPTY_VALUES_OR_ONE),
     "top_a": Refusal(_ENGINE_SAMPLING),
-    "tfs_z": Refusal(_ENGINE_SAMPLING, OFF_AT_ONE),
+    "tfs_z": Refusal(_ENGINE_SAMPLING, EMPTY_VALUES_OR_ONE),
     "mirostat": Refusal(_ENGINE_SAMPLING),
     "dry_multiplier": Refusal(_ENGINE_SAMPLING),
     "xtc_probability": Refusal(_ENGINE_SAMPLING),
@@ -71,7 +71,7 @@ OTHERS_SAMPLING: Mapping[str, Refusal] = {
     "skip_special_tokens": Refusal(_ONE_TEXT, (True,)),
     "spaces_between_special_tokens": Refusal(_ONE_TEXT, (True,)),
     "truncate_prompt_tokens": Refusal(
-        "nothing is ever cut from a prompt: shorten it", (*NOTHING, -1)
+        "nothing is ever cut from a prompt: shorten it", (*EMPTY_VALUES, -1)
     ),
     "prompt_logprobs": Refusal("log-probabilities are those of replies"),
 }
@@ -81,4 +81,4 @@ OTHERS_SAMPLING: Mapping[str, Refusal] = {
 def find_refusal(name: str, form: type[msgspec.Struct]) -> Refusal | None:
     """The refusal of a parameter that an object of a request does not declare, if there is one."""
     own: Mapping[str, Refusal] = getattr(form, "refused", {})
-    return own.get(name) or OTHERS_SAMPLING.get(name)
+    return own.get(name) or REFUSED_SAMPLING_OF_OTHER_ENGINES.get(name)

@@ -13,14 +13,14 @@ import msgspec
 from msgspec import inspect
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import is_hint, list_structs
+from areal_hpc.proxy.dialects.hints import is_ignored_param, list_structs
 from areal_hpc.proxy.dialects.refusals import find_refusal
 
 _SIMILARITY = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
-def drop_unknown(
+def drop_undeclared_members(
     body: bytes, form: type[msgspec.Struct], inside: str, unknown: list[str] | None
 ) -> bytes:
     """A JSON object without the members that are not declared, down to declared objects in it.
@@ -32,10 +32,12 @@ def drop_unknown(
         ProxyRequestError: 400: one of them means something, or looks like one that is used, or may
             not be left out.
     """
-    return _drop(body, inspect.type_info(form), inside, unknown)
+    return _drop_undeclared_within(body, inspect.type_info(form), inside, unknown)
 
 
-def _drop(raw: bytes, form: inspect.Type, inside: str, unknown: list[str] | None) -> bytes:
+def _drop_undeclared_within(
+    raw: bytes, form: inspect.Type, inside: str, unknown: list[str] | None
+) -> bytes:
     structs = list_structs(form)
     if not structs or raw.lstrip()[:1] != b"{":
         return raw
@@ -46,17 +48,19 @@ def _drop(raw: bytes, form: inspect.Type, inside: str, unknown: list[str] | None
     for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
         place = f"{inside}.{name}" if inside else name
         if name in members:
-            kept[name] = msgspec.Raw(_drop(bytes(value), members[name].type, place, unknown))
+            kept[name] = msgspec.Raw(
+                _drop_undeclared_within(bytes(value), members[name].type, place, unknown)
+            )
         elif name in tags or not is_closed:
             kept[name] = value
-        elif _asks_for_something(name, place, msgspec.json.decode(value), structs):
+        elif _refuse_or_say_if_worth_counting(name, place, msgspec.json.decode(value), structs):
             if unknown is None:
                 raise ProxyRequestError(400, f"the parameter {name!r} is not supported", key=place)
             unknown.append(_INDEX_PATTERN.sub("[]", place))
     return msgspec.json.encode(kept)
 
 
-def _asks_for_something(
+def _refuse_or_say_if_worth_counting(
     name: str, place: str, value: object, structs: list[inspect.StructType]
 ) -> bool:
     """Whether an undeclared member is worth counting.
@@ -68,12 +72,17 @@ def _asks_for_something(
     for struct in structs:
         refusal = find_refusal(name, struct.cls)
         if refusal is not None:
-            if refusal.allows(value):
+            if refusal.is_harmless_value(value):
                 return False
             raise ProxyRequestError(
                 400, f"{problem}, and would change the reply", key=place, hint=refusal.way_out
             )
-    used = {field.encode_name for one in structs for field in one.fields if not is_hint(field.type)}
+    used = {
+        field.encode_name
+        for one in structs
+        for field in one.fields
+        if not is_ignored_param(field.type)
+    }
     near = difflib.get_close_matches(name, sorted(used), n=1, cutoff=_SIMILARITY)
     if near and value is not None:
         raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=place)

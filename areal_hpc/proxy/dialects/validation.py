@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import drop_nulls
-from areal_hpc.proxy.dialects.unknown import drop_unknown
+from areal_hpc.proxy.dialects.unknown import drop_undeclared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
@@ -56,7 +56,7 @@ def decode_json(
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
-            return decoder.decode(drop_unknown(bytes(body), form, key, unknown))
+            return decoder.decode(drop_undeclared_members(bytes(body), form, key, unknown))
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -80,12 +80,12 @@ def _to_request_error(complaint: str, inside: str) -> ProxyRequestError:
     return ProxyRequestError(400, complaint, key=key)
 
 
-def first_given(asked: Given | None, default: Given) -> Given:
+def get_given_or_default(asked: Given | None, default: Given) -> Given:
     """Value asked for, if there is one."""
     return default if asked is None else asked
 
 
-def fold_seed(seed: int | None) -> int | None:
+def fold_seed_into_engine_range(seed: int | None) -> int | None:
     """A seed that the engine takes: a wide one by its low bits."""
     return seed if seed is None or abs(seed) <= 2**53 else seed & 0x3FFFFFFF
 

@@ -66,7 +66,7 @@ class ModelCall(msgspec.Struct, frozen=True):
     """What the reply begins with; the model goes on from there."""
 
     @property
-    def without_effect(self) -> list[str]:
+    def names_without_effect(self) -> list[str]:
         """Names of all that the request asks for in vain."""
         return [*self.ignored, *(f"tools[{kind}]" for kind in self.dropped_tools)]
 

@@ -58,10 +58,12 @@ class GeneratePassthrough:
             reply = decode_generation(replica.url, answer)
         except (EngineLostError, ProxyRequestError):
             return answer  # the client reads the same in it, and has nothing to record
-        self._note_reply(session, request, reply)
+        self._record_sampled_reply(session, request, reply)
         return answer
 
-    def _note_reply(self, session: Session, request: GenerateRequest, reply: Generation) -> None:
+    def _record_sampled_reply(
+        self, session: Session, request: GenerateRequest, reply: Generation
+    ) -> None:
         """Let the session record this reply, and the versions that sampled it."""
         for span in reply.spans:
             self._router.update_newest_version(span.version)

@@ -36,7 +36,7 @@ def pack_weight_version(version: str) -> int:
 
 
 @dataclass(slots=True)
-class _Home:
+class _SessionHome:
     """Where the calls of a session go."""
 
     index: int
@@ -44,7 +44,7 @@ class _Home:
     """Of the monotonic clock: when its last call began or ended."""
 
 
-def choose_home(
+def choose_home_replica(
     replicas: Sequence[int], load: Mapping[int, int], together: Mapping[int, int]
 ) -> int:
     """The replica that has the most in common with a session, unless others have less to do.
@@ -66,7 +66,7 @@ class Router:
     def __init__(self, source: ReplicaSource) -> None:
         self._source = source
         self._serving: dict[int, ReplicaView] = {}
-        self._homes: WeakKeyDictionary[Session, _Home] = WeakKeyDictionary()
+        self._homes: WeakKeyDictionary[Session, _SessionHome] = WeakKeyDictionary()
         """Of the sessions that the store still has."""
         self._in_flight: Counter[int] = Counter()
         self._refreshed = asyncio.Event()
@@ -136,12 +136,12 @@ class Router:
             or now - home.used_at > IDLE_SESSION_S
         ):
             others = [index for index in self._serving if index not in avoid]
-            home = _Home(self._choose_replica(session, others or [*self._serving]))
+            home = _SessionHome(self._choose_and_note_home(session, others or [*self._serving]))
             self._homes[session] = home
         home.used_at = now
         return self._serving[home.index]
 
-    def _choose_replica(self, session: Session, replicas: Sequence[int]) -> int:
+    def _choose_and_note_home(self, session: Session, replicas: Sequence[int]) -> int:
         """Where a session is at home from now on, by index.
 
         Calls in flight alone would not do: sessions whose short first calls come one after the
@@ -155,7 +155,7 @@ class Router:
             elif not other.ended:
                 load[home.index] += 1
                 together[home.index] += ticket is not None and other.request.ref == ticket
-        return choose_home(replicas, load, together)
+        return choose_home_replica(replicas, load, together)
 
     def on_call_started(self, replica: ReplicaView) -> None:
         """Count a call in flight on the replica."""

@@ -105,7 +105,7 @@ class SGLangClient:
             pool, body = self._get_generate_pool(replica), request.encode_body(stream=True)
             async with asyncio.timeout(timeout_s), pool.stream_post("/generate", body) as answer:
                 if answer.status != 200:
-                    _check_status(replica.url, answer.status, await answer.read_body())
+                    _raise_for_status(replica.url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):
                     piece, whole = reader.read_event(data)
                     if piece.output_ids or piece.text:
@@ -132,7 +132,7 @@ class SGLangClient:
         body = request.encode_body(stream=False)
         call = self._get_generate_pool(replica).post("/generate", body, timeout_s)
         status, answer = await self._await_or_abort(replica, request.rid, timeout_s, call)
-        _check_status(replica.url, status, answer)
+        _raise_for_status(replica.url, status, answer)
         return answer
 
     async def _await_or_abort(
@@ -196,7 +196,7 @@ class SGLangClient:
             pool.close()
 
 
-def _check_status(base_url: str, status: int, answer: bytes) -> None:
+def _raise_for_status(base_url: str, status: int, answer: bytes) -> None:
     if status == 503:  # it starts, pauses or has its hands full: no fault of the call
         raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
     if status >= 500:

@@ -74,7 +74,7 @@ class ParserProcessClient:
                     process.kill()
                 raise ParserLostError("the parser process does not start; see the log")
             self._process = process
-            self._reader = asyncio.ensure_future(self._read_replies(process.stdout))
+            self._reader = asyncio.ensure_future(self._hand_out_replies(process.stdout))
 
     async def run(self) -> None:
         """Keep the process running until cancelled, then end it.
@@ -95,7 +95,7 @@ class ParserProcessClient:
         finally:
             await self.close()
 
-    async def _read_replies(self, lines: asyncio.StreamReader) -> None:
+    async def _hand_out_replies(self, lines: asyncio.StreamReader) -> None:
         decoder = msgspec.json.Decoder(ParserReply)
         while line := await lines.readline():
             reply = decoder.decode(line)

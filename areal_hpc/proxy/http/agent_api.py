@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import bind_call
+from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_and_note_ignored
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
@@ -30,7 +30,7 @@ DIALECT_BY_ROUTE = {
     "/messages": MESSAGES_DIALECT,
     "/responses": RESPONSES_DIALECT,
 }
-COUNTED_BELOW = {"/messages": "count_tokens", "/responses": "input_tokens"}
+TOKEN_COUNT_ROUTE_BY_PATH = {"/messages": "count_tokens", "/responses": "input_tokens"}
 """Last parts of the paths that tell how many tokens a request has."""
 Handler = Callable[..., Coroutine[Any, Any, RouteResult]]
 
@@ -60,13 +60,19 @@ class AgentApi:
     def _list_unversioned_routes(self) -> Iterator[Route]:
         for path, dialect in DIALECT_BY_ROUTE.items():
             said = Route(
-                "POST", path, "session", self._build_handler(path, dialect), dialect.request
+                "POST",
+                path,
+                "session",
+                self._build_model_call_handler(path, dialect),
+                dialect.request,
             )
             tolerant = replace(said, refused=dialect.refused, ignores_unknown=True)
             yield replace(tolerant, streams=True)
-            if path in COUNTED_BELOW:
-                below = f"{path}/{COUNTED_BELOW[path]}"
-                yield replace(tolerant, path=below, answer=self._build_counter(below, dialect))
+            if path in TOKEN_COUNT_ROUTE_BY_PATH:
+                below = f"{path}/{TOKEN_COUNT_ROUTE_BY_PATH[path]}"
+                yield replace(
+                    tolerant, path=below, answer=self._build_token_counter(below, dialect)
+                )
         answer: Callable[..., Any] = partial(
             tokenize.tokenize, self._completions.prompts, self._model
         )
@@ -93,7 +99,7 @@ class AgentApi:
     def _show_model(self, session: Session, name: str, query: Mapping[str, str]) -> bytes:
         return openai_format.format_model(name, self._model.context_tokens)
 
-    def _build_counter(self, path: str, dialect: Dialect) -> Handler:
+    def _build_token_counter(self, path: str, dialect: Dialect) -> Handler:
         """Tells how many tokens the model would read for a request in a dialect."""
 
         async def answer(
@@ -116,12 +122,14 @@ class AgentApi:
     ) -> Exchange:
         """What a request asks for; what it asks for in vain is counted."""
         exchange = dialect.read(request, session, self._model)
-        exchange.call = bind_call(exchange.call, session.request, unknown)
-        names = exchange.call.without_effect
+        exchange.call = apply_bound_sampling_and_note_ignored(
+            exchange.call, session.request, unknown
+        )
+        names = exchange.call.names_without_effect
         self._completions.metrics.count_ignored_parameters(path, session.client, names)
         return exchange
 
-    def _build_handler(self, path: str, dialect: Dialect) -> Handler:
+    def _build_model_call_handler(self, path: str, dialect: Dialect) -> Handler:
         """Answers model calls in a dialect."""
 
         async def answer(

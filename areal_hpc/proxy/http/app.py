@@ -29,7 +29,7 @@ from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import AgentApi
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
-from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query
+from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query_parameters
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -50,7 +50,7 @@ Scope = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[MutableMapping[str, Any]]]
 """ASGI's: the next message from the client. After the request's body only its disconnect comes."""
 Result = TypeVar("Result")
-_CONTROL_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
+_CONTROL_CHARS_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
 
 JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
 DROPPED_TOOLS_HEADER = b"x-areal-dropped-tools"
@@ -240,10 +240,10 @@ class ProxyApp:
         if route.rewrite is not None:
             body = route.rewrite(body)
         if route.takes_query:
-            yield read_query(scope)
+            yield read_query_parameters(scope)
         if named and route.request is None:
             yield named
-            yield read_query(scope)
+            yield read_query_parameters(scope)
         elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown
@@ -313,7 +313,7 @@ def _build_answer_headers(exchange: Exchange) -> Headers:
     headers = _build_id_headers(exchange.answer_id)
     if exchange.call.dropped_tools:
         names = ", ".join(exchange.call.dropped_tools).encode("ascii", "backslashreplace")
-        named = _CONTROL_PATTERN.sub(b"?", names[:MAX_HEADER_BYTES])
+        named = _CONTROL_CHARS_PATTERN.sub(b"?", names[:MAX_HEADER_BYTES])
         headers.append((DROPPED_TOOLS_HEADER, named))
     return headers
 

@@ -18,7 +18,7 @@ from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
-from areal_hpc.session.soundness import find_description_defect
+from areal_hpc.session.soundness import find_client_description_defect
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion
@@ -183,7 +183,7 @@ class DriverApi:
             check_recorded_bytes(session, self._limits)
             if one.interaction_id in session.tree:
                 continue
-            if defect := find_description_defect(one):
+            if defect := find_client_description_defect(one):
                 problem = f"interaction {one.interaction_id!r:.300}: {defect}"
                 raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import bind_call
+from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_and_note_ignored
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects.google.reply import (
     Delivery,
@@ -28,10 +28,10 @@ from areal_hpc.proxy.sessions.store import Session
 
 GOOGLE_PREFIXES = ("/v1beta", "/v1", "/v1alpha")
 """Versions of Google's API that its SDKs ask for; what is served is the same."""
-_OWN_PREFIXES = ("/v1beta/", "/v1alpha/")
+_GOOGLE_ONLY_PREFIXES = ("/v1beta/", "/v1alpha/")
 """Those that no other dialect has."""
 _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "countTokens")
-_OWN_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
+_GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
 
 def read_google_key(scope: MutableMapping[str, Any]) -> str | None:
@@ -45,12 +45,12 @@ def read_google_key(scope: MutableMapping[str, Any]) -> str | None:
         "latin-1"
     )
     if not key and "/models" in path:
-        key = read_query(scope).get("key", "")
-    is_own = path.startswith(_OWN_PREFIXES) or path.endswith(_OWN_ENDS)
+        key = read_query_parameters(scope).get("key", "")
+    is_own = path.startswith(_GOOGLE_ONLY_PREFIXES) or path.endswith(_GOOGLE_ONLY_PATH_ENDS)
     return key if key or is_own else None
 
 
-def read_query(scope: MutableMapping[str, Any]) -> dict[str, str]:
+def read_query_parameters(scope: MutableMapping[str, Any]) -> dict[str, str]:
     """The parameters behind a path."""
     text: bytes = scope["query_string"]
     return dict(parse_qsl(text.decode("latin-1")))
@@ -86,10 +86,10 @@ class GoogleApi:
 
         for prefix in GOOGLE_PREFIXES:
             named = prefix + "/models/{model}:"
-            yield post(named + _GENERATE, self._generate, GenerateContentRequest)
+            yield post(named + _GENERATE, self._answer_generate_content, GenerateContentRequest)
             yield post(
                 named + _STREAM,
-                self._stream,
+                self._answer_stream_generate_content,
                 GenerateContentRequest,
                 streams=True,
                 json_type="array",
@@ -98,7 +98,7 @@ class GoogleApi:
             yield get(prefix + "/models", self._list_models)
             yield get(prefix + "/models/{model}", self._get_model)
 
-    async def _generate(
+    async def _answer_generate_content(
         self,
         session: Session,
         query: Mapping[str, str],
@@ -107,11 +107,13 @@ class GoogleApi:
     ) -> RouteResult:
         _read_delivery(query)
         exchange = GenerateContentExchange(request, session, self._model, "whole")
-        call = exchange.call = self._bind(_GENERATE, session, exchange.call, unknown)
+        call = exchange.call = self._apply_bound_sampling_and_count_ignored(
+            _GENERATE, session, exchange.call, unknown
+        )
         answers = await self._completions.answer(session, call, exchange.answer_id)
         return ModelAnswer(exchange, exchange.format_reply(answers))
 
-    async def _stream(
+    async def _answer_stream_generate_content(
         self,
         session: Session,
         query: Mapping[str, str],
@@ -119,7 +121,9 @@ class GoogleApi:
         unknown: Sequence[str],
     ) -> RouteResult:
         exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
-        call = exchange.call = self._bind(_STREAM, session, exchange.call, unknown)
+        call = exchange.call = self._apply_bound_sampling_and_count_ignored(
+            _STREAM, session, exchange.call, unknown
+        )
         live = await self._completions.stream(session, call, exchange.answer_id)
         return ModelAnswer(exchange, live)
 
@@ -132,16 +136,16 @@ class GoogleApi:
     ) -> bytes:
         whole = request.build_whole_request()
         asked = build_model_call(whole, session.request.sampling, self._model)
-        call = self._bind(_COUNT, session, asked, unknown)
+        call = self._apply_bound_sampling_and_count_ignored(_COUNT, session, asked, unknown)
         _, count = await self._completions.prompts.build_prompt_json(session, call)
         return msgspec.json.encode({"totalTokens": count})
 
-    def _bind(
+    def _apply_bound_sampling_and_count_ignored(
         self, verb: str, session: Session, asked: ModelCall, unknown: Sequence[str]
     ) -> ModelCall:
         """A call as its session allows it; what it asks for in vain is counted."""
-        call = bind_call(asked, session.request, unknown)
-        route, names = f"/models/{{model}}:{verb}", call.without_effect
+        call = apply_bound_sampling_and_note_ignored(asked, session.request, unknown)
+        route, names = f"/models/{{model}}:{verb}", call.names_without_effect
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call
 

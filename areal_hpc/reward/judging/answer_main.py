@@ -20,7 +20,7 @@ MAX_ITEMS = 100_000
 """Of an iterator that the tests go through."""
 
 
-class Answer:
+class AnswerProgram:
     """The names that an answer defines, and its objects that the tests know by number."""
 
     def __init__(self, source: str) -> None:
@@ -28,7 +28,7 @@ class Answer:
         self._objects: list[Any] = []
         exec(compile(source, "answer.py", "exec"), self.names)
 
-    def refer(self, value: Any) -> int:
+    def get_or_assign_number(self, value: Any) -> int:
         """The number of an object; the same for the same one."""
         for number, known in enumerate(self._objects):
             if known is value:
@@ -36,7 +36,7 @@ class Answer:
         self._objects.append(value)
         return len(self._objects) - 1
 
-    def work(self, request: dict[str, Any]) -> dict[str, Any]:
+    def execute_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request of the tests."""
         target = request["target"]
         found = self.names[target] if isinstance(target, str) else self._objects[target]
@@ -61,15 +61,15 @@ class Answer:
             case _:
                 raise TypeError("there is no such operation")
         # An argument may have been changed in place, as sorting does.
-        changed = [literals.encode(one, self.refer) for one in arguments]
-        return {"value": literals.encode(value, self.refer), "arguments": changed}
+        changed = [literals.encode(one, self.get_or_assign_number) for one in arguments]
+        return {"value": literals.encode(value, self.get_or_assign_number), "arguments": changed}
 
 
 def main() -> None:
     """Run the answer, then work until the tests have ended."""
     channel = literals.Channel(int(sys.argv[3]))
     try:
-        answer = Answer(Path(sys.argv[2]).read_text(encoding="utf-8"))
+        answer = AnswerProgram(Path(sys.argv[2]).read_text(encoding="utf-8"))
         channel.send({"names": [name for name in answer.names if not name.startswith("__")]})
     except Exception as error:  # boundary: the model's code
         channel.send({"error": type(error).__name__, "message": str(error)[:1000]})
@@ -80,7 +80,7 @@ def main() -> None:
         except literals.ClosedChannelError:
             return
         try:
-            channel.send(answer.work(request))
+            channel.send(answer.execute_request(request))
         except literals.ClosedChannelError:
             return
         except Exception as error:  # boundary: the model's code

@@ -26,33 +26,33 @@ class AnswerError(Exception):
     """The answer raised what is not one of Python's own exceptions."""
 
 
-class Remote:
+class RemoteObject:
     """An object of the answer: it can be called, asked and gone through, but equals nothing."""
 
-    def __init__(self, judge: "Judge", target: str | int) -> None:
+    def __init__(self, judge: "AnswerClient", target: str | int) -> None:
         self.__dict__.update(_judge=judge, _target=target)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """What the answer's function or method returns."""
-        return self._judge.ask(self._target, "call", arguments, keywords)
+        return self._judge.request_operation(self._target, "call", arguments, keywords)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._judge.ask(self._target, "attribute", (name,))
+        return self._judge.request_operation(self._target, "attribute", (name,))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._judge.ask(self._target, "item", (key,))
+        return self._judge.request_operation(self._target, "item", (key,))
 
     def __len__(self) -> int:
-        length: int = self._judge.ask(self._target, "length")
+        length: int = self._judge.request_operation(self._target, "length")
         return length
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._judge.ask(self._target, "items"))
+        return iter(self._judge.request_operation(self._target, "items"))
 
     def __eq__(self, other: object) -> bool:
-        if isinstance(other, Remote):
+        if isinstance(other, RemoteObject):
             return bool(self._target == other._target)
         raise TypeError("an object of the answer is compared with a value")
 
@@ -62,7 +62,7 @@ class Remote:
     __hash__ = None  # type: ignore[assignment]
 
 
-class Judge:
+class AnswerClient:
     """The tests' side of the channel."""
 
     def __init__(self, channel: literals.Channel) -> None:
@@ -70,12 +70,12 @@ class Judge:
         started = channel.receive()
         self._raise_if_failed(started)
         self.names = {
-            name: self._bind(name)
+            name: self._import_stdlib_module_or_make_remote(name)
             for name in map(str, started["names"])
             if not hasattr(builtins, name)
         }
 
-    def ask(
+    def request_operation(
         self,
         target: str | int,
         operation: str,
@@ -87,9 +87,9 @@ class Judge:
             {
                 "target": target,
                 "operation": operation,
-                "arguments": [literals.encode(one, self._refer) for one in arguments],
+                "arguments": [literals.encode(one, self._get_remote_number) for one in arguments],
                 "keywords": {
-                    name: literals.encode(one, self._refer)
+                    name: literals.encode(one, self._get_remote_number)
                     for name, one in (keywords or {}).items()
                 },
             }
@@ -97,17 +97,17 @@ class Judge:
         reply = self._channel.receive()
         self._raise_if_failed(reply)
         for mine, changed in zip(arguments, reply["arguments"], strict=True):
-            self._change(mine, literals.decode(changed, self._resolve))
-        return literals.decode(reply["value"], self._resolve)
+            self._update_in_place(mine, literals.decode(changed, self._make_remote))
+        return literals.decode(reply["value"], self._make_remote)
 
-    def _bind(self, name: str) -> Any:
+    def _import_stdlib_module_or_make_remote(self, name: str) -> Any:
         """The library's own module for a name of it: an answer's `math` judges nothing."""
         if name in sys.stdlib_module_names:
             return importlib.import_module(name)
-        return Remote(self, name)
+        return RemoteObject(self, name)
 
     @staticmethod
-    def _change(mine: Any, changed: Any) -> None:
+    def _update_in_place(mine: Any, changed: Any) -> None:
         if type(mine) is not type(changed):
             return
         if isinstance(mine, list):
@@ -117,13 +117,13 @@ class Judge:
             mine.update(changed)
 
     @staticmethod
-    def _refer(value: Any) -> int:
-        if isinstance(value, Remote) and isinstance(value._target, int):
+    def _get_remote_number(value: Any) -> int:
+        if isinstance(value, RemoteObject) and isinstance(value._target, int):
             return value._target
         raise TypeError(f"{type(value).__name__} is no value that an answer can be given")
 
-    def _resolve(self, number: int) -> Remote:
-        return Remote(self, int(number))
+    def _make_remote(self, number: int) -> RemoteObject:
+        return RemoteObject(self, int(number))
 
     @staticmethod
     def _raise_if_failed(reply: dict[str, Any]) -> None:
@@ -136,7 +136,7 @@ class Judge:
 
 def main() -> None:
     """Run the tests, and say so if all of them passed."""
-    judge = Judge(literals.Channel(int(sys.argv[3])))
+    judge = AnswerClient(literals.Channel(int(sys.argv[3])))
     tests = compile(Path(sys.argv[2]).read_text(encoding="utf-8"), "tests.py", "exec")
     module = types.ModuleType("__main__")  # as `unittest.main` looks for it
     vars(module).update(judge.names)

@@ -41,7 +41,11 @@ BAD_REWARD_KIND = "BadReward"
 REFUSED_REWARD_KIND = "RefusedReward"
 NO_CALL_KIND = "NoModelCall"
 """Kinds of agents' errors in which nothing was raised."""
-_NOBODY_LISTENS_SIGNS = ("Connect call failed", "Connection refused", "connection attempts failed")
+_NO_LISTENER_ERROR_TEXTS = (
+    "Connect call failed",
+    "Connection refused",
+    "connection attempts failed",
+)
 """What HTTP clients of agents say where nobody listens."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
@@ -103,14 +107,16 @@ async def run_episode(
         try:
             if free is not None:
                 lifetime_s = spec.timeout_s + CANCEL_GRACE_S
-                await free.hand_over(spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s)
+                await free.put_into_task_and_open_endpoint(
+                    spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
+                )
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
             reward = await _send_rewards_and_end_session(
                 parse_agent_rewards(returned), session, proxy
             )
             return EpisodeOutcome("ok", session.session_id, reward=reward)
         except AgentError as failure:
-            ended = await _close_session(session, proxy)
+            ended = await _end_session_of_lost_episode(session, proxy)
             error = _explain_failure(failure, ended, one, spec.data)
         status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
         if ended is not None and not ended.replicas_serving:
@@ -133,7 +139,7 @@ def _explain_failure(
                 "the agent made no model call, so there is nothing to reward",
                 NO_CALL_KIND,
             )
-        if kind == NO_CALL_KIND or any(sign in message for sign in _NOBODY_LISTENS_SIGNS):
+        if kind == NO_CALL_KIND or any(sign in message for sign in _NO_LISTENER_ERROR_TEXTS):
             hint = "call the model at the `base_url`, with the `api_key`, that `run` is given"
     if kind == KeyError.__name__:
         hint = suggest_column(message.partition(f"{kind}: ")[2].strip("'\""), data)
@@ -182,7 +188,7 @@ def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
         AgentError: It is neither a finite number nor a `Reward`, nor a dict of these.
     """
     if not isinstance(returned, dict):
-        return {None: _check_reward(returned, "")}
+        return {None: _parse_one_agent_reward(returned, "")}
     if not returned:
         raise AgentError(
             "the agent returned an empty dict, expected a reward per interaction id",
@@ -194,10 +200,10 @@ def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
                 f"the agent returned a dict with the key {key!r}, expected ids (str)",
                 kind=BAD_REWARD_KIND,
             )
-    return {key: _check_reward(value, f" for {key}") for key, value in returned.items()}
+    return {key: _parse_one_agent_reward(value, f" for {key}") for key, value in returned.items()}
 
 
-def _check_reward(value: object, place: str) -> Reward:
+def _parse_one_agent_reward(value: object, place: str) -> Reward:
     try:
         return parse_reward(value)
     except InvalidRewardError as refusal:
@@ -282,7 +288,7 @@ async def _send_rewards_and_end_session(
     return ended.reward
 
 
-async def _close_session(
+async def _end_session_of_lost_episode(
     session: StartSessionReply, proxy: ServiceClient
 ) -> EndSessionReply | None:
     """End a session whose episode is lost. None: the proxy has forgotten it, or it has ended."""

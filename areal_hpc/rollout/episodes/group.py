@@ -28,7 +28,7 @@ class GroupResult:
     """Why the others are missing."""
 
 
-async def run_group(
+async def run_group_until_enough_succeed(
     episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]], wanted: int, least: int
 ) -> GroupResult:
     """Run episodes until the first `wanted` ended well; the rest is cancelled.

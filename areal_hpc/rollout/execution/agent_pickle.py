@@ -44,7 +44,7 @@ def get_import_path(thing: object) -> str | None:
     return f"{module}.{name}" if found is thing else None
 
 
-def save_agent(
+def save_agent_as_module(
     workflow: Any,
     kwargs: Mapping[str, Any],
     folder: Path,
@@ -88,7 +88,7 @@ def pickle_agent(thing: Any) -> bytes:
 
 
 def load_agent_pickle(module_file: str) -> Agent:
-    """The agent beside a module that `save_agent` wrote."""
+    """The agent beside a module that `save_agent_as_module` wrote."""
     workflow, kwargs = cloudpickle.loads(Path(module_file).with_suffix(".pkl").read_bytes())
     return load_agent(workflow, kwargs, extra_kwargs=())
 

@@ -26,14 +26,14 @@ class AgentSandboxes:
         self._pool = SandboxPool(runtime, spec, warm)
         self._has_session = spec.network != "none"
 
-    async def fill(self) -> None:
+    async def start_first_and_refill(self) -> None:
         """Start one, so that what is wrong is known before any episode.
 
         Raises:
             RecipeError: This machine cannot start it.
             ClusterError: It did not start.
         """
-        await self._pool.fill()
+        await self._pool.start_first_and_refill()
 
     @asynccontextmanager
     async def acquire(self) -> "AsyncIterator[EpisodeSandbox]":
@@ -52,7 +52,7 @@ class EpisodeSandbox:
     def __init__(self, sandbox: Sandbox, has_session: bool) -> None:
         self._sandbox, self._has_session = sandbox, has_session
 
-    async def hand_over(
+    async def put_into_task_and_open_endpoint(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
     ) -> None:
         """Put the sandbox into the agent's task, and show its commands the model's endpoint.
@@ -69,10 +69,10 @@ class EpisodeSandbox:
                 hint="rename the column, or set rollout.agent.isolation=null",
             )
         if self._has_session:
-            url = await self._sandbox.open_session(base_url.removesuffix("/v1"))
+            url = await self._sandbox.open_model_endpoint(base_url.removesuffix("/v1"))
             self._sandbox.base_url = f"{url}/v1"
             self._sandbox.add_variables(build_endpoint_variables(f"{url}/v1", api_key))
-        self._sandbox.begin_time(lifetime_s)
+        self._sandbox.start_lifetime_limit(lifetime_s)
         data[SANDBOX_KEY] = self._sandbox
 
 
@@ -140,7 +140,7 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
     return SandboxSpec(Path(config.root).resolve() if config.root else None, network, limits)
 
 
-def check_sandbox(agent: dict[str, Any]) -> None:
+def check_sandbox_starts(agent: dict[str, Any]) -> None:
     """Start and stop the sandbox of a section `rollout.agent` on this machine.
 
     Raises:
@@ -152,7 +152,7 @@ def check_sandbox(agent: dict[str, Any]) -> None:
     async def start_and_stop() -> None:
         sandboxes = make_agent_sandboxes(how, warm=1)
         if sandboxes is not None:
-            await sandboxes.fill()
+            await sandboxes.start_first_and_refill()
             await sandboxes.close()
 
     asyncio.run(start_and_stop())

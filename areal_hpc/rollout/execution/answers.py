@@ -55,7 +55,7 @@ def decode_answer(line: bytes) -> Any:
         answer = json.loads(line)
         if "raised" not in answer:
             return _from_builtins(answer["returned"])
-        error = _build_error(answer["raised"])
+        error = _rebuild_error(answer["raised"])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as wrong:
         raise AgentError(
             f"what the worker process answered cannot be read: {line[:100]!r} ({wrong})"
@@ -98,7 +98,7 @@ def _from_builtins(data: Any) -> Any:
     raise ValueError(f"unknown form {word!r}")
 
 
-def _build_error(raised: dict[str, Any]) -> Exception:
+def _rebuild_error(raised: dict[str, Any]) -> Exception:
     name, problems = str(raised["name"]), [Problem(*map(str, one)) for one in raised["problems"]]
     first = problems[0]
     if name == "RecipeError":

@@ -19,8 +19,8 @@ from typing import Any
 from areal_hpc.errors import AgentError, WorkerLostError
 from areal_hpc.jobs.processes.descendants import (
     adopt_orphans,
+    kill_and_reap_process,
     kill_descendants,
-    kill_process,
     list_descendants,
 )
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
@@ -131,7 +131,7 @@ class _Process:
         self._child.kill()
         self._child.join()
         for one in below:
-            kill_process(one)
+            kill_and_reap_process(one)
         self._pipe.close()
         self._answers.close()
 

@@ -91,7 +91,7 @@ _AGENT_CACHE: dict[str, Agent] = {}
 """Agents built from dotted paths: once per process."""
 
 
-def _get_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
+def _get_or_load_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
     if not isinstance(workflow, str):
         return load_agent(workflow, kwargs, extra_kwargs=())
     key = f"{workflow} {kwargs!r}"
@@ -101,7 +101,7 @@ def _get_agent(workflow: Any, kwargs: Mapping[str, Any]) -> Agent:
 
 
 def _check_agent_builds(workflow: Any, kwargs: Mapping[str, Any]) -> None:
-    _get_agent(workflow, kwargs)
+    _get_or_load_agent(workflow, kwargs)
 
 
 def _run_episode_in_child(
@@ -112,7 +112,7 @@ def _run_episode_in_child(
     variables: Mapping[str, str],
 ) -> Any:
     os.environ.update(variables)
-    agent = _get_agent(workflow, kwargs)
+    agent = _get_or_load_agent(workflow, kwargs)
 
     async def run() -> Any:
         sandboxes = None if how is None else make_agent_sandboxes(how, warm=0)
@@ -120,7 +120,7 @@ def _run_episode_in_child(
         async with acquire_sandbox(sandboxes) as free:
             if free is not None:
                 url, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
-                await free.hand_over(data, url, key, float("inf"))
+                await free.put_into_task_and_open_endpoint(data, url, key, float("inf"))
             return await agent.run(data)
 
     try:

@@ -16,8 +16,8 @@ from areal_hpc.sandbox.bubblewrap import (
     SYSTEM_FILES,
     SYSTEM_LINKS,
     find_bubblewrap,
+    get_bwrap_runnable_by_all,
     may_become_nobody,
-    stage_for_all,
 )
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
@@ -27,14 +27,14 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.system_view import ACCOUNTS, VARIABLES, WORK_DIR
-from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
-from areal_hpc.sandbox.seccomp import build_filter
+from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
-_SCRATCH_PLACES = ("/media", "/srv", "/mnt", "/opt")
+_SCRATCH_DIR_CANDIDATES = ("/media", "/srv", "/mnt", "/opt")
 """Folders that every distribution has (FHS 3.0); one of them is covered, for bubblewrap alone."""
-_PREPARE = """
+_PREPARE_SCRATCH_SCRIPT = """
 set -e
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
 mkdir "$1/upper" "$1/work" "$1/workspace"
@@ -58,21 +58,21 @@ class BwrapRuntime:
         if bwrap is None:
             raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
         if as_nobody:
-            bwrap = stage_for_all(bwrap)
+            bwrap = get_bwrap_runnable_by_all(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *(source for source, _ in python.binds)]
         with _open_contents() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
-                *("sh", "-c", _PREPARE, "sh", scratch := _choose_scratch(taken)),
+                *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := _choose_scratch_dir(taken)),
                 *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
-                *build_arguments(spec, python, scratch, contents),
+                *build_bwrap_arguments(spec, python, scratch, contents),
             ]
-            plan = StartPlan(
+            plan = SandboxStartPlan(
                 command,
                 WORK_DIR,
                 spec.limits,
-                VARIABLES,
+                GUEST_VARIABLES,
                 pass_fds=contents.descriptors,
                 user=NOBODY_UID if as_nobody else None,
             )
@@ -85,7 +85,7 @@ class BwrapRuntime:
                 raise
 
 
-class _Contents:
+class _ContentDescriptors:
     """Files that exist as descriptors alone, to be inherited."""
 
     def __init__(self) -> None:
@@ -101,8 +101,8 @@ class _Contents:
 
 
 @contextlib.contextmanager
-def _open_contents() -> Iterator[_Contents]:
-    contents = _Contents()
+def _open_contents() -> Iterator[_ContentDescriptors]:
+    contents = _ContentDescriptors()
     try:
         yield contents
     finally:
@@ -110,8 +110,8 @@ def _open_contents() -> Iterator[_Contents]:
             os.close(descriptor)
 
 
-def build_arguments(
-    spec: SandboxSpec, python: GuestPython, scratch: str, contents: _Contents
+def build_bwrap_arguments(
+    spec: SandboxSpec, python: GuestPython, scratch: str, contents: _ContentDescriptors
 ) -> list[str]:
     """Bubblewrap's command line. `scratch` is the folder whose size is limited."""
     command = [
@@ -123,7 +123,7 @@ def build_arguments(
     if spec.network == "open":
         command.append("--share-net")
     if spec.root is None:
-        command += _show_system(scratch, spec.network, contents)
+        command += _list_system_options(scratch, spec.network, contents)
         writable = [WORK_DIR, "/tmp"]
     else:
         command += ["--overlay-src", str(spec.root)]
@@ -144,7 +144,7 @@ def build_arguments(
     command += ["--remount-ro", GUEST_DIR, "--remount-ro", "/dev"]
     if spec.root is None:
         command += ["--remount-ro", "/"]
-    program_filter = build_filter()
+    program_filter = build_seccomp_filter()
     if program_filter is not None:
         command += ["--seccomp", contents.add(program_filter)]
     server = build_server_command(
@@ -158,7 +158,9 @@ def build_arguments(
     return ["--args", options, "--", *server]
 
 
-def _show_system(scratch: str, network: Network, contents: _Contents) -> Iterator[str]:
+def _list_system_options(
+    scratch: str, network: Network, contents: _ContentDescriptors
+) -> Iterator[str]:
     """Options for this machine's programs, read-only, and folders to write in."""
     yield from ("--ro-bind", "/usr", "/usr", "--perms", "0755", "--dir", "/etc")
     for path in map(Path, SYSTEM_LINKS):
@@ -169,19 +171,20 @@ def _show_system(scratch: str, network: Network, contents: _Contents) -> Iterato
     shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
     for name in (*SYSTEM_FILES, *shared):
         yield from ("--ro-bind-try", name, name)
-    for name, content in ACCOUNTS.items():
+    for name, content in GUEST_ACCOUNT_FILES.items():
         yield from ("--perms", "0644")
         yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
     yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")
 
 
-def _choose_scratch(taken: Sequence[str]) -> str:
+def _choose_scratch_dir(taken: Sequence[str]) -> str:
     """A folder that may be covered: nothing that the sandbox is made of lies in it."""
-    for place in _SCRATCH_PLACES:
+    for place in _SCRATCH_DIR_CANDIDATES:
         if Path(place).is_dir() and not any(Path(one).is_relative_to(place) for one in taken):
             return place
     raise ClusterError(
-        f"none of {', '.join(_SCRATCH_PLACES)} can hold the files of a sandbox on this machine",
+        f"none of {', '.join(_SCRATCH_DIR_CANDIDATES)} can hold the files of a sandbox on this "
+        "machine",
         hint="move the root file system out of them",
     )
 

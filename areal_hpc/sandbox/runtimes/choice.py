@@ -20,7 +20,7 @@ def make_runtime(name: str) -> Runtime:
     return _RUNTIMES[name]()
 
 
-def find_runtimes() -> list[str]:
+def find_installed_runtimes() -> list[str]:
     """Names of the runtimes whose programs are on this machine."""
     found = {
         "bwrap": find_bubblewrap() is not None,

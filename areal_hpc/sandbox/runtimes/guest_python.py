@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_python
+from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_sandbox_python
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
 
 GUEST_DIR = "/sandbox"
@@ -40,14 +40,14 @@ def find_guest_python(*, by_anybody: bool) -> GuestPython:
     Raises:
         ClusterError: There is none.
     """
-    found = find_python(by_anybody=by_anybody)
+    found = find_sandbox_python(by_anybody=by_anybody)
     if found is None:
         raise ClusterError(
             f"user {NOBODY_UID} may run no python3 of this machine",
             hint="install the distribution's python3, or do not start the run as root",
         )
     python, prefix = os.path.realpath(found[0]), found[1] or "/usr"
-    loader, folders = _find_libraries()
+    loader, folders = _find_loader_and_library_dirs()
     binds = [(prefix, f"{GUEST_DIR}/python"), (loader, f"{GUEST_DIR}/loader")]
     places = []
     for number, folder in enumerate(folders):
@@ -78,7 +78,7 @@ def build_server_command(
         origin: The folder that paths in a snapshot are relative to.
     """
     request = {
-        "limits": _list_limits(spec.limits, counts_processes),
+        "limits": _build_limit_fields(spec.limits, counts_processes),
         "session_port": SESSION_PORT if spec.network == "session-only" else None,
         "writable": list(writable),
         "origin": origin,
@@ -87,11 +87,11 @@ def build_server_command(
     return [*python, script, json.dumps(request)]
 
 
-def _list_limits(limits: SandboxLimits, counts_processes: bool) -> dict[str, float]:
+def _build_limit_fields(limits: SandboxLimits, counts_processes: bool) -> dict[str, float]:
     return asdict(limits) | {"open_files": MAX_OPEN_FILES, "counts_processes": counts_processes}
 
 
-def _find_libraries() -> tuple[str, list[str]]:
+def _find_loader_and_library_dirs() -> tuple[str, list[str]]:
     """This process's loader, and the folders that it found the system's libraries in."""
     mapped = {
         os.path.realpath(line.split(maxsplit=5)[5].strip())

@@ -26,8 +26,8 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.system_view import ACCOUNTS, VARIABLES, WORK_DIR
-from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
 _PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -50,14 +50,14 @@ class GvisorRuntime:
             raise _build_isolation_error("there is no gVisor (the program runsc)")
         python = find_guest_python(by_anybody=as_nobody)
         bundle = Path(tempfile.mkdtemp(prefix="areal-hpc-gvisor-"))
-        write_bundle(bundle, spec, python, as_nobody)
+        write_oci_bundle(bundle, spec, python, as_nobody)
         options = ("--rootless", "--network=none", "--ignore-cgroups", "--root", f"{bundle}/state")
         words = ("run", "--bundle", str(bundle), bundle.name)
-        plan = StartPlan(
+        plan = SandboxStartPlan(
             [runsc, *options, *words],
             WORK_DIR,
             spec.limits,
-            VARIABLES,
+            GUEST_VARIABLES,
             user=NOBODY_UID if as_nobody else None,
             on_stop=functools.partial(shutil.rmtree, bundle, ignore_errors=True),
         )
@@ -74,16 +74,22 @@ def find_runsc() -> str | None:
     return shutil.which("runsc", path=f"{os.environ.get('PATH', '')}:{_PATH}")
 
 
-def write_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_nobody: bool) -> None:
+def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_nobody: bool) -> None:
     """Fill the folder from which a container of the Open Container Initiative (OCI) starts."""
     for name in ("rootfs", "state", "files"):
         (bundle / name).mkdir()
-    for name, content in ACCOUNTS.items():
+    for name, content in GUEST_ACCOUNT_FILES.items():
         (bundle / "files" / name).write_text(content)
-    mounts = [*_list_kernel_mounts(), *_list_guest_mounts(python), *_show_system(bundle / "rootfs")]
-    mounts += [_bind(f"{bundle}/files/{name}", f"/etc/{name}") for name in ACCOUNTS]
+    mounts = [
+        *_list_kernel_mounts(),
+        *_list_guest_mounts(python),
+        *_mount_system_in_rootfs(bundle / "rootfs"),
+    ]
+    mounts += [
+        _build_bind_mount(f"{bundle}/files/{name}", f"/etc/{name}") for name in GUEST_ACCOUNT_FILES
+    ]
     writable = [WORK_DIR, "/tmp"]
-    mounts += [_make_folder(place, spec.limits.disk_bytes) for place in writable]
+    mounts += [_build_tmpfs_mount(place, spec.limits.disk_bytes) for place in writable]
     server = build_server_command(
         spec,
         python.command,
@@ -121,29 +127,29 @@ def _list_kernel_mounts() -> Iterator[dict[str, Any]]:
 
 def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
     for source, place in python.binds:
-        yield _bind(source, place)
+        yield _build_bind_mount(source, place)
     for script in SCRIPTS:
-        yield _bind(str(script), f"{GUEST_DIR}/{script.name}")
+        yield _build_bind_mount(str(script), f"{GUEST_DIR}/{script.name}")
 
 
-def _show_system(rootfs: Path) -> Iterator[dict[str, Any]]:
+def _mount_system_in_rootfs(rootfs: Path) -> Iterator[dict[str, Any]]:
     """This machine's programs, read-only."""
-    yield _bind("/usr", "/usr")
+    yield _build_bind_mount("/usr", "/usr")
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():
             (rootfs / path.name).symlink_to(path.readlink())
         elif path.is_dir():
-            yield _bind(str(path), str(path))
+            yield _build_bind_mount(str(path), str(path))
     for name in SYSTEM_FILES:
         if Path(name).exists():
-            yield _bind(os.path.realpath(name), name)
+            yield _build_bind_mount(os.path.realpath(name), name)
 
 
-def _bind(source: str, place: str) -> dict[str, Any]:
+def _build_bind_mount(source: str, place: str) -> dict[str, Any]:
     return {"destination": place, "type": "bind", "source": source, "options": ["bind", "ro"]}
 
 
-def _make_folder(place: str, size_bytes: int) -> dict[str, Any]:
+def _build_tmpfs_mount(place: str, size_bytes: int) -> dict[str, Any]:
     options = [f"size={size_bytes}", "mode=1777"]
     return {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
 

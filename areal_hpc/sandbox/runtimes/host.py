@@ -7,7 +7,7 @@ import sys
 import tempfile
 
 from areal_hpc.sandbox.runtimes.guest_python import SCRIPTS, build_server_command
-from areal_hpc.sandbox.sandbox import Sandbox, StartPlan
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
 
@@ -36,5 +36,5 @@ class HostRuntime:
             "TMPDIR": folder,
         }
         remove = functools.partial(shutil.rmtree, folder, ignore_errors=True)
-        plan = StartPlan(command, folder, spec.limits, variables, on_stop=remove)
+        plan = SandboxStartPlan(command, folder, spec.limits, variables, on_stop=remove)
         return await Sandbox.start(plan)

@@ -93,14 +93,14 @@ def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> De
                 )
     else:
         settings = DevclusterSettings(**{"namespaces": host.can_create_namespaces(), **asked})
-        host.check_commands(settings)
+        host.require_commands(settings)
         facts = host.inspect_host(settings)
     made = plan_devcluster(settings, facts, paths)
-    _write_files(made)
+    _write_config_files(made)
     return made
 
 
-def _write_files(made: DevclusterPlan) -> None:
+def _write_config_files(made: DevclusterPlan) -> None:
     paths = made.paths
     paths.made_of.write_text(
         dump_plan_inputs(made.settings, made.facts)
@@ -198,7 +198,7 @@ class ComponentHealth:
     note: str
 
 
-def check_health(made: DevclusterPlan) -> list[ComponentHealth]:
+def list_component_health(made: DevclusterPlan) -> list[ComponentHealth]:
     """Every daemon, then every node."""
     found = []
     for daemon in made.daemons:

@@ -44,7 +44,7 @@ def start_daemon(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
                 maker = daemon.make_first[0]
                 what = f"lacks {daemon.made_first}: {maker} ended with {done.returncode}"
                 raise build_daemon_error(paths, daemon.name, what)
-        processes.spawn(
+        processes.spawn_and_record(
             daemon.command,
             made.environ,
             paths.output_file(daemon.name),

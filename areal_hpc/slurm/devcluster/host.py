@@ -27,7 +27,7 @@ PORT_RANGE = range(20000, 32000)
 _NAMESPACE_TRIAL_COMMAND = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "true")
 
 
-def check_commands(settings: DevclusterSettings) -> None:
+def require_commands(settings: DevclusterSettings) -> None:
     """Find every command that a cluster needs.
 
     Raises:

@@ -87,7 +87,7 @@ def restart_node(made: DevclusterPlan, node: DevclusterNode) -> None:
     lost = ("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lost power")
     processes.run_command(lost, made.environ)
     files = made.paths.output_file(node.name), made.paths.process_record_file(node.name)
-    process = processes.spawn(node.command, made.environ, *files, stdin=subprocess.PIPE)
+    process = processes.spawn_and_record(node.command, made.environ, *files, stdin=subprocess.PIPE)
     assert process.stdin is not None
     # Interrupted before the line, the pipe closes without it, and the node goes away again.
     with process.stdin as line:

@@ -148,7 +148,7 @@ def plan_devcluster(
     Raises:
         RecipeError: The state directory's path is too long for sockets, or the machine too small.
     """
-    _check_limits(settings, facts, paths)
+    _require_sizes_within_limits(settings, facts, paths)
     nodes = tuple(_plan_node(settings, facts, paths, number) for number in range(settings.nodes))
     controller_address = f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
     words = {
@@ -182,7 +182,9 @@ def plan_devcluster(
     )
 
 
-def _check_limits(settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths) -> None:
+def _require_sizes_within_limits(
+    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
+) -> None:
     longest = max(paths.munge_socket, paths.database_socket, key=lambda path: len(bytes(path)))
     if len(bytes(longest)) > MAX_SOCKET_PATH_BYTES:
         raise RecipeError(

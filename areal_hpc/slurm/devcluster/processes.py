@@ -27,7 +27,7 @@ def get_search_path() -> str:
     )
 
 
-def spawn(
+def spawn_and_record(
     command: Sequence[str],
     environ: Mapping[str, str],
     output: Path,
@@ -86,7 +86,7 @@ def lock_folder(folder: Path) -> Iterator[None]:
 
 
 def find_recorded_process(record: Path) -> psutil.Process | None:
-    """The process that `spawn` wrote down, if it still runs."""
+    """The process that `spawn_and_record` wrote down, if it still runs."""
     try:
         kept = json.loads(record.read_text())
         process = psutil.Process(kept["pid"])

@@ -12,10 +12,10 @@ from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
 
-_GRAM_FACTORS = np.array(
+_NGRAM_HASH_FACTORS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
 )
-_REPLY_FACTOR = 0xD6E8FEB86659FD93
+_REPLY_HASH_FACTOR = 0xD6E8FEB86659FD93
 """Odd numbers that spread four tokens in a row, and the number of their reply, over 64 bits."""
 REPETITION_WINDOW_TOKENS = 256
 """Tokens at the end of a reply in which repetition is looked for: loops go on to the end."""
@@ -112,7 +112,7 @@ def summarize_rewards(
 
 def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
     """Lengths of the replies that the batch trains, and how much they repeat themselves."""
-    replies = [reply for row in batch for reply in _split_replies(row)]
+    replies = [reply for row in batch for reply in _split_row_into_replies(row)]
     if not replies:
         return {}
     lengths = np.array([len(reply) for reply in replies])
@@ -124,7 +124,7 @@ def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
     }
 
 
-def _split_replies(row: TrajectoryRow) -> list[npt.NDArray[np.int32]]:
+def _split_row_into_replies(row: TrajectoryRow) -> list[npt.NDArray[np.int32]]:
     """The stretches of a row's tokens that the model sampled without a break."""
     edges = np.flatnonzero(np.diff(row.loss_mask_T, prepend=0, append=0))
     return [row.input_ids_T[begin:end] for begin, end in edges.reshape(-1, 2).tolist()]
@@ -135,10 +135,10 @@ def compute_repeated_fraction(replies: Sequence[npt.NDArray[np.int32]]) -> float
     keys = []
     for number, reply in enumerate(replies):
         ids = reply[-REPETITION_WINDOW_TOKENS:].astype(np.uint64)
-        runs = len(ids) - len(_GRAM_FACTORS) + 1
+        runs = len(ids) - len(_NGRAM_HASH_FACTORS) + 1
         if runs > 0:
-            hashes = np.full(runs, number * _REPLY_FACTOR % 2**64, np.uint64)
-            for place, factor in enumerate(_GRAM_FACTORS):
+            hashes = np.full(runs, number * _REPLY_HASH_FACTOR % 2**64, np.uint64)
+            for place, factor in enumerate(_NGRAM_HASH_FACTORS):
                 hashes += ids[place : place + runs] * factor
             keys.append(hashes)
     if not keys:

@@ -39,10 +39,10 @@ def group_episode_records(batch: Sequence[TrajectoryRow]) -> list[EpisodeRecord]
     for row in batch:
         session = row.record.session_id or f"row {len(found)}"  # a row of before format v2
         found.setdefault(session, []).append(row.record)
-    return [merge_rows(records) for records in found.values()]
+    return [merge_rows_into_episode(records) for records in found.values()]
 
 
-def merge_rows(records: Sequence[RowRecord]) -> EpisodeRecord:
+def merge_rows_into_episode(records: Sequence[RowRecord]) -> EpisodeRecord:
     """The episode that these rows are of."""
     first, calls = records[0], dict[str, CallRecord]()
     for call in (call for record in records for call in record.calls):
@@ -58,7 +58,7 @@ def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
         **_summarize_turns(told),
         **_summarize_durations(told),
         **_summarize_generation([call for episode in told for call in episode.calls.values()]),
-        **_compare_cells(told),
+        **_measure_slowest_cell_ratio(told),
         **_summarize_agent_numbers(told),
     }
 
@@ -83,7 +83,7 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     if not timed:
         return {}
     durations = [episode.duration_s for episode in timed]
-    in_calls_s = sum(measure_union_s(map(get_span, one.calls.values())) for one in timed)
+    in_calls_s = sum(measure_covered_s(map(get_call_span, one.calls.values())) for one in timed)
     return {
         "episode/duration_mean_s": float(np.mean(durations)),
         "episode/duration_max_s": max(durations),
@@ -91,12 +91,12 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     }
 
 
-def get_span(call: CallRecord) -> tuple[float, float]:
+def get_call_span(call: CallRecord) -> tuple[float, float]:
     """When a call was under way, in Unix time."""
     return call.asked_at, call.answered_at
 
 
-def measure_union_s(spans: Iterable[tuple[float, float]]) -> float:
+def measure_covered_s(spans: Iterable[tuple[float, float]]) -> float:
     """The time that at least one of the spans covers."""
     covered_s, end = 0.0, -np.inf
     for begin, until in sorted(spans):
@@ -119,7 +119,7 @@ def _summarize_generation(calls: Sequence[CallRecord]) -> dict[str, float]:
     return metrics
 
 
-def _compare_cells(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _measure_slowest_cell_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """How much slower the slowest cell's calls are than the fastest one's."""
     speeds = [speed for _, speed in _measure_cell_speeds(episodes)]
     if len(speeds) < 2:

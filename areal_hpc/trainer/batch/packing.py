@@ -97,13 +97,13 @@ def plan_packs(
     needed = -(-sum(sizes) // max_tokens)
     rounds = max(1, -(-needed // ranks))
     while True:
-        packs = _assign_to_least_loaded(order, sizes, rounds * ranks)
+        packs = _assign_sequences_to_least_loaded_packs(order, sizes, rounds * ranks)
         if all(len(pack) <= 1 or sum(sizes[i] for i in pack) <= max_tokens for pack in packs):
             return [packs[rank::ranks] for rank in range(ranks)]
         rounds += 1
 
 
-def _assign_to_least_loaded(
+def _assign_sequences_to_least_loaded_packs(
     order: Sequence[int], sizes: Sequence[int], packs: int
 ) -> list[list[int]]:
     loads = np.zeros(packs, dtype=np.int64)

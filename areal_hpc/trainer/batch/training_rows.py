@@ -63,7 +63,7 @@ def read_rows_by_ticket(
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
     found = {
-        name: map(_add_record, shards.read_rows(name, rows), shards.read_records(name, rows))
+        name: map(_replace_record, shards.read_rows(name, rows), shards.read_records(name, rows))
         for name, rows in rows_of.items()
     }
     batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
@@ -79,7 +79,7 @@ def read_rows_by_ticket(
     return batch
 
 
-def _add_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
+def _replace_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
     return replace(row, record=record)
 
 
@@ -127,7 +127,7 @@ def build_rows(
     credit = credit_batch(batch, objective)
     advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
-    held = [version.packed for version in list_current_weight_names(current, forks)]
+    held = [version.packed for version in list_versions_of_current_weights(current, forks)]
     masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
     scales = compute_row_scales(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
@@ -148,7 +148,9 @@ def build_rows(
         if scales is not None:
             channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
         if objective.proximal == "log_linear":
-            channels[STALENESS_CHANNEL] = _compute_ages(trajectory.versions_T, current, forks)
+            channels[STALENESS_CHANNEL] = _compute_token_staleness(
+                trajectory.versions_T, current, forks
+            )
         if tempered:
             channels[TEMPERATURE_CHANNEL] = np.full(
                 size, _get_softmax_temperature(trajectory), dtype=np.float32
@@ -172,7 +174,7 @@ def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
     return mask_T
 
 
-def list_current_weight_names(
+def list_versions_of_current_weights(
     current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""
@@ -184,7 +186,7 @@ def list_current_weight_names(
     ]
 
 
-def _compute_ages(
+def _compute_token_staleness(
     versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""

@@ -27,7 +27,7 @@ class CopyMemory:
             OSError: There is not enough.
         """
         if self._memory is None or len(self._memory) < size_bytes:
-            self._release()
+            self._unpin_and_forget()
             size_bytes = max(size_bytes, mmap.PAGESIZE)
             # All pages at once: else each costs a trap, in the first checkpoint's copy.
             os.posix_fallocate(self.descriptor, 0, size_bytes)
@@ -38,12 +38,12 @@ class CopyMemory:
                 self._is_pinned = True
         return self._memory
 
-    def _release(self) -> None:
+    def _unpin_and_forget(self) -> None:
         if self._memory is not None and self._is_pinned:
             unpin_host_memory(self._memory)
         self._memory, self._is_pinned = None, False
 
     def close(self) -> None:
         """Give the memory back."""
-        self._release()
+        self._unpin_and_forget()
         os.close(self.descriptor)

@@ -29,7 +29,7 @@ class Box(NamedTuple):
             for offset, size in zip(self.offsets, self.sizes, strict=True)
         )
 
-    def move_out_of(self, outer: "Box") -> "Box":
+    def shift_to_coordinates_around(self, outer: "Box") -> "Box":
         """The same block, given within `outer`, in the tensor that `outer` is a block of.
 
         That tensor may have further axes in front, in which `outer` has the length 1.
@@ -38,7 +38,7 @@ class Box(NamedTuple):
         offsets = map(sum, zip(outer.offsets, added + self.offsets, strict=True))
         return Box(tuple(offsets), tuple(1 for _ in added) + self.sizes)
 
-    def move_into(self, outer: "Box") -> "Box":
+    def shift_to_coordinates_within(self, outer: "Box") -> "Box":
         """The same block, seen from where `outer` begins."""
         pairs = zip(self.offsets, outer.offsets, strict=True)
         return Box(tuple(own - base for own, base in pairs), self.sizes)
@@ -57,18 +57,18 @@ def split_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Box]
     first, begun = divmod(start, row)
     last, ended = divmod(stop, row)
     if first == last:
-        return _split_row(shape, first, begun, ended)
+        return _split_flat_range_of_row(shape, first, begun, ended)
     boxes = []
     if begun:
-        boxes += _split_row(shape, first, begun, row)
+        boxes += _split_flat_range_of_row(shape, first, begun, row)
         first += 1
     if first < last:
         whole = (0,) * (len(shape) - 1)
         boxes.append(Box((first, *whole), (last - first, *shape[1:])))
-    return boxes + _split_row(shape, last, 0, ended)
+    return boxes + _split_flat_range_of_row(shape, last, 0, ended)
 
 
-def _split_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box]:
+def _split_flat_range_of_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> list[Box]:
     within = split_flat_range(shape[1:], start, stop)
     return [Box((row, *box.offsets), (1, *box.sizes)) for box in within]
 
@@ -81,7 +81,7 @@ def split_into_matrices(box: Box) -> Iterator[Box]:
         yield Box(indices + box.offsets[split:], (1,) * split + box.sizes[split:])
 
 
-def intersect(one: Box, other: Box) -> Box | None:
+def intersect_boxes(one: Box, other: Box) -> Box | None:
     """The block that two blocks of a tensor have in common."""
     starts = tuple(map(max, one.offsets, other.offsets))
     stops = tuple(
@@ -98,7 +98,7 @@ def compute_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(reversed(list(lengths)))[-len(shape) :] if shape else ()
 
 
-def compute_span(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
+def compute_flat_start_and_extent(shape: tuple[int, ...], box: Box) -> tuple[int, int]:
     """Where a block begins in a flattened tensor, and how many numbers its last is after that."""
     strides = compute_strides(shape)
     first = sum(offset * stride for offset, stride in zip(box.offsets, strides, strict=True))

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from areal_hpc.rundir.checkpoint_index import Column, build_damage_error
+from areal_hpc.rundir.checkpoint_index import Column, build_checkpoint_damage_error
 from areal_hpc.trainer.checkpoints.flat_ranges import Box
 
 _PREFIX_BY_COLUMN: dict[Column, str] = {
@@ -86,7 +86,7 @@ class MegatronTensors:
         except FileNotFoundError:
             raise
         except (RuntimeError, EOFError, OSError, CheckpointException) as error:
-            raise build_damage_error(self._directory / key, error) from error
+            raise build_checkpoint_damage_error(self._directory / key, error) from error
         target.copy_(whole)
 
     def close(self) -> None:

@@ -10,8 +10,8 @@ from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import (
     BLOCK_BYTES,
     DIGEST_BYTES,
-    build_damage_error,
-    count_blocks,
+    build_checkpoint_damage_error,
+    count_digest_blocks,
 )
 
 
@@ -30,19 +30,19 @@ class RankFileReader:
         self._kept = bytearray()
         self._file = os.open(path, os.O_RDONLY)
         try:
-            self._check_size()
-            digests = bytearray(count_blocks(data_bytes) * DIGEST_BYTES)
+            self._check_file_size()
+            digests = bytearray(count_digest_blocks(data_bytes) * DIGEST_BYTES)
             self._read_bytes(memoryview(digests), data_bytes)
         except (OSError, ShardError):
             os.close(self._file)
             raise
         self._digests = np.frombuffer(digests, "<u4")
 
-    def _check_size(self) -> None:
+    def _check_file_size(self) -> None:
         found = os.fstat(self._file).st_size
-        expected = self._data_bytes + count_blocks(self._data_bytes) * DIGEST_BYTES
+        expected = self._data_bytes + count_digest_blocks(self._data_bytes) * DIGEST_BYTES
         if found != expected:
-            raise build_damage_error(
+            raise build_checkpoint_damage_error(
                 self._path, f"the file has {found} bytes, by the index it has {expected}"
             )
 
@@ -61,24 +61,24 @@ class RankFileReader:
         """
         stop = offset_bytes + size_bytes
         first = offset_bytes // BLOCK_BYTES * BLOCK_BYTES
-        blocks = bytearray(min(count_blocks(stop) * BLOCK_BYTES, self._data_bytes) - first)
+        blocks = bytearray(min(count_digest_blocks(stop) * BLOCK_BYTES, self._data_bytes) - first)
         known = len(self._kept) if first == self._kept_at else 0
         if known >= len(blocks):
             return memoryview(self._kept)[offset_bytes - first : stop - first]
         blocks[:known] = self._kept[:known]
-        self._read_blocks(memoryview(blocks)[known:], first + known)
+        self._read_and_verify_blocks(memoryview(blocks)[known:], first + known)
         self._kept_at = (stop - 1) // BLOCK_BYTES * BLOCK_BYTES
         self._kept = blocks[self._kept_at - first :]
         return memoryview(blocks)[offset_bytes - first : stop - first]
 
-    def _read_blocks(self, target: memoryview, offset_bytes: int) -> None:
+    def _read_and_verify_blocks(self, target: memoryview, offset_bytes: int) -> None:
         self._read_bytes(target, offset_bytes)
         for start in range(0, len(target), BLOCK_BYTES):
             block = target[start : start + BLOCK_BYTES]
             found = zlib.crc32(block)
             expected = int(self._digests[(offset_bytes + start) // BLOCK_BYTES])
             if found != expected:
-                raise build_damage_error(
+                raise build_checkpoint_damage_error(
                     self._path,
                     f"the {len(block)} bytes from byte {offset_bytes + start} on have the digest "
                     f"crc32:{found:08x}, they were written with crc32:{expected:08x}",
@@ -89,5 +89,7 @@ class RankFileReader:
         while done < len(target):
             taken = os.preadv(self._file, [target[done:]], offset_bytes + done)
             if taken == 0:
-                raise build_damage_error(self._path, f"it ends at byte {offset_bytes + done}")
+                raise build_checkpoint_damage_error(
+                    self._path, f"it ends at byte {offset_bytes + done}"
+                )
             done += taken

@@ -22,15 +22,15 @@ from areal_hpc.errors import ArealError, ClusterError, RecipeError
 from areal_hpc.rundir.checkpoint_index import (
     Column,
     NumberType,
-    Piece,
     RankIndex,
     StoredTensor,
-    build_damage_error,
+    TensorPiece,
+    build_checkpoint_damage_error,
     compute_data_bytes,
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import (
     Box,
-    intersect,
+    intersect_boxes,
     split_flat_range,
     split_into_matrices,
 )
@@ -44,7 +44,7 @@ from areal_hpc.trainer.megatron_private import OptimizerShard, list_optimizer_sh
 from areal_hpc.trainer.model.policy import Policy
 
 
-class Place(NamedTuple):
+class TensorPlace(NamedTuple):
     """Where some consecutive numbers of a shard belong."""
 
     name: str
@@ -59,7 +59,7 @@ class Place(NamedTuple):
 class StateShard:
     """Consecutive numbers of a parameter, in every column."""
 
-    places: list[Place]
+    places: list[TensorPlace]
     """One after another."""
     columns: dict[Column, torch.Tensor]
     """Flat, where the trainer has them: on its device or on the host."""
@@ -68,7 +68,7 @@ class StateShard:
     is_kept: bool
     """False where another rank keeps the same numbers."""
 
-    def split(self) -> Iterator[tuple[Place, int]]:
+    def split_by_place(self) -> Iterator[tuple[TensorPlace, int]]:
         """Each place, and which of the shard's numbers is its first."""
         first = 0
         for place in self.places:
@@ -81,7 +81,7 @@ class RankState:
 
     def __init__(self, policy: Policy, optimizer: Any) -> None:
         self._device = policy.device
-        self._shards = _list_shards(policy, optimizer)
+        self._shards = _list_state_shards(policy, optimizer)
         self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
         # Float32 before the others: every column begins where its numbers may.
         if policy.dtype == torch.float32:
@@ -105,9 +105,9 @@ class RankState:
         tensors: dict[str, StoredTensor] = {}
         done = 0
         for shard in self._kept:
-            for place, first in shard.split():
+            for place, first in shard.split_by_place():
                 held = tensors.setdefault(place.name, StoredTensor(place.shape, []))
-                held.pieces.append(Piece(rank, done + first, *place.box))
+                held.pieces.append(TensorPiece(rank, done + first, *place.box))
             done += shard.columns["weight"].numel()
         return RankIndex(self._count, tensors)
 
@@ -125,22 +125,22 @@ class RankState:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def read_from(self, stored: StoredTensors) -> None:
+    def load_from(self, stored: StoredTensors) -> None:
         """Take everything from a checkpoint, of whatever layout and type of weights."""
         for shard in self._shards:
             for place in shard.places:
-                _check_shape(stored, place)
+                _check_stored_shape(stored, place)
         for column in self.types:
-            source = self._choose_source(column, stored)
+            source = self._choose_source_column(column, stored)
             for shard in self._shards:
-                for place, first in shard.split():
+                for place, first in shard.split_by_place():
                     flat = shard.columns[column][first : first + place.box.numel]
                     _read_place(stored, source, place, flat.view(place.box.sizes))
         steps = stored.optimizer_steps
         for shard in self._shards:
             shard.step.fill_(steps)
 
-    def _choose_source(self, column: Column, stored: StoredTensors) -> Column:
+    def _choose_source_column(self, column: Column, stored: StoredTensors) -> Column:
         """Float32 weights are their own master weights."""
         if column == "weight" and "master" not in self.types and stored.has_column("master"):
             return "master"
@@ -149,7 +149,7 @@ class RankState:
         return column
 
 
-def load_state(policy: Policy, optimizer: Any, directory: Path) -> None:
+def load_checkpoint_into(policy: Policy, optimizer: Any, directory: Path) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one.
 
     Raises:
@@ -161,9 +161,9 @@ def load_state(policy: Policy, optimizer: Any, directory: Path) -> None:
     trouble: ArealError | None = None
     try:
         with open_stored_tensors(directory) as stored:
-            RankState(policy, optimizer).read_from(stored)
+            RankState(policy, optimizer).load_from(stored)
     except FileNotFoundError as error:
-        trouble = build_damage_error(Path(error.filename), "the file is gone")
+        trouble = build_checkpoint_damage_error(Path(error.filename), "the file is gone")
     except OSError as error:
         trouble = ClusterError(
             f"a checkpoint cannot be read: {error}", key=str(directory), hint="check the mounts"
@@ -174,7 +174,7 @@ def load_state(policy: Policy, optimizer: Any, directory: Path) -> None:
     policy.replica.start_param_sync()
 
 
-def _list_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
+def _list_state_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
     """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     sharded = policy.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
@@ -200,11 +200,11 @@ def _build_shard(
         columns["master"] = shard.master
     # The last number of an id tells data-parallel ranks apart, which here keep a range each.
     is_kept = not any(parts[0].replica_id[:-1])
-    places = list(_list_places(parts, shard.start, shard.stop))
+    places = list(_list_tensor_places(parts, shard.start, shard.stop))
     return StateShard(places, columns, shard.moments["step"], is_kept)
 
 
-def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[Place]:
+def _list_tensor_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[TensorPlace]:
     """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
     base = 0
     for part in parts:
@@ -213,16 +213,16 @@ def _list_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[
         own = range(max(start - base, 0), min(stop - base, part.data.numel()))
         for block in split_flat_range(tuple(part.local_shape), own.start, own.stop):
             for box in split_into_matrices(block):  # stacked experts
-                yield Place(
+                yield TensorPlace(
                     part.key,
                     tuple(part.global_shape),
-                    box.move_out_of(whole),
+                    box.shift_to_coordinates_around(whole),
                     part.allow_shape_mismatch,
                 )
         base += part.data.numel()
 
 
-def _check_shape(stored: StoredTensors, place: Place) -> None:
+def _check_stored_shape(stored: StoredTensors, place: TensorPlace) -> None:
     found = stored.find_shape(place.name)
     if found != place.shape and not (place.may_differ and found and found[1:] == place.shape[1:]):
         raise RecipeError(
@@ -232,9 +232,13 @@ def _check_shape(stored: StoredTensors, place: Place) -> None:
         )
 
 
-def _read_place(stored: StoredTensors, column: Column, place: Place, target: torch.Tensor) -> None:
+def _read_place(
+    stored: StoredTensors, column: Column, place: TensorPlace, target: torch.Tensor
+) -> None:
     """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
     shape = stored.find_shape(place.name)
     assert shape is not None
-    if (held := intersect(place.box, Box((0,) * len(shape), shape))) is not None:
-        stored.read_block(column, place.name, held, target[held.move_into(place.box).slices])
+    if (held := intersect_boxes(place.box, Box((0,) * len(shape), shape))) is not None:
+        stored.read_block(
+            column, place.name, held, target[held.shift_to_coordinates_within(place.box).slices]
+        )

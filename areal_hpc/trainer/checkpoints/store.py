@@ -28,9 +28,9 @@ from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoint_index import (
     INDEX_FILE,
     RankIndex,
-    get_rank_file,
+    get_rank_file_path,
     merge_rank_indices,
-    write_index,
+    write_checkpoint_index,
 )
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
@@ -38,16 +38,16 @@ from areal_hpc.rundir.checkpoints import (
     Checkpoint,
     TrainerState,
     build_checkpoint_write_error,
-    find_latest,
+    find_latest_checkpoint,
     get_unfinished_path,
-    is_complete,
+    is_complete_checkpoint,
     list_checkpoints,
-    list_leftovers,
+    list_leftovers_of_checkpoints,
     read_trainer_state,
     write_trainer_state,
 )
 from areal_hpc.rundir.paths import format_step_dir
-from areal_hpc.trainer.checkpoints.rank_state import RankState, load_state
+from areal_hpc.trainer.checkpoints.rank_state import RankState, load_checkpoint_into
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
@@ -94,7 +94,7 @@ class CheckpointStore:
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.find_latest_on_all_ranks()) is not None:
-            load_state(policy, optimizer, checkpoint.path)
+            load_checkpoint_into(policy, optimizer, checkpoint.path)
         return optimizer, checkpoint
 
     def find_latest_on_all_ranks(self) -> Checkpoint | None:
@@ -106,14 +106,14 @@ class CheckpointStore:
         Raises:
             ClusterError: A rank cannot see the checkpoint that rank 0 chose.
         """
-        found = find_latest(self._directory) if dist.get_rank() == 0 else None
+        found = find_latest_checkpoint(self._directory) if dist.get_rank() == 0 else None
         chosen = broadcast_object(
             (found.path.name, found.state) if found else None, tuple[str, TrainerState] | None
         )
         if chosen is None:
             return None
         checkpoint = Checkpoint(self._directory / chosen[0], chosen[1])
-        read_on_all_ranks(lambda: _check_visible(checkpoint.path), ClusterError)
+        read_on_all_ranks(lambda: _require_visible_checkpoint(checkpoint.path), ClusterError)
         return checkpoint
 
     def delete_leftovers(self, generation: int) -> None:
@@ -121,7 +121,7 @@ class CheckpointStore:
 
         What a generation later than this trainer's is writing is not ours to touch.
         """
-        for path, written_by in list_leftovers(self._directory):
+        for path, written_by in list_leftovers_of_checkpoints(self._directory):
             if written_by is None or written_by <= generation:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
                 doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
@@ -153,7 +153,7 @@ class CheckpointStore:
             fault_point("checkpoint.after_copy")
             small = _write_small_files(partial, held, state)
             self._writer.begin_write(
-                get_rank_file(partial, dist.get_rank()), held.size_bytes, small
+                get_rank_file_path(partial, dist.get_rank()), held.size_bytes, small
             )
             fault_point("checkpoint.while_writing")
         self._begun = Checkpoint(target, state)
@@ -184,7 +184,7 @@ class CheckpointStore:
             return False
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
-                self._make_visible(self._begun)
+                self._publish_and_hide_superseded(self._begun)
                 record_checkpoint_duration(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
@@ -206,7 +206,7 @@ class CheckpointStore:
             self._writer.close()
             self._writer = None
 
-    def _make_visible(self, checkpoint: Checkpoint) -> None:
+    def _publish_and_hide_superseded(self, checkpoint: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous."""
         partial = get_unfinished_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
@@ -218,7 +218,7 @@ class CheckpointStore:
             fsync_path(partial)
             self._check_generation()
             fault_point("checkpoint.before_rename")
-            self._put_in_place(partial, checkpoint)
+            self._rename_into_place(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
             for old in list_checkpoints(self._directory)[: -self._keep]:
@@ -229,10 +229,12 @@ class CheckpointStore:
                     self._writer.begin_remove_directory(doomed)
         fault_point("checkpoint.after_write")
 
-    def _put_in_place(self, partial: Path, checkpoint: Checkpoint) -> None:
+    def _rename_into_place(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation
         if target.exists():  # of an abandoned generation, or of the one that replaced this
-            generation = read_trainer_state(target).generation if is_complete(target) else -1
+            generation = (
+                read_trainer_state(target).generation if is_complete_checkpoint(target) else -1
+            )
             if generation > own:
                 raise SupersededTrainerError(
                     f"generation {generation} has saved {target.name} before generation {own}"
@@ -251,13 +253,13 @@ def _write_small_files(partial: Path, held: RankState, state: TrainerState) -> l
     parts = gather_objects(held.build_index(dist.get_rank()), RankIndex)
     if not parts:
         return []
-    write_index(partial, merge_rank_indices(parts, held.types, steps))
+    write_checkpoint_index(partial, merge_rank_indices(parts, held.types, steps))
     write_trainer_state(partial, state)
     return [INDEX_FILE, STATE_FILE]
 
 
-def _check_visible(path: Path) -> None:
-    if not is_complete(path):
+def _require_visible_checkpoint(path: Path) -> None:
+    if not is_complete_checkpoint(path):
         raise ClusterError(
             "rank 0 resumes from a checkpoint that this rank cannot see",
             key=str(path),

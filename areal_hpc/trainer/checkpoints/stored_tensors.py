@@ -16,12 +16,17 @@ import torch
 from areal_hpc.rundir.checkpoint_index import (
     TYPE_BYTES,
     Column,
-    Piece,
-    get_rank_file,
+    TensorPiece,
+    get_rank_file_path,
     is_megatron_format,
     read_index,
 )
-from areal_hpc.trainer.checkpoints.flat_ranges import Box, compute_span, compute_strides, intersect
+from areal_hpc.trainer.checkpoints.flat_ranges import (
+    Box,
+    compute_flat_start_and_extent,
+    compute_strides,
+    intersect_boxes,
+)
 from areal_hpc.trainer.checkpoints.megatron_format import MegatronTensors
 from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 
@@ -80,7 +85,7 @@ class RankFiles:
         self._directory = directory
         self._index = read_index(directory)
         self._readers: dict[int, RankFileReader] = {}
-        self._pieces: dict[tuple[str, tuple[int, ...]], list[Piece]] = defaultdict(list)
+        self._pieces: dict[tuple[str, tuple[int, ...]], list[TensorPiece]] = defaultdict(list)
         """Of each layer and expert of each tensor: there can be thousands in one tensor."""
         for name, tensor in self._index.tensors.items():
             for piece in tensor.pieces:
@@ -110,13 +115,15 @@ class RankFiles:
         assert all(size == 1 for size in box.sizes[:-2]), box
         for piece in self._pieces[name, box.offsets[:-2]]:
             own = Box(piece.offsets, piece.sizes)
-            if (common := intersect(own, box)) is not None:
-                place = common.move_into(box)
-                target[place.slices].copy_(self._read_within(column, piece, common.move_into(own)))
+            if (common := intersect_boxes(own, box)) is not None:
+                place = common.shift_to_coordinates_within(box)
+                target[place.slices].copy_(
+                    self._read_part_of_piece(column, piece, common.shift_to_coordinates_within(own))
+                )
 
-    def _read_within(self, column: Column, piece: Piece, part: Box) -> torch.Tensor:
+    def _read_part_of_piece(self, column: Column, piece: TensorPiece, part: Box) -> torch.Tensor:
         """A part of a piece, of which what lies between its rows is read along."""
-        first, count = compute_span(piece.sizes, part)
+        first, count = compute_flat_start_and_extent(piece.sizes, part)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
         held = self._open_file(piece.rank).read(offset_bytes, count * TYPE_BYTES[type_])
@@ -126,7 +133,7 @@ class RankFiles:
     def _open_file(self, rank: int) -> RankFileReader:
         if rank not in self._readers:
             self._readers[rank] = RankFileReader(
-                get_rank_file(self._directory, rank), self._index.compute_data_bytes(rank)
+                get_rank_file_path(self._directory, rank), self._index.compute_data_bytes(rank)
             )
         return self._readers[rank]
 

@@ -45,7 +45,7 @@ class CheckpointWeights:
         self._arch = arch
         self._directory = directory
         for parameter in build_weight_map(arch):
-            self._check_parameter(parameter)
+            self._require_fitting_shape(parameter)
 
     def list_tensor_specs(self) -> list[HfSpec]:
         """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
@@ -76,7 +76,7 @@ class CheckpointWeights:
         whole = self._stored.find_shape(get_stored_name(parameter)) or ()
         return whole[len(_get_layer_expert_indices(parameter)) :]
 
-    def _check_parameter(self, parameter: ParamMap) -> None:
+    def _require_fitting_shape(self, parameter: ParamMap) -> None:
         shape = self._find_shape(parameter)
         least = sum(tensor.shape[0] for tensor in parameter.hf)
         if len(shape) != len(parameter.hf[0].shape) or shape[0] < least:

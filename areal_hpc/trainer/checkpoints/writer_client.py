@@ -85,7 +85,7 @@ class WriterClient:
             return False
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
-            self._replace_writer()
+            self._replace_dead_writer_and_retry()
             return False
         reply = msgspec.json.decode(line, type=WriteReply)
         if reply.error:
@@ -95,7 +95,7 @@ class WriterClient:
         self.took_s = reply.seconds
         return True
 
-    def _replace_writer(self) -> None:
+    def _replace_dead_writer_and_retry(self) -> None:
         assert self._request is not None
         self._close_pipes()
         code = self._process.wait()

@@ -90,8 +90,8 @@ def write_rank_file(memory: int, path: Path, size_bytes: int) -> None:
     target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     try:
         digests = []
-        for start, block in _map_blocks(memory, size_bytes):
-            _send_block(memory, target, start, len(block))
+        for start, block in _iterate_mapped_blocks(memory, size_bytes):
+            _copy_block_to_file(memory, target, start, len(block))
             digests.append(zlib.crc32(block))
         fault_point("checkpoint.before_digests")
         _write_all(target, struct.pack(f"<{len(digests)}I", *digests))
@@ -100,7 +100,7 @@ def write_rank_file(memory: int, path: Path, size_bytes: int) -> None:
         os.close(target)
 
 
-def _map_blocks(memory: int, size_bytes: int) -> Iterator[tuple[int, memoryview]]:
+def _iterate_mapped_blocks(memory: int, size_bytes: int) -> Iterator[tuple[int, memoryview]]:
     """Each block of the shared memory, and where it begins."""
     if not size_bytes:  # which could not be mapped
         return
@@ -110,7 +110,7 @@ def _map_blocks(memory: int, size_bytes: int) -> Iterator[tuple[int, memoryview]
                 yield start, block
 
 
-def _send_block(memory: int, target: int, start: int, size_bytes: int) -> None:
+def _copy_block_to_file(memory: int, target: int, start: int, size_bytes: int) -> None:
     done = 0
     while done < size_bytes:
         done += os.sendfile(target, memory, start + done, size_bytes - done)

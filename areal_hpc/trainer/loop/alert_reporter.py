@@ -9,7 +9,7 @@ from collections import deque
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.alerts import MAX_ROWS, AlertTracker
+from areal_hpc.metrics.alerts import MAX_JUDGED_ROWS, AlertTracker
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.events import EventLog
@@ -35,14 +35,16 @@ class AlertReporter:
         self._command = list(config.command)
         self._run_dir = str(paths.root)
         self._events = events
-        self._rows: deque[dict[str, Any]] = deque(read_metrics(paths.metrics), maxlen=MAX_ROWS)
+        self._rows: deque[dict[str, Any]] = deque(
+            read_metrics(paths.metrics), maxlen=MAX_JUDGED_ROWS
+        )
         self._tracker = AlertTracker(config)
-        self._tracker.find_new([*self._rows])
+        self._tracker.find_new_alerts([*self._rows])
 
     def report_step(self, row: FlatRow) -> None:
         """Judge the run by another row of metrics, that of its newest step."""
         self._rows.append(row)
-        for alert in self._tracker.find_new([*self._rows]):
+        for alert in self._tracker.find_new_alerts([*self._rows]):
             logger.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
             self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))
             if self._command:
@@ -63,10 +65,10 @@ class AlertReporter:
         except OSError as error:
             logger.error("alerts.command: %s cannot be started: %s", self._command[0], error)
             return
-        threading.Thread(target=_await_command, args=[process], daemon=True).start()
+        threading.Thread(target=_await_command_and_log_failure, args=[process], daemon=True).start()
 
 
-def _await_command(process: subprocess.Popen[bytes]) -> None:
+def _await_command_and_log_failure(process: subprocess.Popen[bytes]) -> None:
     """Wait for the program, and log what it says if it fails."""
     try:
         said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)

@@ -6,7 +6,7 @@ evaluation is due and the cell is free, or has lost the weights that it was judg
 
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
-from areal_hpc.weights.publisher import find_outdated
+from areal_hpc.weights.publisher import find_outdated_replicas
 from areal_hpc.wire.weight_version import WeightVersion
 
 
@@ -29,7 +29,9 @@ class AsyncEvaluationTracker:
     ) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
         return (
-            find_outdated(found, current) if self._choose_version(found, current) == current else []
+            find_outdated_replicas(found, current)
+            if self._choose_version(found, current) == current
+            else []
         )
 
     def may_begin(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:
@@ -39,7 +41,7 @@ class AsyncEvaluationTracker:
         held = _list_held_versions(found)
         return bool(held) and all(version in ("", str(current)) for version in held)
 
-    def begin(self, current: WeightVersion) -> list[int]:
+    def begin_and_list_skipped_steps(self, current: WeightVersion) -> list[int]:
         """Grant the current version's episodes from now on; the steps that are left out for good.
 
         Those should have been judged, and never will be, as their weights are gone.
@@ -48,7 +50,7 @@ class AsyncEvaluationTracker:
         self.under_way = current
         return [step for step in due if step != current.step]
 
-    def end(self) -> None:
+    def mark_judged(self) -> None:
         """What was under way has its reward."""
         assert self.under_way is not None
         self._judged_step, self.under_way = self.under_way.step, None

@@ -68,7 +68,7 @@ class LedgerClient:
         """
         request = BatchRequest(self._generation, step, wait_s)
         reply = self._call_ledger("/batch", request, BatchReply, wait_s)
-        _raise_trouble(reply.trouble)
+        _raise_if_agents_in_trouble(reply.trouble)
         return reply
 
     def report_weights_published(self, step: int) -> None:
@@ -83,7 +83,7 @@ class LedgerClient:
         """
         request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
         reply = self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
-        _raise_trouble(reply.trouble)
+        _raise_if_agents_in_trouble(reply.trouble)
         return reply
 
     def report_run_finished(self) -> None:
@@ -126,7 +126,7 @@ class LedgerClient:
         return self._url
 
 
-def _raise_trouble(trouble: str) -> None:
+def _raise_if_agents_in_trouble(trouble: str) -> None:
     """Raise what the ledger says of the agents, if it says anything."""
     if trouble:
         has_hint = "\n  try: " in trouble

@@ -16,7 +16,7 @@ from areal_hpc.metrics.step_metrics import (
     EVAL_REWARD_METRIC,
     IDLE_CELLS_METRIC,
 )
-from areal_hpc.metrics.writer import summarize_weight_update_pauses
+from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
 from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
@@ -97,7 +97,7 @@ class LedgerSource(BatchSource):
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             self._ticket_counts[IDLE_CELLS_METRIC] = round(reply.idle_cell_s, 3)
-            self._ticket_counts["episode/failures"] = self._episode_failures.count_new()
+            self._ticket_counts["episode/failures"] = self._episode_failures.count_new_failures()
         return reply.manifest
 
     def lacks_cells_too_long(self) -> bool:
@@ -111,7 +111,7 @@ class LedgerSource(BatchSource):
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
         """
-        if self._poll_outdated_replicas():
+        if self._refresh_and_check_outdated_replicas():
             return "publish"
         if not self._is_served:
             with self._record.timer.time_phase(CELL_WAIT_PHASE):
@@ -120,16 +120,18 @@ class LedgerSource(BatchSource):
         if not self._is_announced:
             self._ledger.report_weights_published(self._record.version.step)
             self._is_announced = True
-        if self._async_evaluation and self._target_evaluation_replicas(self._async_evaluation):
+        if self._async_evaluation and self._target_evaluation_replicas_lacking_weights(
+            self._async_evaluation
+        ):
             return "publish"
         return "done"
 
-    def _poll_outdated_replicas(self) -> bool:
+    def _refresh_and_check_outdated_replicas(self) -> bool:
         """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
         with self._record.timer.time_phase("publish"):
-            outdated = self._publisher.discover_outdated(self._record.version)
+            outdated = self._publisher.discover_outdated_replicas(self._record.version)
         now = time.monotonic()
         if self._publisher.replica_count:
             if self._is_cell_missing:
@@ -142,20 +144,24 @@ class LedgerSource(BatchSource):
                 self._events.record(NO_CELL_EVENT, waited_s=round(now - self._found_at, 1))
             self._is_cell_missing = True
             logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
-        self._targets = self._backoff.get_retryable(outdated, now)
+        self._targets = self._backoff.filter_retryable(outdated, now)
         if not self._targets and not self._is_served:
-            self._targets = self._backoff.get_retryable(outdated, now, is_urgent=True)
+            self._targets = self._backoff.filter_retryable(outdated, now, is_urgent=True)
         self._next_poll_at = now + REPLICA_POLL_S
         if self._async_evaluation:
             self._poll_async_evaluation(self._async_evaluation)
         return bool(self._targets)
 
-    def _target_evaluation_replicas(self, evaluation: AsyncEvaluationTracker) -> bool:
+    def _target_evaluation_replicas_lacking_weights(
+        self, evaluation: AsyncEvaluationTracker
+    ) -> bool:
         """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
         outdated = evaluation.list_weight_receivers(self._publisher.evaluation_replicas, version)
         is_last = version.step >= self._schedule.total_steps
-        self._targets = self._backoff.get_retryable(outdated, time.monotonic(), is_urgent=is_last)
+        self._targets = self._backoff.filter_retryable(
+            outdated, time.monotonic(), is_urgent=is_last
+        )
         return bool(self._targets)
 
     def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
@@ -188,7 +194,7 @@ class LedgerSource(BatchSource):
 
     def get_weight_update_metrics(self) -> FlatRow:
         """Cost of the newest update to those who generate."""
-        return summarize_weight_update_pauses(self._publisher.pauses)
+        return summarize_newest_weight_update_pause(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 
@@ -220,7 +226,7 @@ class LedgerSource(BatchSource):
             self._poll_evaluation_reward(evaluation, evaluation.under_way)
         if not evaluation.may_begin(self._publisher.evaluation_replicas, version):
             return
-        given_up, left_out = evaluation.under_way, evaluation.begin(version)
+        given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
         self._events.record(
             "evaluation_begun",
             version=str(version),
@@ -243,8 +249,8 @@ class LedgerSource(BatchSource):
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
         reply = self._ledger.request_evaluation(version.step, self._schedule.evaluation_tasks, 0.0)
         if reply.mean_reward is not None:
-            evaluation.end()
-            self._record.add(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
+            evaluation.mark_judged()
+            self._record.add_metrics(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
 
     def poll_async_evaluation_done(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""

@@ -51,7 +51,7 @@ from areal_hpc.trainer.collectives import any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.trainer.model.hf_weights import stream_hf
+from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.rank_progress import enter_place
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -212,7 +212,7 @@ def _execute_command(
                 coordinator.on_trained(learner.version, row)
         case PublishWeightsCommand():
             enter_place(f"sending of the weights {learner.version}")
-            parameters = stream_hf(learner.policy)
+            parameters = stream_hf_tensors(learner.policy)
             if coordinator:
                 coordinator.publish_weights(parameters)
             for _ in parameters:  # exporting is a collective: the others drain it
@@ -306,7 +306,7 @@ class Coordinator:
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_generation()
             return ExportModelCommand()
-        self._record.write(self.source.get_weight_update_metrics())
+        self._record.write_row(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
             if manifest is None:
@@ -324,12 +324,12 @@ class Coordinator:
         if self._saved_step < step:
             self._check_generation()
             return SaveCheckpointCommand(self._record.row)
-        self._record.write(self.source.get_weight_update_metrics())
+        self._record.write_row(self.source.get_weight_update_metrics())
         return StopCommand(finished=self._schedule.is_finished_once_saved(step))
 
     def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
-        self._record.begin(version, row)
+        self._record.begin_step(version, row)
         self.source.mark_weights_unpublished()
 
     def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:

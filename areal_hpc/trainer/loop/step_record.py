@@ -4,7 +4,7 @@ import shutil
 import time
 from collections.abc import Callable
 
-from areal_hpc.metrics.limit import find_limit
+from areal_hpc.metrics.limit import find_main_step_limit
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import FlatRow
@@ -28,7 +28,7 @@ class StepRecord:
         self.metrics = metrics
         self._on_written = on_written
         self._restart_timing()
-        self.begin(version, row or {})
+        self.begin_step(version, row or {})
         self._is_open = row is not None
 
     def _restart_timing(self) -> None:
@@ -36,20 +36,20 @@ class StepRecord:
         """Phases since the last row was written."""
         self._began_at = time.monotonic()
 
-    def begin(self, version: WeightVersion, row: FlatRow) -> None:
+    def begin_step(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self.version = version
         self.row = row
         self._is_open = True
 
-    def add(self, step: int, values: FlatRow) -> None:
+    def add_metrics(self, step: int, values: FlatRow) -> None:
         """Add metrics of a step; one whose row has been written gets another row."""
         if self._is_open and step == self.version.step:
             self.row |= values
         else:
             self.metrics.write(step, values)
 
-    def write(self, further: FlatRow) -> None:
+    def write_row(self, further: FlatRow) -> None:
         """Write the row once, with the times of its phases and `further` metrics."""
         if not self._is_open:
             return
@@ -63,19 +63,19 @@ class StepRecord:
             **further,
         }
         # A row reopened by a resume keeps the times of its first writing.
-        row = _add_limits(known | self.row)
+        row = _add_speed_and_limits(known | self.row)
         self.metrics.write(self.version.step, row)
         self._is_open = False
         self._restart_timing()
         self._on_written({"step": self.version.step, **row})
 
 
-def _add_limits(row: FlatRow) -> FlatRow:
+def _add_speed_and_limits(row: FlatRow) -> FlatRow:
     """The row with what follows from its times: the speed over all phases, and what limits it."""
     further: FlatRow = {}
     step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
     if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:
         further["throughput/wall_tokens_per_s"] = tokens / step_s
-    if (limit := find_limit(row)) is not None:
+    if (limit := find_main_step_limit(row)) is not None:
         further["limit"] = limit
     return row | further

@@ -42,7 +42,7 @@ ReportBytes = Callable[[int, int], None]
 """Told after each file how many bytes are written, of how many."""
 
 
-def write_model(
+def write_hf_model_dir(
     tensors: Iterable[tuple[str, torch.Tensor]],
     specs: Sequence[HfSpec],
     source_dir: Path,
@@ -57,7 +57,7 @@ def write_model(
     which the files' headers need before the first is there. Another file is begun at `file_bytes`.
     A hidden directory is filled, forced to disk, and then takes the place of `target_dir`.
     """
-    _remove_leftovers(target_dir.parent)
+    _clean_up_after_killed_writers(target_dir.parent)
     # Another process may be writing the same model: the trainer, and a person who exports it.
     writer = f"{socket.gethostname()}_{os.getpid()}"
     partial = target_dir.with_name(f".{target_dir.name}.partial_{writer}")
@@ -76,7 +76,7 @@ def write_model(
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _remove_leftovers(directory: Path) -> None:
+def _clean_up_after_killed_writers(directory: Path) -> None:
     """Tidy up after writers of this host that were killed: a model half put in place is restored.
 
     A hidden directory that this process left behind, by an error, is swept as well.

@@ -24,7 +24,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     to_hf,
     to_megatron,
 )
-from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, HfSpec, write_model
+from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, HfSpec, write_hf_model_dir
 from areal_hpc.trainer.model.policy import Policy
 
 Slices = tuple[slice, ...]
@@ -92,7 +92,7 @@ def load_hf(policy: Policy, read: ReadSlices) -> None:
 
 
 def list_hf_specs(policy: Policy) -> list[HfSpec]:
-    """Name, shape and dtype of every tensor `stream_hf` yields, in its order. Moves no data."""
+    """Name, shape and dtype of every tensor that `stream_hf_tensors` yields, in order."""
     return [
         (tensor.name, tensor.shape, policy.dtype)
         for parameter in policy.weight_map
@@ -101,7 +101,7 @@ def list_hf_specs(policy: Policy) -> list[HfSpec]:
 
 
 @torch.no_grad()
-def stream_hf(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
+def stream_hf_tensors(policy: Policy) -> Iterator[tuple[str, torch.Tensor]]:
     """Every whole tensor by its Hugging Face name, in the order of `list_hf_specs`.
 
     A collective over the tensor-, pipeline- and expert-parallel groups: every rank must drain it,
@@ -126,7 +126,7 @@ def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
         shape = get_shard_shape(parameter, policy.arch, policy.split.tp)
         local = torch.empty(shape, dtype=policy.dtype, device=policy.device)
     part = local.detach().contiguous()
-    stage = _find_stage(parameter, policy.arch.layers, stages.size())
+    stage = _find_pipeline_stage(parameter, policy.arch.layers, stages.size())
     if parameter.expert is not None and spread.size() > 1 and stages.rank() == stage:
         holder = parameter.expert // policy.experts_per_rank
         dist.broadcast(part, dist.get_global_rank(spread, holder), group=spread)
@@ -135,7 +135,7 @@ def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
     return part
 
 
-def _find_stage(parameter: ParamMap, layers: int, stages: int) -> int:
+def _find_pipeline_stage(parameter: ParamMap, layers: int, stages: int) -> int:
     """The pipeline stage that holds a parameter. Every stage has equally many layers."""
     if parameter.layer is not None:
         return parameter.layer * stages // layers
@@ -155,13 +155,15 @@ def _gather_shards(policy: Policy, part: torch.Tensor, parameter: ParamMap) -> l
 def save_hf_model(
     policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write a model directory (`write_model`) from the weights of all ranks.
+    """Write a model directory (`write_hf_model_dir`) from the weights of all ranks.
 
     A collective. Parameters are gathered one by one, and rank 0 writes each as it comes.
     """
-    tensors = stream_hf(policy)
+    tensors = stream_hf_tensors(policy)
     if dist.get_rank() == 0:
-        write_model(tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes)
+        write_hf_model_dir(
+            tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes
+        )
     for _ in tensors:  # the other ranks take part in gathering
         pass
     dist.barrier()

@@ -193,13 +193,13 @@ def count_stage_activations(
     """Numbers that the `layers` of a stage keep of a micro-batch between forward and backward."""
     activations = config.activations
     recomputed = activations.count_recomputed_layers(layers)
-    inputs = recomputed * _count_places(config.parallel, tokens, arch.hidden)
+    inputs = recomputed * _count_values_per_rank(config.parallel, tokens, arch.hidden)
     modules = activations.recompute_modules if activations.recompute == "selective" else ()
     each = count_layer_activations(arch, config.parallel, tokens, modules)
     return inputs + (layers - recomputed) * each
 
 
-def _count_places(parallel: ParallelConfig, tokens: int, numbers: int) -> int:
+def _count_values_per_rank(parallel: ParallelConfig, tokens: int, numbers: int) -> int:
     """Numbers of one rank, where each token of a micro-batch has `numbers` over all ranks."""
     return tokens // parallel.cp * numbers // parallel.tp
 
@@ -227,7 +227,7 @@ def count_layer_activations(
         kept += 3 * arch.ffn
     else:  # sent tokens, gate, up and weighted product
         kept += arch.experts.per_token * (arch.hidden + 3 * arch.experts.ffn)
-    numbers = _count_places(parallel, tokens, kept)
+    numbers = _count_values_per_rank(parallel, tokens, kept)
     if parallel.cp > 1:  # keys and values of all ranks, as far as they are attended to
         numbers += 2 * keys * tokens * (2 * parallel.cp + 1) // (2 * parallel.cp) // parallel.tp
     return numbers

@@ -26,7 +26,7 @@ WARM_UP_ROUNDS = 2
 PATTERN_PERIOD = 251
 
 
-def measure_rates(device: torch.device, order: CollectivesOrder) -> CollectiveRates:
+def measure_collective_rates(device: torch.device, order: CollectivesOrder) -> CollectiveRates:
     """Rates on this group of ranks, the same on all of them. A collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     count = order.size_bytes // 4
@@ -37,12 +37,12 @@ def measure_rates(device: torch.device, order: CollectivesOrder) -> CollectiveRa
     # Whole numbers this small are exact in float32, in whatever order they are added.
     wrong = int((summed != pattern * (ranks * (ranks + 1) // 2)).sum())
     received = torch.empty_like(pattern)
-    _pass_on(pattern + rank, received)
+    _send_around_ring(pattern + rank, received)
     wrong += int((received != pattern + (rank - 1) % ranks).sum())
 
     reduced = torch.zeros_like(pattern)
     reduce_s = _time_rounds(lambda: dist.all_reduce(reduced), device, order.rounds)
-    ring_s = _time_rounds(lambda: _pass_on(pattern, received), device, order.rounds)
+    ring_s = _time_rounds(lambda: _send_around_ring(pattern, received), device, order.rounds)
     wrongs = torch.tensor(wrong)
     dist.all_reduce(wrongs)
     return CollectiveRates(
@@ -55,7 +55,7 @@ def measure_rates(device: torch.device, order: CollectivesOrder) -> CollectiveRa
     )
 
 
-def _pass_on(sent: torch.Tensor, received: torch.Tensor) -> None:
+def _send_around_ring(sent: torch.Tensor, received: torch.Tensor) -> None:
     """Send to the next rank while the one before sends here."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     works = dist.batch_isend_irecv(
@@ -88,7 +88,7 @@ def main() -> None:
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
     device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
-    rates = measure_rates(device, order)
+    rates = measure_collective_rates(device, order)
     if task.is_first:
         write_atomic(Path(order.report), msgspec.json.encode(rates))
     destroy_process_groups()

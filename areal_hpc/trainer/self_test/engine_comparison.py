@@ -21,16 +21,16 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
-from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf
+from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.messages import EngineComparison, EngineOrder
 from areal_hpc.trainer.self_test.small_policy import (
     load_policy,
-    make_row,
+    make_training_row,
     open_lone_rank,
     score_row,
-    take_step,
+    take_adamw_step,
 )
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaDiscovery
@@ -39,9 +39,9 @@ from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
-RATE = 3e-4
+LEARNING_RATE = 3e-4
 """Large: the step must change log-probabilities by more than rounding does."""
-PROMPTS = 4
+PROMPT_COUNT = 4
 PROMPT_TOKENS = 24
 REPLY_TOKENS = 24
 CALL_TIMEOUT_S = 300.0
@@ -58,7 +58,7 @@ class _Reply(Struct):
     meta_info: _Meta
 
 
-class Sample(Struct, frozen=True):
+class SampledReply(Struct, frozen=True):
     """A prompt with a reply, and the engine's log-probabilities of it."""
 
     row: TrainingRow
@@ -85,10 +85,10 @@ def await_replica(order: EngineOrder, admin_key: str) -> ReplicaView:
     raise ClusterError(f"no replica was ready within {order.start_timeout_s:.0f} s")
 
 
-def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[Sample]:
+def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[SampledReply]:
     """Replies to a few prompts at temperature 1, one by one."""
     samples = []
-    for number in range(PROMPTS):
+    for number in range(PROMPT_COUNT):
         prompt = [3 + (37 * number + 11 * at) % (vocab - 3) for at in range(PROMPT_TOKENS)]
         answer = httpx.post(
             f"{server.url}/generate",
@@ -107,13 +107,15 @@ def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[S
             raise ClusterError(f"SGLang answered {answer.status_code}: {answer.text[:300]}")
         reply = msgspec.json.decode(answer.content, type=_Reply)
         advantage = 1.0 if number % 2 else -1.0
-        row = make_row([*prompt, *reply.output_ids], len(prompt), {ADVANTAGE_CHANNEL: advantage})
+        row = make_training_row(
+            [*prompt, *reply.output_ids], len(prompt), {ADVANTAGE_CHANNEL: advantage}
+        )
         entries = reply.meta_info.output_token_logprobs
-        samples.append(Sample(row, [float(entry[0] or 0.0) for entry in entries]))
+        samples.append(SampledReply(row, [float(entry[0] or 0.0) for entry in entries]))
     return samples
 
 
-def compare(policy: Policy, samples: Sequence[Sample]) -> list[float]:
+def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[float]:
     """Absolute differences of every sampled token's log-probability."""
     return [
         abs(ours - theirs)
@@ -122,7 +124,7 @@ def compare(policy: Policy, samples: Sequence[Sample]) -> list[float]:
     ]
 
 
-def publish(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
+def publish_to_replica(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
     """Send the policy's weights to the replica, which proves their checksum."""
     paths, version = RunPaths(Path(order.run_dir)), WeightVersion(1, 1)
     publisher = Publisher(
@@ -139,8 +141,8 @@ def publish(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
         for name, shape, dtype in list_hf_specs(policy)
     ]
     try:
-        replicas = publisher.discover_outdated(version)
-        return publisher.publish(version, specs, stream_hf(policy), replicas)
+        replicas = publisher.discover_outdated_replicas(version)
+        return publisher.publish(version, specs, stream_hf_tensors(policy), replicas)
     finally:
         publisher.close()
 
@@ -153,17 +155,17 @@ def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
     start_s = time.monotonic() - began
     reply_tokens = max(1, min(REPLY_TOKENS, order.context_tokens - PROMPT_TOKENS - 1))
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
-    gaps = compare(policy, first)
+    gaps = compare_logprobs(policy, first)
     before = [score_row(policy, sample.row) for sample in first]
-    take_step(policy, [sample.row for sample in first], RATE)
+    take_adamw_step(policy, [sample.row for sample in first], LEARNING_RATE)
     after = [score_row(policy, sample.row) for sample in first]
-    update = publish(order, policy, admin_key)
+    update = publish_to_replica(order, policy, admin_key)
     trouble = "; ".join(map(str, update.failed.values()))
     if not update.ok:
         trouble = trouble or "the replica was not found any more"
     updated = gaps
     if not trouble:
-        updated = compare(policy, sample_replies(server, policy.arch.vocab, reply_tokens))
+        updated = compare_logprobs(policy, sample_replies(server, policy.arch.vocab, reply_tokens))
     return EngineComparison(
         dtype=order.dtype,
         transport=order.transport,

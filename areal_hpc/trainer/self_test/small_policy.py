@@ -59,7 +59,7 @@ def load_policy(
     return policy
 
 
-def make_row(
+def make_training_row(
     input_ids: Sequence[int], scored_from: int, channels: Mapping[str, Sequence[float] | float]
 ) -> TrainingRow:
     """A row whose tokens from a place on are scored; a channel of one number has it everywhere."""
@@ -85,7 +85,7 @@ def score_row(policy: Policy, row: TrainingRow) -> list[float]:
     return found
 
 
-def pack(policy: Policy, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
+def pack_into_micro_batches(policy: Policy, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
     """This rank's micro-batches, with every channel that the rows have."""
     longest = max(len(row.input_ids_T) for row in rows)
     return make_micro_batches(policy, rows, [*rows[0].channels], max(MAX_TOKENS, longest))
@@ -96,10 +96,10 @@ def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Ten
     return -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum(), LossStats()
 
 
-def take_step(
+def take_adamw_step(
     policy: Policy, rows: Sequence[TrainingRow], rate: float, loss: LossFunction = compute_loss
 ) -> tuple[LossStats, float]:
     """One step of AdamW: this rank's statistics, and the gradient's norm before clipping."""
     optimizer = build_optimizer(policy, AdamConfig(lr=rate, weight_decay=0.0))
     optimizer.reload_model_params()
-    return train_step(policy, optimizer, pack(policy, rows), loss, rate)
+    return train_step(policy, optimizer, pack_into_micro_batches(policy, rows), loss, rate)

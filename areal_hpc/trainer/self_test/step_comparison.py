@@ -26,21 +26,21 @@ from areal_hpc.trainer.self_test.small_policy import (
     compute_loss,
     join_self_test_ranks,
     load_policy,
-    make_row,
-    pack,
-    take_step,
+    make_training_row,
+    pack_into_micro_batches,
+    take_adamw_step,
 )
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 
-RATE = 1e-4
+LEARNING_RATE = 1e-4
 EXPECTED_CHANNEL = "expected"
 """What transformers makes of a token."""
 ROWS, MAX_ROW_TOKENS, SEED = 12, 160, 5
-FIRST_ID = 3
+FIRST_TOKEN_ID = 3
 """Smallest token: the padding token, 0 in tiny models, has no gradient as an input there."""
 
 
-class Reference:
+class TransformersReference:
     """Log-probabilities and the gradient's norm, as transformers has them on the CPU.
 
     To be made before the process groups: transformers 5.19, first used in a process that has them,
@@ -56,7 +56,7 @@ class Reference:
         self.logprobs: list[list[float]] = []
         """Of every token but a row's first."""
         for ids, advantage in rows:
-            logprobs_T = _score(model, ids)
+            logprobs_T = _score_by_transformers(model, ids)
             (-logprobs_T.sum() * advantage / tokens).backward()
             self.logprobs.append(logprobs_T.tolist())
         squares = sum(
@@ -72,12 +72,12 @@ def make_sequences(vocab: int) -> list[tuple[list[int], float]]:
     generator = np.random.default_rng(SEED)
     lengths = generator.integers(5, MAX_ROW_TOKENS, size=ROWS)
     return [
-        (generator.integers(FIRST_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
+        (generator.integers(FIRST_TOKEN_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
         for number, length in enumerate(lengths)
     ]
 
 
-def _score(model: Any, ids: Sequence[int]) -> torch.Tensor:
+def _score_by_transformers(model: Any, ids: Sequence[int]) -> torch.Tensor:
     ids_T = torch.tensor(ids)
     logits: torch.Tensor = model(ids_T[None]).logits[0, :-1].float()
     return logits.log_softmax(-1).gather(1, ids_T[1:, None])[:, 0]
@@ -94,7 +94,9 @@ def find_largest_gap(
     )
 
 
-def measure_gap(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+def compute_loss_and_gap(
+    batch: MicroBatch, logprobs_N: torch.Tensor
+) -> tuple[torch.Tensor, LossStats]:
     """The loss of a step, how far its log-probabilities are from those expected, and their sums."""
     total, _ = compute_loss(batch, logprobs_N)
     held_N, advantages_N = logprobs_N.detach(), batch.channels_N[ADVANTAGE_CHANNEL]
@@ -108,20 +110,28 @@ def measure_gap(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tens
     return total, LossStats(sums, {"gap": gaps_N.max() if len(gaps_N) else 0.0})
 
 
-def compare_step(policy: Policy, exact: Reference, rounded: Reference) -> StepComparison:
+def compare_step(
+    policy: Policy, exact: TransformersReference, rounded: TransformersReference
+) -> StepComparison:
     """A step, what the policy makes of the rows before and after it, and transformers.
 
     A collective over all ranks.
     """
     rows = [
-        make_row(ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_CHANNEL: [0.0, *expected]})
+        make_training_row(
+            ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_CHANNEL: [0.0, *expected]}
+        )
         for (ids, advantage), expected in zip(
             make_sequences(policy.arch.vocab), exact.logprobs, strict=True
         )
     ]
-    stats, norm = take_step(policy, rows, RATE, measure_gap)
-    before = _reduce(stats)
-    after = _reduce(run_forward_backward(policy, pack(policy, rows), measure_gap, backward=False))
+    stats, norm = take_adamw_step(policy, rows, LEARNING_RATE, compute_loss_and_gap)
+    before = _reduce_stats_over_ranks(stats)
+    after = _reduce_stats_over_ranks(
+        run_forward_backward(
+            policy, pack_into_micro_batches(policy, rows), compute_loss_and_gap, backward=False
+        )
+    )
     return StepComparison(
         dtype="float32" if policy.dtype == torch.float32 else "bfloat16",
         tokens=round(before.sums["tokens"]),
@@ -129,17 +139,18 @@ def compare_step(policy: Policy, exact: Reference, rounded: Reference) -> StepCo
         reference_logprob_gap=find_largest_gap(rounded.logprobs, exact.logprobs),
         gradient_norm_gap=abs(norm / exact.gradient_norm - 1),
         reference_gradient_norm_gap=abs(rounded.gradient_norm / exact.gradient_norm - 1),
-        rise=_mean_difference(after) - _mean_difference(before),
+        rise=_compute_rewarded_minus_other_logprob(after)
+        - _compute_rewarded_minus_other_logprob(before),
         peak_bytes=read_peak_memory_bytes(policy.device),
     )
 
 
-def _reduce(stats: LossStats) -> ReducedStats:
+def _reduce_stats_over_ranks(stats: LossStats) -> ReducedStats:
     names = ("tokens", "rewarded", "rewarded_logprob", "other_logprob")
     return stats.reduce_over_ranks(names, ("gap",))
 
 
-def _mean_difference(stats: ReducedStats) -> float:
+def _compute_rewarded_minus_other_logprob(stats: ReducedStats) -> float:
     """Mean log-probability of rewarded tokens minus that of the others."""
     sums = stats.sums
     others = sums["tokens"] - sums["rewarded"]
@@ -150,8 +161,8 @@ def main() -> None:
     """Compare as ordered, as the rank that the environment names."""
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=StepOrder)
     model_dir, dtype = Path(order.model_dir), getattr(torch, order.dtype)
-    exact = Reference(model_dir, torch.float32)
-    rounded = exact if order.dtype == "float32" else Reference(model_dir, dtype)
+    exact = TransformersReference(model_dir, torch.float32)
+    rounded = exact if order.dtype == "float32" else TransformersReference(model_dir, dtype)
     parallel = ParallelConfig.model_validate(order.parallel)
     device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
     policy = load_policy(model_dir, order.dtype, device, parallel)

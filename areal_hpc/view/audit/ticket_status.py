@@ -134,7 +134,7 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
                 sealed.setdefault(one.ticket_id, shard.file)
     again = {ticket_id for ticket_id, _ in evidence.requeued}
     given_up = {**evidence.drops, **evidence.filtered}
-    invented = _pop_invented_ids(sealed, 1 + max((*uses, *given_up, *again), default=-1))
+    invented = _pop_never_issued_ids(sealed, 1 + max((*uses, *given_up, *again), default=-1))
     position = 1 + max((*uses, *sealed, *given_up, *again), default=-1)
     doubtful = _explain_doubtful_steps(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
@@ -172,7 +172,7 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished, episodes)
 
 
-def _pop_invented_ids(sealed: dict[int, str], known: int) -> list[Problem]:
+def _pop_never_issued_ids(sealed: dict[int, str], known: int) -> list[Problem]:
     """Take out the ids that no ledger can have issued, and name them; `known` is above all others.
 
     Ids are positions of the task stream. Nobody plays a million of them without a trace.

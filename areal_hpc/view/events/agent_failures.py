@@ -66,7 +66,7 @@ class AgentFailures:
         """Those that events tell of."""
         failures = cls()
         for event in events:
-            failures.add(event)
+            failures.add_event(event)
         return failures
 
     @property
@@ -94,13 +94,16 @@ class AgentFailures:
         """`in 3 of 12 episodes`."""
         return f"in {self.failed} of {self.ended} episode{'s' if self.ended != 1 else ''}"
 
-    def add(self, event: dict[str, Any]) -> FailureCause | None:
+    def add_event(self, event: dict[str, Any]) -> FailureCause | None:
         """Take an event of any kind in; its cause if none failed by that before."""
         if event["event"] not in (*FAILURE_EVENTS, COUNT_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
-        failed = max(failed, _get_count(event, "failed"))
-        self._counts[event["role"]] = (failed, max(ended, failed, _get_count(event, "ended")))
+        failed = max(failed, _get_count_or_one(event, "failed"))
+        self._counts[event["role"]] = (
+            failed,
+            max(ended, failed, _get_count_or_one(event, "ended")),
+        )
         if event["event"] == COUNT_EVENT:
             return None
         reason = str(event.get("reason", ""))
@@ -116,6 +119,6 @@ class AgentFailures:
         return self.causes[key]
 
 
-def _get_count(event: dict[str, Any], name: str) -> int:
+def _get_count_or_one(event: dict[str, Any], name: str) -> int:
     count = event.get(name)
     return count if isinstance(count, int) else 1

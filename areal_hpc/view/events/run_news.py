@@ -14,15 +14,15 @@ MAX_TOLD_CAUSES = 5
 
 
 @dataclass(slots=True)
-class RunNews:
+class RunEventAnnouncer:
     """Memory of what was told of a run: events go in, lines for the screen come out."""
 
     failures: AgentFailures = field(default_factory=AgentFailures)
     _told: set[tuple[str, str]] = field(default_factory=set)
 
-    def describe(self, event: dict[str, Any]) -> list[str]:
+    def describe_if_new(self, event: dict[str, Any]) -> list[str]:
         """Lines about an event; none if it is no news."""
-        if (cause := self.failures.add(event)) is not None:
+        if (cause := self.failures.add_event(event)) is not None:
             return list(self._tell_of_failure(cause))
         tell = _TELL_BY_EVENT.get(event["event"])
         if tell is None:

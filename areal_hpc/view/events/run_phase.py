@@ -42,14 +42,14 @@ class RunPhase:
     _has_weights: bool = False
 
     @classmethod
-    def collect(cls, events: Iterable[dict[str, Any]]) -> RunPhase:
+    def from_events(cls, events: Iterable[dict[str, Any]]) -> RunPhase:
         """The phase after these events."""
         phase = cls()
         for event in events:
-            phase.add(event)
+            phase.add_event(event)
         return phase
 
-    def add(self, event: dict[str, Any]) -> None:
+    def add_event(self, event: dict[str, Any]) -> None:
         """Take an event of any kind in."""
         at, replica = float(event["time"]), (event["role"], int(event.get("replica", 0) or 0))
         match event["event"]:
@@ -80,7 +80,7 @@ class RunPhase:
             return "the cells start"
         if not self._has_weights:
             return f"replicas get the trainer's weights, {_format_age(self._trainer_since)}"
-        return describe_work(ledger) if ledger is not None else ""
+        return describe_ledger_work(ledger) if ledger is not None else ""
 
     def _describe_starting_server(self) -> str:
         (cell, number), server = min(self._starting.items(), key=lambda item: item[1].since)
@@ -101,7 +101,7 @@ def read_server_phase(log: Path) -> str:
     return words if at >= 0 else "starts"
 
 
-def describe_work(ledger: LedgerStatus) -> str:
+def describe_ledger_work(ledger: LedgerStatus) -> str:
     """What a run at work does, by its ledger."""
     slowest = (
         f", slowest {format_duration(ledger.slowest_episode_s)}"

@@ -9,7 +9,7 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_hpc.view.transcripts.conversation import get_text, place_calls
+from areal_hpc.view.transcripts.conversation import extract_text, locate_calls
 from areal_hpc.view.transcripts.row_search import FoundRow
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -62,7 +62,7 @@ def build_trajectory(found: FoundRow, agent: str, agent_version: str, model: str
 
 
 def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
-    calls = dict(place_calls(row.record.calls))
+    calls = dict(locate_calls(row.record.calls))
     steps: list[JsonObject] = []
     for place, message in enumerate(row.meta.get("messages") or ()):
         if message.get("role") in ("tool", "function") and steps:
@@ -70,7 +70,7 @@ def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
             continue
         source = _SOURCES.get(str(message.get("role")), "user")
         step = {"step_id": len(steps) + 1, "source": source}
-        step["message"] = get_text(message.get("content"))
+        step["message"] = extract_text(message.get("content"))
         if source == "agent":
             step |= _describe_reply(message, calls.get(place), row)
         steps.append(step)
@@ -80,7 +80,7 @@ def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
 def _describe_reply(message: JsonObject, call: CallRecord | None, row: TrajectoryRow) -> JsonObject:
     facts: JsonObject = {}
     if reasoning := message.get("reasoning_content"):
-        facts["reasoning_content"] = get_text(reasoning)
+        facts["reasoning_content"] = extract_text(reasoning)
     if called := message.get("tool_calls"):
         facts["tool_calls"] = [_build_tool_call(one, at) for at, one in enumerate(called)]
     if not row.record.calls:
@@ -129,7 +129,7 @@ def _build_tool_call(called: JsonObject, place: int) -> JsonObject:
 
 def _add_observation(step: JsonObject, message: JsonObject) -> None:
     """Put a tool's result beside the calls of a step; one of an unknown call without its id."""
-    result: JsonObject = {"content": get_text(message.get("content"))}
+    result: JsonObject = {"content": extract_text(message.get("content"))}
     call_id = message.get("tool_call_id")
     if call_id in {one["tool_call_id"] for one in step.get("tool_calls", ())}:
         result["source_call_id"] = call_id

@@ -42,7 +42,7 @@ def _format_group(found: Sequence[FoundRow], width: int) -> Iterator[str]:
     for begin in range(0, len(rows), columns):
         yield ""
         pairs = zip(found[begin : begin + columns], rows[begin : begin + columns], strict=True)
-        blocks = [list(_format_row(one, row, shared, column_width)) for one, row in pairs]
+        blocks = [list(_format_rest_of_row(one, row, shared, column_width)) for one, row in pairs]
         yield from _join_side_by_side(blocks, column_width) if len(blocks) > 1 else blocks[0]
 
 
@@ -75,16 +75,18 @@ def get_messages(row: TrajectoryRow) -> list[Message]:
     return [one for one in messages if isinstance(one, dict)] if isinstance(messages, list) else []
 
 
-def _format_row(one: FoundRow, row: TrajectoryRow, shared: int, width: int) -> Iterator[str]:
+def _format_rest_of_row(
+    one: FoundRow, row: TrajectoryRow, shared: int, width: int
+) -> Iterator[str]:
     """A conversation after the messages that the group shares."""
-    yield from _wrap(_format_row_title(one), width)
-    calls = dict(place_calls(one.record.calls))
+    yield from _wrap_without_controls(_format_row_title(one), width)
+    calls = dict(locate_calls(one.record.calls))
     for place, message in enumerate(get_messages(row)):
         if place >= shared:
             yield from _format_message(message, width, calls.get(place))
     if one.record.error:
         yield "failed"
-        yield from _wrap(one.record.error, width, INDENT)
+        yield from _wrap_without_controls(one.record.error, width, INDENT)
 
 
 def _format_row_title(one: FoundRow) -> str:
@@ -98,7 +100,7 @@ def _format_row_title(one: FoundRow) -> str:
     return "── " + ", ".join(facts)
 
 
-def place_calls(calls: Sequence[CallRecord]) -> Iterator[tuple[int, CallRecord]]:
+def locate_calls(calls: Sequence[CallRecord]) -> Iterator[tuple[int, CallRecord]]:
     """Each call with the place of its reply among the row's messages."""
     place = -1
     for call in calls:
@@ -111,13 +113,13 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
     if name := message.get("name"):
         title += f" {name}"
     facts = _describe_call(call) if call else []
-    yield from _wrap(f"{title}  ({', '.join(facts)})" if facts else title, width)
+    yield from _wrap_without_controls(f"{title}  ({', '.join(facts)})" if facts else title, width)
     if reasoning := message.get("reasoning_content"):
-        yield from _wrap(f"[reasoning] {reasoning}", width, INDENT)
-    if text := get_text(message.get("content")):
-        yield from _wrap(text, width, INDENT)
+        yield from _wrap_without_controls(f"[reasoning] {reasoning}", width, INDENT)
+    if text := extract_text(message.get("content")):
+        yield from _wrap_without_controls(text, width, INDENT)
     for called in get_tool_calls(message):
-        yield from _wrap(f"→ {format_tool_call(called)}", width, INDENT)
+        yield from _wrap_without_controls(f"→ {format_tool_call(called)}", width, INDENT)
     if call and call.reward:
         yield from _format_reward(call.reward, width)
 
@@ -132,8 +134,8 @@ def format_tool_call(called: object) -> str:
     """A called tool as `name(arguments)`."""
     function = called.get("function") if isinstance(called, dict) else None
     if not isinstance(function, dict):  # an agent may send any
-        return get_text(called)
-    return f"{function.get('name')}({get_text(function.get('arguments'))})"
+        return extract_text(called)
+    return f"{function.get('name')}({extract_text(function.get('arguments'))})"
 
 
 def _describe_call(call: CallRecord) -> list[str]:
@@ -149,12 +151,12 @@ def _describe_call(call: CallRecord) -> list[str]:
 def _format_reward(reward: Reward, width: int) -> Iterator[str]:
     numbers = {**reward.parts, **reward.metrics}
     named = "".join(f", {name} {number:g}" for name, number in numbers.items())
-    yield from _wrap(f"= reward {reward.value:g}{named}", width, INDENT)
+    yield from _wrap_without_controls(f"= reward {reward.value:g}{named}", width, INDENT)
     if reward.note:
-        yield from _wrap(reward.note, width, INDENT * 2)
+        yield from _wrap_without_controls(reward.note, width, INDENT * 2)
 
 
-def get_text(content: object) -> str:
+def extract_text(content: object) -> str:
     """The text of a message's content, or of arguments; parts of other kinds by their type."""
     if content is None or isinstance(content, str):
         return content or ""
@@ -164,7 +166,7 @@ def get_text(content: object) -> str:
     return msgspec.json.encode(content).decode()
 
 
-def _wrap(text: str, width: int, indent: str = "") -> Iterator[str]:
+def _wrap_without_controls(text: str, width: int, indent: str = "") -> Iterator[str]:
     """The text in lines of at most `width` cells, without characters that control a terminal."""
     room = max(8, width - len(indent))
     for paragraph in text.split("\n"):

@@ -47,7 +47,7 @@ def export_rows(
     """
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or move that one")
-    build = _choose_builder(file_format, paths)
+    build = _choose_row_builder(file_format, paths)
     counts = {"written": 0, "left_out": 0}
 
     def build_all() -> Iterator[JsonObject]:
@@ -66,21 +66,21 @@ def export_rows(
     return ExportReport(**counts)
 
 
-def _choose_builder(
+def _choose_row_builder(
     file_format: ExportFormat, paths: RunPaths
 ) -> Callable[[FoundRow], JsonObject | None]:
     if file_format == "sft":
-        return _build_conversation
+        return _build_sft_conversation
     if file_format == "atif":
         recipe = read_run_recipe(paths.recipe) if paths.recipe.exists() else {}
         agent = recipe.get("rollout", {}).get("workflow") or "agent"
         model = recipe.get("model", {})
         name = str(model.get("hub") or model.get("path") or "policy")
         return lambda row: build_trajectory(row, str(agent), f"areal_hpc {__version__}", name)
-    return _build_record
+    return _build_full_record
 
 
-def _build_conversation(found: FoundRow) -> JsonObject | None:
+def _build_sft_conversation(found: FoundRow) -> JsonObject | None:
     """Messages and tools, as trainers of supervised fine-tuning read them."""
     row = found.read()
     if not (messages := row.meta.get("messages")):
@@ -89,7 +89,7 @@ def _build_conversation(found: FoundRow) -> JsonObject | None:
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 
-def _build_record(found: FoundRow) -> JsonObject:
+def _build_full_record(found: FoundRow) -> JsonObject:
     """All that a shard holds of a row."""
     row = found.read()
     record = row.record

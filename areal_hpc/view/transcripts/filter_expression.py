@@ -27,7 +27,7 @@ MAX_NESTED_LEVELS = 50
 _TOKEN_PATTERN = re.compile(
     r"""\s*(?:(?P<quoted>"[^"]*"|'[^']*')|(?P<symbol><=|>=|!=|==|[()=<>~])|(?P<word>[^\s()=<>~!"']+))"""
 )
-_ORDERINGS: dict[str, Callable[[float, float], bool]] = {
+_COMPARE_BY_SIGN: dict[str, Callable[[float, float], bool]] = {
     "=": operator.eq,
     "!=": operator.ne,
     "<": operator.lt,
@@ -35,7 +35,7 @@ _ORDERINGS: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_OPERATORS = (*_ORDERINGS, "~")
+_OPERATORS = (*_COMPARE_BY_SIGN, "~")
 
 
 class FieldReader(Protocol):
@@ -70,7 +70,7 @@ class Comparison:
             return (value == self.wanted) is (self.sign == "=")
         if not isinstance(value, int | float):
             return self.sign == "!="
-        return _ORDERINGS[self.sign](value, self.wanted)
+        return _COMPARE_BY_SIGN[self.sign](value, self.wanted)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,15 +129,17 @@ class _Parser:
         self._text, self._types, self._field_names = text, types, field_names
         self._level = 0
         if len(text) > MAX_EXPRESSION_CHARS:
-            self._fail(f"expected at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}")
-        self._tokens = self._split()
+            self._raise_filter_error(
+                f"expected at most {MAX_EXPRESSION_CHARS} characters, got {len(text)}"
+            )
+        self._tokens = self._tokenize()
 
-    def _split(self) -> list[_Token]:
+    def _tokenize(self) -> list[_Token]:
         tokens, at, text = [], 0, self._text.rstrip()
         while at < len(text):
             match = _TOKEN_PATTERN.match(text, at)
             if match is None:
-                self._fail(f"unexpected {text[at:].lstrip()[:20]!r}")
+                self._raise_filter_error(f"unexpected {text[at:].lstrip()[:20]!r}")
             quoted = match["quoted"]
             tokens.append(_Token(quoted[1:-1], True) if quoted else _Token(match[0].strip()))
             at = match.end()
@@ -145,73 +147,81 @@ class _Parser:
 
     def parse(self) -> Expression:
         if not self._tokens:
-            self._fail("expected a comparison, got nothing")
+            self._raise_filter_error("expected a comparison, got nothing")
         expression = self._parse_expression()
         if self._tokens:
-            self._fail(f"expected `and`, `or` or the end, got {self._tokens[0].text!r}")
+            self._raise_filter_error(
+                f"expected `and`, `or` or the end, got {self._tokens[0].text!r}"
+            )
         return expression
 
     def _parse_expression(self) -> Expression:
         terms = [self._parse_term()]
-        while self._take("or"):
+        while self._take_word_if_next("or"):
             terms.append(self._parse_term())
         return terms[0] if len(terms) == 1 else Disjunction(tuple(terms))
 
     def _parse_term(self) -> Expression:
         factors = [self._parse_factor()]
-        while self._take("and"):
+        while self._take_word_if_next("and"):
             factors.append(self._parse_factor())
         return factors[0] if len(factors) == 1 else Conjunction(tuple(factors))
 
     def _parse_factor(self) -> Expression:
         self._level += 1
         if self._level > MAX_NESTED_LEVELS:
-            self._fail(f"expected at most {MAX_NESTED_LEVELS} levels of `not` and parentheses")
+            self._raise_filter_error(
+                f"expected at most {MAX_NESTED_LEVELS} levels of `not` and parentheses"
+            )
         try:
-            if self._take("not"):
+            if self._take_word_if_next("not"):
                 return Negation(self._parse_factor())
-            if self._take("("):
+            if self._take_word_if_next("("):
                 inner = self._parse_expression()
-                if not self._take(")"):
-                    self._fail("a parenthesis is not closed")
+                if not self._take_word_if_next(")"):
+                    self._raise_filter_error("a parenthesis is not closed")
                 return inner
             return self._parse_comparison()
         finally:
             self._level -= 1
 
     def _parse_comparison(self) -> Comparison:
-        field = self._next("a field").text
+        field = self._pop_token("a field").text
         kind = self._types(field)
         if kind is None:
-            self._fail(f"there is no field {field!r}")
-        sign = self._next(f"one of {' '.join(_OPERATORS)} after {field}").text.replace("==", "=")
+            self._raise_filter_error(f"there is no field {field!r}")
+        sign = self._pop_token(f"one of {' '.join(_OPERATORS)} after {field}").text.replace(
+            "==", "="
+        )
         if sign not in _OPERATORS:
-            self._fail(f"expected one of {' '.join(_OPERATORS)} after {field}, got {sign!r}")
-        wanted = self._next(f"a value after {field} {sign}").text
+            self._raise_filter_error(
+                f"expected one of {' '.join(_OPERATORS)} after {field}, got {sign!r}"
+            )
+        wanted = self._pop_token(f"a value after {field} {sign}").text
         if kind is str:
             if sign not in ("=", "!=", "~"):
-                self._fail(f"{field} is a text, which takes =, != or ~, got {sign}")
+                self._raise_filter_error(f"{field} is a text, which takes =, != or ~, got {sign}")
             return Comparison(field, sign, wanted)
         if sign == "~":
-            self._fail(f"{field} is a number: `~` is for texts")
+            self._raise_filter_error(f"{field} is a number: `~` is for texts")
         try:
             return Comparison(field, sign, float(wanted))
         except ValueError:
-            self._fail(f"{field} is a number, got {wanted!r}")
+            self._raise_filter_error(f"{field} is a number, got {wanted!r}")
 
-    def _take(self, text: str) -> bool:
+    def _take_word_if_next(self, text: str) -> bool:
         """True, and the token is taken, if it comes next and is not in quotes."""
         if self._tokens and self._tokens[0] == _Token(text):
             del self._tokens[0]
             return True
         return False
 
-    def _next(self, wanted: str) -> _Token:
+    def _pop_token(self, wanted: str) -> _Token:
         if not self._tokens:
-            self._fail(f"expected {wanted}, got the end")
+            self._raise_filter_error(f"expected {wanted}, got the end")
         return self._tokens.pop(0)
 
-    def _fail(self, problem: str) -> NoReturn:
+    def _raise_filter_error(self, problem: str) -> NoReturn:
         raise RecipeError(
             f"{problem}, in {self._text[:200]!r}",
             key="--where",

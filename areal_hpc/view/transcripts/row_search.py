@@ -55,7 +55,7 @@ class SearchedShard:
         self._records: list[RowRecord] = []
         self._is_searched = True
 
-    def release(self) -> None:
+    def forget_read_rows(self) -> None:
         """Forget what was read of all rows: few of them are shown."""
         self._columns, self._records, self._is_searched = {}, [], False
 
@@ -126,10 +126,10 @@ class FoundRow:
         """The value of a field that `get_field_type` knows."""
         for prefix, attribute in ((PART_PREFIX, "parts"), (METRIC_PREFIX, "metrics")):
             if name.startswith(prefix):
-                return self._find_number(attribute, name.removeprefix(prefix))
+                return self._find_reward_number(attribute, name.removeprefix(prefix))
         return ROW_FIELDS[name].read(self)
 
-    def _find_number(self, attribute: str, name: str) -> float | None:
+    def _find_reward_number(self, attribute: str, name: str) -> float | None:
         """A part or a metric of the last of the row's rewards that has it."""
         for call in reversed(self.record.calls):
             found: Mapping[str, float] = getattr(call.reward, attribute) if call.reward else {}
@@ -152,7 +152,7 @@ class RowField:
     read: Callable[[FoundRow], FieldValue]
 
 
-def _column(name: str) -> Callable[[FoundRow], FieldValue]:
+def _make_column_reader(name: str) -> Callable[[FoundRow], FieldValue]:
     def read(one: FoundRow) -> FieldValue:
         value: float = one.shard.get_value(name, one.row)
         return value
@@ -160,7 +160,7 @@ def _column(name: str) -> Callable[[FoundRow], FieldValue]:
     return read
 
 
-def _get_seconds(one: FoundRow) -> float | None:
+def _get_duration_s(one: FoundRow) -> float | None:
     record = one.record
     return record.ended_at - record.started_at if record.ended_at else None
 
@@ -169,7 +169,7 @@ def _get_notes(one: FoundRow) -> str:
     return "\n".join(call.reward.note for call in one.record.calls if call.reward)
 
 
-def _get_text(one: FoundRow) -> str:
+def _get_messages_json(one: FoundRow) -> str:
     return msgspec.json.encode(one.read().meta.get("messages")).decode()
 
 
@@ -183,16 +183,16 @@ ROW_FIELDS: dict[str, RowField] = {
     "step": RowField(
         float, "the step that trained it, or whose weights were evaluated", lambda one: one.step
     ),
-    "ticket": RowField(float, "the ticket", _column("ticket_id")),
-    "attempt": RowField(float, "which issue of the ticket", _column("attempt")),
-    "episode": RowField(float, "which episode of the ticket", _column("episode")),
-    "reward": RowField(float, "the row's reward", _column("reward")),
+    "ticket": RowField(float, "the ticket", _make_column_reader("ticket_id")),
+    "attempt": RowField(float, "which issue of the ticket", _make_column_reader("attempt")),
+    "episode": RowField(float, "which episode of the ticket", _make_column_reader("episode")),
+    "reward": RowField(float, "the row's reward", _make_column_reader("reward")),
     "length": RowField(
         float, "tokens that the model said", lambda one: one.shard.count_sampled_tokens(one.row)
     ),
     "tokens": RowField(float, "all tokens", _count_tokens),
     "calls": RowField(float, "model calls", lambda one: len(one.record.calls) or None),
-    "seconds": RowField(float, "how long its episode took", _get_seconds),
+    "seconds": RowField(float, "how long its episode took", _get_duration_s),
     "task": RowField(
         float,
         "line of the task set, from 0",
@@ -208,7 +208,7 @@ ROW_FIELDS: dict[str, RowField] = {
         str, "of a failed one: the exception and its line", lambda one: one.record.cause
     ),
     "note": RowField(str, "the notes of its rewards", _get_notes),
-    "text": RowField(str, "its messages, as JSON", _get_text),
+    "text": RowField(str, "its messages, as JSON", _get_messages_json),
 }
 FIELD_NAMES = [*ROW_FIELDS, f"{PART_PREFIX}NAME", f"{METRIC_PREFIX}NAME"]
 
@@ -254,13 +254,13 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     found: list[tuple[FieldValue, FoundRow]] = []
     total = 0
     for shard in _iterate_shards(path):
-        for row in _list_candidates(shard, query):
+        for row in _list_rows_before_filter(shard, query):
             if wanted is None or wanted.holds(row):
                 found.append((row.get_field(query.sort_by) if query.sort_by else None, row))
-        shard.release()
+        shard.forget_read_rows()
         total += shard.reader.num_rows
     if not found:
-        _raise_if_named(path, query, total)
+        _raise_if_asked_by_number(path, query, total)
     if query.sort_by:
         with_key = [one for one in found if one[0] is not None]
         without = [one for one in found if one[0] is None]
@@ -272,7 +272,7 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     return rows, len(found)
 
 
-def _list_candidates(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
+def _list_rows_before_filter(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
     rows = [FoundRow(shard, row) for row in range(shard.reader.num_rows)]
     if query.number is not None:
         rows = [row for row in rows if row.number == query.number]
@@ -281,7 +281,7 @@ def _list_candidates(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
     return rows
 
 
-def _raise_if_named(path: Path, query: RowQuery, total: int) -> None:
+def _raise_if_asked_by_number(path: Path, query: RowQuery, total: int) -> None:
     """Nothing was found: an error if a row or a ticket was asked for by its number."""
     if query.number is not None:
         raise RecipeError(

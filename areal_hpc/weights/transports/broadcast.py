@@ -20,7 +20,10 @@ from areal_hpc.weights.buckets.bucket import (
 )
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup, unwatch_update_groups
+from areal_hpc.weights.transports.process_group import (
+    UpdateProcessGroup,
+    exempt_update_groups_from_nccl_watchdog,
+)
 from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
@@ -58,7 +61,7 @@ class BroadcastSession(UpdateSession):
         }
         route = "init_weights_update_group"
         joining = [
-            self._calls.submit(member.post_slow, route, body | {"rank_offset": first})
+            self._calls.submit(member.post_during_transfer, route, body | {"rank_offset": first})
             for member, first in zip(self._members, self._first_ranks, strict=False)
         ]
         self._run_collective(joining, group.join)
@@ -111,7 +114,7 @@ class BroadcastSession(UpdateSession):
         fault_point("weights.before_end")
         self._await_loaded()
         began = time.monotonic()
-        self._call_all(lambda member: member.post_slow("end_weight_update"))
+        self._call_all(lambda member: member.post_during_transfer("end_weight_update"))
         self.load_s += time.monotonic() - began
 
     def close(self) -> None:
@@ -184,7 +187,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         super().__init__(config, admin_key, "cuda" if backend == "nccl" else "cpu")
         self._backend = backend
         if backend != "gloo":
-            unwatch_update_groups()
+            exempt_update_groups_from_nccl_watchdog()
         self._open_bucket = (
             OpenBucket
             if sends_in_place(backend, config.replicas_per_group or 1)
@@ -193,7 +196,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()
 
-    def _transfer(
+    def _pause_and_transfer(
         self,
         update: UpdateInProgress[BroadcastSession],
         order: UpdateRequest,

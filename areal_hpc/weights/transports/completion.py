@@ -23,7 +23,7 @@ class CompletionPoller:
         self._pending: list[tuple[Sequence[dist.Work], Future[None]]] = []
         self._thread: threading.Thread | None = None
 
-    def follow(self, works: Sequence[dist.Work]) -> Future[None]:
+    def watch_works(self, works: Sequence[dist.Work]) -> Future[None]:
         """Is done when all works are, well or not. Cancel it to let go of them."""
         over: Future[None] = Future()
         with self._changed:
@@ -39,13 +39,13 @@ class CompletionPoller:
             with self._changed:
                 self._changed.wait_for(lambda: self._pending)
                 pending = list(self._pending)
-            ended = {id(over) for works, over in pending if _settle(works, over)}
+            ended = {id(over) for works, over in pending if _resolve_if_over(works, over)}
             with self._changed:
                 self._pending = [one for one in self._pending if id(one[1]) not in ended]
             time.sleep(_POLL_S)
 
 
-def follow_gloo(works: Sequence[dist.Work]) -> Future[None]:
+def watch_gloo_works(works: Sequence[dist.Work]) -> Future[None]:
     """Is done when gloo has told of all works, well or not."""
     over: Future[None] = Future()
     lock, left = threading.Lock(), [len(works)]
@@ -55,14 +55,14 @@ def follow_gloo(works: Sequence[dist.Work]) -> Future[None]:
             left[0] -= 1
             is_last = left[0] == 0
         if is_last:
-            _set_over(over)
+            _resolve_future(over)
 
     for work in works:
         work.get_future().add_done_callback(count)
     return over
 
 
-def raise_failure(work: dist.Work) -> None:
+def raise_if_work_failed(work: dist.Work) -> None:
     """Raise what went wrong with an operation that is over.
 
     `wait` does not: for NCCL it orders streams, and says that all is well.
@@ -74,7 +74,7 @@ def raise_failure(work: dist.Work) -> None:
         raise RuntimeError(str(error))
 
 
-def _settle(works: Sequence[dist.Work], over: Future[None]) -> bool:
+def _resolve_if_over(works: Sequence[dist.Work], over: Future[None]) -> bool:
     """Whether there is nothing more to ask."""
     if over.cancelled():
         return True
@@ -82,13 +82,13 @@ def _settle(works: Sequence[dist.Work], over: Future[None]) -> bool:
         if not all(work.is_completed() for work in works):
             return False
     except RuntimeError as error:
-        _set_over(over, error)
+        _resolve_future(over, error)
     else:
-        _set_over(over)
+        _resolve_future(over)
     return True
 
 
-def _set_over(over: Future[None], error: RuntimeError | None = None) -> None:
+def _resolve_future(over: Future[None], error: RuntimeError | None = None) -> None:
     """Unless nobody waits any more."""
     if not over.set_running_or_notify_cancel():
         return

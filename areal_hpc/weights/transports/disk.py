@@ -58,7 +58,7 @@ class WeightsFolder:
             save_file(dict(full.tensors), path, metadata={"format": "pt"})
             fsync_path(path)
 
-    def put_in_place(self) -> None:
+    def rename_into_place(self) -> None:
         """Give the folder its name; those of earlier versions are then of no more use."""
         with _explain_write_errors(self._root):
             fsync_path(self._partial)
@@ -73,11 +73,13 @@ class WeightsFolder:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
         for path in self._root.iterdir():
             match = _WEIGHTS_FOLDER_PATTERN.fullmatch(path.name)
-            if match and _parse_folder_name(match[1]) < _parse_folder_name(self.name):
+            if match and _parse_version_and_serial_number(
+                match[1]
+            ) < _parse_version_and_serial_number(self.name):
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _parse_folder_name(name: str) -> list[int]:
+def _parse_version_and_serial_number(name: str) -> list[int]:
     """Generation, step, serial number."""
     return [int(part) for part in name.split(".")]
 
@@ -104,7 +106,7 @@ class DiskSession(UpdateSession):
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadWeightsRequest(folder, str(version))
-        self._call_all(lambda member: member.post_slow("load", request))
+        self._call_all(lambda member: member.post_during_transfer("load", request))
         self.load_s = time.monotonic() - began
 
 
@@ -123,7 +125,7 @@ class DiskTransport(Transport[DiskSession]):
         self._serial = itertools.count()
         self._folder: WeightsFolder | None = None
 
-    def _transfer(
+    def _pause_and_transfer(
         self,
         update: UpdateInProgress[DiskSession],
         order: UpdateRequest,
@@ -158,7 +160,7 @@ class DiskTransport(Transport[DiskSession]):
             fill_and_send_buckets(
                 order.buckets, order.arrivals, self._buffers.open_bucket, ship, watch
             )
-            folder.put_in_place()
+            folder.rename_into_place()
         except WeightStorageError:
             folder.discard_partial()
             raise

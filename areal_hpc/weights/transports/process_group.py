@@ -27,7 +27,11 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.environment import UPDATE_GROUP_VARIABLES
-from areal_hpc.weights.transports.completion import CompletionPoller, follow_gloo, raise_failure
+from areal_hpc.weights.transports.completion import (
+    CompletionPoller,
+    raise_if_work_failed,
+    watch_gloo_works,
+)
 
 ResultT = TypeVar("ResultT")
 
@@ -38,7 +42,7 @@ _REFUSAL_POLL_S = 0.02
 _POLLER = CompletionPoller()
 
 
-def unwatch_update_groups() -> None:
+def exempt_update_groups_from_nccl_watchdog() -> None:
     """Have torch leave the NCCL groups of this process that are made from now on to us.
 
     It reads these variables as it makes a group. Those of the trainer's world exist by now, and
@@ -76,7 +80,7 @@ class UpdateProcessGroup:
             master_listen_fd=self._listener.detach(),
         )
         self._group: dist.ProcessGroup | None = None
-        self._follow = follow_gloo if backend == "gloo" else _POLLER.follow
+        self._follow = watch_gloo_works if backend == "gloo" else _POLLER.watch_works
 
     def join(self, refused: Callable[[], bool]) -> None:
         """Wait until every rank is there; over NCCL, until this one is.
@@ -141,7 +145,7 @@ class UpdateProcessGroup:
             over.result()
             for work in works:
                 if self.backend != "gloo":
-                    raise_failure(work)
+                    raise_if_work_failed(work)
                 work.wait()
         except (RuntimeError, dist.DistBackendError) as error:
             raise WeightSyncError(f"the broadcast in group {self.name} failed: {error}") from error

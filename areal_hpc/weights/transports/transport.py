@@ -74,7 +74,9 @@ class Transport(ABC, Generic[SessionT]):
             else None
         )
         try:
-            self._transfer(update, order, timer, digester.add if digester else lambda full: None)
+            self._pause_and_transfer(
+                update, order, timer, digester.add if digester else lambda full: None
+            )
             with timer.time_phase("verify"):
                 self._verify(update, order.version, digester)
             with timer.time_phase("flush"):
@@ -114,7 +116,7 @@ class Transport(ABC, Generic[SessionT]):
         settle()
 
     @abstractmethod
-    def _transfer(
+    def _pause_and_transfer(
         self,
         update: UpdateInProgress[SessionT],
         order: UpdateRequest,

@@ -5,8 +5,12 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.dialects.parameter_table import list_hints, list_refused, list_used
-from areal_hpc.proxy.dialects.refusals import OTHERS_SAMPLING
+from areal_hpc.proxy.dialects.parameter_table import (
+    list_effective_params,
+    list_ignored_params_of,
+    list_refused_params,
+)
+from areal_hpc.proxy.dialects.refusals import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.contract.proxy.parameter_samples import (
     HINTS,
@@ -27,11 +31,13 @@ def every(samples: dict[str, dict[str, Any]]) -> list[tuple[str, str]]:
 @pytest.mark.parametrize("route", DIALECT_BY_ROUTE)
 def test_every_parameter_of_the_table_is_tried(route: str) -> None:
     form = DIALECT_BY_ROUTE[route].request
-    assert {*USED[route]} == {*list_used(form)}
+    assert {*USED[route]} == {*list_effective_params(form)}
     within = ("messages[]", "input[]", "tools[].tools[]", "thinking.")
-    hints = {name for name in list_hints(form) if not name.startswith(within)}
+    hints = {name for name in list_ignored_params_of(form) if not name.startswith(within)}
     assert {*HINTS[route]} == hints
-    assert {*REFUSED[route]} == {*list_refused(form), *OTHERS_SAMPLING} - {*list_used(form)}
+    assert {*REFUSED[route]} == {*list_refused_params(form), *REFUSED_SAMPLING_OF_OTHER_ENGINES} - {
+        *list_effective_params(form)
+    }
 
 
 def test_the_probed_parameters_are_all_known() -> None:
@@ -75,7 +81,10 @@ def test_what_would_change_a_reply_and_cannot_be_done_is_refused_with_the_way_ou
 ) -> None:
     body = body_with(route, name, REFUSED[route][name])
     message = assert_refused(stage.post(route, body, stage.open_session()[1]), route, name)
-    refusal = {**OTHERS_SAMPLING, **list_refused(DIALECT_BY_ROUTE[route].request)}[name]
+    refusal = {
+        **REFUSED_SAMPLING_OF_OTHER_ENGINES,
+        **list_refused_params(DIALECT_BY_ROUTE[route].request),
+    }[name]
     assert re.search(r"would change the reply", message)
     assert message.endswith(f"({refusal.way_out})")
     assert stage.sglang.requests == []
@@ -86,7 +95,10 @@ def test_a_refused_parameter_that_asks_for_nothing_is_neither_refused_nor_counte
     stage: Stage, route: str
 ) -> None:
     before = ignored(stage)
-    refusals = {**OTHERS_SAMPLING, **list_refused(DIALECT_BY_ROUTE[route].request)}
+    refusals = {
+        **REFUSED_SAMPLING_OF_OTHER_ENGINES,
+        **list_refused_params(DIALECT_BY_ROUTE[route].request),
+    }
     for name in REFUSED[route]:
         for value in (None, *refusals[name].harmless):
             ask_least(stage, stage.open_session()[1], route, **{name: value})

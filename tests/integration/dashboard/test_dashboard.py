@@ -185,7 +185,7 @@ def test_a_filter_means_what_it_means_in_shards_show(
     where: str, run: RunPaths, tmp_path: Path
 ) -> None:
     with closing(RowIndex(run, tmp_path / "cache")) as index:
-        index.refresh()
+        index.index_new_rows()
         page = index.find_page(where, "reward", offset=0, count=100)
         expected, count = find_rows(run.root, RowQuery(where))
         assert page.matching == count
@@ -200,20 +200,20 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
 ) -> None:
     cache = tmp_path / "cache"
     with closing(RowIndex(run, cache)) as one, closing(RowIndex(run, cache)) as other:
-        assert (one.refresh(), other.refresh()) == (9, 0)
+        assert (one.index_new_rows(), other.index_new_rows()) == (9, 0)
         seal_in(run, [trajectory(30)], writer="cell-1")
-        assert other.refresh() == 1
+        assert other.index_new_rows() == 1
         assert one.find_page(offset=0, count=1).total == 10
     (file,) = cache.glob("*.sqlite")
     content = file.read_bytes()
     file.write_bytes(content[:6000] + b"x" * (len(content) - 6000))
     with closing(RowIndex(run, cache)) as again:
-        again.refresh()
+        again.index_new_rows()
         assert again.find_page(offset=0, count=1).total == 10
         for path in (*run.shards_dir.iterdir(), *run.index_dir.iterdir()):
             path.unlink()
         seal_in(run, [trajectory(1)])
-        again.refresh()
+        again.index_new_rows()
         assert again.find_page(offset=0, count=1).total == 1, "another run is at this path now"
         with pytest.raises(RecipeError, match="no field"):
             again.find_page(sort="named; DROP TABLE rows", offset=0, count=1)
@@ -242,7 +242,7 @@ def test_ctrl_c_ends_a_server_whose_page_is_open(run: RunPaths, environ: dict[st
 def test_steps_of_rows_come_from_the_batches_of_a_whole_run(tmp_path: Path) -> None:
     run = RunPaths(unpack_kept_run(tmp_path))
     with closing(RowIndex(run, tmp_path / "cache")) as index:
-        index.refresh()
+        index.index_new_rows()
         for where in ("step=3", "step>10 and reward>0"):
             matching = index.find_page(where, offset=0, count=1).matching
             assert matching == find_rows(run.root, RowQuery(where))[1] > 0

@@ -10,7 +10,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
-from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox, make_agent_sandboxes
+from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts, make_agent_sandboxes
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
 from tests.integration.rollout.standins import StandInProxy, driving
@@ -117,4 +117,4 @@ def test_a_task_that_has_something_in_the_sandbox_s_place_is_refused(tmp_path: P
 def test_a_root_file_system_that_is_not_there_is_refused() -> None:
     how = AgentExecutionConfig.model_validate({"isolation": "bwrap", "sandbox": {"root": "/no/x"}})
     with pytest.raises(RecipeError, match="there is no folder /no/x"):
-        check_sandbox(how.model_dump())
+        check_sandbox_starts(how.model_dump())

@@ -12,7 +12,7 @@ from areal_hpc.sandbox.spec import SandboxSpec
 def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
-        await pool.fill()
+        await pool.start_first_and_refill()
         async with pool.acquire() as first:
             await first.exec("echo secret > left; setsid sleep 300 > /dev/null &")
         async with pool.acquire() as second:
@@ -28,7 +28,7 @@ def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
 def test_one_that_died_while_it_waited_is_replaced() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 1)
-        await pool.fill()
+        await pool.start_first_and_refill()
         dead = pool._warm[0]
         os.kill(dead.pid, signal.SIGKILL)
         dead._process.wait()
@@ -44,7 +44,7 @@ def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
     async def scene() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 0)
         async with pool.acquire() as taken:
-            taken.begin_time(1.0)
+            taken.start_lifetime_limit(1.0)
             await asyncio.wait_for(taken._channel.closed.wait(), 30)
             assert not taken.is_alive
         await pool.close()

@@ -18,14 +18,14 @@ from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox import channel
 from areal_hpc.sandbox.runtime import Runtime
-from areal_hpc.sandbox.runtimes.choice import find_runtimes, make_runtime
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
 from tests.support.waiting import wait_for
 
-NAMES = find_runtimes()
+NAMES = find_installed_runtimes()
 ISOLATING = [name for name in NAMES if name != "none"]
 SMALL = SandboxLimits(
     memory_bytes=256 << 20, processes=40, disk_bytes=8 << 20, files=300, output_bytes=1 << 16
@@ -239,7 +239,7 @@ def test_a_network_reaches_its_session_and_nothing_else(network: Network) -> Non
 
         async def scene(sandbox: Sandbox) -> None:
             if network == "session-only":
-                url = await sandbox.open_session(f"http://127.0.0.1:{port}")
+                url = await sandbox.open_model_endpoint(f"http://127.0.0.1:{port}")
                 at = int(url.rpartition(":")[2])
                 assert await call(sandbox, "127.0.0.1", at) == "HELLO"
                 many = (call(sandbox, "127.0.0.1", at) for _ in range(5))

@@ -25,7 +25,7 @@ from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     TrainerState,
-    find_latest,
+    find_latest_checkpoint,
     list_checkpoints,
     write_trainer_state,
 )
@@ -268,7 +268,7 @@ def test_a_superseded_trainer_spares_newer_checkpoints(scenario: Scenario, paths
     learner.begin_checkpoint({})
     with pytest.raises(SupersededTrainerError):
         learner.checkpoints.finish_save()
-    latest = find_latest(paths.checkpoints_dir)
+    latest = find_latest_checkpoint(paths.checkpoints_dir)
     assert latest is not None
     assert latest.state.generation == 9
     assert data.exists()

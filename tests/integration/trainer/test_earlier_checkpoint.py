@@ -7,7 +7,7 @@ import pytest
 from safetensors import safe_open
 
 from areal_hpc.rundir.checkpoint_index import is_megatron_format
-from areal_hpc.rundir.checkpoints import find_latest
+from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.trainer.checkpoints.export import export_checkpoint
 from tests.support.earlier_checkpoint import EARLIER_FAMILY, unpack_earlier_checkpoint
 from tests.support.layout_launch import launch
@@ -30,14 +30,14 @@ def test_it_resumes_under_another_layout(
     found = launch(ranks, tmp_path / "resumed", layout, [EARLIER_FAMILY], [earlier])
     gaps = found[EARLIER_FAMILY]["resumed_from"][earlier.name]
     assert max(gaps["loss_gap"], gaps["weight_gap"]) <= RESUME_BOUND
-    latest = find_latest(tmp_path / "resumed" / EARLIER_FAMILY / "checkpoints")
+    latest = find_latest_checkpoint(tmp_path / "resumed" / EARLIER_FAMILY / "checkpoints")
     assert latest is not None
     assert not is_megatron_format(latest.path)
 
 
 def test_its_export_has_the_same_bytes(earlier: Path, tmp_path: Path) -> None:
     folder = earlier / EARLIER_FAMILY
-    checkpoint = find_latest(folder / "checkpoints")
+    checkpoint = find_latest_checkpoint(folder / "checkpoints")
     assert checkpoint is not None
     assert is_megatron_format(checkpoint.path)
     export_checkpoint(checkpoint, folder, tmp_path / "exported", lambda line: None)

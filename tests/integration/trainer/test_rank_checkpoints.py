@@ -9,7 +9,7 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.rundir.checkpoint_index import get_rank_file, read_index
+from areal_hpc.rundir.checkpoint_index import get_rank_file_path, read_index
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.megatron_private import list_optimizer_shards
@@ -31,7 +31,7 @@ def test_each_of_four_ranks_holds_writes_and_reads_a_quarter(
     assert writer is not None
     whole = BYTES_PER_PARAMETER * sum(one.numel() for one in learner.policy.gpt.parameters())
     held = os.fstat(writer._memory.descriptor).st_blocks * 512
-    written = get_rank_file(checkpoint, dist.get_rank()).stat().st_size
+    written = get_rank_file_path(checkpoint, dist.get_rank()).stat().st_size
     with counted_reads() as reads:
         make_learner(scenario, paths)
     for size in (held, written, sum(reads)):
@@ -77,7 +77,7 @@ def test_a_checkpoint_is_the_same_whoever_resumed_it(scenario: Scenario, paths: 
     learner = begin_training(scenario, paths)
     learner.begin_checkpoint({})
     learner.checkpoints.finish_save()
-    file = get_rank_file(paths.checkpoints_dir / "step_00000002", dist.get_rank())
+    file = get_rank_file_path(paths.checkpoints_dir / "step_00000002", dist.get_rank())
     before = file.read_bytes()
     learner.checkpoints.close()
     dist.barrier()

@@ -11,7 +11,7 @@ import pytest
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch.replay import ReplayRun, compare_metrics, find_start, parse_steps
+from areal_hpc.launch.replay import ReplayRun, compare_metrics, find_replay_start, parse_step_range
 from areal_hpc.metrics.catalogue import REPRODUCIBLE_SOURCES, find_metric
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
@@ -100,7 +100,7 @@ def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_p
     out = RunPaths(tmp_path / "out")
     again = ReplayRun(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
-    again.carry_out(reporter, StopEvent())
+    again.replay_and_compare(reporter, StopEvent())
     assert lines(tmp_path / "out") == found
     assert not out.log_dir(3).exists()
     with pytest.raises(RecipeError, match="something else is already at"):
@@ -114,15 +114,15 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
     out = RunPaths(tmp_path / "out")
     on_gpu = ReplayRun(recorded, 2, 3, ("trainer.device=cuda",), out)
     with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
-        on_gpu.carry_out(PlainReporter(out, 3, 0), StopEvent())
+        on_gpu.replay_and_compare(PlainReporter(out, 3, 0), StopEvent())
     assert "at: trainer.parallel\n" in str(refusal.value)
     assert not out.jobs_dir.exists()
 
 
 def test_it_starts_from_the_newest_checkpoint_before_the_steps(recorded: RunPaths) -> None:
-    assert find_start(recorded, 7).step == 6
-    assert find_start(recorded, 6).step == find_start(recorded, 5).step == 4
-    early = find_start(recorded, 4)
+    assert find_replay_start(recorded, 7).step == 6
+    assert find_replay_start(recorded, 6).step == find_replay_start(recorded, 5).step == 4
+    early = find_replay_start(recorded, 4)
     assert (early.step, early.checkpoint) == (0, None)
 
 
@@ -134,7 +134,7 @@ def test_steps_that_were_not_recorded_are_named(recorded: RunPaths) -> None:
 @pytest.mark.parametrize("text", ["", "3..", "0..2", "5..4", "1-4", "a..b"])
 def test_what_is_no_range_of_steps_is_refused(text: str) -> None:
     with pytest.raises(RecipeError, match=r"FIRST\.\.LAST"):
-        parse_steps(text)
+        parse_step_range(text)
 
 
 def test_folders_without_a_run_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

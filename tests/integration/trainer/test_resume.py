@@ -83,7 +83,7 @@ def test_all_ranks_resume_from_what_rank_0_chose(scenario: Scenario, paths: RunP
     begin_training(scenario, paths).checkpoints.close()
     dist.barrier()
     if dist.get_rank() == 1:
-        mock.patch.object(store, "find_latest", None).start()
+        mock.patch.object(store, "find_latest_checkpoint", None).start()
     assert make_learner(scenario, paths).state.step == 1
 
 

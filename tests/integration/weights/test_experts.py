@@ -64,7 +64,7 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
     with publishing(
         cell.paths.rendezvous_dir, cell.admin_key, bucket_bytes=50_000, update_timeout_s=20
     ) as publisher:
-        (key,) = publisher.discover_outdated(version)
+        (key,) = publisher.discover_outdated_replicas(version)
         buckets = plan_buckets(specs_of(weights), 1 << 30)
         packed = PackingBuffers(torch.device("cpu")).open_bucket(buckets[0])
         for name, tensor in weights.items():

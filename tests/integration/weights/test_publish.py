@@ -138,8 +138,8 @@ def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stand
     with trainer(cell, replicas_per_group=2) as publisher:
         report = update(cell, publisher, 0, tiny_qwen3(1))
         assert [key.cell_and_index for key in report.ok] == BOTH
-        assert publisher.discover_outdated(report.version) == []
-        assert publisher.discover_outdated(WeightVersion(9999, 0)) == list(report.ok)
+        assert publisher.discover_outdated_replicas(report.version) == []
+        assert publisher.discover_outdated_replicas(WeightVersion(9999, 0)) == list(report.ok)
         # A later update uses the groups that stand: there is no other to be made.
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         assert set(update(cell, publisher, 1, tiny_qwen3(2)).seconds) == {"group_join", *PHASES}
@@ -174,7 +174,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
         stopped_s = sum(report.seconds[phase] for phase in PHASES)
         assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
-        publisher.discover_outdated(after)
+        publisher.discover_outdated_replicas(after)
         assert view.pause in publisher.pauses
 
 
@@ -241,7 +241,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
     packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     with trainer(cell) as publisher:
         version = WeightVersion(cell.generation, 0)
-        key = next(key for key in publisher.discover_outdated(version) if key.index == 0)
+        key = next(key for key in publisher.discover_outdated_replicas(version) if key.index == 0)
         session = BroadcastSession(
             UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20),
             [ReplicaClient(key, cell.admin_key, cell.generation, 20)],

@@ -16,7 +16,7 @@ from areal_hpc.rollout.execution.agent_pickle import (
     get_import_path,
     load_agent_pickle,
     make_function_picklable,
-    save_agent,
+    save_agent_as_module,
 )
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rundir.paths import RunPaths
@@ -98,7 +98,7 @@ def test_agents_are_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.M
         """Nobody could import this."""
 
     assert get_import_path(Local) is None
-    path = save_agent(Local, {"said": 3.0}, tmp_path, (), alias=False)
+    path = save_agent_as_module(Local, {"said": 3.0}, tmp_path, (), alias=False)
     module, _, name = path.rpartition(".")
     monkeypatch.syspath_prepend(tmp_path)
     agent = getattr(importlib.import_module(module), name)
@@ -109,7 +109,7 @@ def test_agents_are_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_agent_that_cannot_travel_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be pickled"):
-        save_agent(Answerer(), {"said": threading.Lock()}, tmp_path, (), alias=False)
+        save_agent_as_module(Answerer(), {"said": threading.Lock()}, tmp_path, (), alias=False)
 
 
 def test_a_function_without_a_name_is_called_in_a_process() -> None:

@@ -9,8 +9,8 @@ import pytest
 
 from areal_hpc.jobs.node_probe import (
     ReachabilityServer,
-    check_clock_skew,
     compare_gpus_with_driver,
+    find_clock_skew_problems,
     parse_gpu_errors,
     probe_node,
     query_gpu_errors,
@@ -52,8 +52,8 @@ def test_shared_storage_that_takes_no_files_is_no_fault_of_the_node(
 
 
 def test_a_clock_may_differ_a_little(tmp_path: Path) -> None:
-    assert check_clock_skew(0.5, tmp_path) == []
-    (finding,) = check_clock_skew(-90.0, tmp_path)
+    assert find_clock_skew_problems(0.5, tmp_path) == []
+    (finding,) = find_clock_skew_problems(-90.0, tmp_path)
     assert finding.reason.startswith("its clock differs by -90 s")
 
 

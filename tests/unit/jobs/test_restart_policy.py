@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from areal_hpc.jobs.requeue import ProgressTracker
+from areal_hpc.jobs.requeue import StartProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
 from areal_hpc.jobs.restart_policy import (
     FailureCounts,
@@ -96,7 +96,7 @@ def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path
     progress, late = tmp_path / "metrics.jsonl", TaskExit(STOPPED_EXIT_CODE, reason=LIMIT)
 
     def end(*outcomes: TaskExit, grows: bool = False) -> int:
-        start = ProgressTracker(JobPaths(tmp_path), str(progress))
+        start = StartProgressTracker(JobPaths(tmp_path), str(progress))
         if grows:
             progress.write_text("a step\n")
         return start.update_failure_counts(outcomes).time_limit_stops
@@ -108,22 +108,30 @@ def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path
 def test_only_crashes_in_starts_without_progress_count(tmp_path: Path) -> None:
     progress = tmp_path / "metrics.jsonl"
     assert (
-        ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_counts([CRASHED]).failures
+        StartProgressTracker(JobPaths(tmp_path), str(progress))
+        .update_failure_counts([CRASHED])
+        .failures
         == 1
     )
-    start = ProgressTracker(JobPaths(tmp_path), str(progress))
+    start = StartProgressTracker(JobPaths(tmp_path), str(progress))
     progress.write_text("a step\n")
     assert start.update_failure_counts([CRASHED]).failures == 0
     assert (
-        ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_counts([CRASHED]).failures
+        StartProgressTracker(JobPaths(tmp_path), str(progress))
+        .update_failure_counts([CRASHED])
+        .failures
         == 1
     )
     for ends in ([STOPPED, DONE], [BAD_NODE]):
         assert (
-            ProgressTracker(JobPaths(tmp_path), str(progress)).update_failure_counts(ends).failures
+            StartProgressTracker(JobPaths(tmp_path), str(progress))
+            .update_failure_counts(ends)
+            .failures
             == 1
         )
-    assert ProgressTracker(JobPaths(tmp_path), "").update_failure_counts([CRASHED]).failures == 2
+    assert (
+        StartProgressTracker(JobPaths(tmp_path), "").update_failure_counts([CRASHED]).failures == 2
+    )
 
 
 def test_progress_excuses_what_came_before_it_and_perhaps_the_failure_that_ended_it() -> None:

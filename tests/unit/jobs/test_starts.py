@@ -41,15 +41,15 @@ def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:
 
 
 def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert starts.read_own_stop_notice() is None, "without a supervisor under Slurm"
+    assert starts.read_own_stop_note() is None, "without a supervisor under Slurm"
     path = starts.get_stop_note_path(tmp_path, starts.claim_next_start(tmp_path, "7.0", "n01", ""))
-    monkeypatch.setenv(starts.STOP_NOTICE_VARIABLE, str(path))
-    assert starts.read_own_stop_notice() is None
+    monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
+    assert starts.read_own_stop_note() is None
     deadline = starts.StopDeadline(5.0)
     assert 4.0 < deadline.compute_left_s() <= 5.0, "until there is a note"
-    note = starts.StopNotice("close to the time limit", 143, 60.0)
+    note = starts.StopNote("close to the time limit", 143, 60.0)
     starts.write_stop_note(path, note)
-    assert starts.read_own_stop_notice() == note
+    assert starts.read_own_stop_note() == note
     assert 59.0 < deadline.compute_left_s() <= 60.0
     time.sleep(0.1)
     assert deadline.compute_left_s() <= 59.9, "a note is counted from once"

@@ -12,14 +12,18 @@ from areal_hpc.launch.doctor.checks import ok
 from areal_hpc.launch.doctor.evidence import write_evidence
 from areal_hpc.launch.doctor.gpu import node_facts
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.examination import GpuExamination, attempt, examine_node
+from areal_hpc.launch.doctor.gpu.examination import (
+    GpuExamination,
+    measure_or_explain_failure,
+    measure_steps_on_node,
+)
 from areal_hpc.launch.doctor.gpu.measured_steps import (
     RankPlace,
-    build_lone_replica,
+    build_single_replica_config,
     list_rank_gpus,
     measure_collectives,
 )
-from areal_hpc.launch.doctor.gpu.node_facts import ask_python, find_nvcc
+from areal_hpc.launch.doctor.gpu.node_facts import ask_python_for_gpu_facts, find_nvcc
 from areal_hpc.launch.doctor.gpu.report import (
     GpuCheckPlan,
     GpuReport,
@@ -30,9 +34,9 @@ from areal_hpc.launch.doctor.gpu.report import (
 from areal_hpc.launch.doctor.gpu.slurm_job import (
     GpuJobOptions,
     NodeOrder,
-    add_troubles,
-    build_sbatch_words,
-    build_script,
+    add_failures_of_other_nodes,
+    build_examination_script,
+    build_sbatch_command,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -79,11 +83,11 @@ def test_the_replica_is_the_recipes_as_far_as_the_node_has_gpus() -> None:
         "inference.extra_args=[--log-level=info]",
     )
     plan = plan_of(recipe)
-    found = build_lone_replica(plan, gpus=8)
+    found = build_single_replica_config(plan, gpus=8)
     assert (found.tp, found.nodes_per_replica, found.cells) == (4, 1, 1)
     assert found.extra_args == ("--log-level=info",)
-    assert build_lone_replica(plan, gpus=3).tp == 2
-    rehearsed = build_lone_replica(plan_of(recipe, device="cpu"), gpus=2)
+    assert build_single_replica_config(plan, gpus=3).tp == 2
+    rehearsed = build_single_replica_config(plan_of(recipe, device="cpu"), gpus=2)
     assert (rehearsed.tp, rehearsed.extra_args, rehearsed.dtype) == (1, (), "float32")
 
 
@@ -98,7 +102,7 @@ def test_every_visible_gpu_is_a_rank_and_one_alone_measures_nothing(tmp_path: Pa
 
 def test_without_a_gpu_no_step_is_begun(tmp_path: Path) -> None:
     said: list[str] = []
-    report = examine_node(plan_of(), BARE, tmp_path, said.append)
+    report = measure_steps_on_node(plan_of(), BARE, tmp_path, said.append)
     steps = (report.node_rates, report.step, report.engine)
     assert all(isinstance(one, Unmeasured) and one.is_failure for one in steps)
     assert said == []
@@ -111,8 +115,8 @@ def test_a_step_that_fails_says_all_that_is_wrong() -> None:
     def stumble() -> None:
         raise OSError("disk full")
 
-    assert attempt(fail) == Unmeasured("no way (at inference.tp)", "another")
-    assert attempt(stumble) == Unmeasured("OSError: disk full")
+    assert measure_or_explain_failure(fail) == Unmeasured("no way (at inference.tp)", "another")
+    assert measure_or_explain_failure(stumble) == Unmeasured("OSError: disk full")
 
 
 def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:
@@ -121,21 +125,21 @@ def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:
     )
     job = GpuJobOptions(tmp_path, options, ("--partition=gpu",))
     plan = plan_of(nodes=4)
-    words = build_sbatch_words(plan, job, tmp_path / "x")
+    words = build_sbatch_command(plan, job, tmp_path / "x")
     assert {"--nodes=4", "--ntasks-per-node=1", "--gres=gpu:8", "--cpus-per-task=64"} < {*words}
     assert {"--mem=0", "--exclusive", "--partition=gpu"} < {*words}
-    script = build_script(plan, options, tmp_path / "a b" / "order.json").splitlines()
+    script = build_examination_script(plan, options, tmp_path / "a b" / "order.json").splitlines()
     assert script[:2] == ["#!/bin/bash", "module load cuda"]
     assert script[2].startswith("srun --ntasks-per-node=1")
     assert "--cpus-per-task=64" in script[2]
     assert script[2].endswith(f"node_task '{tmp_path}/a b/order.json'")
     bare = GpuJobOptions(tmp_path, JobOptions(gpus_per_node=8), ())
-    assert {"--mem=0", "--exclusive"} < {*build_sbatch_words(plan, bare, tmp_path)}
-    assert "--cpu-bind=none" in build_script(plan, bare.options, tmp_path)
-    rehearsed = build_sbatch_words(plan_of(device="cpu", nodes=2), job, tmp_path)
+    assert {"--mem=0", "--exclusive"} < {*build_sbatch_command(plan, bare, tmp_path)}
+    assert "--cpu-bind=none" in build_examination_script(plan, bare.options, tmp_path)
+    rehearsed = build_sbatch_command(plan_of(device="cpu", nodes=2), job, tmp_path)
     assert not [word for word in rehearsed if word.startswith("--gres")]
     with pytest.raises(RecipeError, match="how many GPUs a node has") as refused:
-        build_sbatch_words(plan, GpuJobOptions(tmp_path, JobOptions(), ()), tmp_path)
+        build_sbatch_command(plan, GpuJobOptions(tmp_path, JobOptions(), ()), tmp_path)
     assert refused.value.problems[0].key == "cluster.slurm.gpus_per_node"
 
 
@@ -143,23 +147,25 @@ def test_orders_and_reports_survive_their_files(tmp_path: Path) -> None:
     plan = msgspec.structs.replace(plan_of(gpu_recipe(), nodes=2), gpus=("2", 3))
     order = NodeOrder(plan, str(tmp_path))
     assert msgspec.json.decode(msgspec.json.encode(order), type=NodeOrder) == order
-    report = examine_node(plan_of(), BARE, tmp_path, print)
+    report = measure_steps_on_node(plan_of(), BARE, tmp_path, print)
     decoded = msgspec.json.decode(msgspec.json.encode(report), type=GpuReport)
     assert decoded == report
     network = msgspec.structs.replace(report, cluster_rates=Unmeasured("rank 3 vanished"))
-    told = add_troubles(network, ["n02: no route"]).cluster_rates
+    told = add_failures_of_other_nodes(network, ["n02: no route"]).cluster_rates
     assert isinstance(told, Unmeasured)
     assert told.reason == "rank 3 vanished; n02: no route"
-    assert add_troubles(report, ["n02: no route"]) == report
+    assert add_failures_of_other_nodes(report, ["n02: no route"]) == report
 
 
 def test_gpus_that_the_recipe_names_are_those_examined(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr(node_facts, "ask_python", lambda role, *rest: PythonFacts(role, "python"))
-    facts = node_facts.gather_facts(plan_of(gpu_recipe("cluster.gpus=[2, 3]")))
+    monkeypatch.setattr(
+        node_facts, "ask_python_for_gpu_facts", lambda role, *rest: PythonFacts(role, "python")
+    )
+    facts = node_facts.gather_node_facts(plan_of(gpu_recipe("cluster.gpus=[2, 3]")))
     assert facts.visible_gpus == ("2", "3")
     with pytest.raises(RecipeError, match=r"cluster\.gpus names GPUs 7"):
-        node_facts.gather_facts(plan_of(gpu_recipe("cluster.gpus=[7]")))
+        node_facts.gather_node_facts(plan_of(gpu_recipe("cluster.gpus=[7]")))
 
 
 @pytest.mark.parametrize(
@@ -185,11 +191,13 @@ def test_options_that_do_not_go_together_are_refused(
 
 def test_a_python_that_fails_says_its_last_line(tmp_path: Path) -> None:
     broken = write_program(tmp_path / "python", "echo Traceback >&2\necho oh no >&2\nexit 1\n")
-    assert ask_python("train", str(broken), {}).error == "oh no"
-    assert "does not start" in ask_python("train", str(tmp_path / "nowhere"), {}).error
+    assert ask_python_for_gpu_facts("train", str(broken), {}).error == "oh no"
+    assert (
+        "does not start" in ask_python_for_gpu_facts("train", str(tmp_path / "nowhere"), {}).error
+    )
     answer = '{"torch": "2.14.1", "cuda": "13.0", "nccl": "2.30.7", "gpus": ["A", "B"]}'
     sound = write_program(tmp_path / "sound", f"echo noise\necho '{answer}'\n")
-    found = ask_python("serve", str(sound), {})
+    found = ask_python_for_gpu_facts("serve", str(sound), {})
     assert (found.role, found.nccl, found.gpus) == ("serve", "2.30.7", ("A", "B"))
 
 
@@ -214,7 +222,7 @@ def test_the_evidence_has_results_and_what_was_measured(
     path = tmp_path / "doctor.json"
     write_evidence(path, [ok("GPUs", "8 visible")], examination)
     assert "gpu_report" not in json.loads(path.read_text())
-    vars(examination)["report"] = examine_node(plan_of(), BARE, tmp_path, print)
+    vars(examination)["report"] = measure_steps_on_node(plan_of(), BARE, tmp_path, print)
     write_evidence(path, [ok("GPUs", "8 visible")], examination)
     told = json.loads(path.read_text())
     assert told["results"] == [

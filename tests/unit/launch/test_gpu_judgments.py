@@ -10,8 +10,8 @@ import pytest
 
 from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus
 from areal_hpc.launch.doctor.gpu.fact_judgments import (
-    find_differences,
-    find_driver_floor,
+    find_min_driver_branch,
+    judge_differences_between_nodes,
     judge_driver,
     judge_facts,
     judge_gpus,
@@ -21,7 +21,7 @@ from areal_hpc.launch.doctor.gpu.fact_judgments import (
     judge_python,
     judge_rdma,
 )
-from areal_hpc.launch.doctor.gpu.node_facts import has_nvlink, parse_driver_list
+from areal_hpc.launch.doctor.gpu.node_facts import has_nvlink, parse_nvidia_smi_gpus
 from areal_hpc.launch.doctor.gpu.report import GpuFacts, NodeFacts, PythonFacts, Unmeasured
 from areal_hpc.launch.doctor.gpu.step_judgments import (
     judge_engine,
@@ -166,22 +166,27 @@ def test_both_roles_must_have_one_nccl() -> None:
 
 def test_nodes_that_differ_are_named() -> None:
     other = msgspec.structs.replace(SOUND, driver="590.1", gpus=(GpuFacts("NVIDIA A100", 81920),))
-    assert list(find_differences([SOUND, SOUND])) == []
-    found = list(find_differences([SOUND, other]))
+    assert list(judge_differences_between_nodes([SOUND, SOUND])) == []
+    found = list(judge_differences_between_nodes([SOUND, other]))
     assert [one.name for one in found] == ["driver of nodes", "GPUs of nodes"]
     assert found[0].finding == "differ: 580.95.05, 590.1"
 
 
 def test_the_floor_of_an_unknown_cuda_is_the_newest() -> None:
-    assert [find_driver_floor(one) for one in ("12.4", "13.0", "14.1", "")] == [525, 580, 580, 580]
+    assert [find_min_driver_branch(one) for one in ("12.4", "13.0", "14.1", "")] == [
+        525,
+        580,
+        580,
+        580,
+    ]
 
 
 def test_what_nvidia_smi_says_is_read() -> None:
     listed = "580.95.05, NVIDIA H100 80GB HBM3, 81559\n580.95.05, NVIDIA GB10, [N/A]\n"
-    version, gpus = parse_driver_list(listed)
+    version, gpus = parse_nvidia_smi_gpus(listed)
     assert version == "580.95.05"
     assert gpus == (GpuFacts(H100, 81559), GpuFacts("NVIDIA GB10", 0))
-    assert parse_driver_list("") == ("", ())
+    assert parse_nvidia_smi_gpus("") == ("", ())
     matrix = "\tGPU0\tGPU1\tNIC0\nGPU0\t X \t{0}\tSYS\nGPU1\t{0}\t X \tSYS\nNIC0\tSYS\tSYS\t X\n"
     assert has_nvlink(matrix.format("NV18"))
     assert not has_nvlink(matrix.format("PHB"))

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.launch.places.held_allocation import (
-    find_shortages,
+    find_allocation_shortages,
     format_placement,
-    limit_gpus,
+    limit_gpus_per_node,
     place_stage,
 )
 from areal_hpc.launch.plan import plan_run
@@ -35,14 +35,14 @@ def test_a_run_takes_as_many_gpus_of_each_node_as_the_recipe_says(
     wanted: "int | str", expected: list[int]
 ) -> None:
     recipe = load(f"cluster.gpus={wanted}")
-    usable = limit_gpus(MIXED, recipe.cluster.gpus)
+    usable = limit_gpus_per_node(MIXED, recipe.cluster.gpus)
     assert [node.gpus for node in usable.nodes] == expected
     assert [node.cpus for node in usable.nodes] == [8, 8]
 
 
 def test_gpus_that_the_recipe_names_are_slurms_to_choose() -> None:
     recipe = load("cluster.gpus=[0,1]")
-    [problem] = find_shortages(recipe, MIXED)  # each stage would say so
+    [problem] = find_allocation_shortages(recipe, MIXED)  # each stage would say so
     assert problem.key == "cluster.gpus"
     assert "cluster.gpus=[0, 1] names GPUs" in problem.message
     assert "cluster.gpus=2" in problem.hint
@@ -74,15 +74,17 @@ def hold_big_nodes(memory_gib: int, count: int = 3) -> Allocation:
 def test_a_step_with_less_memory_than_its_job_is_known_to_hold_is_refused() -> None:
     recipe = load_32b()
     # 26.7 GiB of checkpoint in each of the eight ranks of a node, and nothing of the other eight.
-    assert find_shortages(recipe, hold_big_nodes(240)) == []
-    assert find_shortages(recipe, hold_big_nodes(0)) == []  # memory is not shared out there
-    [problem] = find_shortages(recipe, hold_big_nodes(200))
+    assert find_allocation_shortages(recipe, hold_big_nodes(240)) == []
+    assert (
+        find_allocation_shortages(recipe, hold_big_nodes(0)) == []
+    )  # memory is not shared out there
+    [problem] = find_allocation_shortages(recipe, hold_big_nodes(200))
     assert "26.7 in each of 8 trainer processes" in problem.message
     assert "a node has 200.0 GiB; that is the step's part of allocation 12" in problem.message
 
 
 def test_an_allocation_without_room_for_the_cell_is_told_what_would_do() -> None:
-    [problem] = find_shortages(load_32b(), hold_big_nodes(240, count=2))
+    [problem] = find_allocation_shortages(load_32b(), hold_big_nodes(240, count=2))
     assert "trainer 16 ranks x 1 GPU, cell-0 1 node x 8 GPUs, in all 24 GPUs" in problem.message
 
 

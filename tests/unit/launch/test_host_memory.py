@@ -75,8 +75,10 @@ def test_memory_is_read_as_slurm_reads_it(text: str, size: int) -> None:
 def find_problems(*overrides: str, **environment: Any) -> list[Problem]:
     recipe = load(*overrides)
     if environment:
-        return host_memory.find_allocation_problems(recipe, environment)
-    return host_memory.find_host_memory_problems(recipe, host_memory.find_node_bytes(recipe))
+        return host_memory.find_allocation_memory_problems(recipe, environment)
+    return host_memory.find_host_memory_problems(
+        recipe, host_memory.find_memory_bytes_of_job_nodes(recipe)
+    )
 
 
 def test_a_node_with_too_little_memory_is_refused() -> None:

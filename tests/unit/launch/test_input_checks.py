@@ -45,7 +45,9 @@ def in_the_cache(tmp_path: Path) -> Path:
 def model_problems(recipe: Recipe) -> list[str]:
     return [
         problem.message
-        for problem in input_checks.check_inputs(recipe, {"agents": "/no", "train": "/no"}, ())
+        for problem in input_checks.find_input_problems(
+            recipe, {"agents": "/no", "train": "/no"}, ()
+        )
         if problem.key.startswith("model")
     ]
 

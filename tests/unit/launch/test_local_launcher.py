@@ -9,7 +9,7 @@ from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.local_launcher import (
     LOCAL_RESTART_POLICY,
     count_other_cells,
-    made_progress,
+    job_made_progress,
     run,
 )
 from areal_hpc.recipe.loading import load_recipe
@@ -53,7 +53,7 @@ def test_a_crash_must_follow_some_progress_and_one_cell_of_several_can_be_done_w
 def test_a_job_was_of_use_if_the_run_got_further_or_could_do_without_it(
     job: str, steps_taken: int, steps_left: int, lived_s: float, expected: bool
 ) -> None:
-    found = made_progress(job, steps_taken=steps_taken, steps_left=steps_left, lived_s=lived_s)
+    found = job_made_progress(job, steps_taken=steps_taken, steps_left=steps_left, lived_s=lived_s)
     assert found is expected
 
 

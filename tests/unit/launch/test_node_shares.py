@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.node_shares import complete_options
+from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import plan_run
-from areal_hpc.launch.slurm_launcher import build_requests
+from areal_hpc.launch.slurm_launcher import build_requests_of_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -28,7 +28,7 @@ def jobs_of(recipe: Recipe) -> list[JobSpec]:
 
 
 def lines_of(recipe: Recipe, job: str) -> list[str]:
-    requests = {one.job: one for one in build_requests(recipe, Path("/home/ada"))}
+    requests = {one.job: one for one in build_requests_of_run(recipe, Path("/home/ada"))}
     return render_script(requests[job]).splitlines()
 
 
@@ -44,7 +44,7 @@ def test_the_smallest_site_is_asked_for_processors_and_memory() -> None:
 
 def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
     told = recipe_of("cluster.slurm.mem=100G", "cluster.slurm.jobs.cell.cpus_per_task=9")
-    slurm = complete_options(told, jobs_of(told))
+    slurm = add_cpu_and_memory_options(told, jobs_of(told))
     assert (slurm.get_options("trainer").mem, slurm.get_options("cell-0").mem) == ("100G",) * 2
     assert slurm.get_options("cell-0").cpus_per_task == 9
     assert slurm.get_options("trainer").cpus_per_task == 4
@@ -54,13 +54,15 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
         ["trainer.device=cpu", "inference.device=cpu"],
     ):
         kept = recipe_of(*overrides)
-        assert complete_options(kept, jobs_of(kept)) == kept.cluster.slurm
+        assert add_cpu_and_memory_options(kept, jobs_of(kept)) == kept.cluster.slurm
 
 
 def test_memory_that_cannot_be_known_is_a_problem_of_the_plan() -> None:
     unknown = ("model.hub=someone/unheard-of",)
     with pytest.raises(RecipeError, match="the memory that the trainer job needs") as refusal:
-        build_requests(recipe_of(*unknown), Path("/home/ada"))
+        build_requests_of_run(recipe_of(*unknown), Path("/home/ada"))
     assert "at: cluster.slurm.jobs.trainer.mem" in str(refusal.value)
     assert "try: set it (as in 200G)" in str(refusal.value)
-    assert build_requests(recipe_of(*unknown, "cluster.slurm.jobs.trainer.mem=900G"), Path("/"))
+    assert build_requests_of_run(
+        recipe_of(*unknown, "cluster.slurm.jobs.trainer.mem=900G"), Path("/")
+    )

@@ -8,7 +8,11 @@ import pytest
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.launch.run import report_if_finished
-from areal_hpc.launch.setup import check_recipe_changes, refuse_other_recipe, write_recipe
+from areal_hpc.launch.setup import (
+    refuse_other_recipe,
+    report_or_refuse_recipe_changes,
+    write_recipe_and_keep_replaced,
+)
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
@@ -39,11 +43,13 @@ def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_pa
     recipe = load_recipe(QUICKSTART, [*given, "trainer.total_steps=100"])
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe(recipe, paths.recipe)
+    write_recipe_and_keep_replaced(recipe, paths.recipe)
 
     def resume(*more: str) -> str:
         said: list[str] = []
-        check_recipe_changes(load_recipe(QUICKSTART, [*given, *more]), paths, said.append)
+        report_or_refuse_recipe_changes(
+            load_recipe(QUICKSTART, [*given, *more]), paths, said.append
+        )
         return "\n".join(said)
 
     grown = "trainer.total_steps=200"
@@ -59,7 +65,7 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     recipe = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=5"])
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
-    write_recipe(recipe, paths.recipe)
+    write_recipe_and_keep_replaced(recipe, paths.recipe)
     paths.metrics.write_text('{"step": 5, "reward/mean": 0.5}\n')
     paths.finished_marker.touch()
     refuse_other_recipe(recipe, paths)

@@ -10,7 +10,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests
+from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests_of_run
 from areal_hpc.launch.sweep import build_array_requests, parse_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -30,7 +30,7 @@ def recipe(fileroot: Path, *overrides: str) -> Recipe:
 def dependencies(found: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
     return {
         request.job: request.parameters.get("dependency", "")
-        for request in build_requests(found, HERE, after)
+        for request in build_requests_of_run(found, HERE, after)
     }
 
 
@@ -46,7 +46,7 @@ def test_all_jobs_wait_for_sft_and_that_for_what_was_asked(tmp_path: Path) -> No
 def test_cells_that_share_a_job_are_one_request_for_their_nodes(tmp_path: Path) -> None:
     sharing = ("inference.cells=4", "inference.cells_per_job=2", "cluster.slurm.jobs.cell.qos=low")
     found = recipe(tmp_path, *sharing)
-    requests = {request.job: request for request in build_requests(found, HERE)}
+    requests = {request.job: request for request in build_requests_of_run(found, HERE)}
     assert list(requests) == ["sft", "trainer", "cells-0-1", "cells-2-3"]
     script = render_script(requests["cells-2-3"])
     for option in ("--nodes=2", "--ntasks-per-node=1", "--qos=low"):
@@ -61,7 +61,7 @@ def test_the_caretaker_of_a_shared_job_is_no_part_of_its_cells(tmp_path: Path) -
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 1, get_interpreters(found), stages)
-    request = next(one for one in build_requests(found, HERE) if one.job == "cells-0-1")
+    request = next(one for one in build_requests_of_run(found, HERE) if one.job == "cells-0-1")
     launch = build_launch_file(stages[-1].others[0], stages[-1], request, found, ready)
     assert [process.name for process in launch.job.processes] == ["caretaker"]
     assert launch.job.processes[0].config["others"] == ["cells-0-1"]
@@ -84,7 +84,7 @@ def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:
     append_line(nodes, long_ago)
     for node in ("n4", "n2", "n4"):
         add_excluded_node(nodes, node, "no GPU", "7")
-    assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(build_requests(found, HERE)[0])
+    assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(build_requests_of_run(found, HERE)[0])
 
 
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 3, get_interpreters(found), stages)
-    request = next(one for one in build_requests(found, HERE) if one.job == "trainer")
+    request = next(one for one in build_requests_of_run(found, HERE) if one.job == "trainer")
     launch = build_launch_file(stages[-1].leader, stages[-1], request, found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
@@ -111,7 +111,9 @@ def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     found = recipe(tmp_path, images, "cluster.agents.python=/mine/python")
     assert get_interpreters(found)["train"] == "/opt/areal_hpc/.venvs/train/bin/python"
     assert get_interpreters(found)["agents"] == "/mine/python"
-    scripts = {request.job: render_script(request) for request in build_requests(found, HERE)}
+    scripts = {
+        request.job: render_script(request) for request in build_requests_of_run(found, HERE)
+    }
     assert "a.sif /opt/areal_hpc/.venvs/train/bin/python -u" in scripts["trainer"]
     assert "b.sif /mine/python -u" in scripts["cell-1"]
     assert f"--bind={found.run_dir}" in scripts["cell-1"]

@@ -3,7 +3,7 @@ from dataclasses import replace
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible
+from areal_hpc.ledger.admission import TicketCounts, TicketPolicy, count_admissible_tickets
 
 small = st.integers(0, 30)
 policies = st.builds(
@@ -44,7 +44,7 @@ def test_what_is_granted_keeps_every_bound_and_one_ticket_more_would_break_one(
             and after.held_by_cells + after.settled <= needed
         )
 
-    granted = count_admissible(policy, now)
+    granted = count_admissible_tickets(policy, now)
     assert granted >= 0
     assert granted == 0 or keeps_bounds(granted)
     assert not keeps_bounds(granted + 1)
@@ -55,10 +55,14 @@ def test_leaving_tickets_starve_none(policy: TicketPolicy, now: TicketCounts, st
     """Dropped, filtered or waiting: its place is free at once, whatever state it was in."""
     assume(getattr(now, state) > 0)
     without = replace(now, **{state: getattr(now, state) - 1})
-    assert count_admissible(policy, without) >= count_admissible(policy, now)
-    staleness_binds = policy.max_concurrent_tickets - now.leased > count_admissible(policy, now) > 0
+    assert count_admissible_tickets(policy, without) >= count_admissible_tickets(policy, now)
+    staleness_binds = (
+        policy.max_concurrent_tickets - now.leased > count_admissible_tickets(policy, now) > 0
+    )
     if staleness_binds:
-        assert count_admissible(policy, without) == count_admissible(policy, now) + 1
+        assert (
+            count_admissible_tickets(policy, without) == count_admissible_tickets(policy, now) + 1
+        )
 
 
 @given(policies, st.data())
@@ -79,5 +83,5 @@ def test_the_run_can_always_go_on(policy: TicketPolicy, data: st.DataObject) -> 
         or batch_forms
         or trainer_publishes
         or is_over
-        or count_admissible(policy, now) > 0
+        or count_admissible_tickets(policy, now) > 0
     )

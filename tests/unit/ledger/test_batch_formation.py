@@ -20,7 +20,7 @@ def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int =
 def too_old(
     tickets: TicketTable, generation: int = 1, forks: Sequence[GenerationFork] = ()
 ) -> list[DroppedTicket]:
-    return StalenessCheck().find_too_old(tickets, generation, forks)
+    return StalenessCheck().find_too_old_tickets(tickets, generation, forks)
 
 
 def train(tickets: TicketTable, steps: int) -> None:
@@ -59,7 +59,7 @@ def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_t
     tickets, ref = overtaken(policy, steps)
     for drop in too_old(tickets):
         assert (drop.ref, drop.reason) == (ref, "sampled 2 steps ago; the limit is 1")
-        tickets.drop_settled_ticket(drop)
+        tickets.drop_or_requeue_settled_ticket(drop)
     assert tickets.get_state(ref.ticket_id) == state
     manifest = fill_batch(tickets)
     first, _ = (ticket.ref for ticket in manifest.tickets)
@@ -71,7 +71,7 @@ def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_t
 def test_what_a_driver_still_says_of_a_requeued_attempt_changes_nothing() -> None:
     """Its proxy may settle again; its driver reports finished tickets for a long time."""
     tickets, ref = overtaken("requeue", steps=2)
-    tickets.drop_settled_ticket(too_old(tickets)[0])
+    tickets.drop_or_requeue_settled_ticket(too_old(tickets)[0])
     assert not tickets.settle(settled(ref, WeightVersion(1, 0)))
     tickets.reconcile_cell_report("a", [], [ref], 1.0)
     assert tickets.get_state(ref.ticket_id) == "waiting"
@@ -87,7 +87,7 @@ def test_an_attempt_that_another_cell_still_runs_is_not_issued_under_the_same_nu
     tickets.expire_leases(100.0)
     second = tickets.lease_tickets("b", 1, 100.0)[0]
     tickets.settle(settled(ref, WeightVersion(1, 0)))  # late, while b runs the second attempt
-    tickets.drop_settled_ticket(DroppedTicket(ref, "as stale", "requeued"))
+    tickets.drop_or_requeue_settled_ticket(DroppedTicket(ref, "as stale", "requeued"))
     assert tickets.lease_tickets("c", 1, 100.0)[0].attempt == second.attempt + 1
 
 
@@ -147,12 +147,12 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     for ref in tickets.lease_tickets("a", 20, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
         for _ in range(3):
-            assert ages.find_too_old(tickets, 1, forks) == []
+            assert ages.find_too_old_tickets(tickets, 1, forks) == []
     assert forks.looks == 20
     form_batch(tickets)
-    ages.find_too_old(tickets, 1, forks)
+    ages.find_too_old_tickets(tickets, 1, forks)
     assert forks.looks == 20 + 18
-    ages.find_too_old(tickets, 2, forks)
+    ages.find_too_old_tickets(tickets, 2, forks)
     assert forks.looks == 20 + 2 * 18, "another trainer, so other ages"
 
 
@@ -173,9 +173,9 @@ def test_one_look_finds_what_looking_always_does(events: list[str], policy: Stal
             forks.append(GenerationFork(generation, max(0, tickets.version_step - 1)))
         found = too_old(tickets, generation, forks)
         if event in ("look", "batch"):
-            assert ages.find_too_old(tickets, generation, forks) == found
+            assert ages.find_too_old_tickets(tickets, generation, forks) == found
             for drop in found:
-                tickets.drop_settled_ticket(drop)
+                tickets.drop_or_requeue_settled_ticket(drop)
         if event == "batch" and (manifest := form_next_batch(tickets, generation, forks)):
             assert manifest.counts.stale_trained == 0
             tickets.record_batch(manifest)

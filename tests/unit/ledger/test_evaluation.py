@@ -17,7 +17,7 @@ def test_results_and_reports_of_another_evaluation_are_ignored() -> None:
     (ref,) = evaluation.lease_tickets("a", 1, 0.0)
     given_up = TicketRef(ref.ticket_id, ref.attempt, eval_step=5)
     assert not evaluation.record_reward(given_up, 1.0)
-    evaluation.fail_task(given_up, "timed out")
+    evaluation.score_failed_task_zero(given_up, "timed out")
     assert evaluation.rewards == {}
     evaluation.reconcile_cell_report("a", [given_up], 1.0)
     assert evaluation.n_pending == 1

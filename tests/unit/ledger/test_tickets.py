@@ -120,7 +120,7 @@ def test_a_trainer_that_goes_back_finds_its_batches_unconsumed_again() -> None:
         fill_batch(tickets)
         tickets.set_version_step(step)
     tickets.set_version_step(1)
-    assert tickets.n_batched == 4
+    assert tickets.n_in_unpublished_batches == 4
     assert tickets.lease_tickets("a", 9, 0.0) == []
     tickets.set_version_step(3)
     assert tickets.count_leasable() == 4

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.metrics.alert_rules import RULES, Alert
-from areal_hpc.metrics.alerts import QUIET_STEPS, AlertTracker, find_alerts
+from areal_hpc.metrics.alerts import STEPS_BEFORE_REPEATED_ALERT, AlertTracker, find_alerts
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
@@ -148,10 +148,10 @@ def test_batches_that_were_not_trained_are_passed_over() -> None:
 def test_an_alert_is_told_when_it_begins_and_again_after_a_long_silence() -> None:
     tracker, history, found = AlertTracker(CONFIG), [], []
     cut = {"reply/cut_fraction": 0.5}
-    pattern = [{}, cut, cut, {}, cut, *[{}] * (QUIET_STEPS + 1), cut]
+    pattern = [{}, cut, cut, {}, cut, *[{}] * (STEPS_BEFORE_REPEATED_ALERT + 1), cut]
     for row in rows(*pattern):
         history.append(row)
-        found += [(row["step"], one.rule) for one in tracker.find_new(history)]
+        found += [(row["step"], one.rule) for one in tracker.find_new_alerts(history)]
     assert found == [(2, "cut_replies"), (len(pattern), "cut_replies")]
 
 

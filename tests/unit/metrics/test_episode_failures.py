@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.health import find_only_failures
+from areal_hpc.view.health import find_alert_of_failures_only
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
@@ -16,29 +16,29 @@ def test_new_failures_of_training_episodes_are_counted_once(tmp_path: Path) -> N
     path = tmp_path / "events.jsonl"
     append_line(path, failure())
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new() == 0, "what was there before is no news"
+    assert counter.count_new_failures() == 0, "what was there before is no news"
     for event in (failure(), failure("episode_timed_out"), failure("episode_unserved"),
                   failure(eval_step=5), {"event": "alert"}):  # fmt: skip
         append_line(path, event)
-    assert counter.count_new() == 2
-    assert counter.count_new() == 0
+    assert counter.count_new_failures() == 2
+    assert counter.count_new_failures() == 0
 
 
 def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new() == 0, "there is no log yet"
+    assert counter.count_new_failures() == 0, "there is no log yet"
     append_line(path, failure())
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
-    assert counter.count_new() == 1
+    assert counter.count_new_failures() == 1
     path.write_bytes(whole + whole)
-    assert counter.count_new() == 1
+    assert counter.count_new_failures() == 1
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
-    assert find_only_failures([failure()] * 7) is None
-    alert = find_only_failures([failure(reason="in agent.py\nKeyError: 'anwser'")] * 8)
+    assert find_alert_of_failures_only([failure()] * 7) is None
+    alert = find_alert_of_failures_only([failure(reason="in agent.py\nKeyError: 'anwser'")] * 8)
     assert alert is not None
     assert (alert.rule, alert.level) == ("failing_agents", "failure")
     assert alert.message.endswith("no step has been trained; the last: KeyError: 'anwser'")

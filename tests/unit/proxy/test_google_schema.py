@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google.schema import build_json_schema
+from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 
 MAP = {"type": "object", "properties": {"type": {"type": "string"}, "any_of": {}}}
 
@@ -44,7 +44,7 @@ MAP = {"type": "object", "properties": {"type": {"type": "string"}, "any_of": {}
     ],
 )
 def test_a_schema(given: Any, expected: Any) -> None:
-    built = build_json_schema(given, "k")
+    built = convert_to_json_schema(given, "k")
     if isinstance(built, dict) and "default" in built:
         assert built.pop("default") == given["default"]
     assert built == expected
@@ -52,7 +52,7 @@ def test_a_schema(given: Any, expected: Any) -> None:
 
 def test_properties_come_in_the_order_that_is_asked_for() -> None:
     given = {"properties": {"a": {}, "b": {}, "c": {}}, "property_ordering": ["c", ["b"], "a", "x"]}
-    built = build_json_schema(given, "k")
+    built = convert_to_json_schema(given, "k")
     assert [*built] == ["properties"]
     assert [*built["properties"]] == ["c", "a", "b"]
 
@@ -62,5 +62,5 @@ def test_a_schema_without_an_end_is_refused() -> None:
     for _ in range(500):
         schema = {"items": schema}
     with pytest.raises(ProxyRequestError) as caught:
-        build_json_schema(schema, "tools[0]")
+        convert_to_json_schema(schema, "tools[0]")
     assert caught.value.param == "tools[0]"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.proxy.engine.router import choose_home
+from areal_hpc.proxy.engine.router import choose_home_replica
 
 
 @pytest.mark.parametrize(
@@ -19,8 +19,8 @@ from areal_hpc.proxy.engine.router import choose_home
 def test_what_a_session_knows_is_preferred_where_the_load_is_even(
     load: dict[int, int], together: dict[int, int], home: int
 ) -> None:
-    assert choose_home([0, 1], load, together) == home
+    assert choose_home_replica([0, 1], load, together) == home
 
 
 def test_only_replicas_that_may_be_asked_are_chosen() -> None:
-    assert choose_home([2, 3], {2: 5, 3: 4}, {0: 9}) == 3
+    assert choose_home_replica([2, 3], {2: 5, 3: 4}, {0: 9}) == 3

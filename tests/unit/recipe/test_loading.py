@@ -9,7 +9,7 @@ import yaml
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.base import BaseConfig, get_section_class
-from areal_hpc.recipe.cross_checks import find_doubts
+from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -130,9 +130,9 @@ def test_a_source_on_the_command_line_replaces_that_of_the_file(
 
 
 def test_sampling_that_training_does_not_know_of_is_told() -> None:
-    assert list(find_doubts(load_recipe(QUICKSTART))) == []
+    assert list(find_likely_mistakes(load_recipe(QUICKSTART))) == []
     recipe = load_recipe(QUICKSTART, ["rollout.sampling.top_p=0.7", "rollout.sampling.top_k=20"])
-    told = "\n".join(find_doubts(recipe))
+    told = "\n".join(find_likely_mistakes(recipe))
     assert "rollout.sampling.top_p=0.7" in told
     assert "rollout.sampling.top_k=20" in told
 
@@ -145,7 +145,7 @@ def test_sampling_that_training_does_not_know_of_is_told() -> None:
     ],
 )
 def test_settings_without_an_effect_are_told(override: str, told: str) -> None:
-    (doubt,) = find_doubts(load_recipe(QUICKSTART, [override]))
+    (doubt,) = find_likely_mistakes(load_recipe(QUICKSTART, [override]))
     assert told in doubt
 
 
@@ -200,7 +200,7 @@ def test_an_agent_s_commands_that_reach_the_user_or_the_network_are_told() -> No
             "rollout.agent.sandbox.network=open",
         ),
     ):
-        (told,) = find_doubts(load_recipe(QUICKSTART, words.split()))
+        (told,) = find_likely_mistakes(load_recipe(QUICKSTART, words.split()))
         assert told.startswith(key)
 
 

@@ -14,34 +14,34 @@ def grant(ticket_id: int, n_samples: int = 4) -> TicketGrant:
 
 def test_slots_free_up_episode_by_episode_and_finished_tickets_are_reported() -> None:
     board = LeasedTickets(6, 4)
-    assert board.accept(grant(1))
+    assert board.hold_granted(grant(1))
     assert board.free_episode_slots == 2
     board.end_episode(grant(1).ref)
     assert board.free_episode_slots == 3
     board.begin_episodes(grant(1))  # started over, it takes all its slots again
     assert board.free_episode_slots == 2
-    board.accept(grant(2))
-    board.finish(grant(1).ref)
+    board.hold_granted(grant(2))
+    board.mark_finished(grant(1).ref)
     assert (board.held, board.finished) == ([grant(2).ref], [grant(1).ref])
     assert board.free_episode_slots == 2
 
 
 def test_repeated_grant_is_run_once_but_a_dropped_ticket_is_forgotten() -> None:
     board = LeasedTickets(8, 4)
-    for ticket, end in ((grant(1), board.finish), (grant(2), board.release)):
-        assert board.accept(ticket)
-        assert not board.accept(ticket)
+    for ticket, end in ((grant(1), board.mark_finished), (grant(2), board.stop_holding)):
+        assert board.hold_granted(ticket)
+        assert not board.hold_granted(ticket)
         end(ticket.ref)
-    assert not board.accept(grant(1))
+    assert not board.hold_granted(grant(1))
     assert (board.held, board.finished, board.free_episode_slots) == ([], [grant(1).ref], 8)
-    assert board.accept(grant(2))
+    assert board.hold_granted(grant(2))
 
 
 def test_a_finished_ticket_is_reported_until_the_ledger_wants_it_no_more() -> None:
     board = LeasedTickets(24, 4)
     for number in range(3):
-        board.accept(grant(number))
-        board.finish(grant(number).ref)
+        board.hold_granted(grant(number))
+        board.mark_finished(grant(number).ref)
     board.forget_finished([grant(1).ref, grant(7).ref])
     assert [ref.ticket_id for ref in board.finished] == [0, 2]
     board.forget_finished(board.finished)
@@ -52,7 +52,7 @@ def test_a_finished_ticket_is_reported_until_the_ledger_wants_it_no_more() -> No
 def test_capacity_is_never_negative(sizes: list[int]) -> None:
     board = LeasedTickets(8, 4)
     for number, size in enumerate(sizes):
-        board.accept(grant(number, size))
+        board.hold_granted(grant(number, size))
         assert board.free_episode_slots == max(0, 8 - sum(sizes[: number + 1]))
 
 

@@ -10,14 +10,14 @@ from areal_hpc.rundir.checkpoint_index import (
     CheckpointIndex,
     Column,
     NumberType,
-    Piece,
     RankIndex,
     StoredTensor,
+    TensorPiece,
     compute_data_bytes,
     is_megatron_format,
     merge_rank_indices,
     read_index,
-    write_index,
+    write_checkpoint_index,
 )
 
 COLUMNS: dict[Column, NumberType] = {
@@ -29,7 +29,7 @@ COLUMNS: dict[Column, NumberType] = {
 
 
 def part(rank: int, first_row: int, rows: int) -> RankIndex:
-    pieces = [Piece(rank, 0, (first_row, 0), (rows, 3))]
+    pieces = [TensorPiece(rank, 0, (first_row, 0), (rows, 3))]
     return RankIndex(rows * 3, {"embedding": StoredTensor((4, 3), pieces)})
 
 
@@ -39,7 +39,7 @@ def merge(*parts: RankIndex) -> CheckpointIndex:
 
 def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     index = merge(part(0, 0, 1), part(1, 1, 3))
-    write_index(tmp_path, index)
+    write_checkpoint_index(tmp_path, index)
     assert not is_megatron_format(tmp_path)
     assert read_index(tmp_path) == index
     assert [piece.rank for piece in index.tensors["embedding"].pieces] == [0, 1]

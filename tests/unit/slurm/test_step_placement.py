@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.slurm.allocation import Allocation, NodeShare, parse_nodes, read_allocation
+from areal_hpc.slurm.allocation import Allocation, NodeShare, parse_node_shares, read_allocation
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import build_step_command, build_step_environment
 
@@ -40,7 +40,7 @@ def nodes_of(jobs: list[JobSpec], of: Allocation) -> dict[str, tuple[str, ...]]:
 
 
 def test_what_slurm_tells_of_each_node_is_read() -> None:
-    assert parse_nodes(SHOWN) == (
+    assert parse_node_shares(SHOWN) == (
         NodeShare("n1", 5, 4000, 4),
         NodeShare("n2", 5, 4000, 4),
         NodeShare("n3", 1, 0, 2),

@@ -35,7 +35,7 @@ def indices(keys: list[ReplicaKey]) -> list[int]:
 
 def judging(step: int, judged_step: int = -1) -> AsyncEvaluationTracker:
     beside = AsyncEvaluationTracker(SCHEDULE, judged_step)
-    beside.begin(at(step))
+    beside.begin_and_list_skipped_steps(at(step))
     return beside
 
 
@@ -84,7 +84,7 @@ def test_an_evaluation_whose_weights_are_lost_is_given_up_for_the_present_ones()
     assert not beside.may_begin([], at(7))
     assert not beside.may_begin([found(0, "starting")], at(7))
     assert beside.may_begin(cell(READY), at(7))
-    assert beside.begin(at(7)) == [5]
+    assert beside.begin_and_list_skipped_steps(at(7)) == [5]
     assert beside.under_way == at(7)
     assert indices(beside.list_weight_receivers(cell(READY), at(7))) == [0]
     assert not beside.may_begin(cell(READY), at(7)), "it has begun"
@@ -100,10 +100,10 @@ def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others
     None
 ):
     beside = judging(0)
-    beside.end()
+    beside.mark_judged()
     assert beside.may_begin(cell("1.11"), at(11))
-    assert beside.begin(at(11)) == [5, 10]
-    beside.end()
+    assert beside.begin_and_list_skipped_steps(at(11)) == [5, 10]
+    beside.mark_judged()
     assert beside.has_unjudged_up_to(TOTAL), "the last step is never left out"
     assert not beside.has_unjudged_up_to(TOTAL - 1)
 
@@ -111,17 +111,20 @@ def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others
 def test_the_run_may_end_only_after_the_last_step_was_judged() -> None:
     beside = judging(10)
     assert beside.has_unjudged_up_to(TOTAL)
-    beside.end()
+    beside.mark_judged()
     assert beside.has_unjudged_up_to(TOTAL)
-    assert beside.begin(at(TOTAL)) == []
-    beside.end()
+    assert beside.begin_and_list_skipped_steps(at(TOTAL)) == []
+    beside.mark_judged()
     assert not beside.has_unjudged_up_to(TOTAL)
 
 
 def test_a_trainer_that_resumes_owes_what_its_metrics_lack() -> None:
     assert not AsyncEvaluationTracker(SCHEDULE, judged_step=5).has_unjudged_up_to(9)
     assert AsyncEvaluationTracker(SCHEDULE, judged_step=4).has_unjudged_up_to(9)
-    assert AsyncEvaluationTracker(SCHEDULE, judged_step=-1).begin(at(9)) == [0, 5]
+    assert AsyncEvaluationTracker(SCHEDULE, judged_step=-1).begin_and_list_skipped_steps(at(9)) == [
+        0,
+        5,
+    ]
 
 
 @given(st.lists(st.sampled_from(["train", "give", "lose", "finish"]), max_size=60))
@@ -137,11 +140,11 @@ def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves:
             assert held != str(beside.under_way), "weights under evaluation were replaced"
             held = str(at(step))
         if beside.may_begin(cell(held), at(step)):
-            beside.begin(at(step))
+            beside.begin_and_list_skipped_steps(at(step))
         if move == "finish" and beside.under_way is not None and held:
             assert held == str(beside.under_way)
             judged.append(beside.under_way.step)
-            beside.end()
+            beside.mark_judged()
     assert judged == sorted(set(judged)), "later labels are newer weights"
     assert judged[-1] == TOTAL
     assert not beside.has_unjudged_up_to(TOTAL)

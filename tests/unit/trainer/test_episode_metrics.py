@@ -6,8 +6,8 @@ import pytest
 
 from areal_hpc.trainer.batch.episode_metrics import (
     EpisodeRecord,
-    measure_union_s,
-    merge_rows,
+    measure_covered_s,
+    merge_rows_into_episode,
     summarize_episodes,
 )
 from areal_hpc.wire.reward import Reward
@@ -42,8 +42,10 @@ def test_turns_times_and_tools_are_those_of_the_calls() -> None:
 
 def test_what_rows_do_not_know_is_absent_and_not_zero() -> None:
     assert summarize_episodes([]) == {}
-    assert summarize_episodes([merge_rows([RowRecord()])]) == {}
-    bare = merge_rows([RowRecord(calls=[CallRecord(id="a", finish_reason="length", trained=True)])])
+    assert summarize_episodes([merge_rows_into_episode([RowRecord()])]) == {}
+    bare = merge_rows_into_episode(
+        [RowRecord(calls=[CallRecord(id="a", finish_reason="length", trained=True)])]
+    )
     assert summarize_episodes([bare]) == {
         "episode/turns_mean": 1.0,
         "episode/turns_max": 1,
@@ -58,7 +60,7 @@ def test_a_reply_that_rows_of_an_episode_share_counts_once() -> None:
         RowRecord(session_id="s", started_at=1.0, ended_at=5.0, calls=[context, call("b", 2, 3)]),
         RowRecord(session_id="s", started_at=1.0, ended_at=5.0, calls=[shared]),
     ]
-    merged = merge_rows(rows)
+    merged = merge_rows_into_episode(rows)
     assert merged.calls["a"] is shared
     assert summarize_episodes([merged])["reply/cut_fraction"] == 0.0
 
@@ -84,5 +86,5 @@ def test_parts_and_metrics_of_rewards_are_means_over_the_episodes_that_have_them
 
 
 def test_spans_that_overlap_count_once() -> None:
-    assert measure_union_s([(3, 4), (0, 2), (1, 1.5)]) == 3.0
-    assert measure_union_s([]) == 0.0
+    assert measure_covered_s([(3, 4), (0, 2), (1, 1.5)]) == 3.0
+    assert measure_covered_s([]) == 0.0

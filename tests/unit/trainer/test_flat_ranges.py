@@ -7,9 +7,9 @@ import torch
 
 from areal_hpc.trainer.checkpoints.flat_ranges import (
     Box,
-    compute_span,
+    compute_flat_start_and_extent,
     compute_strides,
-    intersect,
+    intersect_boxes,
     split_flat_range,
     split_into_matrices,
 )
@@ -25,7 +25,10 @@ def test_the_blocks_of_every_range_have_its_numbers_in_order(shape: tuple[int, .
         assert sum(box.numel for box in boxes) == stop - start
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
         for box in boxes:
-            assert compute_span(shape, box) == (int(tensor[box.slices].min()), box.numel)
+            assert compute_flat_start_and_extent(shape, box) == (
+                int(tensor[box.slices].min()),
+                box.numel,
+            )
 
 
 def test_blocks_intersect_where_slices_do() -> None:
@@ -39,16 +42,16 @@ def test_blocks_intersect_where_slices_do() -> None:
         marks.zero_()
         marks[one.slices] += 1
         marks[other.slices] += 1
-        common = intersect(one, other)
+        common = intersect_boxes(one, other)
         if common is None:
             assert marks.max() < 2
             continue
         assert (marks[common.slices] == 2).all()
         assert int((marks == 2).sum()) == common.numel
-        within = common.move_into(one)
+        within = common.shift_to_coordinates_within(one)
         assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
-        assert within.move_out_of(one) == common
-        first, count = compute_span(shape, common)
+        assert within.shift_to_coordinates_around(one) == common
+        first, count = compute_flat_start_and_extent(shape, common)
         flat = torch.arange(20)[first : first + count]
         seen = flat.as_strided(common.sizes, compute_strides(shape))
         assert torch.equal(seen, torch.arange(20).view(shape)[common.slices])
@@ -56,7 +59,9 @@ def test_blocks_intersect_where_slices_do() -> None:
 
 def test_a_block_of_one_layer_lies_in_the_tensor_of_all() -> None:
     layer = Box((7, 3, 10, 0), (1, 1, 5, 6))
-    assert Box((2, 1), (3, 4)).move_out_of(layer) == Box((7, 3, 12, 1), (1, 1, 3, 4))
+    assert Box((2, 1), (3, 4)).shift_to_coordinates_around(layer) == Box(
+        (7, 3, 12, 1), (1, 1, 3, 4)
+    )
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4), (2, 1, 3, 4)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.checks.pythons import check_role_pythons
+from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.trainer.megatron_replacements import (
     MEGATRON_REPLACEMENTS,
@@ -43,9 +43,9 @@ def test_a_launch_refuses_the_interpreter_before_any_job(
     stubs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     recipe = load_recipe("recipes/quickstart.yaml")
-    assert list(check_role_pythons(recipe, {"train": sys.executable})) == []
+    assert list(find_role_python_problems(recipe, {"train": sys.executable})) == []
     monkeypatch.setenv("PYTHONPATH", f"{stubs}{os.pathsep}{Path.cwd()}")
-    problems = list(check_role_pythons(recipe, {"train": sys.executable}))
+    problems = list(find_role_python_problems(recipe, {"train": sys.executable}))
     assert [problem.key for problem in problems] == ["cluster.train.python"] * 2
     for name, problem in zip(MEGATRON_REPLACEMENTS, problems, strict=True):
         assert name in problem.message

@@ -8,7 +8,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import (
     MetricsWriter,
     replace_non_finite,
-    summarize_weight_update_pauses,
+    summarize_newest_weight_update_pause,
 )
 from areal_hpc.rundir.jsonl import FlatRow, read_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
@@ -106,11 +106,11 @@ def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
         UpdatePauseStats("1.10", 0.7, 0.3, 2, 20),
         UpdatePauseStats("", 5.0, 5.0, 5, 5),
     ]
-    assert summarize_weight_update_pauses(pauses) == {
+    assert summarize_newest_weight_update_pause(pauses) == {
         "weights/generation_pause_version": "1.10",
         "weights/generation_pause_s": 0.7,
         "weights/reprefill_s": 0.3,
         "weights/paused_requests": 5,
         "weights/recomputed_tokens": 120,
     }
-    assert summarize_weight_update_pauses([]) == {}
+    assert summarize_newest_weight_update_pause([]) == {}

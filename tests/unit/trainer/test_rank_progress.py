@@ -11,7 +11,7 @@ import torch.distributed as dist
 from areal_hpc.errors import LostPeerError
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_peer_lost
-from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, name_flight_records
+from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths
 from areal_hpc.trainer.rank_progress import (
     PlaceReport,
     RankProgress,
@@ -43,7 +43,7 @@ def ranks(told: list[str]) -> list[RankProgress]:
 
 def look(ranks: list[RankProgress], now: float) -> None:
     for one in reversed(ranks):  # rank 0 sees what the others wrote
-        one.look(now)
+        one.publish_and_find_hanging_ranks(now)
 
 
 def test_the_rank_that_is_behind_is_named_first() -> None:
@@ -72,10 +72,10 @@ def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(
 ) -> None:
     caplog.set_level(logging.WARNING)
     for one in ranks:
-        one.enter("forward passes")
+        one.record_place("forward passes")
     look(ranks, 0.0)
     for one in ranks[:2]:
-        one.enter("the optimizer's step")
+        one.record_place("the optimizer's step")
     look(ranks, 10.0)
     look(ranks, 59.0)
     assert (told, dumps) == ([], [])
@@ -93,7 +93,7 @@ def test_ranks_that_move_are_not_told_of(
 ) -> None:
     for now in range(0, 600, 50):
         for one in ranks:
-            one.note(f"forward of micro-batch {now}")
+            one.record_detail(f"forward of micro-batch {now}")
         look(ranks, float(now))
     assert (told, dumps) == ([], [])
 
@@ -109,10 +109,10 @@ def test_a_collective_that_is_late_says_who_hangs(
     message: str, ranks: list[RankProgress], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for one in ranks:
-        one.enter("forward passes")
-    ranks[0].enter("the optimizer's step")
+        one.record_place("forward passes")
+    ranks[0].record_place("the optimizer's step")
     look(ranks, 0.0)
-    monkeypatch.setattr(rank_progress, "_active", ranks[0])
+    monkeypatch.setattr(rank_progress, "_active_progress", ranks[0])
     with pytest.raises(LostPeerError, match=r"hangs: behind all others: ranks 1-2 at forward"):
         raise_if_peer_lost(RuntimeError(message))
 
@@ -139,6 +139,6 @@ def test_records_of_collectives_go_to_the_logs_unless_somebody_chose(
     monkeypatch.setenv(newer, "/elsewhere/record_")
     monkeypatch.setenv(older, "")  # put back afterwards
     monkeypatch.delenv(older)
-    name_flight_records(tmp_path)
+    set_flight_record_paths(tmp_path)
     assert os.environ[newer] == "/elsewhere/record_"
     assert os.environ[older] == str(tmp_path / "nccl_flight_record_rank_")

@@ -11,7 +11,7 @@ from areal_hpc.trainer.batch.training_rows import (
     STALENESS_CHANNEL,
     build_rows,
     drop_unsound_tickets,
-    list_current_weight_names,
+    list_versions_of_current_weights,
 )
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.reward import MAX_REWARD
@@ -75,11 +75,11 @@ def test_a_log_linear_proximal_policy_needs_the_age_of_every_token() -> None:
 def test_a_restart_renames_the_weights_of_the_checkpoint_alone() -> None:
     forks = [GenerationFork(1, 0), GenerationFork(2, 4), GenerationFork(3, 9)]
     renamed = [WeightVersion(1, 4), WeightVersion(2, 4)]
-    assert list_current_weight_names(WeightVersion(2, 4), forks) == renamed
+    assert list_versions_of_current_weights(WeightVersion(2, 4), forks) == renamed
     # 1.5 was trained after the checkpoint and lost: 2.5 are other weights of the same step.
-    assert list_current_weight_names(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
+    assert list_versions_of_current_weights(WeightVersion(2, 5), forks) == [WeightVersion(2, 5)]
     renamed = [WeightVersion(2, 9), WeightVersion(3, 9)]
-    assert list_current_weight_names(WeightVersion(3, 9), forks) == renamed
+    assert list_versions_of_current_weights(WeightVersion(3, 9), forks) == renamed
 
 
 def one_ticket_each(rewards: list[list[float]]) -> tuple[list[list[TrajectoryRow]], BatchManifest]:

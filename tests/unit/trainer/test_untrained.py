@@ -10,7 +10,7 @@ from areal_hpc.trainer.untrained import (
     build_damaged_batch_record,
     build_nonfinite_records,
     build_norm_metrics,
-    is_step_taken,
+    is_optimizer_step_taken,
 )
 
 
@@ -95,7 +95,12 @@ def test_a_run_that_is_to_stop_names_the_way_past() -> None:
 
 
 def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
-    assert [*map(is_step_taken, (1.0, 0.0, math.inf, math.nan))] == [True, False, False, False]
+    assert [*map(is_optimizer_step_taken, (1.0, 0.0, math.inf, math.nan))] == [
+        True,
+        False,
+        False,
+        False,
+    ]
     assert build_norm_metrics([0.5, 2.0]) == {
         "grad_norm": 2.0, "step/skipped": 0, "step/nonfinite": 0,
     }  # fmt: skip

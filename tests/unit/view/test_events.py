@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.rundir.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
 from areal_hpc.view.events.agent_failures import AgentFailures
-from areal_hpc.view.events.run_news import MAX_TOLD_CAUSES, RunNews
+from areal_hpc.view.events.run_news import MAX_TOLD_CAUSES, RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase, read_server_phase
 from areal_hpc.wire.ledger import LedgerStatus
 from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
@@ -30,16 +30,20 @@ def failed(place: str, number: int, of: int, role: str = "driver-cell-0") -> dic
 
 
 def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
-    news = RunNews()
-    first = news.describe(failed("/a.py:3", 1, 1))
+    news = RunEventAnnouncer()
+    first = news.describe_if_new(failed("/a.py:3", 1, 1))
     assert (
         first[0] == "agent    raised KeyError: 'x'  (in 1 of 1 episode so far; it is tried again)"
     )
     assert first[1:] == ["         at: /a.py:3", "         try: fix /a.py:3"]
-    assert news.describe(failed("/a.py:3", 2, 5)) == []
-    assert "(in 3 of 7 episodes" in news.describe(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]
+    assert news.describe_if_new(failed("/a.py:3", 2, 5)) == []
+    assert (
+        "(in 3 of 7 episodes" in news.describe_if_new(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]
+    )
     assert [cause.count for cause in news.failures.causes.values()] == [2, 1]
-    others = [news.describe(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_TOLD_CAUSES)]
+    others = [
+        news.describe_if_new(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_TOLD_CAUSES)
+    ]
     assert [len(lines) for lines in others] == [3, 3, 3, 1, 0]
     assert "areal-hpc why" in others[-2][0]
 
@@ -64,40 +68,44 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
         "replica_died", "cell-1", replica=0, reason="exited with code 1",
         last_line="RuntimeError: out of blocks", log="/logs/replica-0.1.log",
     )  # fmt: skip
-    lines = RunNews().describe(died)
+    lines = RunEventAnnouncer().describe_if_new(died)
     assert lines[0] == "server   SGLang 0 of cell-1 exited with code 1; it is started again"
     assert [line.strip() for line in lines[1:]] == [died["last_line"], f"read {died['log']}"]
     assert (
         "exited with code 1: RuntimeError" in diagnose(evidence(AT_WORK, events=(died,))).headline
     )
     ended = event("process_exited", "cell-0", process="proxy", exit_code=137)
-    assert RunNews().describe(ended) == ["process  proxy of cell-0 ended with exit code 137"]
-    assert RunNews().describe({**ended, "exit_code": 70}) == [], "the command says it better"
+    assert RunEventAnnouncer().describe_if_new(ended) == [
+        "process  proxy of cell-0 ended with exit code 137"
+    ]
+    assert RunEventAnnouncer().describe_if_new({**ended, "exit_code": 70}) == [], (
+        "the command says it better"
+    )
 
 
 def test_a_hang_is_told_once_for_each_line() -> None:
-    news = RunNews()
+    news = RunEventAnnouncer()
     slow = event("episode_slow", seconds=31.0, at="/a.py:9", task=2, episode=1, limit_s=600.0)
-    (line,) = news.describe(slow)
+    (line,) = news.describe_if_new(slow)
     assert "has run for 31 s without an end, waiting at /a.py:9 (episode 1 of task 2)" in line
-    assert news.describe({**slow, "seconds": 62.0}) == []
-    assert news.describe({**slow, "at": "/a.py:10"}) != []
+    assert news.describe_if_new({**slow, "seconds": 62.0}) == []
+    assert news.describe_if_new({**slow, "at": "/a.py:10"}) != []
 
 
 def test_the_phase_goes_from_servers_over_weights_to_episodes(tmp_path: Path) -> None:
     log, phase = tmp_path / "replica-0.1.log", RunPhase()
     log.write_text("[04:31] Load weight begin. avail mem=15 GB\n")
     assert phase.describe(None).startswith("the trainer starts")
-    phase.add(event("replica_started", "cell-0", replica=0, log=str(log)))
+    phase.add_event(event("replica_started", "cell-0", replica=0, log=str(log)))
     assert phase.describe(None).startswith("SGLang 0 of cell-0 loads weights, ")
     log.write_text(f"{log.read_text()}[04:32] Capture cuda graph begin.\n")
     assert read_server_phase(log) == "captures CUDA graphs"
-    phase.add(event("replica_ready", "cell-0", replica=0))
-    phase.add(event("ranks_joined", "trainer"))
+    phase.add_event(event("replica_ready", "cell-0", replica=0))
+    phase.add_event(event("ranks_joined", "trainer"))
     assert phase.describe(None).startswith("the trainer loads the model")
-    phase.add(event("state_loaded", "trainer"))
+    phase.add_event(event("state_loaded", "trainer"))
     assert phase.describe(None).startswith("replicas get the trainer's weights")
-    phase.add(event("weights_published", "trainer", replicas=1))
+    phase.add_event(event("weights_published", "trainer", replicas=1))
     assert phase.describe(None) == ""
     ledger = LedgerStatus(
         version_step=2, formed_step=2, episodes_done=12, episodes_wanted=80, slowest_episode_s=41.2
@@ -116,13 +124,13 @@ def test_a_follower_reads_what_is_appended_after_it_was_made(
     log = EventLog(path, "driver")
     log.record("before")
     follower = EventFollower(path)
-    assert follower.read_new() == []
+    assert follower.read_new_events() == []
     if begun_afresh:
         path.rename(tmp_path / "earlier.jsonl")
     log.record("after")
     with path.open("a") as stream:
         stream.write('{"event": 3}\nnot JSON\n{"time": 1, "role": "x", "event": "unfin')
-    assert [row["event"] for row in follower.read_new()] == ["after"]
+    assert [row["event"] for row in follower.read_new_events()] == ["after"]
     with path.open("a") as stream:
         stream.write('ished"}\n')
-    assert [row["event"] for row in follower.read_new()] == ["unfinished"]
+    assert [row["event"] for row in follower.read_new_events()] == ["unfinished"]

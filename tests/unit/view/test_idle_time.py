@@ -11,7 +11,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.idle_time import (
     RunSize,
     describe_idle_time,
-    find_missing_cell_s,
+    measure_wait_without_cells_s,
     read_run_size,
 )
 
@@ -63,6 +63,6 @@ def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
 def test_a_trainer_without_any_cell_waits_until_one_is_found() -> None:
     wait = {"time": 1000.0, "event": "no_cell", "waited_s": 60.0}
     found = {"time": 1500.0, "event": "cell_found", "waited_s": 560.0}
-    assert find_missing_cell_s([], 2000.0) is None
-    assert find_missing_cell_s([found, wait], 1100.0) == 160.0
-    assert find_missing_cell_s([wait, found], 2000.0) is None
+    assert measure_wait_without_cells_s([], 2000.0) is None
+    assert measure_wait_without_cells_s([found, wait], 1100.0) == 160.0
+    assert measure_wait_without_cells_s([wait, found], 2000.0) is None

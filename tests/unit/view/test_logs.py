@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.logs import LogFollower, list_log_files, parse_records, read_last_lines
+from areal_hpc.view.logs import LogFollower, list_log_files, parse_log_records, read_last_lines
 
 
 def make_run(place: Path) -> RunPaths:
@@ -107,6 +107,6 @@ def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None
 
 @given(st.text(max_size=300))
 def test_no_line_is_lost_and_no_record_goes_back_in_time(text: str) -> None:
-    records = parse_records(text)
+    records = parse_log_records(text)
     assert [line for record in records for line in record.lines] == text.splitlines()
     assert [record.time for record in records] == sorted(record.time for record in records)

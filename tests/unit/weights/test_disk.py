@@ -34,7 +34,7 @@ def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
             packed.place(slot.spec.name, WEIGHTS[slot.spec.name])
         folder.write_bucket(packed)
     assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
-    folder.put_in_place()
+    folder.rename_into_place()
     files = [load_file(path) for path in (tmp_path / folder.name).glob("*.safetensors")]
     assert len(files) == len(buckets) > 1
     read = {name: tensor for file in files for name, tensor in file.items()}
@@ -46,9 +46,9 @@ def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
 
 def test_older_folders_are_deleted_and_those_of_a_successor_are_not(tmp_path: Path) -> None:
     for serial in range(2):
-        WeightsFolder(tmp_path, WeightVersion(1, 7), serial).put_in_place()
+        WeightsFolder(tmp_path, WeightVersion(1, 7), serial).rename_into_place()
     folder = WeightsFolder(tmp_path, WeightVersion(1, 7), 2)
-    folder.put_in_place()
+    folder.rename_into_place()
     (tmp_path / ".1.6.0.partial").mkdir()  # of a trainer that was killed
     for name in ("2.7.0", ".2.8.0.partial", "notes"):
         (tmp_path / name).mkdir()

@@ -15,11 +15,11 @@ from areal_hpc.launch.doctor.gpu.measured_steps import (
     measure_engine,
     measure_step,
 )
-from areal_hpc.launch.doctor.gpu.node_facts import gather_facts
+from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport, NodeFacts, Unmeasured
-from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions, examine_by_job
+from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions, examine_nodes_by_slurm_job
 
-NO_GPU = Unmeasured(
+NOT_MEASURED_WITHOUT_GPU = Unmeasured(
     "not run: no GPU is visible here", "run it on a node with a GPU, or rehearse with --device cpu"
 )
 MeasuredT = TypeVar("MeasuredT")
@@ -42,15 +42,15 @@ class GpuExamination:
             ClusterError: The job did not answer.
         """
         if self.job is not None:
-            return examine_by_job(self.plan, self.job, self.say)
+            return examine_nodes_by_slurm_job(self.plan, self.job, self.say)
         folder = Path(tempfile.mkdtemp(prefix="areal-hpc-doctor-"))
         try:
-            return examine_node(self.plan, gather_facts(self.plan), folder, self.say)
+            return measure_steps_on_node(self.plan, gather_node_facts(self.plan), folder, self.say)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def examine_node(
+def measure_steps_on_node(
     plan: GpuCheckPlan, facts: NodeFacts, folder: Path, say: Callable[[str], None]
 ) -> GpuReport:
     """Run every step on this node, in a folder of its own."""
@@ -58,9 +58,9 @@ def examine_node(
 
     def measure(name: str, run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
         if not gpus:
-            return NO_GPU
+            return NOT_MEASURED_WITHOUT_GPU
         say(f"{name} ...")
-        return attempt(run)
+        return measure_or_explain_failure(run)
 
     return GpuReport(
         device=plan.device,
@@ -77,7 +77,7 @@ def examine_node(
     )
 
 
-def attempt(run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
+def measure_or_explain_failure(run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
     """What a step measured, or why it did not."""
     try:
         return run()

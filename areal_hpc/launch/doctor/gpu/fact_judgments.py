@@ -51,7 +51,9 @@ def judge_gpus(facts: NodeFacts) -> CheckResult:
 
 def judge_driver(facts: NodeFacts) -> CheckResult:
     """The driver's version against what the torch builds need."""
-    needs = [(find_driver_floor(python.cuda), python) for python in facts.pythons if python.cuda]
+    needs = [
+        (find_min_driver_branch(python.cuda), python) for python in facts.pythons if python.cuda
+    ]
     floor, python = max(needs, default=(MIN_DRIVER_BY_CUDA[13], None), key=lambda one: one[0])
     reason = f"CUDA {python.cuda} of the Python of role {python.role}" if python else "CUDA 13"
     if not facts.driver:
@@ -66,7 +68,7 @@ def judge_driver(facts: NodeFacts) -> CheckResult:
     return ok("driver", f"{facts.driver}, at least {floor} is needed")
 
 
-def find_driver_floor(cuda: str) -> int:
+def find_min_driver_branch(cuda: str) -> int:
     """Oldest branch of the driver for a version of CUDA; one that is not known needs the newest."""
     major = cuda.partition(".")[0]
     known = max(MIN_DRIVER_BY_CUDA.values())
@@ -155,13 +157,13 @@ def judge_nvcc(facts: NodeFacts) -> CheckResult:
     )
 
 
-def name_by_host(results: Sequence[CheckResult], host: str) -> Iterator[CheckResult]:
+def prefix_findings_with_host(results: Sequence[CheckResult], host: str) -> Iterator[CheckResult]:
     """The same results, with the node in front of what was found."""
     for one in results:
         yield CheckResult(one.name, one.verdict, f"{host}: {one.finding}", one.hint)
 
 
-def find_differences(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
+def judge_differences_between_nodes(nodes: Sequence[NodeFacts]) -> Iterator[CheckResult]:
     """What is not the same on all nodes and should be."""
     kinds: Mapping[str, set[str]] = {
         "driver": {one.driver for one in nodes},

@@ -14,9 +14,9 @@ from areal_hpc.inference.server.command import ServerPorts, build_replica_comman
 from areal_hpc.jobs.gpus import VISIBLE_DEVICES_VARIABLE
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
-from areal_hpc.launch.checks.server_options import ask_sglang, find_option_problems
+from areal_hpc.launch.checks.server_options import ask_sglang_to_parse_options, find_option_problems
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, Unmeasured
-from areal_hpc.launch.doctor.gpu.worker_processes import Worker, await_workers
+from areal_hpc.launch.doctor.gpu.worker_processes import Worker, await_workers_and_kill_rest
 from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, make_tiny_model
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
@@ -135,7 +135,7 @@ def _run_ranks(
                     order.parent / f"rank-{rank}.log",
                 )
             )
-        await_workers(workers, timeout_s)
+        await_workers_and_kill_rest(workers, timeout_s)
     finally:
         for worker in workers:
             worker.kill()
@@ -147,8 +147,8 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
     Raises:
         ClusterError: SGLang does not know a flag, or does not start.
     """
-    inference = build_lone_replica(plan, len(gpus))
-    _check_flags(plan, inference)
+    inference = build_single_replica_config(plan, len(gpus))
+    _check_server_flags(plan, inference)
     paths = RunPaths(folder)
     paths.rendezvous_dir.mkdir(parents=True)
     ensure_admin_key(paths.admin_key)
@@ -166,7 +166,7 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
         start_timeout_s=inference.startup_timeout_s,
         report=str(folder / "engine.json"),
     )
-    cell = _start_cell(plan, inference, paths, ",".join(filter(None, serving)))
+    cell = _start_inference_cell(plan, inference, paths, ",".join(filter(None, serving)))
     try:
         trainer = Worker(
             "the trainer",
@@ -177,15 +177,17 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
             plan.variables["train"] | {VISIBLE_DEVICES_VARIABLE: gpus[0]},
             folder / "trainer.log",
         )
-        await_workers([trainer], inference.startup_timeout_s + ENGINE_TIMEOUT_S, server=cell)
+        await_workers_and_kill_rest(
+            [trainer], inference.startup_timeout_s + ENGINE_TIMEOUT_S, server=cell
+        )
     except ClusterError as error:
-        raise _explain_cell(error, folder / "cell.json") from error
+        raise _get_error_left_by_cell(error, folder / "cell.json") from error
     finally:
         cell.stop()
     return _read_report(order.report, EngineComparison)
 
 
-def build_lone_replica(plan: GpuCheckPlan, gpus: int) -> InferenceConfig:
+def build_single_replica_config(plan: GpuCheckPlan, gpus: int) -> InferenceConfig:
     """The recipe's replica alone on this node, with as many ranks as it has there at most. Pure.
 
     A rehearsal leaves further options out: those of GPUs would not start on a CPU.
@@ -213,7 +215,7 @@ def write_test_model(model_dir: Path, tp: int, context_tokens: int | None) -> Pa
     return model_dir
 
 
-def _check_flags(plan: GpuCheckPlan, inference: InferenceConfig) -> None:
+def _check_server_flags(plan: GpuCheckPlan, inference: InferenceConfig) -> None:
     """Have SGLang's own parser read the command line that would start it, all flags included.
 
     Raises:
@@ -230,7 +232,7 @@ def _check_flags(plan: GpuCheckPlan, inference: InferenceConfig) -> None:
         random_seed=1,
     )
     words = command.argv[3:]  # behind python -m module
-    answer = ask_sglang(plan.pythons["serve"], [words])
+    answer = ask_sglang_to_parse_options(plan.pythons["serve"], [words])
     if answer is None:
         raise ClusterError(
             f"{plan.pythons['serve']} cannot import SGLang",
@@ -242,7 +244,7 @@ def _check_flags(plan: GpuCheckPlan, inference: InferenceConfig) -> None:
         raise ClusterError.from_problems(problems)
 
 
-def _start_cell(
+def _start_inference_cell(
     plan: GpuCheckPlan, inference: InferenceConfig, paths: RunPaths, gpus: str
 ) -> Worker:
     config = {
@@ -263,7 +265,7 @@ def _start_cell(
     )
 
 
-def _explain_cell(error: ClusterError, config_path: Path) -> ClusterError:
+def _get_error_left_by_cell(error: ClusterError, config_path: Path) -> ClusterError:
     """The error that the cell itself left, if it did."""
     left = get_process_error_path(config_path)
     return ClusterError(left.read_text()) if left.exists() else error

@@ -38,7 +38,7 @@ print(json.dumps(found))
 """
 
 
-def gather_facts(plan: GpuCheckPlan) -> NodeFacts:
+def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
     """Everything about this node that takes no run of ours.
 
     Raises:
@@ -46,7 +46,7 @@ def gather_facts(plan: GpuCheckPlan) -> NodeFacts:
     """
     wanted = cast("WantedGpus", plan.gpus)
     visible = select_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
-    driver, gpus, driver_error = query_driver()
+    driver, gpus, driver_error = query_nvidia_driver()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NodeFacts(
         host=socket.gethostname(),
@@ -56,27 +56,28 @@ def gather_facts(plan: GpuCheckPlan) -> NodeFacts:
         driver_error=driver_error,
         gpus=gpus,
         has_nvlink=_query_nvlink(),
-        has_ibverbs=_can_load(IBVERBS_LIBRARY),
+        has_ibverbs=_can_load_library(IBVERBS_LIBRARY),
         rdma_devices=tuple(sorted(one.name for one in INFINIBAND_DIR.glob("uverbs*"))),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         nvcc=find_nvcc(os.environ, CUDA_DIRS),
         pythons=tuple(
-            ask_python(role, plan.pythons[role], plan.variables[role]) for role in ASKED_ROLES
+            ask_python_for_gpu_facts(role, plan.pythons[role], plan.variables[role])
+            for role in ASKED_ROLES
         ),
     )
 
 
-def query_driver() -> tuple[str, tuple[GpuFacts, ...], str]:
+def query_nvidia_driver() -> tuple[str, tuple[GpuFacts, ...], str]:
     """Version of the driver, its GPUs, and its complaint if it has one."""
     if shutil.which("nvidia-smi") is None:
         return "", (), ""
-    listed, complaint = _ask_driver(
+    listed, complaint = _run_nvidia_smi(
         "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader,nounits"
     )
-    return (*parse_driver_list(listed), complaint) if not complaint else ("", (), complaint)
+    return (*parse_nvidia_smi_gpus(listed), complaint) if not complaint else ("", (), complaint)
 
 
-def parse_driver_list(listed: str) -> tuple[str, tuple[GpuFacts, ...]]:
+def parse_nvidia_smi_gpus(listed: str) -> tuple[str, tuple[GpuFacts, ...]]:
     """Version and GPUs in the lines of nvidia-smi. Pure."""
     rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
     gpus = tuple(GpuFacts(name, int(memory) if memory.isdigit() else 0) for _, name, memory in rows)
@@ -102,7 +103,7 @@ def find_nvcc(environ: Mapping[str, str], otherwise: tuple[Path, ...]) -> str:
     return next((str(path) for path in candidates if os.access(path, os.X_OK)), "")
 
 
-def ask_python(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
+def ask_python_for_gpu_facts(role: str, python: str, variables: Mapping[str, str]) -> PythonFacts:
     """What a role's Python, with the variables of its processes, says of torch and GPUs."""
     try:
         asked = subprocess.run(
@@ -127,10 +128,10 @@ def ask_python(role: str, python: str, variables: Mapping[str, str]) -> PythonFa
 
 
 def _query_nvlink() -> bool:
-    return shutil.which("nvidia-smi") is not None and has_nvlink(_ask_driver("topo", "-m")[0])
+    return shutil.which("nvidia-smi") is not None and has_nvlink(_run_nvidia_smi("topo", "-m")[0])
 
 
-def _ask_driver(*words: str) -> tuple[str, str]:
+def _run_nvidia_smi(*words: str) -> tuple[str, str]:
     """Output of nvidia-smi, and what it complains of."""
     try:
         asked = subprocess.run(
@@ -146,7 +147,7 @@ def _ask_driver(*words: str) -> tuple[str, str]:
     return asked.stdout, "" if asked.returncode == 0 else said or "nvidia-smi failed"
 
 
-def _can_load(library: str) -> bool:
+def _can_load_library(library: str) -> bool:
     with suppress(OSError):
         ctypes.CDLL(library)
         return True

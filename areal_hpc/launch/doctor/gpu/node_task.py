@@ -15,15 +15,19 @@ import msgspec
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, find_own_address
-from areal_hpc.launch.doctor.gpu.examination import NO_GPU, attempt, examine_node
+from areal_hpc.launch.doctor.gpu.examination import (
+    NOT_MEASURED_WITHOUT_GPU,
+    measure_or_explain_failure,
+    measure_steps_on_node,
+)
 from areal_hpc.launch.doctor.gpu.measured_steps import (
     RankPlace,
     list_rank_gpus,
     measure_collectives,
 )
-from areal_hpc.launch.doctor.gpu.node_facts import gather_facts
+from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
 from areal_hpc.launch.doctor.gpu.report import NodeFacts, Unmeasured
-from areal_hpc.launch.doctor.gpu.slurm_job import NodeOrder, get_report_path, get_trouble_path
+from areal_hpc.launch.doctor.gpu.slurm_job import NodeOrder, get_node_failure_path, get_report_path
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.self_test.messages import CollectiveRates
 
@@ -37,16 +41,16 @@ def main() -> None:
     set_up_logging()
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=NodeOrder)
     task = detect_task_position(os.environ)
-    facts = gather_facts(order.plan)
+    facts = gather_node_facts(order.plan)
     write_atomic(_get_facts_path(order, task.rank), msgspec.json.encode(facts))
     all_facts = _await_facts(order, task.num_tasks)
-    rates = attempt(lambda: _measure_network(order, task, all_facts))
+    rates = measure_or_explain_failure(lambda: _measure_network(order, task, all_facts))
     if not task.is_first:
         if isinstance(rates, Unmeasured) and rates.is_failure:
             trouble = f"{socket.gethostname()}: {rates.reason}"
-            write_atomic(get_trouble_path(Path(order.folder), task.rank), trouble.encode())
+            write_atomic(get_node_failure_path(Path(order.folder), task.rank), trouble.encode())
         return
-    report = examine_node(order.plan, facts, Path(order.folder, "first_node"), print)
+    report = measure_steps_on_node(order.plan, facts, Path(order.folder, "first_node"), print)
     report = msgspec.structs.replace(
         report, nodes=tuple(all_facts), cluster_rates=rates if task.num_tasks > 1 else None
     )
@@ -59,7 +63,7 @@ def _measure_network(
     """This node's part of the all-reduce between all GPUs of all nodes."""
     gpus = [list_rank_gpus(order.plan, facts.visible_gpus) for facts in all_facts]
     if not all(gpus):
-        return NO_GPU
+        return NOT_MEASURED_WITHOUT_GPU
     place = RankPlace(
         node=task.rank,
         first_rank=sum(map(len, gpus[: task.rank])),

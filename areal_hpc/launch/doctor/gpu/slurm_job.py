@@ -55,12 +55,14 @@ def get_report_path(folder: Path) -> Path:
     return folder / "report.json"
 
 
-def get_trouble_path(folder: Path, node: int) -> Path:
+def get_node_failure_path(folder: Path, node: int) -> Path:
     """What failed on another node."""
     return folder / f"trouble.{node}"
 
 
-def examine_by_job(plan: GpuCheckPlan, job: GpuJobOptions, say: Callable[[str], None]) -> GpuReport:
+def examine_nodes_by_slurm_job(
+    plan: GpuCheckPlan, job: GpuJobOptions, say: Callable[[str], None]
+) -> GpuReport:
     """Submit the job, wait for its report, and leave neither job nor file.
 
     Raises:
@@ -68,12 +70,12 @@ def examine_by_job(plan: GpuCheckPlan, job: GpuJobOptions, say: Callable[[str], 
         ClusterError: Slurm refused the job, or it gave no report.
     """
     folder = job.fileroot.expanduser().resolve() / f".doctor-gpu.{secrets.token_hex(4)}"
-    words = build_sbatch_words(plan, job, folder)
+    words = build_sbatch_command(plan, job, folder)
     folder.mkdir(parents=True)
     try:
         order = folder / "order.json"
         order.write_bytes(msgspec.json.encode(NodeOrder(plan, str(folder))))
-        JobPaths(folder).script.write_text(build_script(plan, job.options, order))
+        JobPaths(folder).script.write_text(build_examination_script(plan, job.options, order))
         job_id = run_slurm_command(*words).split(";")[0].strip()
         say(f"job {job_id} was submitted: {plan.nodes} nodes, minutes once it runs")
         try:
@@ -85,7 +87,7 @@ def examine_by_job(plan: GpuCheckPlan, job: GpuJobOptions, say: Callable[[str], 
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def build_sbatch_words(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -> list[str]:
+def build_sbatch_command(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -> list[str]:
     """The command that submits the job. Pure.
 
     Raises:
@@ -117,7 +119,7 @@ def build_sbatch_words(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -> 
     ]
 
 
-def build_script(plan: GpuCheckPlan, options: JobOptions, order: Path) -> str:
+def build_examination_script(plan: GpuCheckPlan, options: JobOptions, order: Path) -> str:
     """The job's script: the site's set-up, then a task on each node. Pure."""
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
@@ -135,7 +137,7 @@ def _await_report(folder: Path, job_id: str) -> GpuReport:
     give_up_at, ended_at = time.monotonic() + QUEUE_TIMEOUT_S, None
     while time.monotonic() < give_up_at:
         if get_report_path(folder).exists():
-            return add_troubles(
+            return add_failures_of_other_nodes(
                 msgspec.json.decode(get_report_path(folder).read_bytes(), type=GpuReport),
                 [path.read_text() for path in sorted(folder.glob("trouble.*"))],
             )
@@ -158,7 +160,7 @@ def _await_report(folder: Path, job_id: str) -> GpuReport:
     )
 
 
-def add_troubles(report: GpuReport, troubles: Sequence[str]) -> GpuReport:
+def add_failures_of_other_nodes(report: GpuReport, troubles: Sequence[str]) -> GpuReport:
     """The report, with what other nodes say of a network that failed: theirs is the cause. Pure."""
     rates = report.cluster_rates
     if not troubles or not isinstance(rates, Unmeasured):

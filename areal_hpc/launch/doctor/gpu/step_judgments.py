@@ -20,12 +20,12 @@ MIN_RDMA_BYTES_PER_S = 5e9
 """Between nodes with RDMA: half of one adapter of 100 Gbit/s."""
 MIN_TCP_BYTES_PER_S = 0.5e9
 """Between nodes without: half of 10 Gbit/s."""
-EXACT_LOGPROB_GAP = 1e-4
+MAX_EXACT_LOGPROB_GAP = 1e-4
 """Float32 on two devices: sums in another order."""
-EXACT_NORM_GAP = 1e-4
+MAX_EXACT_GRADIENT_NORM_GAP = 1e-4
 ROUNDING_MARGIN = 2.0
 """In 16 bits the trainer may be so many times as far from float32 as transformers is."""
-MAX_ENGINE_GAP = {"float32": 1e-3, "bfloat16": 0.03}
+MAX_ENGINE_LOGPROB_GAP_BY_DTYPE = {"float32": 1e-3, "bfloat16": 0.03}
 """Mean difference between engine and trainer."""
 MIN_CHANGE_OVER_GAP = 3.0
 """A step must change log-probabilities by so many gaps, or a missed update would not be noticed."""
@@ -58,8 +58,10 @@ def judge_step(step: StepComparison | Unmeasured) -> CheckResult:
     name = "trainer step"
     if isinstance(step, Unmeasured):
         return judge_unmeasured(name, step)
-    logprob_bound = max(EXACT_LOGPROB_GAP, ROUNDING_MARGIN * step.reference_logprob_gap)
-    norm_bound = max(EXACT_NORM_GAP, ROUNDING_MARGIN * step.reference_gradient_norm_gap)
+    logprob_bound = max(MAX_EXACT_LOGPROB_GAP, ROUNDING_MARGIN * step.reference_logprob_gap)
+    norm_bound = max(
+        MAX_EXACT_GRADIENT_NORM_GAP, ROUNDING_MARGIN * step.reference_gradient_norm_gap
+    )
     found = (
         f"{step.dtype}, {step.tokens} tokens: log-probabilities off by {step.logprob_gap:.1e}, "
         f"the gradient's norm by {step.gradient_norm_gap:.1e}"
@@ -79,7 +81,7 @@ def judge_engine(engine: EngineComparison | Unmeasured) -> list[CheckResult]:
     """Whether SGLang starts, agrees with the trainer, and takes new weights."""
     if isinstance(engine, Unmeasured):
         return [judge_unmeasured("SGLang", engine)]
-    bound = MAX_ENGINE_GAP[engine.dtype]
+    bound = MAX_ENGINE_LOGPROB_GAP_BY_DTYPE[engine.dtype]
     results = [ok("SGLang", f"ready after {engine.start_s:.0f} s with the recipe's flags")]
     found = f"{engine.tokens} tokens, {engine.dtype}: {engine.mean_gap:.1e} on average"
     hint = "another inference.extra_args --attention-backend; attach --json FILE to an issue"
@@ -92,7 +94,7 @@ def judge_engine(engine: EngineComparison | Unmeasured) -> list[CheckResult]:
 
 def judge_update(engine: EngineComparison) -> CheckResult:
     """Whether the replica has the weights that were sent, by checksum and by what it samples."""
-    name, bound = "weight update", MAX_ENGINE_GAP[engine.dtype]
+    name, bound = "weight update", MAX_ENGINE_LOGPROB_GAP_BY_DTYPE[engine.dtype]
     if engine.update_error:
         hint = "the lines of NCCL that NCCL_DEBUG=INFO writes; docs/gpus.md has known causes"
         return fail(name, engine.update_error, hint)

@@ -30,10 +30,10 @@ class Worker:
         self._is_killed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:
-            self._process = self._start(argv, variables, output)
+            self._process = self._spawn_process(argv, variables, output)
 
     @staticmethod
-    def _start(
+    def _spawn_process(
         argv: Sequence[str], variables: Mapping[str, str], output: IO[bytes]
     ) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
@@ -72,7 +72,7 @@ class Worker:
         self._process.wait()
 
 
-def await_workers(
+def await_workers_and_kill_rest(
     workers: Sequence[Worker], timeout_s: float, server: Worker | None = None
 ) -> None:
     """Return when all have ended well, `server` running meanwhile. Kills those that are left.

@@ -104,14 +104,18 @@ def _move_invalid_calls_to_text(said: PartialReply) -> PartialReply:
 
 def _format_block(block: ContentBlock) -> dict[str, Any]:
     if block.kind == "reasoning":
-        return {"type": "thinking", "thinking": block.text, "signature": _sign_reasoning(block)}
+        return {
+            "type": "thinking",
+            "thinking": block.text,
+            "signature": _make_reasoning_signature(block),
+        }
     if block.kind == "text":
         return {"type": "text", "text": block.text}
     tool_use = {"type": "tool_use", "id": block.call_id, "name": block.name}
     return {**tool_use, "input": msgspec.Raw(block.text.encode())}
 
 
-def _sign_reasoning(block: ContentBlock) -> str:
+def _make_reasoning_signature(block: ContentBlock) -> str:
     """Clients hand it back as it is and drop reasoning that has none. Nobody checks it."""
     return hashlib.blake2b(block.text.encode(), digest_size=16).hexdigest()
 
@@ -134,7 +138,7 @@ def _format_block_changes(changes: Iterable[BlockChange]) -> bytes:
             parts.append(format_named_event(event))
         else:
             if block.kind == "reasoning":
-                delta = {"type": "signature_delta", "signature": _sign_reasoning(block)}
+                delta = {"type": "signature_delta", "signature": _make_reasoning_signature(block)}
                 event = {"type": "content_block_delta", **place, "delta": delta}
                 parts.append(format_named_event(event))
             parts.append(format_named_event({"type": "content_block_stop", **place}))

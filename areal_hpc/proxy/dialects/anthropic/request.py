@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refusals import NOTHING, OFF_AT_ONE, Refusal
+from areal_hpc.proxy.dialects.refusals import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
@@ -19,7 +19,7 @@ from areal_hpc.proxy.dialects.validation import (
     build_function_tool,
     decode_json,
     encode_json_schema,
-    first_given,
+    get_given_or_default,
     leave_out_hosted_tools,
     parse_tool_choice,
 )
@@ -69,17 +69,17 @@ class _InputTool(Struct, forbid_unknown_fields=True):
     description: str | None = None
     strict: bool | None = None
     type: Literal["custom"] | None = None
-    cache_control: Hint = None
-    defer_loading: Hint = None
-    eager_input_streaming: Hint = None
+    cache_control: IgnoredParam = None
+    defer_loading: IgnoredParam = None
+    eager_input_streaming: IgnoredParam = None
 
 
 class _ThinkingConfig(Struct, forbid_unknown_fields=True):
     type: str = "enabled"
     """Enabled, disabled, adaptive, or what comes next."""
-    budget_tokens: Hint = None
+    budget_tokens: IgnoredParam = None
     """Anthropic calls it a target."""
-    display: Hint = None
+    display: IgnoredParam = None
     """The reasoning is always returned in full."""
 
 
@@ -99,11 +99,11 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     refused: ClassVar[Mapping[str, Refusal]] = {
         "container": Refusal("let the agent run programs, and offer that as a tool"),
         "functions": Refusal("use tools"),
-        "function_call": Refusal("use tool_choice", (*NOTHING, "none", "auto")),
+        "function_call": Refusal("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
         "input": Refusal("use messages, or POST /responses"),
         "logit_bias": Refusal("use POST /chat/completions"),
         "mcp_servers": Refusal("let the agent connect to them and offer their tools"),
-        "n": Refusal("send the request n times", OFF_AT_ONE),
+        "n": Refusal("send the request n times", EMPTY_VALUES_OR_ONE),
         "prompt": Refusal("use messages, or POST /completions"),
         "response_format": Refusal("use output_config.format"),
         "seed": Refusal("use POST /chat/completions"),
@@ -125,13 +125,13 @@ class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     output_config: _OutputConfig | None = None
     output_format: _OutputFormat | None = None
     """An older name for `output_config.format`."""
-    betas: Hint = None
-    cache_control: Hint = None
-    context_management: Hint = None
-    inference_geo: Hint = None
-    metadata: Hint = None
-    service_tier: Hint = None
-    speed: Hint = None
+    betas: IgnoredParam = None
+    cache_control: IgnoredParam = None
+    context_management: IgnoredParam = None
+    inference_geo: IgnoredParam = None
+    metadata: IgnoredParam = None
+    service_tier: IgnoredParam = None
+    speed: IgnoredParam = None
 
 
 def build_model_call(
@@ -155,10 +155,10 @@ def build_model_call(
         tool_choice=choice,
         variables=_build_thinking_variables(request, model, ignored) or None,
         sampling=SamplingParams(
-            temperature=first_given(request.temperature, defaults.temperature),
+            temperature=get_given_or_default(request.temperature, defaults.temperature),
             max_new_tokens=request.max_tokens or 0,
-            top_p=first_given(request.top_p, defaults.top_p),
-            top_k=first_given(request.top_k, defaults.top_k) or -1,
+            top_p=get_given_or_default(request.top_p, defaults.top_p),
+            top_k=get_given_or_default(request.top_k, defaults.top_k) or -1,
             stop=[text for text in request.stop_sequences or () if text] or None,
             json_schema=encode_json_schema(form.schema if form else None, choice),
         ),

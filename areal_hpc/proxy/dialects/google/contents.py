@@ -67,7 +67,7 @@ class Content(Struct, rename="camel"):
 _USER_ROLES = (None, "", "user", "function")
 
 
-def read_text(content: Content, key: str) -> str:
+def read_text_only_content(content: Content, key: str) -> str:
     """The text of a content that may hold nothing else.
 
     Raises:
@@ -75,7 +75,7 @@ def read_text(content: Content, key: str) -> str:
     """
     texts = []
     for j, part in enumerate(content.listed_parts):
-        _check_part(part, f"{key}.parts[{j}]")
+        _refuse_unreadable_part(part, f"{key}.parts[{j}]")
         if part.function_call is not None or part.function_response is not None:
             raise ProxyRequestError(400, "only text is supported here", key=f"{key}.parts[{j}]")
         texts.append(part.text or "")
@@ -98,7 +98,7 @@ def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
             "a reply cannot be begun for the model: the last content must be the user's",
             key=f"contents[{len(contents) - 1}]",
         )
-    calls = _OpenCalls()
+    calls = _UnansweredCalls()
     for is_model, group in groupby(enumerate(contents), lambda one: one[1].role == "model"):
         turns = [(f"contents[{i}]", content.listed_parts) for i, content in group]
         if is_model:
@@ -108,7 +108,7 @@ def build_messages(contents: Sequence[Content]) -> Iterator[Message]:
                 yield from map(normalize_chat_message, _build_user_messages(key, parts, calls))
 
 
-class _OpenCalls:
+class _UnansweredCalls:
     """Calls of the conversation so far that no response has answered."""
 
     def __init__(self) -> None:
@@ -116,9 +116,9 @@ class _OpenCalls:
         """Id and name."""
         self._count = 0
 
-    def add(self, call: _FunctionCall) -> str:
+    def add_and_get_id(self, call: _FunctionCall) -> str:
         """The id of a call: its own, or one that it gets here."""
-        call_id = call.id or self._make_id()
+        call_id = call.id or self._make_call_id()
         self._open.append((call_id, call.name))
         return call_id
 
@@ -128,21 +128,21 @@ class _OpenCalls:
         for one in same_id or [one for one in self._open if one[1] == response.name]:
             self._open.remove(one)
             return one[0]
-        return response.id or self._make_id()  # its call is no longer in the history
+        return response.id or self._make_call_id()  # its call is no longer in the history
 
-    def _make_id(self) -> str:
+    def _make_call_id(self) -> str:
         """One that is the same whenever the conversation is sent again."""
         self._count += 1
         return f"call_{self._count}"
 
 
 def _build_assistant_message(
-    turns: Sequence[tuple[str, Sequence[Part]]], calls: _OpenCalls
+    turns: Sequence[tuple[str, Sequence[Part]]], calls: _UnansweredCalls
 ) -> Message:
     text, reasoning, called = "", "", []
     for key, parts in turns:
         for j, part in enumerate(parts):
-            _check_part(part, f"{key}.parts[{j}]")
+            _refuse_unreadable_part(part, f"{key}.parts[{j}]")
             if part.function_response is not None:
                 problem = "a model's content cannot contain a functionResponse"
                 raise ProxyRequestError(400, problem, key=f"{key}.parts[{j}]")
@@ -153,16 +153,18 @@ def _build_assistant_message(
             if part.function_call is not None:
                 call = part.function_call
                 arguments = msgspec.json.encode(call.args or {}).decode()
-                called.append(format_tool_call(calls.add(call), call.name, arguments))
+                called.append(format_tool_call(calls.add_and_get_id(call), call.name, arguments))
     fields = {"reasoning_content": reasoning or None, "tool_calls": called}
     return {"role": "assistant", "content": text, **fields}
 
 
-def _build_user_messages(key: str, parts: Sequence[Part], calls: _OpenCalls) -> Iterator[Message]:
+def _build_user_messages(
+    key: str, parts: Sequence[Part], calls: _UnansweredCalls
+) -> Iterator[Message]:
     """Responses of functions as messages of their own, text between them as the user's."""
     texts: list[str] = []
     for j, part in enumerate(parts):
-        _check_part(part, f"{key}.parts[{j}]")
+        _refuse_unreadable_part(part, f"{key}.parts[{j}]")
         if part.function_call is not None:
             problem = "a user's content cannot contain a functionCall"
             raise ProxyRequestError(400, problem, key=f"{key}.parts[{j}]")
@@ -179,7 +181,7 @@ def _build_user_messages(key: str, parts: Sequence[Part], calls: _OpenCalls) -> 
         yield {"role": "user", "content": "\n".join(texts)}
 
 
-def _check_part(part: Part, key: str) -> None:
+def _refuse_unreadable_part(part: Part, key: str) -> None:
     for name, attribute in _UNREADABLE_PARTS.items():
         if getattr(part, attribute) is not None:
             problem = f"parts with {name} are not supported: the model reads text alone"
@@ -196,12 +198,12 @@ def _check_part(part: Part, key: str) -> None:
 def _read_response_text(response: dict[str, Any]) -> str:
     """What a function gave back: its `output` or `error`, or else all of it, as Google says."""
     if [*response] == ["output"]:
-        return _write_text(response["output"])
+        return _encode_unless_text(response["output"])
     if [*response] == ["error"]:  # templates have no mark for a failure, so the text says it
-        text = _write_text(response["error"])
+        text = _encode_unless_text(response["error"])
         return text if "error" in text.lower() else f"Error: {text}"
-    return _write_text(response)
+    return _encode_unless_text(response)
 
 
-def _write_text(value: Any) -> str:
+def _encode_unless_text(value: Any) -> str:
     return value if isinstance(value, str) else msgspec.json.encode(value).decode()

@@ -63,7 +63,7 @@ class GenerateContentExchange(Exchange):
             reader = BlockSplitter()
             parts = self._build_parts((*reader.add_delta(answer.said), *reader.finish()))
             said = self._build_candidate(answer.choice, parts, answer.generation)
-            candidates.append(said | self._build_end(answer))
+            candidates.append(said | self._build_candidate_end(answer))
         return msgspec.json.encode(self._build_response(candidates, self._count_usage(answers)))
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
@@ -76,21 +76,25 @@ class GenerateContentExchange(Exchange):
                 parts = self._build_parts(reader.add_delta(happened.said))
                 if parts or (self._with_logprobs and happened.piece.output_ids):
                     said = self._build_candidate(happened.choice, parts, happened.piece)
-                    yield self._format_element(self._build_response([said]))
+                    yield self._format_stream_element(self._build_response([said]))
                 continue
             answers.append(happened)
             parts = self._build_parts(reader.finish())
-            said = self._build_candidate(happened.choice, parts) | self._build_end(happened)
+            said = self._build_candidate(happened.choice, parts) | self._build_candidate_end(
+                happened
+            )
             usage = self._count_usage(answers) if len(answers) == live.choices else None
-            yield self._format_element(self._build_response([said], usage))
+            yield self._format_stream_element(self._build_response([said], usage))
         if self._is_array:
             yield b"]"
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         """The error, and the end of the array if the stream is one."""
-        return self._format_element(_build_error(refusal)) + (b"]" if self._is_array else b"")
+        return self._format_stream_element(_build_error_status(refusal)) + (
+            b"]" if self._is_array else b""
+        )
 
-    def _format_element(self, content: dict[str, Any]) -> bytes:
+    def _format_stream_element(self, content: dict[str, Any]) -> bytes:
         body = msgspec.json.encode(content)
         self._sent += 1
         if not self._is_array:
@@ -125,7 +129,7 @@ class GenerateContentExchange(Exchange):
             fields["logprobsResult"] = self._format_logprobs(said)
         return fields
 
-    def _build_end(self, answer: RecordedReply) -> dict[str, Any]:
+    def _build_candidate_end(self, answer: RecordedReply) -> dict[str, Any]:
         """Why a candidate ended, and how likely it was."""
         generation = answer.generation
         fields: dict[str, Any] = {
@@ -182,7 +186,7 @@ def _build_call_part(block: ContentBlock) -> dict[str, Any]:
     return {"functionCall": {"id": block.call_id, "name": block.name, "args": arguments}}
 
 
-def _build_error(refusal: ProxyRequestError) -> dict[str, Any]:
+def _build_error_status(refusal: ProxyRequestError) -> dict[str, Any]:
     """A google.rpc.Status; the parameter at fault is a field violation."""
     default = "INTERNAL" if refusal.status >= 500 else "INVALID_ARGUMENT"
     status = _STATUS_BY_CODE.get(refusal.status, default)
@@ -204,7 +208,7 @@ def _build_error(refusal: ProxyRequestError) -> dict[str, Any]:
 
 def format_error(refusal: ProxyRequestError) -> bytes:
     """A refusal in Google's shape."""
-    return msgspec.json.encode(_build_error(refusal))
+    return msgspec.json.encode(_build_error_status(refusal))
 
 
 def build_model_card(name: str, model: ServedModel) -> dict[str, Any]:

@@ -7,10 +7,10 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text
-from areal_hpc.proxy.dialects.google.schema import build_json_schema
+from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text_only_content
+from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
 from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
@@ -22,8 +22,8 @@ from areal_hpc.proxy.dialects.validation import (
     Temperature,
     WideSeed,
     encode_json_schema,
-    first_given,
-    fold_seed,
+    fold_seed_into_engine_range,
+    get_given_or_default,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -31,8 +31,8 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
-_CONFIG = "generationConfig"
-_ANY_JSON = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+_CONFIG_KEY = "generationConfig"
+_ANY_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 
 
 class _ThinkingConfig(Struct, rename="camel", forbid_unknown_fields=True):
@@ -61,14 +61,14 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
     response_json_schema: dict[str, Any] | None = None
     response_modalities: list[str] | None = None
     thinking_config: _ThinkingConfig | None = None
-    audio_timestamp: Hint = None
-    enable_affective_dialog: Hint = None
-    enable_enhanced_civic_answers: Hint = None
-    image_config: Hint = None
-    media_resolution: Hint = None
-    model_selection_config: Hint = None
-    routing_config: Hint = None
-    speech_config: Hint = None
+    audio_timestamp: IgnoredParam = None
+    enable_affective_dialog: IgnoredParam = None
+    enable_enhanced_civic_answers: IgnoredParam = None
+    image_config: IgnoredParam = None
+    media_resolution: IgnoredParam = None
+    model_selection_config: IgnoredParam = None
+    routing_config: IgnoredParam = None
+    speech_config: IgnoredParam = None
 
 
 class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
@@ -88,10 +88,10 @@ class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True,
     tools: list[msgspec.Raw] | msgspec.Raw | None = None
     tool_config: ToolConfig | None = None
     generation_config: GenerationConfig | None = None
-    labels: Hint = None
-    safety_settings: Hint = None
-    service_tier: Hint = None
-    store: Hint = None
+    labels: IgnoredParam = None
+    safety_settings: IgnoredParam = None
+    service_tier: IgnoredParam = None
+    store: IgnoredParam = None
 
     @property
     def config(self) -> GenerationConfig:
@@ -108,7 +108,7 @@ class CountTokensRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_
     system_instruction: Content | None = None
     tools: list[msgspec.Raw] | msgspec.Raw | None = None
     generation_config: GenerationConfig | None = None
-    labels: Hint = None
+    labels: IgnoredParam = None
 
     def build_whole_request(self) -> GenerateContentRequest:
         """The request whose tokens are counted.
@@ -141,28 +141,28 @@ def build_model_call(
     """
     config, ignored = request.config, [*list_ignored_params(request)]
     dropped: list[str] = []
-    _check_options(config)
+    _refuse_unsupported_options(config)
     contents = request.contents if isinstance(request.contents, list) else [request.contents]
     if not contents:
         raise ProxyRequestError(400, "contents is empty", key="contents")
     raw = request.tools if isinstance(request.tools, list) else [request.tools]
     tools = parse_tools([one for one in raw if one is not None], model, ignored, dropped)
     choice = read_tool_choice(request.tool_config, tools, model)
-    top_k = first_given(config.top_k, defaults.top_k) or -1
+    top_k = get_given_or_default(config.top_k, defaults.top_k) or -1
     return ModelCall(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
         variables=_build_thinking_variables(config.thinking_config, model, ignored),
         sampling=SamplingParams(
-            temperature=first_given(config.temperature, defaults.temperature),
+            temperature=get_given_or_default(config.temperature, defaults.temperature),
             max_new_tokens=config.max_output_tokens or 0,
-            top_p=first_given(config.top_p, defaults.top_p),
+            top_p=get_given_or_default(config.top_p, defaults.top_p),
             top_k=int(top_k),
             frequency_penalty=config.frequency_penalty or 0.0,
             presence_penalty=config.presence_penalty or 0.0,
             stop=[text for text in config.stop_sequences or () if text] or None,
-            sampling_seed=fold_seed(config.seed),
+            sampling_seed=fold_seed_into_engine_range(config.seed),
             **_build_grammar(config, choice),
         ),
         prompt_key="contents",
@@ -173,22 +173,24 @@ def build_model_call(
     )
 
 
-def _check_options(config: GenerationConfig) -> None:
+def _refuse_unsupported_options(config: GenerationConfig) -> None:
     if config.top_k is not None and config.top_k != int(config.top_k):
         problem = f"expected a whole number, got {config.top_k}"
-        raise ProxyRequestError(400, problem, key=f"{_CONFIG}.topK")
+        raise ProxyRequestError(400, problem, key=f"{_CONFIG_KEY}.topK")
     if config.logprobs and not config.response_logprobs:
         problem = "logprobs needs responseLogprobs"
-        raise ProxyRequestError(400, problem, key=f"{_CONFIG}.logprobs")
+        raise ProxyRequestError(400, problem, key=f"{_CONFIG_KEY}.logprobs")
     for kind in config.response_modalities or ():
         if kind.upper() not in ("TEXT", "MODALITY_UNSPECIFIED"):
             problem = f"expected TEXT, got {kind!r}: the model writes text alone"
-            raise ProxyRequestError(400, problem, key=f"{_CONFIG}.responseModalities")
+            raise ProxyRequestError(400, problem, key=f"{_CONFIG_KEY}.responseModalities")
 
 
 def _build_system_message(instruction: Content | None) -> Iterator[Message]:
     """The system message, if the request has one."""
-    text = read_text(instruction, "systemInstruction") if instruction is not None else ""
+    text = (
+        read_text_only_content(instruction, "systemInstruction") if instruction is not None else ""
+    )
     if text:
         yield normalize_chat_message({"role": "system", "content": text})
 
@@ -199,7 +201,7 @@ def _build_thinking_variables(
     """Variables that tell a chat template whether to reason, or how hard."""
     if asked is None:
         return None
-    key, variables = f"{_CONFIG}.thinkingConfig", {}
+    key, variables = f"{_CONFIG_KEY}.thinkingConfig", {}
     if isinstance(asked.thinking_level, str):
         level = asked.thinking_level.lower()
         variables = build_reasoning_variables(model, f"{key}.thinkingLevel", ignored, effort=level)
@@ -214,20 +216,22 @@ def _build_thinking_variables(
 
 def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, Any]:
     """The sampling parameter that holds a text to its format, if it has one."""
-    schema, key = config.response_schema, f"{_CONFIG}.responseSchema"
+    schema, key = config.response_schema, f"{_CONFIG_KEY}.responseSchema"
     if config.response_json_schema is not None:
         if schema is not None:
             problem = "responseSchema and responseJsonSchema cannot be combined"
             raise ProxyRequestError(400, problem, key=key)
-        schema, key = config.response_json_schema, f"{_CONFIG}.responseJsonSchema"
-    built = build_json_schema(schema, key)
+        schema, key = config.response_json_schema, f"{_CONFIG_KEY}.responseJsonSchema"
+    built = convert_to_json_schema(schema, key)
     kind = config.response_mime_type or ("text/plain" if schema is None else "application/json")
     if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
         return {} if choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
-        return {"json_schema": encode_json_schema(built or _ANY_JSON, choice)}
+        return {"json_schema": encode_json_schema(built or _ANY_JSON_SCHEMA, choice)}
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
-        raise ProxyRequestError(400, f"{problem} and an enum", key=f"{_CONFIG}.responseMimeType")
+        raise ProxyRequestError(
+            400, f"{problem} and an enum", key=f"{_CONFIG_KEY}.responseMimeType"
+        )
     return {}

@@ -10,7 +10,7 @@ from typing import Any
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.grammar_limits import MAX_SCHEMA_DEPTH
 
-_TYPES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_TYPE_NAMES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
 _CAMEL_CASE_BY_SNAKE: dict[str, str] = {
     "any_of": "anyOf",
     "min_items": "minItems",
@@ -22,15 +22,19 @@ _CAMEL_CASE_BY_SNAKE: dict[str, str] = {
     "property_ordering": "propertyOrdering",
     "additional_properties": "additionalProperties",
 }
-_COUNTS = frozenset(name for name in _CAMEL_CASE_BY_SNAKE.values() if name[:3] in ("min", "max"))
+_COUNT_KEYS = frozenset(
+    name for name in _CAMEL_CASE_BY_SNAKE.values() if name[:3] in ("min", "max")
+)
 """64-bit integers, which Google's JSON writes as texts."""
 _COUNT_PATTERN = re.compile(r"[0-9]{1,19}")
-_SCHEMAS = frozenset({"items", "additionalProperties", "not", "contains", "if", "then", "else"})
-_LISTS_OF_SCHEMAS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
-_SCHEMAS_BY_NAME = frozenset({"properties", "patternProperties", "$defs", "definitions"})
+_SUBSCHEMA_KEYS = frozenset(
+    {"items", "additionalProperties", "not", "contains", "if", "then", "else"}
+)
+_SUBSCHEMA_LIST_KEYS = frozenset({"anyOf", "oneOf", "allOf", "prefixItems"})
+_SUBSCHEMA_MAP_KEYS = frozenset({"properties", "patternProperties", "$defs", "definitions"})
 
 
-def build_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
+def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
     """The JSON schema that a schema stands for, whichever of the two it is.
 
     Raises:
@@ -42,32 +46,36 @@ def build_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
         raise ProxyRequestError(400, f"schemas nest deeper than {MAX_SCHEMA_DEPTH}", key=key)
 
     def convert(below: Any) -> Any:
-        return build_json_schema(below, key, depth + 1)
+        return convert_to_json_schema(below, key, depth + 1)
 
     built: dict[str, Any] = {}
     given: str
     for given, value in schema.items():
         name = _CAMEL_CASE_BY_SNAKE.get(given, given)
-        if name in _SCHEMAS:
+        if name in _SUBSCHEMA_KEYS:
             value = [*map(convert, value)] if isinstance(value, list) else convert(value)
-        elif name in _LISTS_OF_SCHEMAS and isinstance(value, list):
+        elif name in _SUBSCHEMA_LIST_KEYS and isinstance(value, list):
             value = [*map(convert, value)]
-        elif name in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        elif name in _SUBSCHEMA_MAP_KEYS and isinstance(value, dict):
             value = {own: convert(below) for own, below in value.items()}
-        elif name in _COUNTS and isinstance(value, str) and _COUNT_PATTERN.fullmatch(value):
+        elif name in _COUNT_KEYS and isinstance(value, str) and _COUNT_PATTERN.fullmatch(value):
             value = int(value)
         elif name == "type":
-            value = [*map(_lower, value)] if isinstance(value, list) else _lower(value)
+            value = (
+                [*map(_lower_type_name, value)]
+                if isinstance(value, list)
+                else _lower_type_name(value)
+            )
         built[name] = value
-    return _drop_what_is_googles_alone(built)
+    return _replace_keys_only_google_has(built)
 
 
-def _lower(kind: Any) -> Any:
+def _lower_type_name(kind: Any) -> Any:
     lower = kind.lower() if isinstance(kind, str) else ""
-    return lower if lower in _TYPES else kind
+    return lower if lower in _TYPE_NAMES else kind
 
 
-def _drop_what_is_googles_alone(schema: dict[str, Any]) -> dict[str, Any]:
+def _replace_keys_only_google_has(schema: dict[str, Any]) -> dict[str, Any]:
     """The schema with JSON schema's own means for what Google has names for."""
     if schema.get("type") == "TYPE_UNSPECIFIED":
         del schema["type"]

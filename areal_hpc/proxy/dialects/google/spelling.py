@@ -26,7 +26,7 @@ def spell_in_camel_case(body: bytes | msgspec.Raw, form: Any) -> bytes:
     if _build_snake_pattern(form).search(body) is None:
         return body
     try:
-        return _respell(body, (_get_type_info(form),), "")
+        return _rename_keys_to_camel_case(body, (_get_type_info(form),), "")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body
 
@@ -50,7 +50,7 @@ def _list_snake_names(forms: tuple[inspect.Type, ...]) -> set[str]:
     return names.union(*map(_list_snake_names, [items, *below] if items else below))
 
 
-def _respell(raw: bytes, forms: tuple[inspect.Type, ...], place: str) -> bytes:
+def _rename_keys_to_camel_case(raw: bytes, forms: tuple[inspect.Type, ...], place: str) -> bytes:
     structs, items = list_structs(*forms), list_item_types(*forms)
     raw = raw.lstrip()
     if structs and raw[:1] == b"{":
@@ -65,13 +65,13 @@ def _respell(raw: bytes, forms: tuple[inspect.Type, ...], place: str) -> bytes:
                 problem = f"{name} is given twice, in two spellings"
                 raise ProxyRequestError(400, problem, key=where)
             below = (types[name],) if name in types else ()
-            kept[name] = msgspec.Raw(_respell(bytes(value), below, where))
+            kept[name] = msgspec.Raw(_rename_keys_to_camel_case(bytes(value), below, where))
         return msgspec.json.encode(kept)
     if items and raw[:1] == b"[":
         listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
         return msgspec.json.encode(
             [
-                msgspec.Raw(_respell(bytes(one), items, f"{place}[{i}]"))
+                msgspec.Raw(_rename_keys_to_camel_case(bytes(one), items, f"{place}[{i}]"))
                 for i, one in enumerate(listed)
             ]
         )

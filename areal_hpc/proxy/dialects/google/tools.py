@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.google.schema import build_json_schema
+from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
@@ -26,10 +26,10 @@ class _FunctionDeclaration(Struct, rename="camel", forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     parameters_json_schema: dict[str, Any] | None = None
-    behavior: Hint = None
-    response: Hint = None
+    behavior: IgnoredParam = None
+    response: IgnoredParam = None
     """The model is told what a function takes, not what it gives back."""
-    response_json_schema: Hint = None
+    response_json_schema: IgnoredParam = None
 
 
 class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
@@ -66,15 +66,15 @@ class FunctionCallingConfig(Struct, rename="camel", forbid_unknown_fields=True):
 
     mode: Literal["MODE_UNSPECIFIED", "AUTO", "ANY", "NONE", "VALIDATED"] = "AUTO"
     allowed_function_names: list[str] | None = None
-    stream_function_call_arguments: Hint = None
+    stream_function_call_arguments: IgnoredParam = None
 
 
 class ToolConfig(Struct, rename="camel", forbid_unknown_fields=True):
     """How tools are used."""
 
     function_calling_config: FunctionCallingConfig | None = None
-    include_server_side_tool_invocations: Hint = None
-    retrieval_config: Hint = None
+    include_server_side_tool_invocations: IgnoredParam = None
+    retrieval_config: IgnoredParam = None
 
 
 def parse_tools(
@@ -131,7 +131,7 @@ def _build_tool(function: _FunctionDeclaration, place: str) -> dict[str, Any]:
             problem = "parameters and parametersJsonSchema cannot be combined"
             raise ProxyRequestError(400, problem, key=key)
         schema, key = function.parameters_json_schema, f"{place}.parametersJsonSchema"
-    built = build_json_schema(schema, key)
+    built = convert_to_json_schema(schema, key)
     return build_function_tool(function.name, function.description, built, None)
 
 

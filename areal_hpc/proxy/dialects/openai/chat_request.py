@@ -12,7 +12,7 @@ from areal_hpc.proxy.dialects.custom_tools import (
     build_custom_schema,
     encode_custom_input,
 )
-from areal_hpc.proxy.dialects.hints import Hint
+from areal_hpc.proxy.dialects.hints import IgnoredParam
 from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
@@ -76,14 +76,14 @@ class ChatMessage(Struct, omit_defaults=True):
     """Of the last message, the assistant's: the reply goes on from its text."""
     audio: dict[str, Any] | None = None
     """Refused: speech that was said is no text."""
-    annotations: Hint = None
-    cache_control: Hint = None
-    images: Hint = None
-    provider_specific_fields: Hint = None
-    reasoning: Hint = None
-    reasoning_details: Hint = None
-    refusal: Hint = None
-    thinking_blocks: Hint = None
+    annotations: IgnoredParam = None
+    cache_control: IgnoredParam = None
+    images: IgnoredParam = None
+    provider_specific_fields: IgnoredParam = None
+    reasoning: IgnoredParam = None
+    reasoning_details: IgnoredParam = None
+    refusal: IgnoredParam = None
+    thinking_blocks: IgnoredParam = None
 
 
 class _NamedTool(Struct):
@@ -184,14 +184,14 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     """vLLM's: the reply goes on from the last message."""
     add_generation_prompt: bool | None = None
     """vLLM sets it to false beside `continue_final_message`."""
-    metadata: Hint = None
-    prediction: Hint = None
-    prompt_cache_key: Hint = None
-    prompt_cache_retention: Hint = None
-    safety_identifier: Hint = None
-    service_tier: Hint = None
-    store: Hint = None
-    verbosity: Hint = None
+    metadata: IgnoredParam = None
+    prediction: IgnoredParam = None
+    prompt_cache_key: IgnoredParam = None
+    prompt_cache_retention: IgnoredParam = None
+    safety_identifier: IgnoredParam = None
+    service_tier: IgnoredParam = None
+    store: IgnoredParam = None
+    verbosity: IgnoredParam = None
 
     @property
     def has_old_functions(self) -> bool:
@@ -227,7 +227,7 @@ def build_model_call(
         raise ProxyRequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
     prefill, messages = _split_prefill(request)
     ignored, dropped = list_ignored_shared_params(request), list[str]()
-    tools, choice = _read_tools(request, model, ignored, dropped)
+    tools, choice = _read_tools_and_choice(request, model, ignored, dropped)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
         messages=normalize_messages(messages),
@@ -263,7 +263,7 @@ def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessa
     key = f"messages[{len(others)}]"
     if last.role != "assistant" or last.tool_calls or last.function_call or last.reasoning_content:
         raise ProxyRequestError(400, "a reply can go on from text of the assistant alone", key=key)
-    text: str = normalize_chat_message(_read_message(last, len(others)))["content"]
+    text: str = normalize_chat_message(_read_message_in_newer_form(last, len(others)))["content"]
     return text, others
 
 
@@ -273,17 +273,22 @@ def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     Raises:
         ProxyRequestError: 400, naming a part that is no text: nothing else is served.
     """
-    return [normalize_chat_message(_read_message(one, i)) for i, one in enumerate(messages)]
+    return [
+        normalize_chat_message(_read_message_in_newer_form(one, i))
+        for i, one in enumerate(messages)
+    ]
 
 
-def _read_message(message: ChatMessage, i: int) -> dict[str, Any]:
+def _read_message_in_newer_form(message: ChatMessage, i: int) -> dict[str, Any]:
     """A message with OpenAI's older calls in their newer form."""
     fields: dict[str, Any] = msgspec.to_builtins(message)
     if message.audio:
         problem = "speech is not supported"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")
     if isinstance(message.content, list):
-        fields["content"] = [_read_part(part, i, j) for j, part in enumerate(message.content)]
+        fields["content"] = [
+            _read_content_part(part, i, j) for j, part in enumerate(message.content)
+        ]
     if message.tool_calls is not None:
         fields["tool_calls"] = [
             {"id": call.id, "type": "function", "function": _read_call(call, i, j)}
@@ -306,7 +311,7 @@ def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, str]:
     return {"name": call.function.name, "arguments": _encode_arguments(call.function)}
 
 
-def _read_part(part: _ContentPart, i: int, j: int) -> dict[str, str]:
+def _read_content_part(part: _ContentPart, i: int, j: int) -> dict[str, str]:
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is None:
         problem = f"content parts of type {part.type!r} are not supported"
@@ -322,7 +327,7 @@ def _encode_arguments(function: _CalledFunction) -> str:
     return msgspec.json.encode(given).decode()
 
 
-def _read_tools(
+def _read_tools_and_choice(
     request: ChatRequest, model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> tuple[list[dict[str, Any]], ToolChoice]:
     """The tools that the model is told of, and the choice of them.

@@ -20,7 +20,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     check_shared_params,
     list_ignored_shared_params,
 )
-from areal_hpc.proxy.dialects.refusals import NOTHING, Refusal
+from areal_hpc.proxy.dialects.refusals import EMPTY_VALUES, Refusal
 from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -36,7 +36,7 @@ class CompletionRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_o
         "add_special_tokens": Refusal("give the token ids as the prompt", (True,)),
         "echo": Refusal("put the prompt before the reply yourself"),
         "functions": Refusal("use POST /chat/completions"),
-        "function_call": Refusal("use POST /chat/completions", (*NOTHING, "none", "auto")),
+        "function_call": Refusal("use POST /chat/completions", (*EMPTY_VALUES, "none", "auto")),
         "messages": Refusal("use POST /chat/completions"),
         "suffix": Refusal("the model goes on from a prompt; it fills no gaps"),
         "tools": Refusal("use POST /chat/completions"),

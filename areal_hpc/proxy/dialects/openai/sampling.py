@@ -7,7 +7,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.refusals import Refusal
 from areal_hpc.proxy.dialects.validation import (
     Bias,
@@ -19,8 +19,8 @@ from areal_hpc.proxy.dialects.validation import (
     WideSeed,
     check_token_ids,
     encode_json_schema,
-    first_given,
-    fold_seed,
+    fold_seed_into_engine_range,
+    get_given_or_default,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
@@ -76,7 +76,7 @@ class SharedCompletionParams(Struct, forbid_unknown_fields=True, kw_only=True):
     stream_options: StreamOptions | None = None
     logit_bias: dict[str, Bias] | None = None
     response_format: _ResponseFormat | None = None
-    user: Hint = None
+    user: IgnoredParam = None
     # Beyond OpenAI, under SGLang's names:
     top_k: TopK | None = None
     min_p: Annotated[float, Meta(ge=0, le=1)] | None = None
@@ -134,17 +134,17 @@ def build_sampling_params(
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
     grammar = _read_grammar(request, choice)
     sampling = SamplingParams(
-        temperature=first_given(request.temperature, defaults.temperature),
+        temperature=get_given_or_default(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
-        top_p=first_given(request.top_p, defaults.top_p),
-        top_k=first_given(request.top_k, defaults.top_k) or -1,
+        top_p=get_given_or_default(request.top_p, defaults.top_p),
+        top_k=get_given_or_default(request.top_k, defaults.top_k) or -1,
         min_p=request.min_p or 0.0,
         frequency_penalty=request.frequency_penalty or 0.0,
         presence_penalty=request.presence_penalty or 0.0,
-        repetition_penalty=first_given(request.repetition_penalty, 1.0),
+        repetition_penalty=get_given_or_default(request.repetition_penalty, 1.0),
         stop=[text for text in stop or () if text] or None,
         stop_token_ids=request.stop_token_ids or None,
-        sampling_seed=fold_seed(request.seed),
+        sampling_seed=fold_seed_into_engine_range(request.seed),
         logit_bias=request.logit_bias or None,
         min_new_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
@@ -163,11 +163,11 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
         "response_format": ("json_schema", schema),
         "regex": ("regex", request.regex),
         "ebnf": ("ebnf", request.ebnf),
-        "guided_json": ("json_schema", _read_schema(request.guided_json)),
+        "guided_json": ("json_schema", _encode_schema(request.guided_json)),
         "guided_regex": ("regex", request.guided_regex),
         "guided_choice": ("ebnf", _build_choice_grammar(request.guided_choice)),
         "guided_grammar": ("ebnf", request.guided_grammar),
-        "structured_outputs.json": ("json_schema", _read_schema(vllm.json)),
+        "structured_outputs.json": ("json_schema", _encode_schema(vllm.json)),
         "structured_outputs.regex": ("regex", vllm.regex),
         "structured_outputs.choice": ("ebnf", _build_choice_grammar(vllm.choice)),
         "structured_outputs.grammar": ("ebnf", vllm.grammar),
@@ -179,7 +179,7 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
     return {kind: value for kind, value in found.values() if value is not None}
 
 
-def _read_schema(schema: dict[str, Any] | str | None) -> str | None:
+def _encode_schema(schema: dict[str, Any] | str | None) -> str | None:
     return msgspec.json.encode(schema).decode() if isinstance(schema, dict) else schema
 
 

@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.custom_tools import encode_custom_input
-from areal_hpc.proxy.dialects.openai_responses.output_items import find_item
+from areal_hpc.proxy.dialects.openai_responses.output_items import find_item_in_replies
 from areal_hpc.proxy.dialects.openai_responses.tools import qualify_tool_name
 from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
@@ -74,7 +74,7 @@ def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> lis
     resolved = []
     for i, item in enumerate(items):
         if item.is_reference and item.id is not None:
-            found = find_item(tree, item.id)
+            found = find_item_in_replies(tree, item.id)
             if found is None:
                 problem = f"this session has said no item {item.id!r:.300}"
                 hint = "send the item itself"
@@ -92,9 +92,9 @@ def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
-        _check_item(item, i)
+        _require_supported_complete_item(item, i)
         said = _read_assistant_item(item, i)
-        if said is None or not _belongs_to_reply(reply, said):
+        if said is None or not _continues_assistant_message(reply, said):
             if reply:
                 yield _build_assistant_message(reply)
             reply = {}
@@ -113,14 +113,14 @@ def _build_assistant_message(reply: dict[str, Any]) -> Message:
     return normalize_chat_message({"role": "assistant", **reply})
 
 
-def _belongs_to_reply(reply: dict[str, Any], said: dict[str, Any]) -> bool:
+def _continues_assistant_message(reply: dict[str, Any], said: dict[str, Any]) -> bool:
     """True if an item belongs to the reply so far: it has one text, and reasoning only first."""
     if "reasoning_content" in said:
         return not reply
     return "tool_calls" in said or "content" not in reply
 
 
-def _check_item(item: InputItem, i: int) -> None:
+def _require_supported_complete_item(item: InputItem, i: int) -> None:
     needed = _REQUIRED_FIELDS_BY_TYPE.get(item.type)
     if needed is None:
         problem = f"items of type {item.type!r} are not supported"

@@ -59,13 +59,13 @@ def format_item(
         fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
         placed = {"namespace": namespace} if namespace is not None else {}
         return {"type": "function_call", **fields, **placed}
-    content = [] if status == "in_progress" else [format_part(block, block.text, logprobs)]
+    content = [] if status == "in_progress" else [format_content_part(block, block.text, logprobs)]
     if block.kind == "reasoning":
         return {"type": "reasoning", **fields, "summary": [], "content": content}
     return {"type": "message", **fields, "role": "assistant", "content": content}
 
 
-def format_part(
+def format_content_part(
     block: ContentBlock, text: str, logprobs: Sequence[dict[str, Any]] = ()
 ) -> dict[str, Any]:
     """The content of a block's item."""
@@ -74,7 +74,7 @@ def format_part(
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
-def split_message(message: Message) -> list[ContentBlock]:
+def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
     """The blocks of a recorded reply."""
     calls = []
     for index, one in enumerate(message.get("tool_calls", ())):
@@ -91,14 +91,14 @@ def is_response_id(name: str) -> bool:
     return name.startswith((ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS))
 
 
-def find_item(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
+def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
     """The item of this id, of a reply in the tree; None if there is none."""
     prefix, _, rest = item_id.partition("_")
     kind, number, place = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
     interaction = _find_interaction(tree, number)
     if kind is None or interaction is None:
         return None
-    blocks = [one for one in split_message(interaction.reply) if one.kind == kind]
+    blocks = [one for one in split_reply_into_blocks(interaction.reply) if one.kind == kind]
     found = [one for one in blocks if f"{one.index:02x}" == place] or blocks[:1]
     return format_item(interaction.interaction_id, found[0], "completed") if found else None
 

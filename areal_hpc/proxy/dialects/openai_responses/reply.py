@@ -23,8 +23,8 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
     ID_PREFIX_WITH_INSTRUCTIONS,
     ID_PREFIX_WITHOUT_INSTRUCTIONS,
     build_item_id,
+    format_content_part,
     format_item,
-    format_part,
     is_custom_call,
 )
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest, build_model_call
@@ -194,7 +194,7 @@ class _ResponsesExchange(Exchange):
         )
         if block.kind == "call":
             return begun
-        place, empty = self._build_location_fields(block), format_part(block, "", [])
+        place, empty = self._build_location_fields(block), format_content_part(block, "", [])
         return begun + self._format_event("response.content_part.added", **place, part=empty)
 
     def _format_block_delta(self, block: ContentBlock, text: str) -> bytes:

@@ -11,7 +11,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
@@ -20,14 +20,14 @@ from areal_hpc.proxy.dialects.openai_responses.input_items import (
 from areal_hpc.proxy.dialects.openai_responses.output_items import ID_PREFIX_WITH_INSTRUCTIONS
 from areal_hpc.proxy.dialects.openai_responses.tools import AnyTool, OfferedTools, parse_tools
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refusals import NOTHING, OFF_AT_ONE, Refusal
+from areal_hpc.proxy.dialects.refusals import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,
     Probability,
     Temperature,
     encode_json_schema,
-    first_given,
+    get_given_or_default,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -53,13 +53,13 @@ class _TextFormat(Struct):
 
 class _TextConfig(Struct, forbid_unknown_fields=True):
     format: _TextFormat = msgspec.field(default_factory=_TextFormat)
-    verbosity: Hint = None
+    verbosity: IgnoredParam = None
 
 
 class _Reasoning(Struct, forbid_unknown_fields=True):
     effort: Any = None
-    summary: Hint = None
-    generate_summary: Hint = None
+    summary: IgnoredParam = None
+    generate_summary: IgnoredParam = None
 
 
 class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -69,10 +69,10 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
         "background": Refusal("wait for the reply, or stream it"),
         "conversation": Refusal("use previous_response_id"),
         "functions": Refusal("use tools"),
-        "function_call": Refusal("use tool_choice", (*NOTHING, "none", "auto")),
+        "function_call": Refusal("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
         "logit_bias": Refusal("use POST /chat/completions"),
         "messages": Refusal("use input, or POST /chat/completions"),
-        "n": Refusal("send the request n times", OFF_AT_ONE),
+        "n": Refusal("send the request n times", EMPTY_VALUES_OR_ONE),
         "prompt": Refusal("write the prompt into instructions and input"),
         "response_format": Refusal("use text.format"),
         "seed": Refusal("use POST /chat/completions"),
@@ -99,17 +99,17 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     store: bool | None = None
     metadata: dict[str, str] | None = None
     user: str | None = None
-    client_metadata: Hint = None
-    context_management: Hint = None
-    prompt_cache_key: Hint = None
-    prompt_cache_retention: Hint = None
-    safety_identifier: Hint = None
-    max_tool_calls: Hint = None
+    client_metadata: IgnoredParam = None
+    context_management: IgnoredParam = None
+    prompt_cache_key: IgnoredParam = None
+    prompt_cache_retention: IgnoredParam = None
+    safety_identifier: IgnoredParam = None
+    max_tool_calls: IgnoredParam = None
     """Of tools that a provider's servers run."""
-    moderation: Hint = None
-    service_tier: Hint = None
-    stream_options: Hint = None
-    truncation: Hint = None
+    moderation: IgnoredParam = None
+    service_tier: IgnoredParam = None
+    stream_options: IgnoredParam = None
+    truncation: IgnoredParam = None
 
     @property
     def wants_logprobs(self) -> bool:
@@ -125,7 +125,7 @@ def build_model_call(
     Raises:
         ProxyRequestError: 400, naming the parameter that is wrong or cannot be honored.
     """
-    _validate_options(request)
+    _refuse_conflicting_options(request)
     ignored = [*list_ignored_params(request)]
     dropped: list[str] = []
     offered = parse_tools(request.tools or [], model, ignored, dropped)
@@ -159,9 +159,9 @@ def build_model_call(
         tool_choice=choice,
         variables=variables or None,
         sampling=SamplingParams(
-            temperature=first_given(request.temperature, defaults.temperature),
+            temperature=get_given_or_default(request.temperature, defaults.temperature),
             max_new_tokens=request.max_output_tokens or 0,
-            top_p=first_given(request.top_p, defaults.top_p),
+            top_p=get_given_or_default(request.top_p, defaults.top_p),
             top_k=defaults.top_k or -1,
             json_schema=schema,
         ),
@@ -173,7 +173,7 @@ def build_model_call(
     return call, offered
 
 
-def _validate_options(request: ResponsesRequest) -> None:
+def _refuse_conflicting_options(request: ResponsesRequest) -> None:
     if request.top_logprobs and not request.wants_logprobs:
         raise ProxyRequestError(
             400, f"top_logprobs needs {LOGPROBS_INCLUDE} in include", key="top_logprobs"

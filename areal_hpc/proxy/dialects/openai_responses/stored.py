@@ -15,11 +15,11 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
     ID_PREFIX_WITHOUT_INSTRUCTIONS,
     format_item,
     is_response_id,
-    split_message,
+    split_reply_into_blocks,
 )
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.call_records import decode_context, decode_sampling
+from areal_hpc.session.call_records import decode_rendering_context, decode_sampling
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction
 
@@ -96,8 +96,8 @@ def _render_response(model: ServedModel, session: Session, interaction: Interact
     status = "incomplete" if cut else "completed"
     first = session.tree.get_path_to(interaction)[0].new_messages[0]
     has_instructions = answer_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
-    tools = decode_context(interaction.context).tools or []
-    *ended, last = split_message(interaction.reply)
+    tools = decode_rendering_context(interaction.context).tools or []
+    *ended, last = split_reply_into_blocks(interaction.reply)
     output_tokens = interaction.num_output_tokens
     return msgspec.json.encode(
         {
@@ -146,14 +146,14 @@ def _build_input_items(session: Session, interaction: Interaction) -> Iterator[d
             yield from _format_input_message(message, f"{number}i{place:03x}")
             place += 1
         if one is not interaction:
-            for block in split_message(one.reply):
+            for block in split_reply_into_blocks(one.reply):
                 yield format_item(one.interaction_id, block, "completed")
 
 
 def _format_input_message(message: Message, number: str) -> Iterator[dict[str, Any]]:
     role, content = message["role"], message["content"]
     if role == "assistant":
-        for block in split_message(message):
+        for block in split_reply_into_blocks(message):
             yield format_item(ID_PREFIX_WITHOUT_INSTRUCTIONS + number, block, "completed")
     elif role == "tool":
         output = {"call_id": message.get("tool_call_id", ""), "output": content}

@@ -8,7 +8,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.proxy.dialects.custom_tools import CustomFormat, build_custom_schema
-from areal_hpc.proxy.dialects.hints import Hint, list_ignored_params
+from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
@@ -23,7 +23,7 @@ class _ToolFunction(Struct, tag="function", forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Hint = None
+    defer_loading: IgnoredParam = None
 
 
 class _ToolNamespace(Struct, tag="namespace", forbid_unknown_fields=True):
@@ -38,7 +38,7 @@ class _CustomTool(Struct, tag="custom", forbid_unknown_fields=True):
     name: ToolName
     description: str | None = None
     format: CustomFormat = msgspec.field(default_factory=CustomFormat)
-    defer_loading: Hint = None
+    defer_loading: IgnoredParam = None
 
 
 AnyTool = _ToolFunction | _ToolNamespace | _CustomTool

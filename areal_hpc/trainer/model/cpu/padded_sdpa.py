@@ -106,8 +106,10 @@ def plan_padded_sdpa(
         boxes.append(PaddedGroup(len(group), queries.shape[1], keys.shape[1], mask))
         query_tables.append(queries)
         key_tables.append(keys)
-    query_slots = _build_slots(query_tables, int(query_starts[-1]), device)
-    key_slots = _build_slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
+    query_slots = _build_token_slots(query_tables, int(query_starts[-1]), device)
+    key_slots = (
+        _build_token_slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
+    )
     return PaddedSdpa(boxes, query_slots, key_slots)
 
 
@@ -118,7 +120,9 @@ def _pad_index_rows(rows: list[IntArray], filler: int = -1) -> IntArray:
     return table
 
 
-def _build_slots(tables: list[IntArray], tokens: int, device: torch.device) -> TokenSlots | None:
+def _build_token_slots(
+    tables: list[IntArray], tokens: int, device: torch.device
+) -> TokenSlots | None:
     token_of_slot = np.concatenate([table.ravel() for table in tables])
     if np.array_equal(token_of_slot, np.arange(tokens)):
         return None

@@ -121,7 +121,7 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         RecipeError: The network is not supported, or not described.
     """
     try:
-        return _check_and_parse(config, where)
+        return _validate_and_parse_config(config, where)
     except KeyError as error:
         raise RecipeError(
             f"the configuration has no {error.args[0]}",
@@ -130,7 +130,7 @@ def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
         ) from None
 
 
-def _check_and_parse(config: Mapping[str, Any], where: str) -> Architecture:
+def _validate_and_parse_config(config: Mapping[str, Any], where: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in SUPPORTED_MODEL_TYPES:
         raise RecipeError(

@@ -7,7 +7,7 @@ cache is read from there; this table is asked only where it does not.
 from collections.abc import Mapping
 from typing import Any
 
-ENDINGS_BY_KIND = {
+NAME_ENDINGS_BY_KIND = {
     "-": ("",),
     "base": ("", "-Base"),
     "it": ("", "-Instruct"),
@@ -86,6 +86,6 @@ def read_known_configs() -> dict[str, dict[str, Any]]:
             numbers = map(int, shape["experts"].split("x"))
             config |= dict(zip(_EXPERT_KEYS, numbers, strict=True))
         found |= {
-            f"{shape['repo']}{ending}": config for ending in ENDINGS_BY_KIND[shape["endings"]]
+            f"{shape['repo']}{ending}": config for ending in NAME_ENDINGS_BY_KIND[shape["endings"]]
         }
     return found

@@ -61,7 +61,7 @@ class _SpreadTokens(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient_RH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (rows_TK,) = ctx.saved_tensors
-        return _sum_visits(gradient_RH, rows_TK), None, None
+        return _sum_rows_of_each_token(gradient_RH, rows_TK), None, None
 
 
 class _CollectTokens(torch.autograd.Function):
@@ -71,7 +71,7 @@ class _CollectTokens(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(visits_R)
         ctx.per_token = rows_TK.shape[1]
-        return _sum_visits(rows_RH, rows_TK)
+        return _sum_rows_of_each_token(rows_RH, rows_TK)
 
     @staticmethod
     @once_differentiable
@@ -80,6 +80,6 @@ class _CollectTokens(torch.autograd.Function):
         return gradient_TH.index_select(0, visits_R // ctx.per_token), None, None
 
 
-def _sum_visits(rows_RH: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
+def _sum_rows_of_each_token(rows_RH: torch.Tensor, rows_TK: torch.Tensor) -> torch.Tensor:
     visits_RH = rows_RH.index_select(0, rows_TK.flatten())
     return visits_RH.view(*rows_TK.shape, rows_RH.shape[1]).sum(1)

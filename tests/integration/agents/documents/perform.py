@@ -17,7 +17,7 @@ import msgspec
 
 import areal_hpc.areal.import_hook  # noqa: F401  the blocks import `areal`
 from areal_hpc.rollout.agent import load_agent
-from areal_hpc.rollout.execution.agent_pickle import save_agent
+from areal_hpc.rollout.execution.agent_pickle import save_agent_as_module
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rundir.paths import RunPaths
@@ -87,7 +87,7 @@ class Reader:
         """The same in a process of its own."""
         folder = RunPaths(Path(self._order.run_dir)).agent_dir
         sys.path.insert(0, str(folder))
-        saved = save_agent(workflow, {}, folder, (), alias=True)
+        saved = save_agent_as_module(workflow, {}, folder, (), alias=True)
         return await self._play(SubprocessAgent(saved, {}, 1))
 
     async def _play(self, agent: Any) -> float:
