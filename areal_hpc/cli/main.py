@@ -13,6 +13,7 @@ from areal_hpc.cli import (
     operate,
     prepare,
     proxy,
+    report,
     run,
     trial,
     usage_errors,
@@ -23,7 +24,7 @@ from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
     "run": (run, trial, doctor, prepare, proxy),
-    "inspect": (inspect, view),
+    "inspect": (inspect, view, report),
     "operate": (operate,),
     "develop": (develop, completion),
 }
