@@ -94,31 +94,27 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
         RecipeError: The recipe of one is damaged.
     """
     progress_by_run = [read_run_progress(paths) for paths in runs]
-    rows_by_run = {
-        paths.run_name: select_trained_rows(progress.snapshot.steps)
-        for paths, progress in zip(runs, progress_by_run, strict=True)
-    }
+    names = name_runs(runs)
     recipes = [progress.recipe for progress in progress_by_run]
     problems: list[str] = []
     evaluations = [
-        (paths.run_name, read_evaluations(paths, problems), recipe.get("valid_dataset"))
-        for paths, recipe in zip(runs, recipes, strict=True)
+        (name, read_evaluations(paths, problems), recipe.get("valid_dataset"))
+        for name, paths, recipe in zip(names, runs, recipes, strict=True)
     ]
     flat = [flatten_public(recipe) for recipe in recipes]
     # Evaluations of step 0 stand in a row that trained nothing.
     curves = {
-        paths.run_name: progress.snapshot.steps
-        for paths, progress in zip(runs, progress_by_run, strict=True)
+        name: progress.snapshot.steps for name, progress in zip(names, progress_by_run, strict=True)
     }
     return Report(
         made_at=time.strftime("%Y-%m-%d %H:%M %Z"),
         version=__version__,
         runs=tuple(
-            _describe_run(paths, progress, rows_by_run[paths.run_name])
-            for paths, progress in zip(runs, progress_by_run, strict=True)
+            _describe_run(name, paths, progress)
+            for name, paths, progress in zip(names, runs, progress_by_run, strict=True)
         ),
         differing_keys=tuple(
-            (key, tuple(format_setting(one.get(key)) for one in flat))
+            (key, tuple(format_setting(one[key]) if key in one else "-" for one in flat))
             for key, _ in find_differing_keys([dict(one) for one in flat] if len(flat) > 1 else [])
         ),
         curves=tuple(draw_run_curves(curves)),
@@ -126,15 +122,25 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     )
 
 
-def _describe_run(paths: RunPaths, progress: RunProgress, rows: Sequence[Row]) -> RunReport:
+def name_runs(runs: Sequence[RunPaths]) -> list[str]:
+    """What each run is called: its name, or its directory where several have that name."""
+    names = [paths.run_name for paths in runs]
+    return [
+        name if names.count(name) == 1 else str(paths.root)
+        for name, paths in zip(names, runs, strict=True)
+    ]
+
+
+def _describe_run(name: str, paths: RunPaths, progress: RunProgress) -> RunReport:
+    rows = select_trained_rows(progress.snapshot.steps)
     problems: list[str] = []
     recipe = progress.recipe
     return RunReport(
-        name=paths.run_name,
+        name=name,
         path=str(paths.root),
         head=tuple(_list_head_facts(paths, progress, rows)),
         changed_keys=tuple(find_changed_keys(recipe)),
-        step_times=draw_step_times(paths.run_name, rows),
+        step_times=draw_step_times(name, rows),
         metrics=tuple(_list_metric_rows(rows)),
         efficiency=measure_efficiency(paths, rows, progress.cell_count),
         audit=tuple(_describe_audit(paths)),

@@ -64,4 +64,6 @@ def format_setting(value: Any) -> str:
     """A value of a recipe as a recipe would state it."""
     if value is None:
         return "null"
+    if value == "":
+        return "''"
     return str(value).lower() if isinstance(value, bool) else str(value)

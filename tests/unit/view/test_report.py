@@ -194,3 +194,10 @@ def test_charts_have_round_ticks_and_keep_the_extremes() -> None:
     assert bars.svg.count("<rect") == 2, "zeros have no bar"
     assert bars.legend == ("a", "b")
     assert "<b>" not in str(getattr(draw_curves("<b>", "", [Series("a", points)]), "svg", "<b>"))
+
+
+def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) -> None:
+    runs = [make_run(tmp_path / name, steps=3).paths for name in ("a", "b")]
+    report = build_report(runs)
+    assert [run.name for run in report.runs] == [str(paths.root) for paths in runs]
+    assert report.curves[0].svg.count("<polyline") == 2
