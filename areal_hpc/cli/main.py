@@ -18,13 +18,14 @@ from areal_hpc.cli import (
     trial,
     usage_errors,
     view,
+    why,
 )
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
     "run": (run, trial, doctor, prepare, proxy),
-    "inspect": (inspect, view, report),
+    "inspect": (inspect, why, view, report),
     "operate": (operate,),
     "develop": (develop, completion),
 }

@@ -15,7 +15,7 @@ import msgspec
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.atomic import write_atomic_private
-from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
@@ -94,7 +94,7 @@ def write_trace(paths: RunPaths, first: int, last: int, out: Path) -> TraceRepor
     trained = read_batch_episodes(paths, [row["step"] for row in rows if row["step"] > 0], problems)
     episodes = [_trace_trained(one) for one in trained if one.is_timed]
     episodes += read_untrained_episodes(paths, begin, end, problems)
-    events = [one for one in read_recent_events(paths.events) if begin < one["time"] <= end]
+    events = [one for one in read_all_events(paths.events) if begin < one["time"] <= end]
     content = build_trace(rows, episodes, events)
     write_atomic_private(out, msgspec.json.encode(content))
     calls = sum(len(one.calls) for one in episodes)

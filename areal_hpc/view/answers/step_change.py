@@ -8,7 +8,7 @@ from typing import Any
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.answers.answer import Answer, Finding, build_page
@@ -112,7 +112,7 @@ def explain_step(paths: RunPaths, step: int) -> Answer:
             episodes,
             read_source_sizes(paths),
             _list_recipe_changes(paths, before[0].get("unix_time_s"), end),
-            [one for one in read_recent_events(paths.events) if begin <= one["time"] <= end]
+            [one for one in read_all_events(paths.events) if begin <= one["time"] <= end]
             if begin and end
             else [],
             problems,

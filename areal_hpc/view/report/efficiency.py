@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.metrics.step_line import compute_tokens_per_s
-from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launches
 from areal_hpc.view.answers.step_parts import list_step_parts
@@ -41,7 +41,7 @@ def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) ->
         shares = tuple((one.name, one.seconds / step_s) for one in list_step_parts(timed, None))
     counts = Counter(
         (str(one["event"]), str(one["role"]))
-        for one in read_recent_events(paths.events)
+        for one in read_all_events(paths.events)
         if one["event"] not in ROUTINE_EVENTS
     )
     events = tuple((*key, count) for key, count in counts.most_common(MAX_TOLD_EVENTS))

@@ -3,14 +3,18 @@
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.answers.step_change import explain_step
 from areal_hpc.view.answers.wait_split import split_wait
 from areal_hpc.view.batch_episodes import read_batch_episodes
+from areal_hpc.view.transcripts.filter_expression import parse_filter
+from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
 from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
 
@@ -106,3 +110,24 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_told(tmp_path: Path) -> Non
     answer = explain_slow_run(run.paths)
     assert answer.headline.startswith("the run is limited by generation")
     assert sum(finding.text.startswith("not read: ") for finding in answer.findings) == 1
+
+
+def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
+    run = make_run(tmp_path, SLOW_CELL)
+    answers = [
+        explain_slow_run(run.paths),
+        explain_step(run.paths, STEPS),
+        explain_slow_run(make_run(tmp_path / "tool", SLOW_TOOL).paths),
+    ]
+    pages = [one.page for answer in answers for one in answer.findings if one.page]
+    asked = [parse_qs(page.partition("?")[2]) for page in pages]
+    wheres = [query["where"][0] for query in asked if "where" in query]
+    assert 'cell="cell-1"' in wheres
+    for where in wheres:
+        parse_filter(where, get_field_type, FIELD_NAMES)
+    sorts = {query["sort"][0] for query in asked if "sort" in query}
+    assert sorts <= {*FIELD_NAMES}
+    assert {page.partition("?")[0] for page in pages} <= {
+        *("#/overview", "#/metrics", "#/trajectories", "#/trajectory")
+    }
+    assert {query["run"][0] for query in asked} == {"made/run"}
