@@ -76,16 +76,18 @@ class MadeRun:
         phases: Mapping[str, float] | None = None,
         *,
         late_s: float = 0.0,
+        sealing_s: float = 0.0,
         generation: int = 1,
         **metrics: Any,
     ) -> None:
         """One more step. Its groups are `SAMPLES` episodes each, in their order.
 
-        Episodes begin `late_s` after the trainer has begun to wait. `phases` are further ones.
+        Episodes begin `late_s` after the trainer has begun to wait, which it does until
+        `sealing_s` after the last one. `phases` are further ones.
         """
         self.step += 1
         begin = self.now
-        wait_s = late_s + max(one.duration_s for one in episodes)
+        wait_s = late_s + max(one.duration_s for one in episodes) + sealing_s
         rows = [
             self._make_row(place, one, begin + late_s, generation)
             for place, one in enumerate(episodes)

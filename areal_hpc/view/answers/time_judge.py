@@ -18,7 +18,7 @@ from areal_hpc.view.answers.speeds import (
 from areal_hpc.view.answers.step_parts import StepPart
 from areal_hpc.view.answers.wait_split import WaitSplit
 from areal_hpc.view.batch_episodes import BatchEpisode
-from areal_hpc.view.metric_values import list_numbers
+from areal_hpc.view.metric_values import get_number, list_numbers
 
 MIN_LAST_SHARE = 0.3
 """Of the wait for a batch, from which its last episodes are to blame for it..."""
@@ -80,6 +80,10 @@ class TimeJudge:
                 return self._explain_tools(share)
             case "admission":
                 return self._explain_admission(share)
+            case "sealing":
+                text = f"{share}: all episodes of the batch had ended, their rows were sealed"
+                hint = "put cluster.fileroot on faster storage"
+                return PartVerdict(text, "sealing of shards is slow", hint)
             case "weight updates":
                 return self._explain_updates(share)
             case "evaluation":
@@ -260,9 +264,15 @@ class TimeJudge:
         return split.call_seconds / split.total_s / len(replicas)
 
     def _measure_idle_share(self) -> float | None:
-        cells = get_recipe_value(self.evidence.recipe, "inference.cells") or 1
-        idle = list_numbers(self.evidence.rows, IDLE_CELLS_METRIC)
-        return statistics.fmean(idle) / (self.step_s * int(cells)) if idle else None
+        """Of the cells' time. A step's idle time may begin before it: the start of the run does."""
+        cells = int(get_recipe_value(self.evidence.recipe, "inference.cells") or 1)
+        pairs = [
+            (idle, cells * (get_number(row, "time/step_s") or 0.0))
+            for row in self.evidence.rows
+            if (idle := get_number(row, IDLE_CELLS_METRIC)) is not None
+        ]
+        total = sum(step_s for _, step_s in pairs)
+        return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None
 
     def _name(self, one: Outlier) -> str:
         cell, replica = one.name

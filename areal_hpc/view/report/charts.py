@@ -11,6 +11,8 @@ LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22
 MAX_POINTS = 400
 """Of a curve: more are drawn as the lowest and the highest of each stretch."""
 MAX_BARS = 100
+MIN_RELATIVE_RANGE = 1e-5
+"""A curve that varies by less is drawn as one that does not."""
 COLORS = 8
 """Series that the style sheet has colors for; further ones begin anew."""
 
@@ -106,7 +108,7 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
 
 def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from below the lowest value to above the highest."""
-    if high - low < 1e-9 * max(abs(low), abs(high), 1e-9):
+    if high - low <= MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
@@ -135,7 +137,7 @@ def _draw_axes(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
 
 def format_tick(value: float) -> str:
     """A label of an axis."""
-    return "0" if abs(value) < 1e-15 else f"{value:.4g}"
+    return "0" if abs(value) < 1e-15 else f"{value:.6g}"
 
 
 def _draw_marks(frame: _Frame, marks: Sequence[float]) -> Iterator[str]:

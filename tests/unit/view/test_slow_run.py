@@ -46,6 +46,7 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
         (PLAIN, {"phases": {"checkpoint": 9.0}}, "checkpoints", "writing of checkpoints"),
         (PLAIN, {"phases": {"read": 9.0}}, "reading batches", "that storage is slow"),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
+        (PLAIN, {"sealing_s": 9.0}, "sealing", "sealing of shards is slow"),
         (PLAIN[:2], {}, "generation", "1.0 calls at once at each replica are few"),
         (
             PLAIN,
@@ -87,7 +88,8 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     run.add_step([MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")], late_s=1.0)
     begin = run.now - 5.0 - 0.6
     episodes = read_batch_episodes(run.paths, [1], [])
-    split = split_wait(begin, begin + 5.0, episodes)
+    split = split_wait(begin, begin + 5.5, episodes)
+    assert split.sealing_s == pytest.approx(0.5), "after the last had ended"
     assert split.nothing_s == pytest.approx(1.0), "before they began"
     assert split.generation_s == pytest.approx(2.0)
     assert split.tools_s == pytest.approx(2.0)
