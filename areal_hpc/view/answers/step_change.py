@@ -33,9 +33,13 @@ MIN_CHANGE = 0.05
 """Relative change below which a number that hardly varies does not differ."""
 MAX_TOLD_METRICS = 8
 ROUTINE_METRICS = frozenset(
-    {"step", "generation", "unix_time_s", "lr", "disk/free_bytes", "memory/trainer_peak_bytes"}
+    {
+        *("step", "generation", "unix_time_s", "lr", "disk/free_bytes"),
+        *("memory/trainer_peak_bytes", "tokens/trained", "tokens/sampled"),
+        *("logprob/compared_tokens", "reward/mean"),
+    }
 )
-"""Numbers that go their way whatever the agents do."""
+"""Numbers that go their way whatever the agents do, follow from lengths, or are told anyway."""
 ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
 """Of numbers about speed, for which there is `--slow`; the time of the whole step is told."""
 
@@ -148,9 +152,9 @@ def judge_step(evidence: StepEvidence) -> Answer:
     headline = _describe_reward(row, before)
     if causes:
         headline += f"; {causes[0].text}"
-    elif metrics and metrics[0].name != "reward/mean":
+    elif metrics:
         headline += f"; {metrics[0].text}"
-    elif not metrics:
+    else:
         headline += "; nothing else differs either"
     where = f"step={step} and kind=train"
     page = build_page("trajectories", run, where=where, sort="reward", order="up")

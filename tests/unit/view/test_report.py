@@ -12,7 +12,6 @@ import pytest
 import yaml
 
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
-from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.report.charts import Series, choose_ticks, draw_bars, draw_curves, thin_out
 from areal_hpc.view.report.content import build_report
@@ -127,15 +126,14 @@ def test_a_report_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
 
 
 def test_several_runs_are_laid_over_one_another_with_what_differs(tmp_path: Path) -> None:
-    first = make_run(tmp_path / "a", trial_name="a", seed=1)
-    second = make_run(tmp_path / "b", trial_name="b", seed=2)
-    moved = second.paths.root.rename(second.paths.root.with_name("other"))
-    runs = [first.paths, RunPaths(moved)]
+    runs = [
+        make_run(tmp_path, trial_name=name, seed=seed).paths for seed, name in enumerate("ab", 1)
+    ]
     report = build_report(runs)
     assert [(key, values) for key, values in report.differing_keys if key == "seed"] == [
         ("seed", ("1", "2"))
     ]
-    assert report.curves[0].legend == ("made/run", "made/other")
+    assert report.curves[0].legend == ("made/a", "made/b")
     assert report.curves[0].svg.count("<polyline") == 2
     assert len(report.runs) == 2
 

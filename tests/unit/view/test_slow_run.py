@@ -42,7 +42,7 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
         (PLAIN, {}, "generation", ""),
         (SLOW_CELL, {}, "generation", "replica 0 of cell-1 (node n02) is slow"),
         (SLOW_TOOL, {}, "tools", "the tool search takes 9.00 s on average"),
-        (LONG_EPISODE, {}, "generation", "episode 3 of ticket 103, step 1 on cell-1 (node n02)"),
+        (LONG_EPISODE, {}, "generation", "episode 3 of ticket 3, step 1 on cell-1 (node n02)"),
         (PLAIN, {"phases": {"checkpoint": 9.0}}, "checkpoints", "writing of checkpoints"),
         (PLAIN, {"phases": {"read": 9.0}}, "reading batches", "that storage is slow"),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
