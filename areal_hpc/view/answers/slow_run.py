@@ -76,9 +76,12 @@ def _read_pauses(
 
 
 def find_cell_nodes(paths: RunPaths) -> dict[str, str]:
-    """The nodes of cells in the newest attempt, as far as logs name them."""
-    attempts = paths.list_attempts()
-    files = list_log_files(paths, attempts[-1]) if attempts else []
+    """The nodes of cells in the newest attempt, as far as logs name them and may be read."""
+    try:
+        attempts = paths.list_attempts()
+        files = list_log_files(paths, attempts[-1]) if attempts else []
+    except OSError:
+        return {}
     return {file.job: file.node for file in files if file.node}
 
 
