@@ -30,8 +30,9 @@ MAX_READ_ROWS = 400
 """Rows whose messages are read, to tell which tools were called."""
 MIN_TOLD_SHARE = 0.05
 """A part of a step below this is not worth a sentence of its own."""
+MIN_HINT_SHARE = 0.2
+"""A part of a step below this is not what to change first."""
 MAX_HINTS = 2
-"""Of the parts that took most."""
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
@@ -109,7 +110,11 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     return Answer(
         f"{headline}; {cause}" if cause else headline,
         tuple(findings),
-        tuple(one.hint for one in verdicts[:MAX_HINTS] if one.hint),
+        tuple(
+            verdict.hint
+            for part, verdict in zip(told, verdicts, strict=True)
+            if verdict.hint and part.seconds >= MIN_HINT_SHARE * step_s
+        )[:MAX_HINTS],
         tuple(format_replica_table(evidence)),
     )
 

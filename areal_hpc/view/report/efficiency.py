@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from areal_hpc.metrics.limit import find_limit
 from areal_hpc.metrics.step_line import compute_tokens_per_s
 from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
@@ -64,6 +65,10 @@ def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterat
         yield unit, f"{held:.2f} while steps were trained"
         for sentence in describe_idle_time(rows, size):
             yield "idle", sentence
+    limits = Counter(limit for row in rows if (limit := find_limit(row)) is not None)
+    if limits:
+        told = ", ".join(f"{count} by {limit}" for limit, count in limits.most_common())
+        yield "steps limited", told
     yield "launches", str(len(launches) or "not recorded")
     yield "restarts of the trainer survived", str(len(list_restart_steps(rows)))
     tokens = sum(list_numbers(rows, "tokens/trained"))
@@ -83,6 +88,6 @@ def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterat
         name: sum(list_numbers(rows, f"tickets/{name}"))
         for name in ("failed", "filtered", "stale_dropped", "stale_requeued", "stale_trained")
     }
-    told = [f"{count:.0f} {name.replace('_', ' ')}" for name, count in dropped.items() if count]
-    if told:
-        yield "tickets", ", ".join(told)
+    given_up = [f"{count:.0f} {name.replace('_', ' ')}" for name, count in dropped.items() if count]
+    if given_up:
+        yield "tickets", ", ".join(given_up)

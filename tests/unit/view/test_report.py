@@ -107,6 +107,7 @@ def test_a_report_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
     assert "not finished, step 8 of 100" in text
     assert "restarts of the trainer survived 1" in text
     assert "failed tries of episodes 8" in text
+    assert "steps limited 8 by generation" in text
     assert "process_exited (cell-2)" in text
     assert "the run is limited by generation" in text
     assert "made/run: step 0 to 8 4 0.250 0.750 +0.500 ± 0.566 no difference is shown" in text

@@ -1,5 +1,6 @@
 """Why a run is slow: who is to blame in runs with one fault each, and in one without."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from areal_hpc.recipe.reference import list_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
@@ -17,6 +19,7 @@ from areal_hpc.view.transcripts.filter_expression import parse_filter
 from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
 from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
+from tests.support.package_sources import PACKAGE
 
 STEPS = 4
 PLAIN = [MadeEpisode(cell=f"cell-{number % 2}") for number in range(16)]
@@ -133,3 +136,11 @@ def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
         *("#/overview", "#/metrics", "#/trajectories", "#/trajectory")
     }
     assert {query["run"][0] for query in asked} == {"made/run"}
+
+
+def test_keys_of_recipes_that_answers_name_exist() -> None:
+    sources = [path.read_text() for path in (PACKAGE / "view" / "answers").glob("*.py")]
+    pattern = r"\b(?:rollout|trainer|evaluation|inference|cluster)\.[a-z_.]*[a-z]"
+    named = {key for text in sources for key in re.findall(pattern, text)}
+    assert {"rollout.max_head_offpolicyness", "trainer.objective.clip_high"} <= named
+    assert named <= {*list_keys()}
