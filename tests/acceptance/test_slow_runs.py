@@ -12,6 +12,7 @@ import pytest
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from tests.support.freezing import FreezableDisk, freezable_disk
 from tests.support.process_commands import command_of, is_scheduler
 from tests.support.run_files import events_of
 from tests.support.small_run import SmallRun
@@ -21,14 +22,16 @@ QUESTIONS = ["State the final answer to the following arithmetic problem: 1 + 2 
 AGENTS = "rollout.workflow=tests.support.slow_agent"
 
 
-def run_to_its_end(tmp_path: Path, *overrides: str) -> tuple[SmallRun, str]:
+def run_to_its_end(
+    tmp_path: Path, *overrides: str, fileroot: Path | None = None
+) -> tuple[SmallRun, str]:
     """A finished run from a tiny model, and the headline on it."""
     model = tmp_path / "model"
     make_tiny_model(
         model, QUESTIONS, hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=128, vocab=320
     )
     run = SmallRun(
-        tmp_path / "runs",
+        fileroot or tmp_path / "runs",
         *("sft=null", "model.tiny=null", f"model.path={model}", "valid_dataset=null"),
         *("trainer.total_steps=4", "trainer.checkpoint_every_steps=4", *overrides),
     )
@@ -79,6 +82,27 @@ def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
             process.resume()
 
 
+@contextmanager
+def slowing_down(disk: FreezableDisk, paths: RunPaths) -> Iterator[None]:
+    """The disk takes nothing for seven eighths of the time, once the trainer is at work."""
+    is_over = threading.Event()
+
+    def freeze() -> None:
+        while not events_of(paths, "state_loaded"):
+            if is_over.wait(0.2):
+                return
+        while not is_over.wait(0.2):
+            disk.freeze(1.4)
+
+    thread = threading.Thread(target=freeze)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
 def test_a_slow_judge_of_answers_is_named(tmp_path: Path) -> None:
     late = f"{AGENTS}.LateAgent"
     _, said = run_to_its_end(tmp_path, late, "rollout.workflow_kwargs={judged_after_s: 4.0}")
@@ -115,6 +139,18 @@ def test_a_slow_cell_is_named(tmp_path: Path) -> None:
     assert said.startswith("the run is limited by generation: ")
     assert said.endswith("; replica 0 of cell-1 is slow")
     assert "replica 0 of cell-1 generates" in told
+
+
+def test_slow_storage_is_named(tmp_path: Path) -> None:
+    with freezable_disk(tmp_path) as disk:
+        runs = disk.root / "runs"
+        with slowing_down(disk, RunPaths(runs / "quickstart" / "demo")):
+            run, said = run_to_its_end(
+                tmp_path, "trainer.checkpoint_every_steps=1", "trainer.total_steps=6", fileroot=runs
+            )
+            told = "\n".join(one.text for one in explain_slow_run(run.paths).findings)
+    # Metrics and journals wait as well: whether one part is the largest is chance.
+    assert "storage is slow" in said or "wait for the run directory's storage" in told
 
 
 def test_a_run_without_a_fault_blames_nobody(tmp_path: Path) -> None:

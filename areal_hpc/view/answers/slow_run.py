@@ -33,6 +33,7 @@ MIN_TOLD_SHARE = 0.05
 MIN_HINT_SHARE = 0.2
 """A part of a step below this is not what to change first."""
 MAX_HINTS = 2
+STORAGE_PARTS = ("sealing", "checkpoints", "reading batches")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
@@ -101,6 +102,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     cause = verdicts[0].cause if verdicts else ""
     findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]
     findings += [Finding(one.text, one.page) for one in verdicts]
+    findings += _describe_storage(parts, step_s)
     findings += judge.describe_outliers(told=cause)
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
     headline = (
@@ -117,6 +119,18 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
         )[:MAX_HINTS],
         tuple(format_replica_table(evidence)),
     )
+
+
+def _describe_storage(parts: Sequence[StepPart], step_s: float) -> Iterator[Finding]:
+    """The parts that wait for the storage of the run directory, if they are much together."""
+    waiting = [part for part in parts if part.name in STORAGE_PARTS]
+    seconds = sum(part.seconds for part in waiting)
+    if len(waiting) > 1 and seconds >= MIN_HINT_SHARE * step_s:
+        names = ", ".join(part.name for part in waiting)
+        yield Finding(
+            f"{names} wait for the run directory's storage: together {seconds:.2f} s a step "
+            f"({seconds / step_s:.0%})"
+        )
 
 
 def _format_shares(parts: Sequence[StepPart], step_s: float) -> Iterator[str]:

@@ -26,6 +26,7 @@ MIN_LAST_RATIO = 2.0
 """...if the last one took so many times as long as the median one."""
 MIN_IDLE_SHARE = 0.25
 """Of the time of cells, from which it is told that they had no ticket."""
+SLOW_STORAGE = "the run directory's storage is slow"
 FEW_CALLS = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
 
@@ -83,7 +84,7 @@ class TimeJudge:
             case "sealing":
                 text = f"{share}: all episodes of the batch had ended, their rows were sealed"
                 hint = "put cluster.fileroot on faster storage"
-                return PartVerdict(text, "sealing of shards is slow", hint)
+                return PartVerdict(text, SLOW_STORAGE, hint)
             case "weight updates":
                 return self._explain_updates(share)
             case "evaluation":
@@ -93,7 +94,7 @@ class TimeJudge:
             case "reading batches":
                 text = f"{share}: shards are read from the storage of the run directory"
                 hint = "put cluster.fileroot on faster storage"
-                return PartVerdict(text, "that storage is slow", hint)
+                return PartVerdict(text, SLOW_STORAGE, hint)
             case "training":
                 train = statistics.fmean(list_numbers(self.evidence.rows, "time/train_s") or [0.0])
                 text = f"{share}, of which {train:.2f} s are passes of the model"
@@ -259,9 +260,9 @@ class TimeJudge:
             for call in one.timed_calls
         }
         split = self.split
-        if split is None or not replicas:
+        if split is None or not replicas or not split.calling_s:
             return None
-        return split.call_seconds / split.total_s / len(replicas)
+        return split.call_seconds / split.calling_s / len(replicas)
 
     def _measure_idle_share(self) -> float | None:
         """Of the cells' time. A step's idle time may begin before it: the start of the run does."""

@@ -25,7 +25,9 @@ class WaitSplit:
     last_s: float = 0.0
     """Only the last episodes were: one, or `MAX_LAST_SHARE` of them."""
     call_seconds: float = 0.0
-    """Sum over model calls of the time in which they were under way."""
+    """Sum over model calls of the time in which they were under way..."""
+    calling_s: float = 0.0
+    """...and the time in which any was."""
     alone_s: dict[str, float] = field(default_factory=dict)
     """By cell: only episodes of this one were under way."""
 
@@ -42,6 +44,7 @@ class WaitSplit:
         self.sealing_s += other.sealing_s
         self.last_s += other.last_s
         self.call_seconds += other.call_seconds
+        self.calling_s += other.calling_s
         for cell, seconds in other.alone_s.items():
             self.alone_s[cell] = self.alone_s.get(cell, 0.0) + seconds
 
@@ -99,6 +102,7 @@ def _count_moment(
 ) -> None:
     """Count a time in which nothing changed."""
     split.call_seconds += seconds * counts["call"]
+    split.calling_s += seconds * (counts["call"] > 0)
     under_way = counts["episode"]
     if not under_way:
         split.nothing_s += seconds

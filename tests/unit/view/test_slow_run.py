@@ -36,6 +36,7 @@ def make_run(root: Path, episodes: list[MadeEpisode], **step: Any) -> MadeRun:
 
 SLOW_CELL = [replace(one, call_s=4.0) if one.cell == "cell-1" else one for one in PLAIN]
 SLOW_TOOL = [replace(one, tool_s=9.0) for one in PLAIN]
+SLOW_STORAGE = "the run directory's storage is slow"
 LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
 
 
@@ -47,9 +48,19 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
         (SLOW_TOOL, {}, "tools", "the tool search takes 9.00 s on average"),
         (LONG_EPISODE, {}, "generation", "episode 3 of ticket 3, step 1 on cell-1 (node n02)"),
         (PLAIN, {"phases": {"checkpoint": 9.0}}, "checkpoints", "writing of checkpoints"),
-        (PLAIN, {"phases": {"read": 9.0}}, "reading batches", "that storage is slow"),
+        (
+            PLAIN,
+            {"phases": {"read": 9.0}},
+            "reading batches",
+            SLOW_STORAGE,
+        ),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
-        (PLAIN, {"sealing_s": 9.0}, "sealing", "sealing of shards is slow"),
+        (
+            PLAIN,
+            {"sealing_s": 9.0},
+            "sealing",
+            SLOW_STORAGE,
+        ),
         (PLAIN[:2], {}, "generation", "1.0 calls at once at each replica are few"),
         (
             PLAIN,
@@ -99,6 +110,7 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     assert split.last_s == pytest.approx(3.0), "one of two is left"
     assert split.alone_s == {"cell-0": pytest.approx(3.0)}
     assert split.call_seconds == pytest.approx(3.0)
+    assert split.calling_s == pytest.approx(2.0), "the first call of each at the same time"
 
 
 def test_a_run_of_an_earlier_version_has_no_times_of_calls(tmp_path: Path) -> None:
@@ -144,3 +156,10 @@ def test_keys_of_recipes_that_answers_name_exist() -> None:
     named = {key for text in sources for key in re.findall(pattern, text)}
     assert {"rollout.max_head_offpolicyness", "trainer.objective.clip_high"} <= named
     assert named <= {*list_keys()}
+
+
+def test_parts_that_wait_for_storage_are_told_together(tmp_path: Path) -> None:
+    run = make_run(tmp_path, PLAIN, phases={"checkpoint": 0.4, "read": 0.4}, sealing_s=0.4)
+    said = [one.text for one in explain_slow_run(run.paths).findings]
+    (together,) = [one for one in said if "wait for the run directory's storage" in one]
+    assert "together 1.20 s a step (31%)" in together
