@@ -85,6 +85,8 @@ class Report:
     """Key, and its value in each run."""
     curves: tuple[Chart, ...]
     evaluations: tuple[PairedDifference, ...]
+    problems: tuple[str, ...]
+    """Evaluations that could not be read."""
 
 
 def build_report(runs: Sequence[RunPaths]) -> Report:
@@ -119,6 +121,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
         ),
         curves=tuple(draw_run_curves(curves)),
         evaluations=tuple(compare_evaluations(evaluations)),
+        problems=tuple(problems),
     )
 
 

@@ -6,12 +6,13 @@ from itertools import pairwise
 from typing import Any
 
 from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.view.metric_values import get_number
 from areal_hpc.view.report.charts import Chart, Series, draw_bars, draw_curves
 
 CURVES = {
     "reward/mean": "training reward",
-    "eval/reward": "held-out reward",
+    EVAL_REWARD_METRIC: "held-out reward",
     "entropy/mean": "entropy",
     "reply/tokens_mean": "reply length",
     "reply/cut_fraction": "cut replies",
@@ -65,9 +66,10 @@ def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]
 
 
 def iterate_values(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, float]]:
-    """The rows that have a metric, with its value."""
+    """The rows that have a metric, with its value; of the start of a run its evaluation alone."""
     for row in rows:
-        if (value := get_number(row, name)) is not None:
+        is_told = row["step"] > 0 or name == EVAL_REWARD_METRIC
+        if is_told and (value := get_number(row, name)) is not None:
             yield row, value
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.report.charts import Series, choose_ticks, draw_bars, draw_curves, thin_out
@@ -200,3 +201,17 @@ def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) ->
     report = build_report(runs)
     assert [run.name for run in report.runs] == [str(paths.root) for paths in runs]
     assert report.curves[0].svg.count("<polyline") == 2
+
+
+def test_the_start_of_a_run_has_an_evaluation_and_no_step(tmp_path: Path) -> None:
+    run = make_run(tmp_path, steps=3)
+    append_line(run.paths.metrics, {"step": 0, "time/step_s": 60.0, "eval/reward": 0.25})
+    run.paths.evaluations_dir.mkdir()
+    run.paths.evaluation(0).write_text("{")
+    report = build_report([run.paths])
+    charts = {chart.title: chart.svg for chart in report.curves}
+    assert charts["held-out reward"].count("<circle") == 1
+    assert charts["time of a step"].count("<circle") == 3
+    (problem,) = report.problems
+    assert "is not a EvaluationResult" in problem
+    assert f"not read: {problem[:20]}" in Page(render_report(report)).text
