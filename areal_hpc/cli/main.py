@@ -13,17 +13,19 @@ from areal_hpc.cli import (
     operate,
     prepare,
     proxy,
+    report,
     run,
     trial,
     usage_errors,
     view,
+    why,
 )
 from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
     "run": (run, trial, doctor, prepare, proxy),
-    "inspect": (inspect, view),
+    "inspect": (inspect, why, view, report),
     "operate": (operate,),
     "develop": (develop, completion),
 }

@@ -9,7 +9,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from areal_hpc.rundir.jsonl import append_line, decode_lines, read_tail
+from areal_hpc.rundir.jsonl import append_line, decode_lines, read_lines, read_tail
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +81,11 @@ def read_recent_events(path: Path) -> list[dict[str, Any]]:
     except FileNotFoundError:
         return []
     return _select_events(decode_lines(content, dict[str, Any], f"the end of {path},"))
+
+
+def read_all_events(path: Path) -> list[dict[str, Any]]:
+    """Every event of the log, oldest first; none if there is no log."""
+    return _select_events(read_lines(path))
 
 
 class EventFollower:

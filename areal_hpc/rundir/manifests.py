@@ -147,6 +147,12 @@ def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
     return read_json_file(paths.evaluation(step), EvaluationResult)
 
 
+def list_evaluated_steps(paths: RunPaths) -> list[int]:
+    """The steps that have a result of an evaluation, in order."""
+    names = (path.stem.removeprefix("step_") for path in paths.evaluations_dir.glob("step_*.json"))
+    return sorted(int(name) for name in names if name.isdigit())
+
+
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 

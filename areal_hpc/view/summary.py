@@ -221,6 +221,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         "try next:",
         f"  {program} view {quoted}    # curves and conversations in a browser",
         f"  {program} shards show {quoted}    # recorded conversations",
+        f"  {program} report {quoted}    # one HTML file to pass on",
         f"  {program} shards verify {quoted}    # every digest checked",
         f"  {shlex.join([str(tensorboard), '--logdir', str(shown_as.tensorboard_dir)])}",
     ]

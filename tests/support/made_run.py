@@ -1,5 +1,6 @@
 """A run made up step by step: episodes with the times of their calls, metrics, events, batches."""
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ import yaml
 
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import write_manifest
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
@@ -38,6 +39,7 @@ class MadeEpisode:
     task: int = 0
     reply: Sequence[int] = (7, 8, 9)
     """Token ids that it sampled, in all."""
+    question: str = ""
     text: str = "an answer"
     finish: str = "stop"
     sampling: Mapping[str, Any] = field(default_factory=dict)
@@ -50,12 +52,12 @@ class MadeEpisode:
 class MadeRun:
     """A run directory `<root>/made/run` that grows by steps."""
 
-    def __init__(self, root: Path, **recipe: Any) -> None:
-        self.paths = RunPaths(root / "made" / "run")
+    def __init__(self, root: Path, trial_name: str = "run", **recipe: Any) -> None:
+        self.paths = RunPaths(root / "made" / trial_name)
         self.paths.root.mkdir(parents=True)
         values = {
             "experiment_name": "made",
-            "trial_name": "run",
+            "trial_name": trial_name,
             "cluster": {"fileroot": str(root)},
             "trainer": {"total_steps": 100, "batch_size": 2, "checkpoint_every_steps": 1},
             "rollout": {"max_head_offpolicyness": 0, "max_concurrent_rollouts": 8},
@@ -65,6 +67,7 @@ class MadeRun:
         self.paths.recipe.write_text(yaml.safe_dump(values | recipe))
         self.now = STARTED_AT
         self.step = 0
+        self.tickets = 0
         for cell, node in (("cell-0", "n01"), ("cell-1", "n02")):
             folder = self.paths.log_dir(1) / cell
             folder.mkdir(parents=True)
@@ -76,16 +79,18 @@ class MadeRun:
         phases: Mapping[str, float] | None = None,
         *,
         late_s: float = 0.0,
+        sealing_s: float = 0.0,
         generation: int = 1,
         **metrics: Any,
     ) -> None:
         """One more step. Its groups are `SAMPLES` episodes each, in their order.
 
-        Episodes begin `late_s` after the trainer has begun to wait. `phases` are further ones.
+        Episodes begin `late_s` after the trainer has begun to wait, which it does until
+        `sealing_s` after the last one. `phases` are further ones.
         """
         self.step += 1
         begin = self.now
-        wait_s = late_s + max(one.duration_s for one in episodes)
+        wait_s = late_s + max(one.duration_s for one in episodes) + sealing_s
         rows = [
             self._make_row(place, one, begin + late_s, generation)
             for place, one in enumerate(episodes)
@@ -100,6 +105,7 @@ class MadeRun:
             version = WeightVersion(generation, self.step - 1).packed
             tickets.append(SealedTicket(ref, shard.file, places, rewards, version))
         write_manifest(self.paths, BatchManifest(self.step, generation, tickets))
+        self.tickets += len(tickets)
         times = {"batch_wait": wait_s, "train": 0.5, "publish": 0.1, **(phases or {})}
         self.now = begin + sum(times.values())
         rewards = [one.reward for one in episodes]
@@ -118,6 +124,22 @@ class MadeRun:
         named = {name.replace("__", "/"): value for name, value in metrics.items()}
         append_line(self.paths.metrics, row | named)
 
+    def finish(self) -> None:
+        """The last checkpoint, and the trainer's last word."""
+        folder = self.paths.checkpoints_dir / format_step_dir(self.step)
+        folder.mkdir(parents=True)
+        state = {
+            "step": self.step,
+            "generation": 1,
+            "seed": 1,
+            "parent": None,
+            "consumed": [*range(1, self.step + 1)],
+            "untrained": [],
+        }
+        (folder / "trainer.json").write_text(json.dumps(state))
+        (folder / "COMPLETE").touch()
+        self.paths.finished_marker.touch()
+
     def add_event(self, role: str, event: str, **facts: Any) -> None:
         """Something that happens now."""
         line = {"time": self.now, "role": role, "event": event, **facts}
@@ -128,7 +150,7 @@ class MadeRun:
     ) -> TrajectoryRow:
         ids = [1] * PROMPT_TOKENS + list(made.reply)
         mask = np.array([0] * PROMPT_TOKENS + [1] * len(made.reply), np.uint8)
-        ticket = self.step * 100 + place // SAMPLES
+        ticket = self.tickets + place // SAMPLES
         version = WeightVersion(generation, self.step - 1).packed
         return TrajectoryRow(
             ticket_id=ticket,
@@ -177,7 +199,9 @@ def _make_calls(made: MadeEpisode, begin: float) -> list[CallRecord]:
 
 
 def _make_messages(made: MadeEpisode) -> list[dict[str, Any]]:
-    messages: list[dict[str, Any]] = [{"role": "user", "content": f"task {made.task}"}]
+    messages: list[dict[str, Any]] = [
+        {"role": "user", "content": made.question or f"task {made.task}"}
+    ]
     for number in range(made.calls - 1):
         called = {"id": f"t{number}", "function": {"name": made.tool, "arguments": "{}"}}
         messages += [

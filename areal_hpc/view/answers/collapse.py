@@ -106,6 +106,8 @@ SIGNS = (
     ),
 )
 TOLD_TRENDS = tuple(dict.fromkeys([*(rule.name for rule in SIGNS), "groups/all_best"]))
+FOLLOWS_FROM_REWARDS = frozenset({"groups/all_worst", "groups/zero_variance"})
+"""Signs that harder tasks alone bring about: with no other one they are no collapse."""
 HARMLESS_WHEN_SOLVED = frozenset({"entropy/mean", DISTINCT, "groups/zero_variance"})
 """Signs that a run which has solved its tasks shows as well."""
 
@@ -155,7 +157,8 @@ def judge_collapse(
     reward = RewardCourse.measure(rows, window)
     is_solved = not reward.has_fallen and _is_solved(rows[-window:])
     serious = [one for one in signs if not (is_solved and one[0].name in HARMLESS_WHEN_SOLVED)]
-    has_collapsed = bool(signs) and (reward.has_fallen or len(serious) >= 3)
+    is_degenerate = any(rule.name not in FOLLOWS_FROM_REWARDS for rule, _ in serious)
+    has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
     findings = [Finding(reward.text, build_page("metrics", run, text="reward/"))]
     findings += [_tell(run, trend, rows, window, signs) for trend in trends.values()]
     findings += list(_name_alike_replies(run, episodes, distinct))
@@ -292,7 +295,7 @@ def _head(
         return f"the policy collapses since about step {since}: {told}"
     if is_solved:
         return f"the policy does not collapse, it has solved its tasks{f': {told}' if told else ''}"
-    if signs:
+    if signs and not reward.has_fallen:
         return f"the policy does not collapse yet, the reward holds; but {told}"
     if reward.has_fallen:
         return (

@@ -13,7 +13,15 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 
 ROUTINE_EVENTS = frozenset(
-    {"weights_published", "replica_resumed", "episodes_counted", "ranks_joined", "state_loaded"}
+    {
+        "episodes_counted",
+        "job_submitted",
+        "launcher_ended",
+        "ranks_joined",
+        "replica_resumed",
+        "state_loaded",
+        "weights_published",
+    }
 )
 """Events of every run that goes well."""
 MAX_TOLD_EVENTS = 6

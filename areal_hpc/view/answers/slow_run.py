@@ -30,8 +30,10 @@ MAX_READ_ROWS = 400
 """Rows whose messages are read, to tell which tools were called."""
 MIN_TOLD_SHARE = 0.05
 """A part of a step below this is not worth a sentence of its own."""
+MIN_HINT_SHARE = 0.2
+"""A part of a step below this is not what to change first."""
 MAX_HINTS = 2
-"""Of the parts that took most."""
+STORAGE_PARTS = ("sealing", "checkpoints", "reading batches")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:
@@ -76,9 +78,12 @@ def _read_pauses(
 
 
 def find_cell_nodes(paths: RunPaths) -> dict[str, str]:
-    """The nodes of cells in the newest attempt, as far as logs name them."""
-    attempts = paths.list_attempts()
-    files = list_log_files(paths, attempts[-1]) if attempts else []
+    """The nodes of cells in the newest attempt, as far as logs name them and may be read."""
+    try:
+        attempts = paths.list_attempts()
+        files = list_log_files(paths, attempts[-1]) if attempts else []
+    except OSError:
+        return {}
     return {file.job: file.node for file in files if file.node}
 
 
@@ -97,6 +102,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     cause = verdicts[0].cause if verdicts else ""
     findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]
     findings += [Finding(one.text, one.page) for one in verdicts]
+    findings += _describe_storage(parts, step_s)
     findings += judge.describe_outliers(told=cause)
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
     headline = (
@@ -106,9 +112,25 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     return Answer(
         f"{headline}; {cause}" if cause else headline,
         tuple(findings),
-        tuple(one.hint for one in verdicts[:MAX_HINTS] if one.hint),
+        tuple(
+            verdict.hint
+            for part, verdict in zip(told, verdicts, strict=True)
+            if verdict.hint and part.seconds >= MIN_HINT_SHARE * step_s
+        )[:MAX_HINTS],
         tuple(format_replica_table(evidence)),
     )
+
+
+def _describe_storage(parts: Sequence[StepPart], step_s: float) -> Iterator[Finding]:
+    """The parts that wait for the storage of the run directory, if they are much together."""
+    waiting = [part for part in parts if part.name in STORAGE_PARTS]
+    seconds = sum(part.seconds for part in waiting)
+    if len(waiting) > 1 and seconds >= MIN_HINT_SHARE * step_s:
+        names = ", ".join(part.name for part in waiting)
+        yield Finding(
+            f"{names} wait for the run directory's storage: together {seconds:.2f} s a step "
+            f"({seconds / step_s:.0%})"
+        )
 
 
 def _format_shares(parts: Sequence[StepPart], step_s: float) -> Iterator[str]:

@@ -8,7 +8,7 @@ from typing import Any
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.events import read_recent_events
+from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.view.answers.answer import Answer, Finding, build_page
@@ -33,9 +33,13 @@ MIN_CHANGE = 0.05
 """Relative change below which a number that hardly varies does not differ."""
 MAX_TOLD_METRICS = 8
 ROUTINE_METRICS = frozenset(
-    {"step", "generation", "unix_time_s", "lr", "disk/free_bytes", "memory/trainer_peak_bytes"}
+    {
+        *("step", "generation", "unix_time_s", "lr", "disk/free_bytes"),
+        *("memory/trainer_peak_bytes", "tokens/trained", "tokens/sampled"),
+        *("logprob/compared_tokens", "reward/mean"),
+    }
 )
-"""Numbers that go their way whatever the agents do."""
+"""Numbers that go their way whatever the agents do, follow from lengths, or are told anyway."""
 ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
 """Of numbers about speed, for which there is `--slow`; the time of the whole step is told."""
 
@@ -112,7 +116,7 @@ def explain_step(paths: RunPaths, step: int) -> Answer:
             episodes,
             read_source_sizes(paths),
             _list_recipe_changes(paths, before[0].get("unix_time_s"), end),
-            [one for one in read_recent_events(paths.events) if begin <= one["time"] <= end]
+            [one for one in read_all_events(paths.events) if begin <= one["time"] <= end]
             if begin and end
             else [],
             problems,
@@ -148,9 +152,9 @@ def judge_step(evidence: StepEvidence) -> Answer:
     headline = _describe_reward(row, before)
     if causes:
         headline += f"; {causes[0].text}"
-    elif metrics and metrics[0].name != "reward/mean":
+    elif metrics:
         headline += f"; {metrics[0].text}"
-    elif not metrics:
+    else:
         headline += "; nothing else differs either"
     where = f"step={step} and kind=train"
     page = build_page("trajectories", run, where=where, sort="reward", order="up")

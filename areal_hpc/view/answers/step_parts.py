@@ -59,6 +59,7 @@ def list_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[StepPa
             "generation": split.generation_s * share,
             "tools": split.tools_s * share,
             "admission": split.nothing_s * share,
+            "sealing": split.sealing_s * share,
         }
     else:
         tools = statistics.fmean(list_numbers(rows, "episode/tool_time_fraction") or [0.0])

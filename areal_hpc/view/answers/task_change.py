@@ -82,7 +82,7 @@ def _describe_sources(
     if len(sizes) < 2:
         return
     shares, before = _count_sources(now, sizes), _count_sources(earlier, sizes)
-    for source in range(len(sizes)):
+    for source in sorted(shares, key=lambda one: before[one] - shares[one]):
         if abs(shares[source] - before[source]) >= MIN_SHARE_CHANGE:
             yield (
                 f"source {source} of the training set gives {shares[source]:.0%} of the episodes, "

@@ -18,7 +18,7 @@ from areal_hpc.view.answers.speeds import (
 from areal_hpc.view.answers.step_parts import StepPart
 from areal_hpc.view.answers.wait_split import WaitSplit
 from areal_hpc.view.batch_episodes import BatchEpisode
-from areal_hpc.view.metric_values import list_numbers
+from areal_hpc.view.metric_values import get_number, list_numbers
 
 MIN_LAST_SHARE = 0.3
 """Of the wait for a batch, from which its last episodes are to blame for it..."""
@@ -26,6 +26,7 @@ MIN_LAST_RATIO = 2.0
 """...if the last one took so many times as long as the median one."""
 MIN_IDLE_SHARE = 0.25
 """Of the time of cells, from which it is told that they had no ticket."""
+SLOW_STORAGE = "the run directory's storage is slow"
 FEW_CALLS = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
 
@@ -80,6 +81,10 @@ class TimeJudge:
                 return self._explain_tools(share)
             case "admission":
                 return self._explain_admission(share)
+            case "sealing":
+                text = f"{share}: all episodes of the batch had ended, their rows were sealed"
+                hint = "put cluster.fileroot on faster storage"
+                return PartVerdict(text, SLOW_STORAGE, hint)
             case "weight updates":
                 return self._explain_updates(share)
             case "evaluation":
@@ -89,7 +94,7 @@ class TimeJudge:
             case "reading batches":
                 text = f"{share}: shards are read from the storage of the run directory"
                 hint = "put cluster.fileroot on faster storage"
-                return PartVerdict(text, "that storage is slow", hint)
+                return PartVerdict(text, SLOW_STORAGE, hint)
             case "training":
                 train = statistics.fmean(list_numbers(self.evidence.rows, "time/train_s") or [0.0])
                 text = f"{share}, of which {train:.2f} s are passes of the model"
@@ -255,14 +260,20 @@ class TimeJudge:
             for call in one.timed_calls
         }
         split = self.split
-        if split is None or not replicas:
+        if split is None or not replicas or not split.calling_s:
             return None
-        return split.call_seconds / split.total_s / len(replicas)
+        return split.call_seconds / split.calling_s / len(replicas)
 
     def _measure_idle_share(self) -> float | None:
-        cells = get_recipe_value(self.evidence.recipe, "inference.cells") or 1
-        idle = list_numbers(self.evidence.rows, IDLE_CELLS_METRIC)
-        return statistics.fmean(idle) / (self.step_s * int(cells)) if idle else None
+        """Of the cells' time. A step's idle time may begin before it: the start of the run does."""
+        cells = int(get_recipe_value(self.evidence.recipe, "inference.cells") or 1)
+        pairs = [
+            (idle, cells * (get_number(row, "time/step_s") or 0.0))
+            for row in self.evidence.rows
+            if (idle := get_number(row, IDLE_CELLS_METRIC)) is not None
+        ]
+        total = sum(step_s for _, step_s in pairs)
+        return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None
 
     def _name(self, one: Outlier) -> str:
         cell, replica = one.name

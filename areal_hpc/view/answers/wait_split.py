@@ -19,26 +19,32 @@ class WaitSplit:
     tools_s: float = 0.0
     """Episodes were between, before or after their calls: tools, rewards, the agent's own code."""
     nothing_s: float = 0.0
-    """No episode of the batch was under way."""
+    """No episode of the batch was under way, and some were still to begin."""
+    sealing_s: float = 0.0
+    """All of its episodes had ended: they were sealed and settled."""
     last_s: float = 0.0
     """Only the last episodes were: one, or `MAX_LAST_SHARE` of them."""
     call_seconds: float = 0.0
-    """Sum over model calls of the time in which they were under way."""
+    """Sum over model calls of the time in which they were under way..."""
+    calling_s: float = 0.0
+    """...and the time in which any was."""
     alone_s: dict[str, float] = field(default_factory=dict)
     """By cell: only episodes of this one were under way."""
 
     @property
     def total_s(self) -> float:
         """All of it."""
-        return self.generation_s + self.tools_s + self.nothing_s
+        return self.generation_s + self.tools_s + self.nothing_s + self.sealing_s
 
     def add(self, other: "WaitSplit") -> None:
         """Count another wait as well."""
         self.generation_s += other.generation_s
         self.tools_s += other.tools_s
         self.nothing_s += other.nothing_s
+        self.sealing_s += other.sealing_s
         self.last_s += other.last_s
         self.call_seconds += other.call_seconds
+        self.calling_s += other.calling_s
         for cell, seconds in other.alone_s.items():
             self.alone_s[cell] = self.alone_s.get(cell, 0.0) + seconds
 
@@ -67,8 +73,8 @@ def split_wait(begin: float, end: float, episodes: Sequence[BatchEpisode]) -> Wa
         counts[change.what] += change.by
         if change.what == "episode":
             by_cell[change.cell] += change.by
-    if end > now:
-        _count_moment(split, end - now, counts, by_cell, most_last)
+    # After the last change no episode is under way, nor will be.
+    split.sealing_s += max(0.0, end - now)
     return split
 
 
@@ -96,6 +102,7 @@ def _count_moment(
 ) -> None:
     """Count a time in which nothing changed."""
     split.call_seconds += seconds * counts["call"]
+    split.calling_s += seconds * (counts["call"] > 0)
     under_way = counts["episode"]
     if not under_way:
         split.nothing_s += seconds

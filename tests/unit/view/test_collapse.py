@@ -77,7 +77,8 @@ def test_signs_without_a_fall_are_a_warning(tmp_path: Path) -> None:
 def test_a_fall_without_signs_is_no_collapse(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     add_steps(run, 10, GROUP, 0.9, **HEALTHY)
-    add_steps(run, 5, GROUP, 0.2, **HEALTHY)
+    harder = {"groups__all_worst": 0.8, "groups__zero_variance": 0.9}
+    add_steps(run, 5, GROUP, 0.2, **(HEALTHY | harder))
     answer = explain_collapse(run.paths)
     assert answer.headline.startswith("the reward fell, but not by a collapse")
     assert "--step 11 compares" in answer.headline

@@ -1,18 +1,25 @@
 """Why a run is slow: who is to blame in runs with one fault each, and in one without."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 import pytest
 
+from areal_hpc.recipe.reference import list_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.answers.step_change import explain_step
 from areal_hpc.view.answers.wait_split import split_wait
 from areal_hpc.view.batch_episodes import read_batch_episodes
+from areal_hpc.view.transcripts.filter_expression import parse_filter
+from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
 from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
+from tests.support.package_sources import PACKAGE
 
 STEPS = 4
 PLAIN = [MadeEpisode(cell=f"cell-{number % 2}") for number in range(16)]
@@ -29,6 +36,7 @@ def make_run(root: Path, episodes: list[MadeEpisode], **step: Any) -> MadeRun:
 
 SLOW_CELL = [replace(one, call_s=4.0) if one.cell == "cell-1" else one for one in PLAIN]
 SLOW_TOOL = [replace(one, tool_s=9.0) for one in PLAIN]
+SLOW_STORAGE = "the run directory's storage is slow"
 LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
 
 
@@ -38,10 +46,21 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
         (PLAIN, {}, "generation", ""),
         (SLOW_CELL, {}, "generation", "replica 0 of cell-1 (node n02) is slow"),
         (SLOW_TOOL, {}, "tools", "the tool search takes 9.00 s on average"),
-        (LONG_EPISODE, {}, "generation", "episode 3 of ticket 103, step 1 on cell-1 (node n02)"),
+        (LONG_EPISODE, {}, "generation", "episode 3 of ticket 3, step 1 on cell-1 (node n02)"),
         (PLAIN, {"phases": {"checkpoint": 9.0}}, "checkpoints", "writing of checkpoints"),
-        (PLAIN, {"phases": {"read": 9.0}}, "reading batches", "that storage is slow"),
+        (
+            PLAIN,
+            {"phases": {"read": 9.0}},
+            "reading batches",
+            SLOW_STORAGE,
+        ),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
+        (
+            PLAIN,
+            {"sealing_s": 9.0},
+            "sealing",
+            SLOW_STORAGE,
+        ),
         (PLAIN[:2], {}, "generation", "1.0 calls at once at each replica are few"),
         (
             PLAIN,
@@ -83,13 +102,15 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     run.add_step([MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")], late_s=1.0)
     begin = run.now - 5.0 - 0.6
     episodes = read_batch_episodes(run.paths, [1], [])
-    split = split_wait(begin, begin + 5.0, episodes)
+    split = split_wait(begin, begin + 5.5, episodes)
+    assert split.sealing_s == pytest.approx(0.5), "after the last had ended"
     assert split.nothing_s == pytest.approx(1.0), "before they began"
     assert split.generation_s == pytest.approx(2.0)
     assert split.tools_s == pytest.approx(2.0)
     assert split.last_s == pytest.approx(3.0), "one of two is left"
     assert split.alone_s == {"cell-0": pytest.approx(3.0)}
     assert split.call_seconds == pytest.approx(3.0)
+    assert split.calling_s == pytest.approx(2.0), "the first call of each at the same time"
 
 
 def test_a_run_of_an_earlier_version_has_no_times_of_calls(tmp_path: Path) -> None:
@@ -106,3 +127,39 @@ def test_what_cannot_be_read_is_said_and_the_rest_is_told(tmp_path: Path) -> Non
     answer = explain_slow_run(run.paths)
     assert answer.headline.startswith("the run is limited by generation")
     assert sum(finding.text.startswith("not read: ") for finding in answer.findings) == 1
+
+
+def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
+    run = make_run(tmp_path, SLOW_CELL)
+    answers = [
+        explain_slow_run(run.paths),
+        explain_step(run.paths, STEPS),
+        explain_slow_run(make_run(tmp_path / "tool", SLOW_TOOL).paths),
+    ]
+    pages = [one.page for answer in answers for one in answer.findings if one.page]
+    asked = [parse_qs(page.partition("?")[2]) for page in pages]
+    wheres = [query["where"][0] for query in asked if "where" in query]
+    assert 'cell="cell-1"' in wheres
+    for where in wheres:
+        parse_filter(where, get_field_type, FIELD_NAMES)
+    sorts = {query["sort"][0] for query in asked if "sort" in query}
+    assert sorts <= {*FIELD_NAMES}
+    assert {page.partition("?")[0] for page in pages} <= {
+        *("#/overview", "#/metrics", "#/trajectories", "#/trajectory")
+    }
+    assert {query["run"][0] for query in asked} == {"made/run"}
+
+
+def test_keys_of_recipes_that_answers_name_exist() -> None:
+    sources = [path.read_text() for path in (PACKAGE / "view" / "answers").glob("*.py")]
+    pattern = r"\b(?:rollout|trainer|evaluation|inference|cluster)\.[a-z_.]*[a-z]"
+    named = {key for text in sources for key in re.findall(pattern, text)}
+    assert {"rollout.max_head_offpolicyness", "trainer.objective.clip_high"} <= named
+    assert named <= {*list_keys()}
+
+
+def test_parts_that_wait_for_storage_are_told_together(tmp_path: Path) -> None:
+    run = make_run(tmp_path, PLAIN, phases={"checkpoint": 0.4, "read": 0.4}, sealing_s=0.4)
+    said = [one.text for one in explain_slow_run(run.paths).findings]
+    (together,) = [one for one in said if "wait for the run directory's storage" in one]
+    assert "together 1.20 s a step (31%)" in together

@@ -58,8 +58,12 @@ def test_sources_of_the_training_set_are_told_apart(tmp_path: Path) -> None:
     for _ in range(3):
         run.add_step([*make_group(0, 0.5), *make_group(1, 0.5)])
     run.add_step([*make_group(4, 0.1), *make_group(5, 0.1)])
-    said = list_sentences(explain_step(run.paths, 4))
-    assert "source 1 of the training set gives 100% of the episodes, before 0%" in said
+    answer = explain_step(run.paths, 4)
+    assert answer.headline.endswith(
+        "; source 1 of the training set gives 100% of the episodes, before 0%"
+    )
+    said = list_sentences(answer)
+    assert "source 0 of the training set gives 0% of the episodes, before 100%" in said
 
 
 def test_tasks_that_were_right_before_are_named_with_an_episode_to_read(tmp_path: Path) -> None:
@@ -70,7 +74,7 @@ def test_tasks_that_were_right_before_are_named_with_an_episode_to_read(tmp_path
     answer = explain_step(run.paths, 5)
     assert "1 of 1 tasks that were right before are not now" in answer.headline
     (task,) = [one for one in answer.findings if one.text.startswith("task 0: 0.250, before 1.000")]
-    assert "episode 0 of ticket 500, step 5 has 0.25" in task.text
+    assert "episode 0 of ticket 8, step 5 has 0.25" in task.text
     assert task.page.startswith("#/trajectory?run=made%2Frun&row=cell-0-000004.h5%2F0")
 
 

@@ -1,0 +1,178 @@
+"""Curves and bars as inline SVG, colored by the page's style sheet. Pure."""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 420, 170
+LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22
+"""Margins around the plot, for labels."""
+MAX_POINTS = 400
+"""Of a curve: more are drawn as the lowest and the highest of each stretch."""
+MAX_BARS = 100
+MIN_RELATIVE_RANGE = 1e-5
+"""A curve that varies by less is drawn as one that does not."""
+COLORS = 8
+"""Series that the style sheet has colors for; further ones begin anew."""
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """One curve, or one layer of bars."""
+
+    label: str
+    points: Sequence[tuple[float, float]]
+    """(step, value), by step."""
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    """A picture with its title and legend."""
+
+    title: str
+    unit: str
+    svg: str
+    """Markup, whose texts are escaped."""
+    legend: tuple[str, ...]
+    """Labels by color; empty where there is one series."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """Ranges of both axes."""
+
+    x_low: float
+    x_high: float
+    y_low: float
+    y_high: float
+
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Where a point is drawn."""
+        across = (x - self.x_low) / ((self.x_high - self.x_low) or 1)
+        up = (y - self.y_low) / ((self.y_high - self.y_low) or 1)
+        return (
+            round(LEFT + across * (WIDTH - LEFT - RIGHT), 1),
+            round(HEIGHT - BOTTOM - up * (HEIGHT - TOP - BOTTOM), 1),
+        )
+
+
+def draw_curves(
+    title: str, unit: str, series: Sequence[Series], marks: Sequence[float] = ()
+) -> Chart | None:
+    """Curves over steps, with dashed lines at `marks`; None if there is nothing to draw."""
+    finite = [
+        Series(one.label, [point for point in one.points if math.isfinite(point[1])])
+        for one in series
+    ]
+    points = [point for one in finite for point in one.points]
+    if not points:
+        return None
+    ticks = choose_ticks(min(y for _, y in points), max(y for _, y in points))
+    frame = _Frame(min(x for x, _ in points), max(x for x, _ in points), min(ticks), max(ticks))
+    parts = [*_draw_axes(frame, ticks), *_draw_marks(frame, marks)]
+    for number, one in enumerate(finite):
+        parts += _draw_curve(frame, one, number)
+    return Chart(title, unit, _wrap(title, parts), _make_legend(series))
+
+
+def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
+    """Stacked bars, one a step or a stretch of steps; every layer has the same steps."""
+    if not layers or not layers[0].points:
+        return None
+    steps = [x for x, _ in layers[0].points]
+    size = math.ceil(len(steps) / MAX_BARS)
+    stretches = range(0, len(steps), size)
+    heights = [
+        [_compute_mean([y for _, y in one.points[first : first + size]]) for first in stretches]
+        for one in layers
+    ]
+    highest = max(sum(column) for column in zip(*heights, strict=True))
+    ticks = choose_ticks(0.0, highest)
+    frame = _Frame(steps[0] - 0.5, steps[-1] + 0.5, 0.0, max(ticks))
+    parts = list(_draw_axes(frame, ticks))
+    for place, first in enumerate(stretches):
+        base = 0.0
+        last = steps[min(first + size, len(steps)) - 1]
+        for number, layer in enumerate(heights):
+            left, top = frame.place(steps[first] - 0.45, base + layer[place])
+            right, bottom = frame.place(last + 0.45, base)
+            base += layer[place]
+            if layer[place] > 0:
+                parts.append(
+                    f'<rect class="f{number % COLORS + 1}" x="{left}" y="{top}" '
+                    f'width="{max(right - left, 0.5):.1f}" height="{bottom - top:.1f}"/>'
+                )
+    return Chart(title, unit, _wrap(title, parts), _make_legend(layers))
+
+
+def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
+    """Round numbers from below the lowest value to above the highest."""
+    if high - low <= MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
+        low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)
+    raw = (high - low) / count
+    power = 10.0 ** math.floor(math.log10(raw))
+    width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= raw)
+    first, last = math.floor(low / width), math.ceil(high / width - 1e-9)
+    return [number * width for number in range(first, last + 1)]
+
+
+def _wrap(title: str, parts: Sequence[str]) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
+        f"{''.join(parts)}</svg>"
+    )
+
+
+def _draw_axes(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
+    for tick in ticks:
+        left, y = frame.place(frame.x_low, tick)
+        yield f'<line class="grid" x1="{left}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>'
+        yield f'<text class="tick end" x="{LEFT - 5}" y="{y + 3.5}">{format_tick(tick)}</text>'
+    for x in dict.fromkeys((math.ceil(frame.x_low), math.floor(frame.x_high))):
+        at, _ = frame.place(x, frame.y_low)
+        side = "end" if at > WIDTH / 2 else "start"
+        yield f'<text class="tick {side}" x="{at}" y="{HEIGHT - 6}">{x}</text>'
+
+
+def format_tick(value: float) -> str:
+    """A label of an axis."""
+    return "0" if abs(value) < 1e-15 else f"{value:.6g}"
+
+
+def _draw_marks(frame: _Frame, marks: Sequence[float]) -> Iterator[str]:
+    for x in marks:
+        if frame.x_low <= x <= frame.x_high:
+            at, top = frame.place(x, frame.y_high)
+            yield f'<line class="mark" x1="{at}" y1="{top}" x2="{at}" y2="{HEIGHT - BOTTOM}"/>'
+
+
+def _draw_curve(frame: _Frame, series: Series, number: int) -> Iterator[str]:
+    color = f"s{number % COLORS + 1}"
+    placed = [frame.place(x, y) for x, y in thin_out(series.points)]
+    line = " ".join(f"{x},{y}" for x, y in placed)
+    yield f'<polyline class="curve {color}" points="{line}"/>'
+    if len(placed) <= 12:  # a few evaluations, or a single one, which a line does not show
+        for x, y in placed:
+            yield f'<circle class="f{number % COLORS + 1}" cx="{x}" cy="{y}" r="2.4"/>'
+
+
+def thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS` of the points: of each stretch the lowest and the highest."""
+    if len(points) <= MAX_POINTS:
+        return list(points)
+    size = math.ceil(2 * len(points) / MAX_POINTS)
+    kept = []
+    for first in range(0, len(points), size):
+        stretch = points[first : first + size]
+        ends = {min(stretch, key=lambda one: one[1]), max(stretch, key=lambda one: one[1])}
+        kept += sorted(ends)
+    return kept
+
+
+def _make_legend(series: Sequence[Series]) -> tuple[str, ...]:
+    return tuple(one.label for one in series) if len(series) > 1 else ()
+
+
+def _compute_mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

@@ -1,0 +1,228 @@
+"""What a report says of runs, from their files alone."""
+
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from areal_hpc import __version__
+from areal_hpc.errors import ArealError
+from areal_hpc.metrics.alert_rules import Alert
+from areal_hpc.metrics.step_line import format_metric
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.answer import Answer
+from areal_hpc.view.answers.collapse import explain_collapse
+from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.audit.ticket_status import audit_run
+from areal_hpc.view.compare import find_differing_keys
+from areal_hpc.view.health import read_alerts
+from areal_hpc.view.metric_values import format_value, list_numbers, select_trained_rows
+from areal_hpc.view.report.charts import Chart
+from areal_hpc.view.report.curves import draw_run_curves, draw_step_times, summarize_metric
+from areal_hpc.view.report.efficiency import Efficiency, measure_efficiency
+from areal_hpc.view.report.examples import ShownEpisode, choose_examples
+from areal_hpc.view.report.held_out import (
+    PairedDifference,
+    compare_evaluations,
+    read_evaluations,
+)
+from areal_hpc.view.report.recipe_differences import (
+    find_changed_keys,
+    flatten_public,
+    format_setting,
+)
+from areal_hpc.view.summary import RunProgress, read_run_progress
+
+TOLD_METRICS = (
+    "staleness/mean",
+    "staleness/max",
+    "logprob/engine_trainer_mean_abs_diff",
+    "logprob/engine_trainer_max_abs_diff",
+    "entropy/mean",
+    "reply/tokens_mean",
+    "groups/zero_variance",
+)
+"""Whose first, mean and last values stand in a table."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class RunReport:
+    """One run."""
+
+    name: str
+    path: str
+    head: tuple[tuple[str, str], ...]
+    """Facts of the first table, by name."""
+    changed_keys: tuple[tuple[str, str, str], ...]
+    """Key, default and value."""
+    step_times: Chart | None
+    metrics: tuple[tuple[str, str, str, str], ...]
+    """Name, first, mean and last value."""
+    efficiency: Efficiency
+    audit: tuple[str, ...]
+    alerts: tuple[Alert, ...]
+    answers: tuple[Answer, ...]
+    episodes: tuple[ShownEpisode, ...]
+    launches: tuple[Mapping[str, str], ...]
+    recipe: tuple[tuple[str, str], ...]
+    """Every key and its value."""
+    problems: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Several runs beside one another."""
+
+    made_at: str
+    version: str
+    runs: tuple[RunReport, ...]
+    differing_keys: tuple[tuple[str, tuple[str, ...]], ...]
+    """Key, and its value in each run."""
+    curves: tuple[Chart, ...]
+    evaluations: tuple[PairedDifference, ...]
+    problems: tuple[str, ...]
+    """Evaluations that could not be read."""
+
+
+def build_report(runs: Sequence[RunPaths]) -> Report:
+    """Everything that a report on these runs says.
+
+    Raises:
+        RecipeError: The recipe of one is damaged.
+    """
+    progress_by_run = [read_run_progress(paths) for paths in runs]
+    names = name_runs(runs)
+    recipes = [progress.recipe for progress in progress_by_run]
+    problems: list[str] = []
+    evaluations = [
+        (name, read_evaluations(paths, problems), recipe.get("valid_dataset"))
+        for name, paths, recipe in zip(names, runs, recipes, strict=True)
+    ]
+    flat = [flatten_public(recipe) for recipe in recipes]
+    # Evaluations of step 0 stand in a row that trained nothing.
+    curves = {
+        name: progress.snapshot.steps for name, progress in zip(names, progress_by_run, strict=True)
+    }
+    return Report(
+        made_at=time.strftime("%Y-%m-%d %H:%M %Z"),
+        version=__version__,
+        runs=tuple(
+            _describe_run(name, paths, progress)
+            for name, paths, progress in zip(names, runs, progress_by_run, strict=True)
+        ),
+        differing_keys=tuple(
+            (key, tuple(format_setting(one[key]) if key in one else "-" for one in flat))
+            for key, _ in find_differing_keys([dict(one) for one in flat] if len(flat) > 1 else [])
+        ),
+        curves=tuple(draw_run_curves(curves)),
+        evaluations=tuple(compare_evaluations(evaluations)),
+        problems=tuple(problems),
+    )
+
+
+def name_runs(runs: Sequence[RunPaths]) -> list[str]:
+    """What each run is called: its name, or its directory where several have that name."""
+    names = [paths.run_name for paths in runs]
+    return [
+        name if names.count(name) == 1 else str(paths.root)
+        for name, paths in zip(names, runs, strict=True)
+    ]
+
+
+def _describe_run(name: str, paths: RunPaths, progress: RunProgress) -> RunReport:
+    rows = select_trained_rows(progress.snapshot.steps)
+    problems: list[str] = []
+    recipe = progress.recipe
+    return RunReport(
+        name=name,
+        path=str(paths.root),
+        head=tuple(_list_head_facts(paths, progress, rows)),
+        changed_keys=tuple(find_changed_keys(recipe)),
+        step_times=draw_step_times(name, rows),
+        metrics=tuple(_list_metric_rows(rows)),
+        efficiency=measure_efficiency(paths, rows, progress.cell_count),
+        audit=tuple(_describe_audit(paths)),
+        alerts=tuple(read_alerts(paths)),
+        answers=(explain_slow_run(paths), explain_collapse(paths)) if rows else (),
+        episodes=tuple(choose_examples(paths, progress.step, problems)),
+        launches=tuple(_list_launches(paths)),
+        recipe=tuple((key, format_setting(value)) for key, value in flatten_public(recipe).items()),
+        problems=tuple(problems),
+    )
+
+
+def _list_head_facts(
+    paths: RunPaths, progress: RunProgress, rows: Sequence[Row]
+) -> Iterator[tuple[str, str]]:
+    state = "finished" if paths.finished_marker.exists() else "not finished"
+    yield "state", f"{state}, step {progress.step} of {progress.total_steps or '?'}"
+    if rewards := list_numbers(rows, "reward/mean"):
+        text = f"{format_metric(rewards[0], '.3f')} → {format_metric(rewards[-1], '.3f')}"
+        yield "training reward", f"{text}, best {max(rewards):.3f}"
+    if evaluations := progress.snapshot.evaluations:
+        first, last = evaluations[0], evaluations[-1]
+        best = max(evaluations, key=lambda one: one[1])
+        yield (
+            "held-out reward",
+            f"{first[1]:.3f} → {last[1]:.3f} (step {first[0]} → {last[0]}), best {best[1]:.3f} "
+            f"at step {best[0]}",
+        )
+    if progress.checkpoint_step is not None:
+        yield "last checkpoint", f"step {progress.checkpoint_step}"
+
+
+def _list_metric_rows(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+    for name in TOLD_METRICS:
+        if (values := summarize_metric(rows, name)) is not None:
+            first, mean, last = (format_value(name, value) for value in values)
+            yield name, first, mean, last
+
+
+def _describe_audit(paths: RunPaths) -> Iterator[str]:
+    try:
+        audit = audit_run(paths)
+    except (ArealError, OSError) as error:
+        yield f"not audited: {error}"
+        return
+    yield audit.summary_line
+    yield from (f"problem: {one}" for one in audit.problems[:5])
+    if audit.untrained:
+        count = len(audit.untrained)
+        yield f"{count} parts of batches were not trained: areal-hpc audit lists them"
+
+
+def _list_launches(paths: RunPaths) -> Iterator[Mapping[str, str]]:
+    """Facts of each launch; its command was recorded without values that may be secrets."""
+    try:
+        launches = msgspec.json.decode(paths.provenance.read_bytes())["launches"]
+    except (OSError, LookupError, TypeError, msgspec.DecodeError):
+        return
+    for one in launches if isinstance(launches, list) else ():
+        if not isinstance(one, dict):
+            continue
+        environments = one.get("environments") or {}
+        yield {
+            "attempt": str(one.get("attempt")),
+            "time": str(one.get("time")),
+            "host": str(one.get("host")),
+            "command": shlex.join(map(str, one.get("command") or ())),
+            "areal_hpc": f"{one.get('areal_hpc')} (commit {one.get('git_commit') or 'not known'})",
+            "GPU driver": str(one.get("gpu_driver") or "none"),
+            "code": str((one.get("user_code") or {}).get("digest") or "not recorded"),
+        } | {
+            f"{name} environment": _format_packages(environment)
+            for name, environment in environments.items()
+            if isinstance(environment, dict)
+        }
+
+
+def _format_packages(environment: Mapping[str, Any]) -> str:
+    packages = environment.get("packages") or {}
+    told = [f"Python {environment.get('python')}"]
+    told += [f"{name} {version}" for name, version in packages.items()]
+    return ", ".join(told)

@@ -1,0 +1,106 @@
+"""Which curves a report draws, and the series of each from the rows of runs. Pure."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.view.metric_values import get_number
+from areal_hpc.view.report.charts import Chart, Series, draw_bars, draw_curves
+
+CURVES = {
+    "reward/mean": "training reward",
+    EVAL_REWARD_METRIC: "held-out reward",
+    "entropy/mean": "entropy",
+    "reply/tokens_mean": "reply length",
+    "reply/cut_fraction": "cut replies",
+    "reply/repeated_fraction": "repetition",
+    "groups/zero_variance": "groups with equal rewards",
+    "staleness/mean": "staleness",
+    "logprob/engine_trainer_mean_abs_diff": "engine against trainer",
+    "kl/behavior": "KL to the policy that sampled",
+    "importance_weight/effective_sample_fraction": "effective samples",
+    "ratio/clip_fraction": "clipped tokens",
+    "grad_norm": "norm of gradients",
+    "episode/duration_mean_s": "time of an episode",
+    "episode/tool_time_fraction": "time outside of model calls",
+    "generation/tokens_per_s": "speed of generation",
+    "time/step_s": "time of a step",
+    "memory/trainer_peak_bytes": "memory of a rank",
+}
+"""Titles by metric, in the order of the report."""
+PHASE_LAYERS = {
+    "waiting for episodes": ("batch_wait",),
+    "waiting for a replica": ("cell_wait",),
+    "training": ("read", "measure", "pack", "train"),
+    "weight updates": ("publish",),
+    "checkpoints": ("checkpoint", "export"),
+    "evaluation": ("eval",),
+}
+
+Row = Mapping[str, Any]
+
+
+def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]:
+    """A chart for each metric that a run has; dashed lines are restarts of the only run."""
+    (only, *others) = rows_by_run.values()
+    marks = [] if others else list_restart_steps(only)
+    for name, title in CURVES.items():
+        series = [
+            Series(run, [(row["step"], value) for row, value in iterate_values(rows, name)])
+            for run, rows in rows_by_run.items()
+        ]
+        metric = find_metric(name)
+        if any(one.points for one in series):
+            if name.endswith("_bytes"):
+                scaled = [[(x, y / 2**30) for x, y in one.points] for one in series]
+                series = [
+                    Series(one.label, points) for one, points in zip(series, scaled, strict=True)
+                ]
+            unit = metric.unit if metric else ""
+            chart = draw_curves(title, "GiB" if unit == "bytes" else unit, series, marks)
+            if chart is not None:
+                yield chart
+
+
+def iterate_values(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, float]]:
+    """The rows that have a metric, with its value; of the start of a run its evaluation alone."""
+    for row in rows:
+        is_told = row["step"] > 0 or name == EVAL_REWARD_METRIC
+        if is_told and (value := get_number(row, name)) is not None:
+            yield row, value
+
+
+def draw_step_times(run: str, rows: Sequence[Row]) -> Chart | None:
+    """The time of each step of a run by phase."""
+    timed = [row for row in rows if get_number(row, "time/step_s")]
+    if not timed:
+        return None
+    layers = {
+        name: [sum(get_number(row, f"time/{phase}_s") or 0.0 for phase in phases) for row in timed]
+        for name, phases in PHASE_LAYERS.items()
+    }
+    totals = [get_number(row, "time/step_s") or 0.0 for row in timed]
+    known = [sum(column) for column in zip(*layers.values(), strict=True)]
+    layers["other"] = [max(0.0, total - sum_) for total, sum_ in zip(totals, known, strict=True)]
+    steps = [row["step"] for row in timed]
+    # Every layer is kept, that a color means the same in all runs.
+    series = [Series(name, list(zip(steps, layers[name], strict=True))) for name in layers]
+    return draw_bars(f"{run}: time of a step by phase", "s", series)
+
+
+def list_restart_steps(rows: Sequence[Row]) -> list[int]:
+    """First steps of further starts of the trainer."""
+    return [
+        row["step"]
+        for before, row in pairwise(rows)
+        if row.get("generation") != before.get("generation")
+    ]
+
+
+def summarize_metric(rows: Sequence[Row], name: str) -> tuple[float, float, float] | None:
+    """First, mean and last value of a metric; None if no row has it."""
+    values = [value for _, value in iterate_values(rows, name)]
+    return (values[0], statistics.fmean(values), values[-1]) if values else None

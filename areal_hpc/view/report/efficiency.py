@@ -1,0 +1,93 @@
+"""What a run cost and what for: wall time, GPU-hours, shares of a step, memory, restarts."""
+
+import statistics
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from areal_hpc.metrics.limit import find_main_step_limit
+from areal_hpc.metrics.step_line import compute_tokens_per_s
+from areal_hpc.rundir.events import read_all_events
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launches
+from areal_hpc.view.answers.step_parts import list_step_parts
+from areal_hpc.view.idle_time import describe_idle_time, read_run_size
+from areal_hpc.view.metric_values import format_value, list_numbers
+from areal_hpc.view.report.curves import list_restart_steps
+from areal_hpc.view.tables import format_duration
+
+MAX_TOLD_EVENTS = 12
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Efficiency:
+    """Facts about a run's cost, each as a name and a sentence."""
+
+    facts: tuple[tuple[str, str], ...]
+    shares: tuple[tuple[str, float], ...]
+    """Share of the mean step's time by what it was spent on."""
+    events: tuple[tuple[str, str, int], ...]
+    """Events that are not routine: what, by whom, how often."""
+
+
+def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Efficiency:
+    """The efficiency of a run, from its metrics, launches and events."""
+    timed = [row for row in rows if row.get("time/step_s")]
+    shares: tuple[tuple[str, float], ...] = ()
+    if timed:
+        step_s = statistics.fmean(list_numbers(timed, "time/step_s"))
+        shares = tuple((one.name, one.seconds / step_s) for one in list_step_parts(timed, None))
+    counts = Counter(
+        (str(one["event"]), str(one["role"]))
+        for one in read_all_events(paths.events)
+        if one["event"] not in ROUTINE_EVENTS
+    )
+    events = tuple((*key, count) for key, count in counts.most_common(MAX_TOLD_EVENTS))
+    return Efficiency(tuple(_list_facts(paths, rows, cell_count)), shares, events)
+
+
+def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterator[tuple[str, str]]:
+    launches = list_launches(paths)
+    ends = list_numbers(rows, "unix_time_s")
+    steps_s = sum(list_numbers(rows, "time/step_s"))
+    if launches and ends:
+        wall_s = ends[-1] - launches[0][1]
+        yield "wall time", f"{format_duration(wall_s)} from the first launch to the last step"
+    if steps_s:
+        yield "time of steps", format_duration(steps_s)
+    size = read_run_size(paths, cell_count)
+    if size is not None and steps_s:
+        held = steps_s / 3600 * (size.trainer + size.cells)
+        unit = f"{size.unit}-hours"
+        yield unit, f"{held:.2f} while steps were trained"
+        for sentence in describe_idle_time(rows, size):
+            yield "idle", sentence
+    limits = Counter(limit for row in rows if (limit := find_main_step_limit(row)) is not None)
+    if limits:
+        told = ", ".join(f"{count} by {limit}" for limit, count in limits.most_common())
+        yield "steps limited", told
+    yield "launches", str(len(launches) or "not recorded")
+    yield "restarts of the trainer survived", str(len(list_restart_steps(rows)))
+    tokens = sum(list_numbers(rows, "tokens/trained"))
+    if tokens and steps_s:
+        speed = compute_tokens_per_s(rows)
+        yield "tokens trained", f"{tokens:,.0f}, {speed:.0f} a second over all phases"
+    if mfu := list_numbers(rows, "throughput/mfu"):
+        yield "model FLOP/s utilization", f"{statistics.fmean(mfu):.1%} while training"
+    if memory := list_numbers(rows, "memory/trainer_peak_bytes"):
+        peak = format_value("memory/trainer_peak_bytes", max(memory))
+        yield "most memory of a rank", peak
+    if free := list_numbers(rows, "disk/free_bytes"):
+        yield "least room on the storage", format_value("disk/free_bytes", min(free))
+    failures = sum(list_numbers(rows, "episode/failures"))
+    yield "failed tries of episodes", f"{failures:.0f}"
+    dropped = {
+        name: sum(list_numbers(rows, f"tickets/{name}"))
+        for name in ("failed", "filtered", "stale_dropped", "stale_requeued", "stale_trained")
+    }
+    given_up = [f"{count:.0f} {name.replace('_', ' ')}" for name, count in dropped.items() if count]
+    if given_up:
+        yield "tickets", ", ".join(given_up)

@@ -1,0 +1,129 @@
+"""Good, bad and typical episodes of a run's newest batch, as conversations."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from areal_hpc.errors import ShardError
+from areal_hpc.rundir.manifests import list_manifest_steps
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes, read_first_rows
+from areal_hpc.view.transcripts.conversation import (
+    extract_text,
+    format_tool_call,
+    get_messages,
+    get_tool_calls,
+    locate_calls,
+)
+from areal_hpc.wire.row_record import CallRecord
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+MAX_EACH = 2
+"""Episodes of each sort."""
+MAX_TEXT_CHARS = 4000
+"""Of a message: what is longer loses its middle."""
+MAX_MESSAGES = 60
+"""Of a conversation: of more the first and the last are shown."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownMessage:
+    """One message as text."""
+
+    role: str
+    text: str
+    reasoning: str = ""
+    tool_calls: tuple[str, ...] = ()
+    facts: str = ""
+    """Of a recorded call: seconds, tokens, reward."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShownEpisode:
+    """One episode with its conversation."""
+
+    sort: str
+    """`good`, `bad` or `typical`."""
+    title: str
+    facts: str
+    messages: tuple[ShownMessage, ...]
+
+
+def choose_examples(paths: RunPaths, last_step: int, problems: list[str]) -> list[ShownEpisode]:
+    """Episodes of the newest trained batch that can be read."""
+    for step in reversed([one for one in list_manifest_steps(paths) if one <= last_step][-3:]):
+        episodes = read_batch_episodes(paths, [step], problems)
+        if not episodes:
+            continue
+        chosen = list(pick_episodes(episodes))
+        try:
+            rows = read_first_rows(paths, [one for _, one in chosen])
+        except ShardError as error:
+            problems.append(str(error))
+            continue
+        return [_show(sort, one, row) for (sort, one), row in zip(chosen, rows, strict=True)]
+    return []
+
+
+def pick_episodes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[str, BatchEpisode]]:
+    """The best, the worst, and those nearest to the median reward, each of two groups. Pure."""
+    middle = statistics.median(one.reward for one in episodes)
+    orders: dict[str, Callable[[BatchEpisode], float]] = {
+        "good": lambda one: -one.reward,
+        "bad": lambda one: one.reward,
+        "typical": lambda one: abs(one.reward - middle),
+    }
+    used: set[str] = set()
+    for sort, order in orders.items():
+        first_of_group: dict[int, BatchEpisode] = {}
+        for one in sorted(episodes, key=order):
+            if one.name not in used:
+                first_of_group.setdefault(one.ticket_id, one)
+        for one in list(first_of_group.values())[:MAX_EACH]:
+            used.add(one.name)
+            yield sort, one
+
+
+def _show(sort: str, one: BatchEpisode, row: TrajectoryRow) -> ShownEpisode:
+    calls = dict(locate_calls(row.record.calls))
+    messages = [
+        ShownMessage(
+            role=shorten(f"{message.get('role', '?')} {message.get('name') or ''}".strip(), 100),
+            text=shorten(extract_text(message.get("content"))),
+            reasoning=shorten(extract_text(message.get("reasoning_content"))),
+            tool_calls=tuple(shorten(format_tool_call(it)) for it in get_tool_calls(message)),
+            facts=_describe_call(calls[place]) if place in calls else "",
+        )
+        for place, message in enumerate(get_messages(row))
+    ]
+    if len(messages) > MAX_MESSAGES:
+        left_out = ShownMessage("", f"({len(messages) - MAX_MESSAGES} messages are left out)")
+        half = MAX_MESSAGES // 2
+        messages = [*messages[:half], left_out, *messages[-half:]]
+    facts = [f"reward {one.reward:g}", f"{int(row.loss_mask_T.sum())} tokens sampled"]
+    if one.is_timed:
+        facts.append(f"{one.record.duration_s:.1f} s")
+    if one.task >= 0:
+        facts.append(f"task {one.task}")
+    facts.append(one.name)
+    return ShownEpisode(sort, one.title, ", ".join(facts), tuple(messages))
+
+
+def _describe_call(call: CallRecord) -> str:
+    facts = []
+    if 0 < call.asked_at <= call.answered_at:
+        facts.append(f"{call.answered_at - call.asked_at:.2f} s")
+    facts.append(f"{call.reply_tokens} tokens")
+    if call.finish_reason not in ("", "stop"):
+        facts.append(f"ended by {call.finish_reason}")
+    if call.reward is not None:
+        facts.append(f"reward {call.reward.value:g}")
+        facts += [f"{name} {value:g}" for name, value in call.reward.parts.items()]
+    return ", ".join(facts)
+
+
+def shorten(text: str, most: int = MAX_TEXT_CHARS) -> str:
+    """A text without its middle, if it is longer than `most`."""
+    if len(text) <= most:
+        return text
+    return f"{text[: most // 2]}\n[... {len(text) - most} characters ...]\n{text[-most // 2 :]}"
