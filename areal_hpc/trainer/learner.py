@@ -45,6 +45,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
+from areal_hpc.trainer.objective.custom_loss import load_custom_loss
 from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
 from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_metrics import (
@@ -95,6 +96,7 @@ class Learner:
         seed: int,
         check_generation: Callable[[], None] = lambda: None,
     ) -> None:
+        self._custom_loss = load_custom_loss(config.objective)
         arch = read_architecture(model_path)
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
         self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
@@ -293,6 +295,7 @@ class Learner:
             batch.rows,
             self._config.objective,
             batch.channels_N.get(SCALE_CHANNEL),
+            self._custom_loss,
         )
         stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}

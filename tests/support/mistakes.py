@@ -107,6 +107,14 @@ MISTAKES = (
             *("at: rollout.should_accept", "no_such", "at: rollout.curriculum", "nothing"),
         ),
     ),
+    Mistake(
+        "a custom loss misspelled",
+        "trainer.objective.custom=examples.objectives.sapo:compute",
+        (
+            "the module 'examples.objectives.sapo' has no 'compute'; did you mean 'compute_terms'?",
+            "at: trainer.objective.custom",
+        ),
+    ),
     # Data.
     Mistake(
         "a line of a data set that is not JSON",

@@ -21,6 +21,9 @@ from areal_hpc.areal.config.rules import (
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
 NO_REFERENCE_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
+CUSTOM_LOSS_REASON = (
+    "a custom loss: set trainer.objective.custom to a copy of examples/objectives/{}.py"
+)
 REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
@@ -282,6 +285,10 @@ ACTOR_RULES = (
     ),
     ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.off_policy_correction_low`"),
     renamed_rule("actor.importance_sampling_level", "trainer.objective.ratio_level"),
+    fixed_rule("actor.use_sapo_loss", False, CUSTOM_LOSS_REASON.format("sapo")),
+    unsupported_rule("actor.sapo_tau_pos", "a constant of examples/objectives/sapo.py"),
+    unsupported_rule("actor.sapo_tau_neg", "a constant of examples/objectives/sapo.py"),
+    unsupported_rule("actor.m2_threshold", CUSTOM_LOSS_REASON.format("m2po")),
     renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
     fixed_rule("actor.init_from_scratch", False, "a model starts from its directory"),

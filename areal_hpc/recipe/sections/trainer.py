@@ -158,6 +158,8 @@ class ObjectiveConfig(BaseConfig):
     """Lower bound; 0 is none."""
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
+    custom: str = ""
+    """`package.module:function` of LossInputs that gives each token's term instead of surrogate."""
 
     @model_validator(mode="after")
     def _check_credit_keys(self) -> ObjectiveConfig:
@@ -191,6 +193,24 @@ class ObjectiveConfig(BaseConfig):
                 f"loss_scale_tokens={self.loss_scale_tokens} with loss_agg={self.loss_agg}: set "
                 "both (to rollout.sampling.max_new_tokens, for one), or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_custom_keys(self) -> ObjectiveConfig:
+        if not self.custom:
+            return self
+        if self.preset != "default":
+            raise ValueError(
+                f"custom={self.custom} takes the place of what preset={self.preset} stands for: "
+                "leave one of them out, and set the keys that the function is to go with"
+            )
+        default = type(self).model_fields
+        for name in ("surrogate", "ratio_level", "clip_dual"):
+            if getattr(self, name) != default[name].default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect with custom={self.custom}, which "
+                    "gives the terms itself: leave it out"
+                )
         return self
 
     @model_validator(mode="after")

@@ -79,11 +79,16 @@ SEQUENCE_OBJECTIVES: tuple[dict[str, Any], ...] = (
         "surrogate": "cispo", "ratio_level": "sequence", "clip_low": 1e-3, "clip_high": 1e-3,
         "loss_agg": "seq_mean_token_sum_norm", "loss_scale_tokens": 9,
     },
+    {
+        "custom": "examples.objectives.m2po:compute_terms", "proximal": "none",
+        "off_policy_correction": "none", "loss_agg": "seq_mean_token_sum",
+    },
 )  # fmt: skip
-"""Ratios of rows, through whose mean the gradient flows in the first; sums over episodes."""
+"""Ratios of rows, through whose mean the gradient flows in the first; sums over episodes; a custom
+loss that leaves tokens out by what their whole row is like."""
 
 
-@pytest.mark.parametrize("objective", SEQUENCE_OBJECTIVES, ids=["clip", "cispo"])
+@pytest.mark.parametrize("objective", SEQUENCE_OBJECTIVES, ids=["clip", "cispo", "custom"])
 def test_sequence_losses_do_not_depend_on_split_or_layout(
     ranks: RankServer, stale: Path, tmp_path: Path, objective: dict[str, Any]
 ) -> None:
