@@ -24,6 +24,7 @@ PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linea
 CUSTOM_LOSS_REASON = (
     "a custom loss: set trainer.objective.custom to a copy of examples/objectives/{}.py"
 )
+CORRECTION_METRIC_BY_AREAL_NAME = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
 REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
@@ -66,10 +67,12 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if source("actor.rejection_sampling.level") is not None:
         metric = source("actor.rejection_sampling.metric")
+        level, agg = (source(f"actor.rejection_sampling.{name}") for name in ("level", "agg"))
         return {
             "off_policy_correction": source("actor.rejection_sampling.action"),
-            "off_policy_correction_level": source("actor.rejection_sampling.level"),
-            "off_policy_correction_metric": "ratio" if metric == "ratio" else "kl",
+            "off_policy_correction_level": level,
+            **({"off_policy_correction_agg": agg} if level == "sequence" and agg != "mean" else {}),
+            "off_policy_correction_metric": CORRECTION_METRIC_BY_AREAL_NAME.get(metric, "kl"),
             "off_policy_correction_low": source("actor.rejection_sampling.lower") or 0.0,
             "off_policy_correction_high": source("actor.rejection_sampling.upper"),
         }
@@ -82,9 +85,9 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
 def _check_rejection_metric(
     value: Any, source: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    if value in ("ratio", "kl_k3"):
+    if value in CORRECTION_METRIC_BY_AREAL_NAME:
         return {}
-    return Untranslatable("ratio, or kl_k3: the estimate of the divergence that is used here")
+    return Untranslatable(f"one of {', '.join(CORRECTION_METRIC_BY_AREAL_NAME)}")
 
 
 def _translate_betas(value: Any, source: ArealConfigValues) -> dict[str, Any]:
@@ -279,7 +282,10 @@ ACTOR_RULES = (
         "`trainer.objective.off_policy_correction_metric`",
         _check_rejection_metric,
     ),
-    fixed_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
+    ignored_rule(
+        "actor.rejection_sampling.agg",
+        "`trainer.objective.off_policy_correction_agg`, where the level is `sequence`",
+    ),
     ignored_rule(
         "actor.rejection_sampling.upper", "`trainer.objective.off_policy_correction_high`"
     ),

@@ -70,6 +70,23 @@ def test_rows_are_judged_whole_in_layouts(ranks: RankServer, stale: Path, tmp_pa
             ), (parallel, line["step"])
 
 
+def test_the_largest_token_of_a_row_is_found_on_whichever_rank_it_lies(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    objective = {
+        "off_policy_correction": "mask", "off_policy_correction_level": "sequence",
+        "off_policy_correction_metric": "k1", "off_policy_correction_agg": "max",
+        "off_policy_correction_high": 0.8,
+    }  # fmt: skip
+    expected = train(ranks, stale, tmp_path / "1", objective)
+    found = train(ranks, stale, tmp_path / "2", objective, cp=2)
+    assert all(0.1 < line["importance_weight/out_of_bounds_fraction"] < 0.9 for line in expected)
+    for line, other in zip(found, expected, strict=True):
+        assert {name: line[name] for name in COMPARED} == pytest.approx(
+            {name: other[name] for name in COMPARED}, rel=1e-4, abs=1e-6
+        )
+
+
 SEQUENCE_OBJECTIVES: tuple[dict[str, Any], ...] = (
     {
         "ratio_level": "sequence", "clip_low": 1e-5, "clip_high": 1e-5,

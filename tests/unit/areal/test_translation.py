@@ -113,6 +113,24 @@ def test_the_proximal_policy_follows_three_switches(
 
 
 @pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"metric": "kl_k1", "lower": -0.5}, ("token", "k1", -0.5, None)),
+        ({"metric": "kl_k2", "agg": "max"}, ("token", "k2", 0.0, None)),  # of tokens: no row's
+        ({"metric": "kl_k3", "level": "sequence", "agg": "sum"}, ("sequence", "kl", 0.0, "sum")),
+        ({"level": "sequence", "agg": "max"}, ("sequence", "ratio", 0.0, "max")),
+    ],
+)
+def test_rejection_sampling_keeps_its_metric_and_how_rows_are_judged(
+    given: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    found = recipe_of({"actor": {**DECOUPLED, "rejection_sampling": given}})
+    names = ("level", "metric", "low", "agg")
+    kept = tuple(found.get(f"trainer.objective.off_policy_correction_{name}") for name in names)
+    assert kept == expected
+
+
+@pytest.mark.parametrize(
     ("norm", "expected"),
     [
         ({"mean_level": "group", "std_level": "group"}, ("group_mean", "group", 1)),
