@@ -22,15 +22,6 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 def find_doubts(recipe: Recipe) -> Iterator[str]:
     """What is allowed, and seldom meant: a line for each."""
-    sampling = recipe.rollout.sampling
-    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
-        value = getattr(sampling, name)
-        if value != neutral:
-            yield (
-                f"rollout.sampling.{name}={value}: the engine reports log-probabilities of the "
-                "whole distribution, and the trainer does not know that tokens were left out; "
-                f"{name}={neutral} trains on what was sampled"
-            )
     trainer, default = recipe.trainer, ObjectiveConfig()
     for name in ("clip_low", "clip_high", "clip_dual"):
         value = getattr(trainer.objective, name)
@@ -204,6 +195,15 @@ def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
             "rollout.max_concurrent_rollouts",
             f"use {least} or more",
         )
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        value = getattr(rollout.sampling, name)
+        if value != neutral:
+            yield Problem(
+                f"rollout.sampling.{name}={value} leaves tokens out, which the trainer does not "
+                "know of: replies that were not sampled from the whole softmax are not trained",
+                f"rollout.sampling.{name}",
+                f"use {neutral}; evaluation.sampling.{name} may be another",
+            )
     if rollout.sampling.temperature <= 0:
         yield Problem(
             "rollout.sampling.temperature=0 makes all episodes of a group identical, so there is "

@@ -20,6 +20,7 @@ NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
+_NEUTRAL = {"top_p": 1.0, "top_k": -1}
 _CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
@@ -44,7 +45,12 @@ def _build_sampling_param_rules(name: str) -> tuple[Rule, ...]:
     def convert(value: Any) -> Any:
         return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
 
-    def trained(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+    def trained(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+        if name in _NEUTRAL and convert(value) != _NEUTRAL[name]:
+            return Untranslatable(
+                "what leaves tokens out cannot be trained as it was sampled: replies are sampled "
+                f"from the whole distribution; {valid} may be set"
+            )
         own = source(f"eval_gconfig.{name}")
         return {train: convert(value), valid: convert(value if own is None else own)}
 

@@ -83,6 +83,13 @@ def test_epochs_need_the_number_of_rows() -> None:
     assert recipe_of({**tree, "total_train_steps": 7}, 83)["trainer.total_steps"] == 7
 
 
+def test_sampling_that_leaves_tokens_out_is_named_as_lost() -> None:
+    found = translate_to_recipe({"gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
+    (lost,) = [one for one in found.untranslated if one.key == "gconfig.top_p"]
+    assert "evaluation.sampling.top_p may be set" in lost.reason
+    assert "top_p" not in found.recipe["rollout"]["sampling"]
+
+
 def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
     found = recipe_of({"gconfig": {"n_samples": 2}})
     assert found["rollout.agent.export_style"] == "individual"

@@ -47,6 +47,11 @@ REFUSED = [
         "checksums of weight updates could not match",
     ),
     ("rollout.episode_timeout_s=2400", "proxy.session_timeout_s", "=3600 is shorter than 3 attem"),
+    (
+        "rollout.sampling.top_p=0.7; rollout.sampling.top_k=20",
+        "rollout.sampling.top_p rollout.sampling.top_k",
+        "top_p=0.7 leaves tokens out|use 1.0; evaluation.sampling.top_p may be another|use -1",
+    ),
     ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
     ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),
     (f"{SOURCES}; rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),
@@ -129,12 +134,8 @@ def test_a_source_on_the_command_line_replaces_that_of_the_file(
     assert found == {name: value for name, value in kept.items() if value is not None}
 
 
-def test_sampling_that_training_does_not_know_of_is_told() -> None:
+def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
     assert list(find_doubts(load_recipe(QUICKSTART))) == []
-    recipe = load_recipe(QUICKSTART, ["rollout.sampling.top_p=0.7", "rollout.sampling.top_k=20"])
-    told = "\n".join(find_doubts(recipe))
-    assert "rollout.sampling.top_p=0.7" in told
-    assert "rollout.sampling.top_k=20" in told
 
 
 @pytest.mark.parametrize(
