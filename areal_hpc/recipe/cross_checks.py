@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
@@ -36,6 +37,12 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
         yield (
             f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
             f"never reaches its peak in {steps} steps"
+        )
+    rollout = recipe.rollout
+    if rollout.failed_episodes == "drop" and rollout.min_samples is None:
+        yield (
+            "rollout.failed_episodes=drop: one failed episode drops its whole group while "
+            "rollout.min_samples is null; set min_samples=2 to train the others"
         )
     agent = recipe.rollout.agent
     if agent.isolation == "none":
@@ -179,6 +186,21 @@ def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
     if rollout.min_group_size > rollout.n_samples:
         message = f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}"
         yield Problem(message, "rollout.min_samples", f"use {rollout.n_samples} or less")
+    if rollout.agent.mode == "online" and rollout.failed_episodes != "retry":
+        yield Problem(
+            f"rollout.failed_episodes={rollout.failed_episodes} cannot be used with mode=online: "
+            "an external program that ends without a reward is replaced by the next one",
+            "rollout.failed_episodes",
+            "use retry",
+        )
+    default_tries = RolloutConfig.model_fields["max_episode_tries"].default
+    if rollout.failed_episodes == "drop" and rollout.max_episode_tries != default_tries:
+        yield Problem(
+            f"rollout.max_episode_tries={rollout.max_episode_tries} has no effect with "
+            "rollout.failed_episodes=drop: no episode is repeated",
+            "rollout.max_episode_tries",
+            "leave it out, or use rollout.failed_episodes=retry",
+        )
     if rollout.agent.mode == "online" and rollout.extra_samples:
         yield Problem(
             "rollout.extra_samples cannot be used with mode=online: an external episode cannot "

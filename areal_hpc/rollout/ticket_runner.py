@@ -126,6 +126,8 @@ class TicketRunner:
         while True:
             incarnation = self._proxy.peer_started_at
             outcomes = await self._run_group(grant, "train")
+            if len(outcomes) > 1 and all(one.is_rewarded for one in outcomes):
+                raise _build_group_error(outcomes[-1].error, grant.task_index, len(outcomes))
             task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
@@ -184,7 +186,11 @@ class TicketRunner:
     async def _run_episode_until_ok(
         self, grant: TicketGrant, split: TaskSplit, episode: int
     ) -> EpisodeOutcome:
-        """Repeat one episode until it ends well."""
+        """Repeat one episode until it ends well, or as the recipe has failed ones end.
+
+        Raises:
+            AgentError: It is missing from its group.
+        """
         failures = 0
         while True:
             await self._gate.wait_until_open()
@@ -199,9 +205,13 @@ class TicketRunner:
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
                 await asyncio.sleep(RETRY_BACKOFF.min_s)
                 continue
+            if outcome.is_rewarded:
+                self._tickets.end_episode(grant.ref)
+                return outcome
             await self._keep_failed_episode(outcome)
             failures += 1
-            if failures == self._rollout.max_episode_tries:
+            tries = self._rollout.max_episode_tries
+            if failures == (self._rollout.tries_per_episode if split == "train" else tries):
                 self._tickets.end_episode(grant.ref)
                 raise _build_last_error(outcome.error, episode, grant.task_index, failures)
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
@@ -273,7 +283,8 @@ class TicketRunner:
             sampling_from=self._rollout.agent.sampling,
             rights="all" if self._records_calls[split] else "calls",
         )
-        return EpisodeSpec(session, task, limits.timeout_s)
+        failure_reward = self._rollout.failure_reward if split == "train" else None
+        return EpisodeSpec(session, task, limits.timeout_s, failure_reward)
 
     async def _finish_ticket_at_proxy(self, ref: TicketRef, sessions: list[str]) -> None:
         """Have the proxy keep these sessions of a ticket, and close all its others."""
@@ -299,11 +310,23 @@ def _list_ref_facts(grant: TicketGrant) -> dict[str, Any]:
     return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
 
 
+def _build_group_error(error: AgentError | None, task: int, episodes: int) -> AgentError:
+    """The error of a group of which every episode failed: nobody is told what it should learn."""
+    assert error is not None  # of an outcome that is a failure
+    return _rephrase(error, f"all {episodes} episodes of task {task} failed; last error: ")
+
+
 def _build_last_error(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
     """The error of an episode that failed for the last time."""
+    times = "once" if tries == 1 else f"{tries} times"
+    return _rephrase(error, f"episode {episode} of task {task} failed {times}; last error: ")
+
+
+def _rephrase(error: AgentError, beginning: str) -> AgentError:
+    """The same error, with a message that begins so."""
     problem = error.problems[0]
     return AgentError(
-        f"episode {episode} of task {task} failed {tries} times; last error: {problem.message}",
+        beginning + problem.message,
         key=problem.key,
         hint=problem.hint,
         kind=error.kind,

@@ -52,6 +52,16 @@ REFUSED = [
         "rollout.sampling.top_p rollout.sampling.top_k",
         "top_p=0.7 leaves tokens out|use 1.0; evaluation.sampling.top_p may be another|use -1",
     ),
+    (
+        "rollout.failed_episodes=drop; rollout.max_episode_tries=2",
+        "rollout.max_episode_tries",
+        "no episode is repeated",
+    ),
+    (
+        f"{ONLINE}; valid_dataset=null; rollout.failed_episodes={{reward: 0}}",
+        "rollout.failed_episodes",
+        "cannot be used with mode=online",
+    ),
     ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
     ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),
     (f"{SOURCES}; rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),
@@ -143,6 +153,7 @@ def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
     [
         ("trainer.objective.clip_high=0.4", "every ratio is 1"),
         ("trainer.optimizer.warmup_steps=500", "never reaches its peak in 25 steps"),
+        ("rollout.failed_episodes=drop", "set min_samples=2 to train the others"),
     ],
 )
 def test_settings_without_an_effect_are_told(override: str, told: str) -> None:
