@@ -20,6 +20,8 @@ MAX_UNTRAINABLE_FRACTION = 0.5
 """Of a batch's sampled tokens. Beyond, what is left is no sample of what the agent does."""
 NO_TOP_K = 1 << 20
 """No vocabulary is larger: such a top_k leaves nothing out."""
+_BOUND_BY_RECIPE = ("temperature=0", "top_p", "top_k")
+"""What `rollout.agent.sampling=recipe` keeps agents from asking for."""
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {
     "frequency_penalty": 0.0,
@@ -86,10 +88,16 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
         return
     ranked = sorted(untrainable.items(), key=lambda one: (-one[1], one[0]))
     reasons = ", ".join(f"{name} ({tokens})" for name, tokens in ranked)
+    names = sorted({name for one in untrainable for name in one.split(" and ")})
+    others = ", ".join(name for name in names if name not in _BOUND_BY_RECIPE)
+    hint = (
+        f"have the agent ask without {others}"
+        if others
+        else "set it to recipe, which replaces the agent's temperature, top_p and top_k"
+    )
     raise UntrainableBatchError(
         f"batch {step}: {total} of {sampled} sampled tokens were not sampled from the plain "
         f"softmax, which is what is trained: {reasons}. At most half of a batch may be left out",
         key="rollout.agent.sampling",
-        hint="set it to recipe, which replaces the agent's temperature, top_p and top_k, or take "
-        "these parameters out of the agent; areal-hpc quarantine sets this batch aside",
+        hint=f"{hint}; areal-hpc quarantine sets this batch aside",
     )

@@ -1,6 +1,7 @@
 """`areal-hpc try`: the agent's episodes before the real proxy, without a model."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,6 +61,12 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
     assert "which are trained; 2 calls, reward 0.5" in ended.stdout
     assert "2 of 2 episodes ended well; rewards 0.5 0.5" in ended.stdout
     assert not (tmp_path / "runs").exists(), "a trial leaves nothing behind"
+
+
+def test_replies_that_would_not_be_trained_are_told(recipe: tuple[str, ...]) -> None:
+    ended = areal_hpc("try", *recipe, f"rollout.workflow={AGENTS}.GreedyAgent", "-n", "1")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert re.search(r" [1-4] tokens of replies leave the loss: .* temperature=0\n", ended.stdout)
 
 
 @pytest.mark.parametrize(

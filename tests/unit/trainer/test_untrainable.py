@@ -131,4 +131,12 @@ def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
     (problem,) = caught.value.problems
     assert problem.key == "rollout.agent.sampling"
     assert "temperature=0 (4), top_p (2)" in problem.message
+    assert problem.hint.startswith("set it to recipe")
     assert caught.value.exit_code == 78
+
+
+def test_what_the_recipe_cannot_keep_agents_from_is_named() -> None:
+    with pytest.raises(UntrainableBatchError) as caught:
+        check_trainable_share(3, 10, {"temperature=0 and a grammar": 5, "min_p": 1})
+    (problem,) = caught.value.problems
+    assert problem.hint.startswith("have the agent ask without a grammar, min_p;")
