@@ -73,13 +73,31 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
             "off_policy_correction_level": level,
             **({"off_policy_correction_agg": agg} if level == "sequence" and agg != "mean" else {}),
             "off_policy_correction_metric": CORRECTION_METRIC_BY_AREAL_NAME.get(metric, "kl"),
-            "off_policy_correction_low": source("actor.rejection_sampling.lower") or 0.0,
+            "off_policy_correction_low": _get_lower_bound(source) or 0.0,
             "off_policy_correction_high": source("actor.rejection_sampling.upper"),
         }
     cap = source("actor.behav_imp_weight_cap")
     if cap is None:
         return {"off_policy_correction": "none"}
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
+
+
+def _get_lower_bound(source: ArealConfigValues) -> float | None:
+    """`rejection_sampling.lower`, unless it bounds what is never below it."""
+    lower = source("actor.rejection_sampling.lower")
+    is_never_negative = source("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
+    return None if lower is None or (is_never_negative and lower <= 0) else float(lower)
+
+
+def _check_rejection_lower(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    metric, lower = source("actor.rejection_sampling.metric"), _get_lower_bound(source)
+    if metric == "ratio" or lower is None or (metric == "kl_k1" and lower < 0):
+        return {}
+    return Untranslatable(
+        "bounds enclose the value of equal policies: that of k1 is negative, k2 and k3 have none"
+    )
 
 
 def _check_rejection_metric(
@@ -289,7 +307,11 @@ ACTOR_RULES = (
     ignored_rule(
         "actor.rejection_sampling.upper", "`trainer.objective.off_policy_correction_high`"
     ),
-    ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.off_policy_correction_low`"),
+    Rule(
+        "actor.rejection_sampling.lower",
+        "`trainer.objective.off_policy_correction_low`",
+        _check_rejection_lower,
+    ),
     renamed_rule("actor.importance_sampling_level", "trainer.objective.ratio_level"),
     fixed_rule("actor.use_sapo_loss", False, CUSTOM_LOSS_REASON.format("sapo")),
     unsupported_rule("actor.sapo_tau_pos", "a constant of examples/objectives/sapo.py"),

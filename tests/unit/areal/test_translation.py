@@ -138,6 +138,19 @@ def test_rejection_sampling_keeps_its_metric_and_how_rows_are_judged(
 
 
 @pytest.mark.parametrize(
+    ("metric", "lower", "is_lost"),
+    [("kl_k1", 0.0, True), ("kl_k1", -0.1, False), ("kl_k2", 0.1, True), ("kl_k3", 0.0, False)],
+)
+def test_a_lower_bound_that_equal_policies_are_below_is_named_as_lost(
+    metric: str, lower: float, is_lost: bool
+) -> None:
+    rejection = {"metric": metric, "lower": lower}
+    found = translate_to_recipe({"actor": {**DECOUPLED, "rejection_sampling": rejection}})
+    lost = [one.key for one in found.untranslated]
+    assert ("actor.rejection_sampling.lower" in lost) is is_lost
+
+
+@pytest.mark.parametrize(
     ("norm", "expected"),
     [
         ({"mean_level": "group", "std_level": "group"}, ("group_mean", "group", 1)),
