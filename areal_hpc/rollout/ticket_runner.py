@@ -199,7 +199,7 @@ class TicketRunner:
             if outcome.status == "ok":
                 self._tickets.end_episode(grant.ref)
                 return outcome
-            self._record_failed_episode(grant, episode, outcome)
+            self._record_failed_episode(grant, episode, outcome, is_training=split == "train")
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
@@ -237,7 +237,7 @@ class TicketRunner:
         return outcome
 
     def _record_failed_episode(
-        self, grant: TicketGrant, episode: int, outcome: EpisodeOutcome
+        self, grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
     ) -> None:
         """Note how an episode ended badly, with counts of all those that ended here so far."""
         facts: dict[str, Any] = {"episode": episode}
@@ -252,6 +252,10 @@ class TicketRunner:
                 "failed": self._watch.failed,
                 "ended": self._watch.ended,
             }
+            if outcome.is_rewarded:
+                facts["then"] = f"it earns {outcome.reward:g}"
+            elif is_training and self._rollout.failed_episodes == "drop":
+                facts["then"] = "it is left out"
         self._record_ticket_event(f"episode_{outcome.status}", grant, outcome.reason, **facts)
 
     async def _keep_failed_episode(self, outcome: EpisodeOutcome) -> None:

@@ -174,7 +174,11 @@ def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
     cell.run()
     assert sealed(cell) == {0: [1.0], 1: [-0.5], 2: [-0.5], 3: [1.0]}
     assert len(cell.sessions) == 4, "none is repeated"
-    assert [one["episode"] for one in cell.events("episode_failed")] == [1, 2]
+    failures = cell.events("episode_failed")
+    assert [(one["episode"], one["then"]) for one in failures] == [
+        (1, "it earns -0.5"),
+        (2, "it earns -0.5"),
+    ]
     assert cell.proxy.failed == [], "a row is sealed as trained or as failed, not as both"
 
 
@@ -227,7 +231,7 @@ def test_a_failed_episode_is_left_out_without_another_try(
 ) -> None:
     cell = Cell(tmp_path, fails_at(1), tickets(1), failed_episodes="drop", min_samples=least)
     cell.run()
-    assert len(cell.events("episode_failed")) == 1
+    assert [one["then"] for one in cell.events("episode_failed")] == ["it is left out"]
     if kept is None:
         assert "failed once; last error" in cell.ledger.dropped[TicketRef(0, 0)]
     else:
