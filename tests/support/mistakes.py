@@ -100,19 +100,13 @@ MISTAKES = (
     Mistake(
         "several at once",
         f"{NO_DATA} cluster.serve.python=/no/such/python rollout.should_accept={SUMS}:no_such "
-        f"rollout.curriculum={SUMS}:nothing",
-        (
-            *("4 errors:", "there is no data set at", "at: train_dataset.path"),
-            *("no Python interpreter for role serve at /no/such/python", "make setup"),
-            *("at: rollout.should_accept", "no_such", "at: rollout.curriculum", "nothing"),
-        ),
-    ),
-    Mistake(
-        "a custom loss misspelled",
+        f"rollout.curriculum={SUMS}:nothing "
         "trainer.objective.custom=examples.objectives.sapo:compute",
         (
-            "the module 'examples.objectives.sapo' has no 'compute'; did you mean 'compute_terms'?",
-            "at: trainer.objective.custom",
+            *("5 errors:", "there is no data set at", "at: train_dataset.path"),
+            *("no Python interpreter for role serve at /no/such/python", "make setup"),
+            *("at: rollout.should_accept", "no_such", "at: rollout.curriculum", "nothing"),
+            *("at: trainer.objective.custom", "did you mean 'compute_terms'?"),
         ),
     ),
     # Data.
