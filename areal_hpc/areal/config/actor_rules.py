@@ -313,7 +313,11 @@ ACTOR_RULES = (
         _check_rejection_lower,
     ),
     renamed_rule("actor.importance_sampling_level", "trainer.objective.ratio_level"),
-    fixed_rule("actor.use_sapo_loss", False, CUSTOM_LOSS_REASON.format("sapo")),
+    Rule(
+        "actor.use_sapo_loss",
+        f"(none) if it is true: {CUSTOM_LOSS_REASON.format('sapo')}",
+        lambda value, _: Untranslatable(CUSTOM_LOSS_REASON.format("sapo")) if value else {},
+    ),
     unsupported_rule("actor.sapo_tau_pos", "a constant of examples/objectives/sapo.py"),
     unsupported_rule("actor.sapo_tau_neg", "a constant of examples/objectives/sapo.py"),
     unsupported_rule("actor.m2_threshold", CUSTOM_LOSS_REASON.format("m2po")),

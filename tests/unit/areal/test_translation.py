@@ -83,6 +83,15 @@ def test_epochs_need_the_number_of_rows() -> None:
     assert recipe_of({**tree, "total_train_steps": 7}, 83)["trainer.total_steps"] == 7
 
 
+def test_losses_that_are_examples_here_are_named_with_their_file() -> None:
+    actor = {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "m2_threshold": 0.04}
+    lost = {one.key: one.reason for one in translate_to_recipe({"actor": actor}).untranslated}
+    assert "examples/objectives/sapo.py" in lost["actor.use_sapo_loss"]
+    assert "examples/objectives/m2po.py" in lost["actor.m2_threshold"]
+    usual = translate_to_recipe({"actor": {"use_sapo_loss": False, "m2_threshold": None}})
+    assert [one for one in usual.untranslated if "sapo" in one.key or "m2" in one.key] == []
+
+
 def test_sampling_that_leaves_tokens_out_is_named_as_lost() -> None:
     found = translate_to_recipe({"gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
     (lost,) = [one for one in found.untranslated if one.key == "gconfig.top_p"]
