@@ -10,6 +10,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -217,14 +218,22 @@ def _check_rollout(recipe: Recipe) -> Iterator[Problem]:
             "rollout.max_concurrent_rollouts",
             f"use {least} or more",
         )
+    if rollout.record_sampling_mask and rollout.sampling.top_k > MAX_SAMPLING_MASK_TOKENS:
+        yield Problem(
+            f"rollout.record_sampling_mask=true records up to {MAX_SAMPLING_MASK_TOKENS} tokens a "
+            f"place, got rollout.sampling.top_k={rollout.sampling.top_k}",
+            "rollout.sampling.top_k",
+            f"use {MAX_SAMPLING_MASK_TOKENS} or less, or -1 for that",
+        )
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         value = getattr(rollout.sampling, name)
-        if value != neutral:
+        if value != neutral and not rollout.record_sampling_mask:
             yield Problem(
                 f"rollout.sampling.{name}={value} leaves tokens out, which the trainer does not "
                 "know of: replies that were not sampled from the whole softmax are not trained",
                 f"rollout.sampling.{name}",
-                f"use {neutral}; evaluation.sampling.{name} may be another",
+                f"use {neutral}, or rollout.record_sampling_mask=true; "
+                f"evaluation.sampling.{name} may be another",
             )
     if rollout.sampling.temperature <= 0:
         yield Problem(

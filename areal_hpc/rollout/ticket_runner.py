@@ -286,6 +286,7 @@ class TicketRunner:
             task_index=grant.task_index,
             sampling_from=self._rollout.agent.sampling,
             rights="all" if self._records_calls[split] else "calls",
+            records_sampling_mask=self._rollout.record_sampling_mask and split == "train",
         )
         failure_reward = self._rollout.failure_reward if split == "train" else None
         return EpisodeSpec(session, task, limits.timeout_s, failure_reward)

@@ -15,6 +15,7 @@ from areal_hpc.areal.config.rules import (
     scheduling_rules,
     unsupported_rule,
 )
+from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
 
 NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
@@ -46,13 +47,13 @@ def _build_sampling_param_rules(name: str) -> tuple[Rule, ...]:
         return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
 
     def trained(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-        if name in _NEUTRAL and convert(value) != _NEUTRAL[name]:
-            return Untranslatable(
-                "what leaves tokens out cannot be trained as it was sampled: replies are sampled "
-                f"from the whole distribution; {valid} may be set"
-            )
         own = source(f"eval_gconfig.{name}")
-        return {train: convert(value), valid: convert(value if own is None else own)}
+        found = {train: convert(value), valid: convert(value if own is None else own)}
+        if name == "top_k" and found[train] > MAX_SAMPLING_MASK_TOKENS:
+            return Untranslatable(f"at most {MAX_SAMPLING_MASK_TOKENS}, or no bound; set {valid}")
+        if name in _NEUTRAL and found[train] != _NEUTRAL[name]:
+            found["rollout.record_sampling_mask"] = True  # trained as it was sampled
+        return found
 
     return (
         Rule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),

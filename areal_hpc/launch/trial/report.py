@@ -107,7 +107,9 @@ def _format_rows(session: Session) -> Iterator[str]:
             f"{trained} of replies, which are trained; {len(calls)} "
             f"call{'s' if len(calls) > 1 else ''}, reward {row.reward:g}",
         )
-    for reasons, tokens in count_untrainable_tokens(rows).items():
+    # A stand-in leaves no token out: what a run would record is taken as recorded.
+    is_recorded = session.request.records_sampling_mask
+    for reasons, tokens in count_untrainable_tokens(rows, is_recorded=is_recorded).items():
         yield _label(
             "", f"{tokens} tokens of replies leave the loss: they were sampled with {reasons}"
         )

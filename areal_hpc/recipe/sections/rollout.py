@@ -104,6 +104,8 @@ class RolloutConfig(BaseConfig):
     max_episode_tries: Annotated[int, Field(ge=1)] = 3
     """Attempts per episode before it counts as failed (see `min_samples`)."""
 
+    record_sampling_mask: bool = False
+    """Record which tokens top_p, top_k, min_p or a grammar left, and train over these alone."""
     failed_episodes: Literal["retry", "drop"] | dict[Literal["reward"], float] = "retry"
     """Repeat them, leave them out of their group, or train them with `{reward: x}`."""
     trial_tasks: Annotated[int, Field(ge=0)] = 3

@@ -155,7 +155,9 @@ def build_rows(
             channels[TEMPERATURE_CHANNEL] = np.full(
                 size, _get_softmax_temperature(trajectory), dtype=np.float32
             )
-        rows.append(TrainingRow(trajectory.input_ids_T, masks[place], channels))
+        rows.append(
+            TrainingRow(trajectory.input_ids_T, masks[place], channels, trajectory.sampling_mask)
+        )
     return rows
 
 

@@ -22,6 +22,8 @@ NO_TOP_K = 1 << 20
 """No vocabulary is larger: such a top_k leaves nothing out."""
 _BOUND_BY_RECIPE = ("temperature=0", "top_p", "top_k")
 """What `rollout.agent.sampling=recipe` keeps agents from asking for."""
+_RECORDABLE = ("top_p", "top_k", "min_p", "a grammar")
+"""What `rollout.record_sampling_mask` makes trainable."""
 _GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {
     "frequency_penalty": 0.0,
@@ -30,21 +32,22 @@ _NEUTRAL_PENALTIES = {
 }
 
 
-def list_distortions(sampling: Mapping[str, Any]) -> Iterator[str]:
-    """Names of the parameters by which a reply was not sampled from the plain softmax.
+def list_distortions(sampling: Mapping[str, Any], *, is_recorded: bool = False) -> Iterator[str]:
+    """Names of the parameters by which a reply was not sampled from the softmax that is trained.
 
+    That is one over the tokens that were left, if it `is_recorded` which these are.
     What is left out had SGLang's default. `min_new_tokens` is not among them: it concerns the end
     token alone, while it lasts.
     """
     if sampling.get("temperature", 1.0) == 0:
         yield "temperature=0"
-    if sampling.get("top_p", 1.0) < 1:
+    if sampling.get("top_p", 1.0) < 1 and not is_recorded:
         yield "top_p"
-    if 0 < sampling.get("top_k", -1) < NO_TOP_K:
+    if 0 < sampling.get("top_k", -1) < NO_TOP_K and not is_recorded:
         yield "top_k"
-    if sampling.get("min_p", 0.0) > 0:
+    if sampling.get("min_p", 0.0) > 0 and not is_recorded:
         yield "min_p"
-    if any(sampling.get(name) is not None for name in _GRAMMARS):
+    if any(sampling.get(name) is not None for name in _GRAMMARS) and not is_recorded:
         yield "a grammar"
     if sampling.get("logit_bias"):
         yield "logit_bias"
@@ -58,11 +61,20 @@ def get_reply_span(call: CallRecord) -> slice:
     return slice(call.prompt_tokens, call.prompt_tokens + call.reply_tokens)
 
 
+def _list_reply_distortions(
+    row: TrajectoryRow, call: CallRecord, is_recorded: bool = False
+) -> list[str]:
+    if row.sampling_mask is not None:
+        counts = row.sampling_mask.counts_T[get_reply_span(call)]
+        is_recorded |= len(counts) > 0 and bool(counts.all())
+    return list(list_distortions(call.sampling, is_recorded=is_recorded))
+
+
 def mask_untrainable_replies(
     row: TrajectoryRow, mask_T: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
     """A loss mask of the row without the replies that were not sampled from the plain softmax."""
-    spans = [get_reply_span(one) for one in row.record.calls if any(list_distortions(one.sampling))]
+    spans = [get_reply_span(one) for one in row.record.calls if _list_reply_distortions(row, one)]
     if not spans:
         return mask_T
     mask_T = mask_T.copy()
@@ -71,12 +83,17 @@ def mask_untrainable_replies(
     return mask_T
 
 
-def count_untrainable_tokens(batch: Sequence[TrajectoryRow]) -> Counter[str]:
-    """Tokens of such replies, of those that the rows train, by all the reasons of their reply."""
+def count_untrainable_tokens(
+    batch: Sequence[TrajectoryRow], *, is_recorded: bool = False
+) -> Counter[str]:
+    """Tokens of such replies, of those that the rows train, by all the reasons of their reply.
+
+    With `is_recorded` sampling masks are taken to be there.
+    """
     tokens = Counter[str]()
     for row in batch:
         for call in row.record.calls:
-            if reasons := " and ".join(list_distortions(call.sampling)):
+            if reasons := " and ".join(_list_reply_distortions(row, call, is_recorded)):
                 tokens[reasons] += int(np.count_nonzero(row.loss_mask_T[get_reply_span(call)]))
     return +tokens
 
@@ -89,15 +106,19 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
     ranked = sorted(untrainable.items(), key=lambda one: (-one[1], one[0]))
     reasons = ", ".join(f"{name} ({tokens})" for name, tokens in ranked)
     names = sorted({name for one in untrainable for name in one.split(" and ")})
-    others = ", ".join(name for name in names if name not in _BOUND_BY_RECIPE)
-    hint = (
-        f"have the agent ask without {others}"
-        if others
-        else "set it to recipe, which replaces the agent's temperature, top_p and top_k"
-    )
     raise UntrainableBatchError(
         f"batch {step}: {total} of {sampled} sampled tokens were not sampled from the plain "
         f"softmax, which is what is trained: {reasons}. At most half of a batch may be left out",
         key="rollout.agent.sampling",
-        hint=f"{hint}; areal-hpc quarantine sets this batch aside",
+        hint=f"{_suggest(names)}; areal-hpc quarantine sets this batch aside",
     )
+
+
+def _suggest(names: Sequence[str]) -> str:
+    """What makes replies trainable whose parameters these are."""
+    if all(name in _BOUND_BY_RECIPE for name in names):
+        return "set it to recipe, which replaces the agent's temperature, top_p and top_k"
+    if all(name in _RECORDABLE for name in names):
+        return "set rollout.record_sampling_mask=true"
+    others = ", ".join(name for name in names if name not in (*_BOUND_BY_RECIPE, *_RECORDABLE))
+    return f"have the agent ask without {others or ', '.join(names)}"

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
@@ -12,7 +13,7 @@ from areal_hpc.rundir.manifests import write_manifest
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import record_run
 from tests.support.sample_episodes import MadeUpTurn, build_batch
@@ -82,3 +83,37 @@ def test_a_batch_of_greedy_replies_ends_the_run_on_all_ranks(
     assert "9 of 13 sampled tokens were not sampled from the plain softmax" in outcome.log
     assert "temperature=0 and top_k (9)" in outcome.log
     assert "at: rollout.agent.sampling" in outcome.log
+
+
+def record_masks(rows: list[TrajectoryRow]) -> list[TrajectoryRow]:
+    """Replies with a top_p of which some of 40 tokens were left in each place."""
+    generator, found = np.random.default_rng(3), []
+    for row in rows:
+        ids = [
+            [int(own), *generator.choice(np.setdiff1d(np.arange(40), own), 7, replace=False)]
+            if is_sampled
+            else []
+            for own, is_sampled in zip(row.input_ids_T, row.loss_mask_T, strict=True)
+        ]
+        for call in row.record.calls:
+            call.sampling["top_p"] = 0.9
+        counts_T = np.array(list(map(len, ids)), np.uint16)
+        flat = np.array([one for own in ids for one in own], np.int32)
+        found.append(replace(row, sampling_mask=SamplingMask(counts_T, flat)))
+    return found
+
+
+def test_distributions_are_over_recorded_masks_in_every_layout(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    lines = {}
+    for name, parallel in (("1", {}), ("tp", {"tp": 2}), ("cp", {"cp": 2}), ("pp", {"pp": 2})):
+        outcome, found = train_one_batch(ranks, tmp_path / name, record_masks, **parallel)
+        assert set(outcome.codes) == {0}, outcome.log
+        (lines[name],) = found
+    expected = lines.pop("1")
+    assert expected["tokens/untrainable"] == 0
+    assert 0 < expected["entropy/mean"] <= np.log(8)
+    for name, line in lines.items():
+        for metric in ("loss", "grad_norm", "entropy/mean", "importance_weight/mean"):
+            assert line[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), name

@@ -92,11 +92,13 @@ def test_losses_that_are_examples_here_are_named_with_their_file() -> None:
     assert [one for one in usual.untranslated if "sapo" in one.key or "m2" in one.key] == []
 
 
-def test_sampling_that_leaves_tokens_out_is_named_as_lost() -> None:
-    found = translate_to_recipe({"gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
-    (lost,) = [one for one in found.untranslated if one.key == "gconfig.top_p"]
-    assert "evaluation.sampling.top_p may be set" in lost.reason
-    assert "top_p" not in found.recipe["rollout"]["sampling"]
+def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
+    found = recipe_of({"gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
+    assert found["rollout.sampling.top_p"] == found["evaluation.sampling.top_p"] == 0.9
+    assert found["rollout.record_sampling_mask"] is True
+    assert "rollout.record_sampling_mask" not in recipe_of({"gconfig": {"temperature": 0.7}})
+    lost = translate_to_recipe({"gconfig": {"n_samples": 2, "top_k": 5000}}).untranslated
+    assert "at most 4096, or no bound" in {one.key: one.reason for one in lost}["gconfig.top_k"]
 
 
 def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:

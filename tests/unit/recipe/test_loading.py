@@ -50,7 +50,12 @@ REFUSED = [
     (
         "rollout.sampling.top_p=0.7; rollout.sampling.top_k=20",
         "rollout.sampling.top_p rollout.sampling.top_k",
-        "top_p=0.7 leaves tokens out|use 1.0; evaluation.sampling.top_p may be another|use -1",
+        "top_p=0.7 leaves tokens out|use 1.0, or rollout.record_sampling_mask=true|use -1",
+    ),
+    (
+        "rollout.record_sampling_mask=true; rollout.sampling.top_k=5000",
+        "rollout.sampling.top_k",
+        "records up to 4096 tokens a place",
     ),
     (
         "rollout.failed_episodes=drop; rollout.max_episode_tries=2",
@@ -142,6 +147,12 @@ def test_a_source_on_the_command_line_replaces_that_of_the_file(
     found = getattr(load_recipe(QUICKSTART, words), section).model_dump(exclude_defaults=True)
     found.pop("sources", None)
     assert found == {name: value for name, value in kept.items() if value is not None}
+
+
+def test_sampling_may_leave_tokens_out_where_it_is_recorded_which() -> None:
+    words = ["rollout.sampling.top_p=0.7", "rollout.sampling.top_k=20"]
+    recipe = load_recipe(QUICKSTART, [*words, "rollout.record_sampling_mask=true"])
+    assert list(find_doubts(recipe)) == []
 
 
 def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:

@@ -19,7 +19,7 @@ from areal_hpc.trainer.batch.untrainable import (
     list_distortions,
 )
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
@@ -64,6 +64,26 @@ def test_whatever_reshapes_the_softmax_is_named(asked: dict[str, Any], named: st
 def test_the_plain_softmax_is_trainable(asked: dict[str, Any]) -> None:
     assert list_of(**asked) == []
     assert list(list_distortions({})) == []  # of shards that know nothing of it
+
+
+def test_what_is_recorded_exactly_is_trainable() -> None:
+    left = {"top_p": 0.9, "top_k": 50, "min_p": 0.05, "regex": "a*"}
+    assert list(list_distortions({**PLAIN, **left}, is_recorded=True)) == []
+    shaped = {"temperature": 0.0, "logit_bias": {"5": 1.0}, "presence_penalty": 0.1}
+    assert len([*list_distortions({**PLAIN, **left, **shaped}, is_recorded=True)]) == 3
+
+
+@pytest.mark.parametrize("is_whole", [True, False])
+def test_a_reply_whose_mask_is_recorded_of_every_token_stays_in_the_loss(is_whole: bool) -> None:
+    nucleus = {**PLAIN, "top_p": 0.9}
+    row, _ = sample([PLAIN, nucleus], [PLAIN, PLAIN])
+    counts = np.array([0, 0, 0, 0, 1, is_whole], np.uint16)
+    ids = row.input_ids_T[np.flatnonzero(counts)]
+    row = replace(row, sampling_mask=SamplingMask(counts, ids))
+    found = build_rows([row], WeightVersion(1, 0), [GenerationFork(1, 0)], ObjectiveConfig())[0]
+    assert found.loss_mask_T.tolist() == [0, 1, 1, 0, is_whole, is_whole]
+    assert found.sampling_mask is row.sampling_mask
+    assert count_untrainable_tokens([row]).total() == (0 if is_whole else 2)
 
 
 def sample(*of_rows: Sequence[dict[str, Any]]) -> list[TrajectoryRow]:
@@ -135,8 +155,19 @@ def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
     assert caught.value.exit_code == 78
 
 
-def test_what_the_recipe_cannot_keep_agents_from_is_named() -> None:
+@pytest.mark.parametrize(
+    ("untrainable", "hint"),
+    [
+        ({"temperature=0 and top_k": 5, "top_p": 1}, "set it to recipe,"),
+        ({"top_p and a grammar": 5, "min_p": 1}, "set rollout.record_sampling_mask=true;"),
+        (
+            {"temperature=0 and a grammar": 6},
+            "have the agent ask without a grammar, temperature=0;",
+        ),
+        ({"logit_bias and top_p": 6}, "have the agent ask without logit_bias;"),
+    ],
+)
+def test_the_hint_is_what_helps(untrainable: dict[str, int], hint: str) -> None:
     with pytest.raises(UntrainableBatchError) as caught:
-        check_trainable_share(3, 10, {"temperature=0 and a grammar": 5, "min_p": 1})
-    (problem,) = caught.value.problems
-    assert problem.hint.startswith("have the agent ask without a grammar, min_p;")
+        check_trainable_share(3, 10, untrainable)
+    assert caught.value.problems[0].hint.startswith(hint)
