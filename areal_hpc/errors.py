@@ -186,6 +186,10 @@ class NonFiniteGradientError(ArealError):
     """Gradients are not finite, and the run does not go on; the last checkpoint stands."""
 
 
+class UntrainableBatchError(RecipeError):
+    """Most replies of a batch were not sampled from what is trained; the last checkpoint stands."""
+
+
 class LedgerRequestError(ArealError):
     """The ledger refuses a request: it is wrong (400) or from a superseded trainer (409)."""
 

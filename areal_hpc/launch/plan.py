@@ -150,6 +150,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         alerts=recipe.alerts,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
         stop_grace_s=recipe.cluster.stop_grace_s,
+        sys_path=facts.sys_path if recipe.trainer.objective.custom else (),
     )
     return build_training_job(
         "trainer",

@@ -161,6 +161,7 @@ class ReplayRun:
             model_path=get_initial_policy_path(recipe, self._run),
             seed=recipe.seed,
             trainer=recipe.trainer,
+            sys_path=(str(Path.cwd()),) if recipe.trainer.objective.custom else (),
             first_step=self.start.step + 1,
             last_step=last_step,
             forks=[(fork.generation, fork.base_step) for fork in self.start.forks],

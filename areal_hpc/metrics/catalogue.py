@@ -90,6 +90,10 @@ CATALOGUE: tuple[Metric, ...] = (
          "1 - distinct / all runs of 4 tokens, over the last 256 tokens of each reply"),
         ("tokens/trained", "tokens", "-", "tokens of the batch, prompts included"),
         ("tokens/sampled", "tokens", "-", "those of them that the model sampled"),
+        ("tokens/untrainable", "tokens", "down",
+         "those of them that are left out of the loss, as they were not sampled from the plain "
+         "softmax, nor from a part of it that was recorded: greedy, `top_p`, `top_k`, `min_p`, a "
+         "grammar, `logit_bias`, penalties"),
         ("staleness/mean", "steps", "down",
          "versions between the weights that sampled a token and those that it trains"),
         ("staleness/max", "steps", "down", "that of the oldest token"),

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -22,15 +24,6 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
     """What is allowed, and seldom meant: a line for each."""
-    sampling = recipe.rollout.sampling
-    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
-        value = getattr(sampling, name)
-        if value != neutral:
-            yield (
-                f"rollout.sampling.{name}={value}: the engine reports log-probabilities of the "
-                "whole distribution, and the trainer does not know that tokens were left out; "
-                f"{name}={neutral} trains on what was sampled"
-            )
     trainer, default = recipe.trainer, ObjectiveConfig()
     for name in ("clip_low", "clip_high", "clip_dual"):
         value = getattr(trainer.objective, name)
@@ -45,6 +38,12 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
         yield (
             f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
             f"never reaches its peak in {steps} steps"
+        )
+    rollout = recipe.rollout
+    if rollout.failed_episodes == "drop" and rollout.min_samples is None:
+        yield (
+            "rollout.failed_episodes=drop: one failed episode drops its whole group while "
+            "rollout.min_samples is null; set min_samples=2 to train the others"
         )
     agent = recipe.rollout.agent
     if agent.isolation == "none":
@@ -188,6 +187,21 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if rollout.min_group_size > rollout.n_samples:
         message = f"min_samples={rollout.min_samples} is more than n_samples={rollout.n_samples}"
         yield Problem(message, "rollout.min_samples", f"use {rollout.n_samples} or less")
+    if rollout.agent.mode == "online" and rollout.failed_episodes != "retry":
+        yield Problem(
+            f"rollout.failed_episodes={rollout.failed_episodes} cannot be used with mode=online: "
+            "an external program that ends without a reward is replaced by the next one",
+            "rollout.failed_episodes",
+            "use retry",
+        )
+    default_tries = RolloutConfig.model_fields["max_episode_tries"].default
+    if rollout.failed_episodes == "drop" and rollout.max_episode_tries != default_tries:
+        yield Problem(
+            f"rollout.max_episode_tries={rollout.max_episode_tries} has no effect with "
+            "rollout.failed_episodes=drop: no episode is repeated",
+            "rollout.max_episode_tries",
+            "leave it out, or use rollout.failed_episodes=retry",
+        )
     if rollout.agent.mode == "online" and rollout.extra_samples:
         yield Problem(
             "rollout.extra_samples cannot be used with mode=online: an external episode cannot "
@@ -204,6 +218,23 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.max_concurrent_rollouts",
             f"use {least} or more",
         )
+    if rollout.record_sampling_mask and rollout.sampling.top_k > MAX_SAMPLING_MASK_TOKENS:
+        yield Problem(
+            f"rollout.record_sampling_mask=true records up to {MAX_SAMPLING_MASK_TOKENS} tokens a "
+            f"place, got rollout.sampling.top_k={rollout.sampling.top_k}",
+            "rollout.sampling.top_k",
+            f"use {MAX_SAMPLING_MASK_TOKENS} or less, or -1 for that",
+        )
+    for name, neutral in (("top_p", 1.0), ("top_k", -1)):
+        value = getattr(rollout.sampling, name)
+        if value != neutral and not rollout.record_sampling_mask:
+            yield Problem(
+                f"rollout.sampling.{name}={value} leaves tokens out, which the trainer does not "
+                "know of: replies that were not sampled from the whole softmax are not trained",
+                f"rollout.sampling.{name}",
+                f"use {neutral}, or rollout.record_sampling_mask=true; "
+                f"evaluation.sampling.{name} may be another",
+            )
     if rollout.sampling.temperature <= 0:
         yield Problem(
             "rollout.sampling.temperature=0 makes all episodes of a group identical, so there is "

@@ -126,6 +126,8 @@ class TicketRunner:
         while True:
             incarnation = self._proxy.peer_started_at
             outcomes = await self._run_group(grant, "train")
+            if len(outcomes) > 1 and all(one.is_rewarded for one in outcomes):
+                raise _build_group_error(outcomes[-1].error, grant.task_index, len(outcomes))
             task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
@@ -184,7 +186,11 @@ class TicketRunner:
     async def _run_episode_until_ok(
         self, grant: TicketGrant, split: TaskSplit, episode: int
     ) -> EpisodeOutcome:
-        """Repeat one episode until it ends well."""
+        """Repeat one episode until it ends well, or as the recipe has failed ones end.
+
+        Raises:
+            AgentError: It is missing from its group.
+        """
         failures = 0
         while True:
             await self._gate.wait_until_open()
@@ -193,15 +199,19 @@ class TicketRunner:
             if outcome.status == "ok":
                 self._tickets.end_episode(grant.ref)
                 return outcome
-            self._record_failed_episode(grant, episode, outcome)
+            self._record_failed_episode(grant, episode, outcome, is_training=split == "train")
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
                 await asyncio.sleep(RETRY_BACKOFF.min_s)
                 continue
+            if outcome.is_rewarded:
+                self._tickets.end_episode(grant.ref)
+                return outcome
             await self._have_failed_episode_sealed(outcome)
             failures += 1
-            if failures == self._rollout.max_episode_tries:
+            tries = self._rollout.max_episode_tries
+            if failures == (self._rollout.tries_per_episode if split == "train" else tries):
                 self._tickets.end_episode(grant.ref)
                 raise _build_last_error(outcome.error, episode, grant.task_index, failures)
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
@@ -227,7 +237,7 @@ class TicketRunner:
         return outcome
 
     def _record_failed_episode(
-        self, grant: TicketGrant, episode: int, outcome: EpisodeOutcome
+        self, grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
     ) -> None:
         """Note how an episode ended badly, with counts of all those that ended here so far."""
         facts: dict[str, Any] = {"episode": episode}
@@ -242,6 +252,10 @@ class TicketRunner:
                 "failed": self._watch.failed,
                 "ended": self._watch.ended,
             }
+            if outcome.is_rewarded:
+                facts["then"] = f"it earns {outcome.reward:g}"
+            elif is_training and self._rollout.failed_episodes == "drop":
+                facts["then"] = "it is left out"
         self._record_ticket_event(f"episode_{outcome.status}", grant, outcome.reason, **facts)
 
     async def _have_failed_episode_sealed(self, outcome: EpisodeOutcome) -> None:
@@ -272,8 +286,10 @@ class TicketRunner:
             task_index=grant.task_index,
             sampling_from=self._rollout.agent.sampling,
             rights="all" if self._records_calls[split] else "calls",
+            records_sampling_mask=self._rollout.record_sampling_mask and split == "train",
         )
-        return EpisodeSpec(session, task, limits.timeout_s)
+        failure_reward = self._rollout.failure_reward if split == "train" else None
+        return EpisodeSpec(session, task, limits.timeout_s, failure_reward)
 
     async def _finish_ticket_and_close_other_sessions(
         self, ref: TicketRef, sessions: list[str]
@@ -301,11 +317,23 @@ def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
     return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
 
 
+def _build_group_error(error: AgentError | None, task: int, episodes: int) -> AgentError:
+    """The error of a group of which every episode failed: nobody is told what it should learn."""
+    assert error is not None  # of an outcome that is a failure
+    return _rephrase(error, f"all {episodes} episodes of task {task} failed; last error: ")
+
+
 def _build_last_error(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
     """The error of an episode that failed for the last time."""
+    times = "once" if tries == 1 else f"{tries} times"
+    return _rephrase(error, f"episode {episode} of task {task} failed {times}; last error: ")
+
+
+def _rephrase(error: AgentError, beginning: str) -> AgentError:
+    """The same error, with a message that begins so."""
     problem = error.problems[0]
     return AgentError(
-        f"episode {episode} of task {task} failed {tries} times; last error: {problem.message}",
+        beginning + problem.message,
         key=problem.key,
         hint=problem.hint,
         kind=error.kind,

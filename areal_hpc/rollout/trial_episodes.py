@@ -56,6 +56,7 @@ async def play_trial_episode(
         limits=SessionLimits(limits.max_turns, limits.max_tokens),
         records_calls=is_workflow,
         sampling_from=rollout.agent.sampling,
+        records_sampling_mask=rollout.record_sampling_mask,
     )
     spec = EpisodeSpec(session, {**task}, limits.timeout_s)  # another try gets its own
     return await run_episode(spec, agent, proxy, http_client, sandboxes)

@@ -38,7 +38,7 @@ from areal_hpc.session.rewards import compute_episode_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
 
 ExportStyle = Literal["concat", "individual"]
 DEFAULT_EXPORT_SETTINGS = ExportSettings()
@@ -250,6 +250,7 @@ def build_row(
         at = end
     if at != length:
         raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
+    mask = _build_sampling_mask(plan, length)
     calls, tool_schemas = build_call_records(plan.path, plan.trained, plan.followers)
     return TrajectoryRow(
         ticket_id=key.ticket_id,
@@ -267,4 +268,18 @@ def build_row(
         record=msgspec.structs.replace(record, calls=calls),
         meta={"messages": [m for one in plan.path for m in (*one.new_messages, one.reply)]},
         tool_schemas=tool_schemas,
+        sampling_mask=mask,
     )
+
+
+def _build_sampling_mask(plan: RowPlan, length: int) -> SamplingMask | None:
+    """Which tokens the trained replies of a row could be sampled from; None if all, everywhere."""
+    trained = [one for one in plan.path if one.interaction_id in plan.trained and one.kept_counts]
+    if not trained:
+        return None
+    counts_T = np.zeros(length, np.uint16)
+    for one in trained:
+        counts_T[one.prompt_tokens : one.num_sequence_tokens] = np.frombuffer(
+            one.kept_counts, "<u2"
+        )
+    return SamplingMask(counts_T, np.concatenate([unpack_ids(one.kept_ids) for one in trained]))

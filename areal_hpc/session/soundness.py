@@ -14,7 +14,12 @@ import numpy as np
 from areal_hpc.session.call_records import decode_sampling
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
 from areal_hpc.wire.reward import MAX_REWARD
-from areal_hpc.wire.trajectory import MAX_TEMPERATURE, MAX_VOCAB_SIZE
+from areal_hpc.wire.trajectory import (
+    MAX_TEMPERATURE,
+    MAX_VOCAB_SIZE,
+    SamplingMask,
+    find_mask_defect,
+)
 
 MAX_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
@@ -70,6 +75,8 @@ def find_client_description_defect(call: Interaction) -> str | None:
         return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
     if not 0 <= call.cached_tokens < 2**31:
         return f"expected cached tokens from 0 to 2**31 - 1, got {call.cached_tokens}"
+    if call.kept_counts or call.kept_ids:
+        return "expected no sampling mask: what the engine told is not known of a client's call"
     if not math.isfinite(call.first_token_at):
         return "expected finite times, got inf or nan"
     return None
@@ -94,6 +101,13 @@ def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int
         if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
             odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
+    if call.kept_counts or call.kept_ids:
+        if len(call.kept_counts) % 2 or len(call.kept_ids) % 4:
+            return "expected a sampling mask of 2 bytes a place and 4 bytes a token"
+        counts, ids = np.frombuffer(call.kept_counts, "<u2"), unpack_ids(call.kept_ids)
+        mask = SamplingMask(counts, ids)
+        if defect := find_mask_defect(mask, unpack_ids(call.output_ids), vocab_size):
+            return defect
     if not np.isfinite(np.frombuffer(call.logprobs, "<f4")).all():
         return "expected finite log-probabilities, got inf or nan"
     return None

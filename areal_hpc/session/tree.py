@@ -76,6 +76,11 @@ class Interaction(msgspec.Struct, kw_only=True):
     """JSON of the sampling parameters that the engine was asked for."""
     ignored: list[str] = []
     """Names of what the request asked for in vain: hints, unknown parameters, hosted tools."""
+    kept_counts: bytes = b""
+    """Of each sampled token, how many could have been in its place (uint16), if that was recorded.
+    Then `logprobs` are of the distribution over these."""
+    kept_ids: bytes = b""
+    """Those tokens, of one place after those of another."""
     reward: float | None = None
     """What counts: as the agent gave it, or as its own client discounted it."""
     given_reward: Reward | None = None
@@ -303,6 +308,11 @@ def pack_ids(ids: Sequence[int]) -> bytes:
 def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     """Log-probabilities as in an `Interaction` field."""
     return struct.pack(f"<{len(logprobs)}f", *logprobs)
+
+
+def pack_counts(counts: Sequence[int]) -> bytes:
+    """Numbers below 65,536 as in an `Interaction` field."""
+    return struct.pack(f"<{len(counts)}H", *counts)
 
 
 def ids_to_json(ids: Sequence[int]) -> bytes:

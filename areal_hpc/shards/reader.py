@@ -7,7 +7,7 @@ faster, since a batch is read once: setting up and taking down its pages costs w
 
 import os
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -24,12 +24,13 @@ from areal_hpc.shards.schema import (
     FORMAT_NAME,
     FORMAT_VERSION,
     JSON_DATASETS,
+    MASK_DATASETS,
     Axis,
     DatasetSpec,
 )
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
 
 NumpyArray = npt.NDArray[Any]
 Spans = Sequence[tuple[int, int]]
@@ -37,7 +38,9 @@ Spans = Sequence[tuple[int, int]]
 
 _VERIFY_HINT = "run areal-hpc shards verify"
 _TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
-_ROW_COLUMNS = tuple(one.name for one in DATASETS if one.axis in (Axis.ROW, Axis.ROW_BOUND))
+_ROW_COLUMNS = tuple(
+    one.name for one in (*DATASETS, *MASK_DATASETS) if one.axis in (Axis.ROW, Axis.ROW_BOUND)
+)
 _RECORD_DATASETS = [one for one in DATASETS if one.name in ("record", "record_offsets", "tools")]
 _MAIN_DATASETS = [one for one in DATASETS if one not in _RECORD_DATASETS]
 _ROW_KINDS = tuple(RowKind)
@@ -68,7 +71,8 @@ class ShardReader:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._places = self._locate_datasets(_MAIN_DATASETS)
+        self._places = self._locate_datasets((*_MAIN_DATASETS, *MASK_DATASETS))
+        self._has_masks = MASK_DATASETS[0].name in self._places
         held = [name for name in _ROW_COLUMNS if name in self._places]
         self._rows = dict(zip(held, self._read_columns(held), strict=True))
         if "kind" not in self._places:  # version 1 knew training rows alone
@@ -181,7 +185,7 @@ class ShardReader:
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
         details = self._read_records_meta_and_tools(chosen) if with_meta else ()
         slices = _compute_row_slices(bounds, chosen)
-        return [
+        found = [
             TrajectoryRow(
                 ticket, attempt, episode, row, ids[T], masks[T], logprobs[T], versions[T], *rest
             )
@@ -196,6 +200,20 @@ class ShardReader:
                 strict=True,
             )
         ]
+        if not self._has_masks:
+            return found
+        mask_of_row = self._read_masks(chosen)
+        return [replace(row, sampling_mask=m) for row, m in zip(found, mask_of_row, strict=True)]
+
+    def _read_masks(self, rows: NumpyArray) -> list[SamplingMask | None]:
+        """The sampling mask of each row; None where it leaves nothing out."""
+        token_bounds, bounds = self._rows["offsets"], self._rows["sampling_mask_offsets"]
+        (counts,) = self._read_columns(["sampling_mask_counts"], _locate_spans(token_bounds, rows))
+        (ids,) = self._read_columns(["sampling_mask"], _locate_spans(bounds, rows))
+        slices = zip(
+            _compute_row_slices(token_bounds, rows), _compute_row_slices(bounds, rows), strict=True
+        )
+        return [SamplingMask(counts[T], ids[K]) if K.stop > K.start else None for T, K in slices]
 
     def _validate_row_numbers(self, rows: Sequence[int]) -> NumpyArray:
         chosen = np.asarray(rows, dtype=np.int64)
@@ -253,11 +271,13 @@ class ShardReader:
         lengths = {name: place.length for name, place in self._places.items()}
         wrong = [
             f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
-            for dataset in DATASETS
+            for dataset in (*DATASETS, *MASK_DATASETS)
             if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]
         held = {bounds: lengths[name] for name, bounds in JSON_DATASETS.items() if name in lengths}
+        if self._has_masks:
+            held["sampling_mask_offsets"] = lengths["sampling_mask"]
         for name, size in {"offsets": self.num_tokens, **held}.items():
             bounds = self._rows[name]
             if len(bounds) and (
@@ -312,10 +332,11 @@ def _read_dataset_places(
             raise ValueError(f"expected format {FORMAT_NAME!r}, got {found!r}")
         if version is None or not 1 <= version <= FORMAT_VERSION:
             raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
+        has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
         return {
             expected.name: _locate_and_check_dataset(file, expected)
             for expected in wanted
-            if expected.since <= version
+            if expected.since <= version and (has_masks or expected not in MASK_DATASETS)
         }
     finally:
         file.close()

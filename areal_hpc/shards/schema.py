@@ -31,6 +31,7 @@ class Axis(StrEnum):
     META_BYTE = "byte of metadata"
     RECORD_BYTE = "byte of records"
     TOOLS_BYTE = "byte of tool schemas"
+    MASK_TOKEN = "token of a sampling mask"
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +70,12 @@ DATASETS = (
     DatasetSpec("tools", np.dtype("u1"), Axis.TOOLS_BYTE, 2),  # one JSON object: hash -> schemas
 )
 """Written in this order. A reader finds datasets by name and ignores names it does not know."""
+MASK_DATASETS = (
+    DatasetSpec("sampling_mask", np.dtype("<i4"), Axis.MASK_TOKEN, 2),  # ids
+    DatasetSpec("sampling_mask_counts", np.dtype("<u2"), Axis.TOKEN, 2),  # ids of each token
+    DatasetSpec("sampling_mask_offsets", np.dtype("<i8"), Axis.ROW_BOUND, 2),
+)
+"""A shard has all of them, if one of its rows has a `SamplingMask`, or none."""
 JSON_DATASETS = {"meta": "meta_offsets", "record": "record_offsets"}
 """Datasets of one JSON object a row, and those that say where each object begins."""
 

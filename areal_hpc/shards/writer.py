@@ -31,7 +31,7 @@ from areal_hpc.shards.index import (
     read_last_shard_number,
 )
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_defect
 
 NumpyArray = npt.NDArray[Any]
 ColumnPieces = Mapping[str, Sequence[NumpyArray]]
@@ -123,7 +123,23 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
             pieces[name] = [np.array(values, dtype)]
         elif dataset.axis is schema.Axis.ROW_BOUND:
             pieces[name] = [np.cumsum([0, *lengths[name]], dtype=dtype)]
-    return pieces
+    return pieces | _collect_mask_pieces(trajectories)
+
+
+def _collect_mask_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, list[NumpyArray]]:
+    """Sampling masks of all rows, empty ones included; nothing if no row has one."""
+    if all(trajectory.sampling_mask is None for trajectory in trajectories):
+        return {}
+    masks = [
+        trajectory.sampling_mask
+        or SamplingMask(np.zeros(trajectory.num_tokens, np.uint16), np.empty(0, np.int32))
+        for trajectory in trajectories
+    ]
+    return {
+        "sampling_mask": [np.ascontiguousarray(mask.ids, "<i4") for mask in masks],
+        "sampling_mask_counts": [np.ascontiguousarray(mask.counts_T, "<u2") for mask in masks],
+        "sampling_mask_offsets": [np.cumsum([0, *(len(mask.ids) for mask in masks)], dtype="<i8")],
+    }
 
 
 def _encode_json(value: Any) -> NumpyArray:
@@ -187,7 +203,9 @@ def _create_datasets_and_get_offsets(
         file.attrs["version"] = schema.FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        for dataset in schema.DATASETS:
+        for dataset in (*schema.DATASETS, *schema.MASK_DATASETS):
+            if dataset.name not in pieces:
+                continue
             length = sum(len(piece) for piece in pieces[dataset.name])
             created = h5d.create(
                 file.id,

@@ -32,13 +32,20 @@ class RankJobConfig(ProcessConfig):
     """Recorded in checkpoints; decides the order of demonstrations."""
 
 
-class TrainerJobConfig(RankJobConfig):
+class PolicyJobConfig(RankJobConfig):
+    """Configuration of every rank that trains on recorded batches."""
+
+    trainer: TrainerConfig
+    """How the policy learns."""
+    sys_path: tuple[str, ...] = ()
+    """Folders from which `trainer.objective.custom` is imported."""
+
+
+class TrainerJobConfig(PolicyJobConfig):
     """Configuration of the trainer."""
 
     ENTRY = "areal_hpc.trainer.job:run"
 
-    trainer: TrainerConfig
-    """How the policy learns."""
     weights: WeightsConfig
     """Transport of new weights to replicas."""
     cells: Annotated[int, Field(ge=1)]
@@ -68,13 +75,11 @@ class TrainerJobConfig(RankJobConfig):
         )
 
 
-class ReplayJobConfig(RankJobConfig):
+class ReplayJobConfig(PolicyJobConfig):
     """Configuration of a replay; its run directory leads to recorded batches."""
 
     ENTRY = "areal_hpc.trainer.replay_job:run"
 
-    trainer: TrainerConfig
-    """How the policy learns."""
     first_step: Annotated[int, Field(ge=1)]
     """The first step to train."""
     last_step: Annotated[int, Field(ge=1)]

@@ -4,6 +4,7 @@ import gc
 import logging
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -49,6 +50,7 @@ def run(config: dict[str, Any]) -> None:
     job = TrainerJobConfig.model_validate(config)
     if RunPaths(job.run_dir).finished_marker.exists():
         return  # a rank died when all was done
+    sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     stop = StopRequest.install()
     deadline = partial(_exit_on_stop_timeout, stop, job.stop_grace_s)
     threading.Thread(target=deadline, name="stop-deadline", daemon=True).start()

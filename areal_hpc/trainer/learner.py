@@ -38,6 +38,7 @@ from areal_hpc.trainer.batch.training_rows import (
     measure_largest_advantage,
     read_batch,
 )
+from areal_hpc.trainer.batch.untrainable import check_trainable_share, count_untrainable_tokens
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
 from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_bytes
@@ -45,6 +46,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
+from areal_hpc.trainer.objective.custom_loss import load_custom_loss
 from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
 from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_metrics import (
@@ -95,6 +97,7 @@ class Learner:
         seed: int,
         check_generation: Callable[[], None] = lambda: None,
     ) -> None:
+        self._custom_loss = load_custom_loss(config.objective)
         arch = read_architecture(model_path)
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
         self.policy = build_policy(arch, config.parallel, dtype, device, config.activations)
@@ -146,6 +149,7 @@ class Learner:
             ShardError: No rank can read the batch, as those before it.
             ClusterError: This rank cannot read what others can, or quarantine what none can.
             OtherRankError: Another one cannot.
+            UntrainableBatchError: Most of it was not sampled from what is trained.
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(), self._config
@@ -153,7 +157,7 @@ class Learner:
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
         with timer.time_phase("measure"):
-            metrics = self._summarize_batch(batch)
+            metrics = self._summarize_batch(batch, manifest.step)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
             minibatches = split_minibatches(rows, config.minibatches)
@@ -186,8 +190,11 @@ class Learner:
         fault_point("train.after_step")
         return replace_non_finite(line)
 
-    def _summarize_batch(self, batch: Sequence[TrajectoryRow]) -> dict[str, float]:
-        """Metrics of the batch before it is trained; those that take long on rank 0 alone."""
+    def _summarize_batch(self, batch: Sequence[TrajectoryRow], step: int) -> dict[str, float]:
+        """Metrics of the batch before it is trained; those that take long on rank 0 alone.
+
+        Raises an UntrainableBatchError, as `train_batch` does.
+        """
         groups = group_episode_rewards(batch)
         reward_range = extend_reward_range(self.state.reward_range, groups)
         self.state = msgspec.structs.replace(self.state, reward_range=reward_range)
@@ -195,6 +202,9 @@ class Learner:
             **summarize_rewards(groups, reward_range, self._config.objective.min_reward_std),
             **summarize_tokens(batch, self.version, self.state.forks),
         }
+        untrainable = count_untrainable_tokens(batch)
+        metrics["tokens/untrainable"] = untrainable.total()
+        check_trainable_share(step, int(metrics["tokens/sampled"]), untrainable)
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
             metrics |= summarize_episodes(group_episode_records(batch))
@@ -293,6 +303,7 @@ class Learner:
             batch.rows,
             self._config.objective,
             batch.channels_N.get(SCALE_CHANNEL),
+            self._custom_loss,
         )
         stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}

@@ -3,6 +3,7 @@
 Learner, loop and checkpoints are those of a run. Nobody is sent the weights.
 """
 
+import sys
 from functools import partial
 from typing import Any
 
@@ -29,6 +30,7 @@ from areal_hpc.wire.weight_version import GenerationFork
 def run(config: dict[str, Any]) -> None:
     """Train the steps asked for, from the newest checkpoint or the starting model."""
     job = ReplayJobConfig.model_validate(config)
+    sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     run_rank(job, job.trainer, StopRequest.install(), _run_replay)
 
 

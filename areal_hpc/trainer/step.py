@@ -23,7 +23,7 @@ from areal_hpc.trainer.batch.packing import (
 )
 from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work_on_memory_error
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
-from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import KeptTokens, compute_token_logprobs
 from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
@@ -31,6 +31,7 @@ from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer
 from areal_hpc.trainer.rank_progress import enter_place, note_detail
 from areal_hpc.wire.fault_points import fault_point
+from areal_hpc.wire.trajectory import SamplingMask
 
 
 @dataclass(slots=True, eq=False)
@@ -44,6 +45,8 @@ class MicroBatch:
     attention: AttentionPlan
     places: int
     """Tokens of the pass, padding included."""
+    kept: KeptTokens | None
+    """What could be sampled in the place of the tokens that it is scored on; None: everything."""
     row_lengths: Sequence[int]
     """Tokens of each row over all context-parallel ranks, padding included."""
 
@@ -85,8 +88,16 @@ def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
         ),
         attention=plan_attention(pack, policy.split, policy.frequencies, policy.arch.rope_scale),
         places=len(pack.input_ids_T),
+        kept=None if pack.kept is None else _place_kept_tokens(pack.kept, policy.device),
         row_lengths=pack.lengths.tolist(),
     )
+
+
+def _place_kept_tokens(mask: SamplingMask, device: torch.device) -> KeptTokens:
+    rows_K = np.repeat(np.arange(len(mask.counts_T)), mask.counts_T)
+    starts = np.cumsum([0, *mask.counts_T.tolist()]).tolist()
+    ids_K = torch.from_numpy(mask.ids.astype(np.int64)).to(device, non_blocking=True)
+    return KeptTokens(ids_K, torch.from_numpy(rows_K).to(device, non_blocking=True), starts)
 
 
 class PassProgress:
@@ -140,6 +151,7 @@ def run_forward_backward(
             policy.arch.vocab,
             parallel_state.get_tensor_model_parallel_group(),
             entropy_N,
+            batch.kept,
         )
         total, seen = loss(batch, logprobs_N)
         stats.add(seen)

@@ -31,6 +31,8 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 MAX_CAUSE_CHARS = 500
 MAX_ERROR_CHARS = 10_000
+MAX_SAMPLING_MASK_TOKENS = 4096
+"""At one place: SGLang's own bound (`--sampling-mask-max-tokens`)."""
 
 
 class SamplingDefaults(Struct, frozen=True):
@@ -86,6 +88,8 @@ class StartSessionRequest(Struct, frozen=True):
     rights: Literal["all", "calls"] = "all"
     """What `api_key` opens. `calls`: model calls alone; rewards, records and the end need the
     `control_key` of the reply, which an agent is not given."""
+    records_sampling_mask: bool = False
+    """Record which tokens a reply could be sampled from, where its parameters leave some out."""
 
 
 class EngineAddress(Struct, frozen=True):

@@ -45,6 +45,19 @@ class RowKind(IntEnum):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class SamplingMask:
+    """Tokens that could be sampled at each place of a row, where a sampler left some out.
+
+    The log-probabilities of such places are of the distribution over these tokens.
+    """
+
+    counts_T: npt.NDArray[np.uint16]
+    """How many; 0 where none were left out, or nobody sampled."""
+    ids: npt.NDArray[np.int32]
+    """Those of one place after those of another."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class TrajectoryRow:
     """One recorded row: a token sequence the model saw and partly said.
 
@@ -78,6 +91,8 @@ class TrajectoryRow:
     """Free-form JSON: the messages."""
     tool_schemas: dict[str, Any] = field(default_factory=dict)
     """Schemas of the tools that its calls name, by their hash."""
+    sampling_mask: SamplingMask | None = None
+    """None if the whole vocabulary could be sampled everywhere, or nobody noted what could."""
 
     def __post_init__(self) -> None:
         arrays = (self.input_ids_T, self.loss_mask_T, self.logprobs_T, self.versions_T)
@@ -110,8 +125,33 @@ def find_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str | N
         return "expected finite log-probabilities, got inf or nan"
     if (row.versions_T[mask_T == 1] < 0).any():
         return "expected a weight version for every sampled token, got a negative one"
+    mask = row.sampling_mask
+    if mask is not None and (defect := find_mask_defect(mask, ids_T, vocab_size)):
+        return defect
     if not abs(row.reward) <= MAX_REWARD:
         return f"expected a finite 32-bit float as reward, got {row.reward}"
     if not 0 <= row.temperature <= MAX_TEMPERATURE:
         return f"expected a temperature from 0 to {MAX_TEMPERATURE:g}, got {row.temperature}"
+    return None
+
+
+def find_mask_defect(
+    mask: SamplingMask, input_ids_T: npt.NDArray[np.int32], vocab_size: int = MAX_VOCAB_SIZE
+) -> str | None:
+    """What makes a sampling mask of these tokens unfit to normalize over; None for a sound one."""
+    tokens, kept = len(input_ids_T), int(mask.counts_T.sum(dtype=np.int64))
+    if (len(mask.counts_T), len(mask.ids)) != (tokens, kept):
+        return (
+            f"expected a sampling mask of {tokens} places and {kept} tokens, got "
+            f"{len(mask.counts_T)} and {len(mask.ids)}"
+        )
+    low, high = int(mask.ids.min(initial=0)), int(mask.ids.max(initial=0))
+    if low < 0 or high >= vocab_size:
+        odd = low if low < 0 else high
+        return f"expected a sampling mask of token ids from 0 to {vocab_size - 1}, got {odd}"
+    places = np.repeat(np.arange(tokens), mask.counts_T)
+    has_own = np.zeros(tokens, np.bool_)
+    has_own[places[mask.ids == input_ids_T[places]]] = True
+    if not has_own[mask.counts_T > 0].all():
+        return "expected every sampled token in its sampling mask"
     return None

@@ -25,9 +25,10 @@ from tests.support.bias_toy import (
     make_policy,
     make_task,
     measure_cosine,
+    record_greedy_turn,
     softmax,
     take_best,
-    take_nucleus,
+    train_failures,
 )
 
 SEEDS = (1, 2, 3, 4)
@@ -56,14 +57,10 @@ def _stale(sigma: float) -> Callable[[int], ToyTask]:
     return make
 
 
-def _nucleus(seed: int) -> ToyTask:
-    acting = take_nucleus(make_policy(seed), 0.7)
-    return act_otherwise(_linear("graded")(seed), acting, EVERYWHERE, is_target=True)
-
-
 def _greedy(seed: int) -> ToyTask:
     acting = take_best(make_policy(seed), slice(1, 4))
-    return act_otherwise(_linear("graded")(seed), acting, LATER, is_target=True)
+    task = act_otherwise(_linear("graded")(seed), acting, LATER, is_target=True)
+    return record_greedy_turn(task, 1)
 
 
 def _retried(seed: int) -> ToyTask:
@@ -83,10 +80,12 @@ SCENARIOS: dict[str, Callable[[int], ToyTask]] = {
     "binary, `filter_same_reward`": lambda seed: keep_unequal(_linear("binary")(seed)),
     "binary, `extra_samples=1`": lambda seed: keep_shortest(_linear("binary")(seed)),
     "binary, 80 % of long episodes fail and are repeated": _retried,
+    "binary, the same, `failed_episodes={reward: 0}`": lambda seed: train_failures(
+        _linear("binary")(seed), _fails_when_long
+    ),
     "binary, the same, `min_samples=2` of 3": lambda seed: keep_those_that_succeed(
         _linear("binary")(seed), _fails_when_long
     ),
-    "graded, `top_p=0.7`": _nucleus,
     "graded, the second turn is greedy": _greedy,
     "graded, noise of .3 on all logits": _stale(0.3),
     "graded, noise of 1 on all logits": _stale(1.0),

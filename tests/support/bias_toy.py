@@ -179,21 +179,39 @@ def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bo
     return replace(task, sampled=chances / chances.sum(), truth=truth)
 
 
-def take_nucleus(policy: Array, top_p: float) -> Array:
-    """What is sampled with a `top_p`."""
-    order = np.argsort(-policy, axis=1)
-    ranked = np.take_along_axis(policy, order, axis=1)
-    kept = np.cumsum(ranked, axis=1) - ranked < top_p
-    mask = np.zeros_like(kept)
-    np.put_along_axis(mask, order, kept, axis=1)
-    return np.asarray(policy * mask / (policy * mask).sum(axis=1, keepdims=True))
-
-
 def take_best(policy: Array, contexts: slice) -> Array:
     """A policy that is greedy in some contexts."""
     acting = policy.copy()
     acting[contexts] = np.eye(VOCAB)[policy[contexts].argmax(axis=1)]
     return acting
+
+
+def record_greedy_turn(task: ToyTask, turn: int) -> ToyTask:
+    """The task with what a proxy records of episodes whose n-th reply is greedy."""
+    found = []
+    for one in task.episodes:
+        turns = [replace(t, is_greedy=i == turn) for i, t in enumerate(one.turns)]
+        found.append(replace(one, turns=tuple(turns)))
+    return replace(task, episodes=found)
+
+
+def train_failures(task: ToyTask, success: Callable[[ToyEpisode], float]) -> ToyTask:
+    """`failed_episodes={reward: 0}`: groups of which all failed are dropped."""
+    succeeds = np.array([success(one) for one in task.episodes])
+    chances, first = count_chances(task.episodes, task.policy), len(task.episodes)
+    failed = [make_episode(one.choices, [0.0] * len(one.choices)) for one in task.episodes]
+
+    def keep(group: Sequence[int]) -> Iterator[tuple[Sequence[int], float]]:
+        if min(group) < first:
+            yield group, 1.0
+
+    return replace(
+        task,
+        episodes=[*task.episodes, *failed],
+        sampled=np.concatenate([chances * succeeds, chances * (1 - succeeds)]),
+        truth=compute_truth(task.episodes, task.policy, chances * succeeds),
+        keep=keep,
+    )
 
 
 def keep_those_that_succeed(task: ToyTask, success: Callable[[ToyEpisode], float]) -> ToyTask:
@@ -291,10 +309,10 @@ def compute_mean_gradient(
     for batch, weight in zip(batches, weights, strict=True):
         rows = [replace(row, episode=i) for i, one in enumerate(batch) for row in rows_of[one]]
         built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
-        tokens = sum(int(row.loss_mask_T.sum()) for row in rows)
+        tokens = sum(int(one.loss_mask_T.sum()) for one in built)
         for row, one in zip(rows, built, strict=True):
             scale_T = one.channels.get(SCALE_CHANNEL)
-            for place in np.flatnonzero(row.loss_mask_T):
+            for place in np.flatnonzero(one.loss_mask_T):
                 choices.append(
                     task.episodes[batch[row.episode]].choices[one.input_ids_T[place] // 10]
                 )

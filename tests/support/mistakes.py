@@ -100,11 +100,13 @@ MISTAKES = (
     Mistake(
         "several at once",
         f"{NO_DATA} cluster.serve.python=/no/such/python rollout.should_accept={SUMS}:no_such "
-        f"rollout.curriculum={SUMS}:nothing",
+        f"rollout.curriculum={SUMS}:nothing "
+        "trainer.objective.custom=examples.objectives.sapo:compute",
         (
-            *("4 errors:", "there is no data set at", "at: train_dataset.path"),
+            *("5 errors:", "there is no data set at", "at: train_dataset.path"),
             *("no Python interpreter for role serve at /no/such/python", "make setup"),
             *("at: rollout.should_accept", "no_such", "at: rollout.curriculum", "nothing"),
+            *("at: trainer.objective.custom", "did you mean 'compute_terms'?"),
         ),
     ),
     # Data.

@@ -258,6 +258,7 @@ class Stage:
         limits: SessionLimits | None = None,
         records_calls: bool = True,
         sampling_from: Literal["agent", "recipe"] = "agent",
+        records_sampling_mask: bool = False,
         **sampling: Any,
     ) -> tuple[str, str]:
         """(session id, key)."""
@@ -270,6 +271,7 @@ class Stage:
             limits=limits or SessionLimits(),
             records_calls=records_calls,
             sampling_from=sampling_from,
+            records_sampling_mask=records_sampling_mask,
         )
         reply = self.post("/rl/start_session", request)
         assert reply.status_code == 200, reply.text

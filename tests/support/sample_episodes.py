@@ -23,6 +23,7 @@ class MadeUpTurn:
     reward: float | None
     tokens: int = 2
     is_cut: bool = False
+    is_greedy: bool = False
 
 
 def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
@@ -46,7 +47,8 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
             spans=[VersionSpan(1 << 32, 0, turn.tokens)],
             finish_reason="length" if turn.is_cut else "stop",
             closed=not turn.is_cut,
-            temperature=1.0,
+            temperature=0.0 if turn.is_greedy else 1.0,
+            sampling=b'{"temperature":0.0}' if turn.is_greedy else b"",
             asked_at=float(2 * number),
             answered_at=float(2 * number + 1),
             reward=turn.reward,

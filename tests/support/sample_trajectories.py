@@ -13,7 +13,7 @@ from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
 
 
 def trajectory(
@@ -48,10 +48,12 @@ def seal_in(paths: RunPaths, rows: list[TrajectoryRow], writer: str = "cell-0") 
 
 def fields(row: TrajectoryRow) -> dict[str, object]:
     """A trajectory as plain values, comparable with `==`."""
-    values = ((f.name, getattr(row, f.name)) for f in dataclasses.fields(row))
+    values = {f.name: getattr(row, f.name) for f in dataclasses.fields(row)}
+    if (mask := values.pop("sampling_mask")) is not None:
+        values |= {"mask_counts": mask.counts_T, "mask_ids": mask.ids}
     return {
         name: (value.dtype.str, value.tolist()) if isinstance(value, np.ndarray) else value
-        for name, value in values
+        for name, value in values.items()
     }
 
 
@@ -91,13 +93,22 @@ def trajectories(draw: st.DrawFn) -> TrajectoryRow:
         return np.array(draw(st.lists(values, min_size=length, max_size=length)), dtype)
 
     loss_mask_T = tokens(st.integers(0, 1), "u1")
+    input_ids_T = tokens(st.integers(0, 2**31 - 1), "<i4")
+    others = st.lists(st.integers(0, 2**31 - 1), max_size=3)
+    kept = [
+        [own, *draw(others)] if sampled and draw(st.booleans()) else []
+        for own, sampled in zip(input_ids_T.tolist(), loss_mask_T.tolist(), strict=True)
+    ]
+    mask = SamplingMask(
+        np.array(list(map(len, kept)), "<u2"), np.array([one for ids in kept for one in ids], "<i4")
+    )
     versions_T = tokens(st.integers(0, 2**62), "<i8")
     return TrajectoryRow(
         ticket_id=draw(st.integers(0, 2**62)),
         attempt=draw(st.integers(0, 2**31 - 1)),
         episode=draw(st.integers(0, 2**31 - 1)),
         row=draw(st.integers(0, 2**31 - 1)),
-        input_ids_T=tokens(st.integers(0, 2**31 - 1), "<i4"),
+        input_ids_T=input_ids_T,
         loss_mask_T=loss_mask_T,
         logprobs_T=tokens(_FLOAT32, "<f4"),
         versions_T=np.where(loss_mask_T, versions_T, -1),
@@ -107,4 +118,5 @@ def trajectories(draw: st.DrawFn) -> TrajectoryRow:
         eval_step=draw(st.integers(-1, 2**62)),
         record=draw(_RECORDS),
         meta=draw(st.dictionaries(st.text(string.printable), _JSON, max_size=3)),
+        sampling_mask=mask if len(mask.ids) and draw(st.booleans()) else None,
     )

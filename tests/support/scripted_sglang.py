@@ -149,7 +149,10 @@ class ScriptedSGLang:
             text = whole["text"] if last else self.tokenizer.decode(ids[:end]).rstrip("\ufffd")
             start = before if self.incremental else 0
             piece_meta = {**meta, "completion_tokens": end}
-            for name in ("output_token_logprobs", "output_top_logprobs"):
+            for name in (
+                *("output_token_logprobs", "output_top_logprobs"),
+                *("output_token_sampling_mask", "output_token_sampling_logprobs"),
+            ):
                 if name in meta:
                     piece_meta[name] = meta[name][start:end]
             if not last:
@@ -204,6 +207,10 @@ class ScriptedSGLang:
             meta["output_top_logprobs"] = [
                 [[-0.5 - 0.1 * j, (t + j) % 300, None] for j in range(count)] for t in ids
             ]
+        if body.get("return_sampling_mask"):
+            meta["output_token_sampling_mask"] = [[t, (t + 1) % 300] for t in ids]
+            meta["output_token_sampling_logprobs"] = [-0.25 - 0.001 * i for i in range(len(ids))]
+            meta["output_token_sampling_mask_length"] = len(ids)
         return {"text": text, "output_ids": ids, "meta_info": meta}
 
 

@@ -35,6 +35,14 @@ class TwoTurnAgent(ChatAgent):
         return 0.5
 
 
+class GreedyAgent(ChatAgent):
+    """One call at temperature 0."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await self.ask(data, extra_kwargs, temperature=0, max_tokens=4)
+        return 1.0
+
+
 class MisspellingAgent(ChatAgent):
     """Asks for a column that tasks do not have, once the model has replied."""
 

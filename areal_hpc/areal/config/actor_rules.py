@@ -21,6 +21,10 @@ from areal_hpc.areal.config.rules import (
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
 NO_REFERENCE_MODEL_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
+CUSTOM_LOSS_REASON = (
+    "a custom loss: set trainer.objective.custom to a copy of examples/objectives/{}.py"
+)
+CORRECTION_METRIC_BY_AREAL_NAME = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
 REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
@@ -63,11 +67,13 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if source("actor.rejection_sampling.level") is not None:
         metric = source("actor.rejection_sampling.metric")
+        level, agg = (source(f"actor.rejection_sampling.{name}") for name in ("level", "agg"))
         return {
             "off_policy_correction": source("actor.rejection_sampling.action"),
-            "off_policy_correction_level": source("actor.rejection_sampling.level"),
-            "off_policy_correction_metric": "ratio" if metric == "ratio" else "kl",
-            "off_policy_correction_low": source("actor.rejection_sampling.lower") or 0.0,
+            "off_policy_correction_level": level,
+            **({"off_policy_correction_agg": agg} if level == "sequence" and agg != "mean" else {}),
+            "off_policy_correction_metric": CORRECTION_METRIC_BY_AREAL_NAME.get(metric, "kl"),
+            "off_policy_correction_low": _get_lower_bound(source) or 0.0,
             "off_policy_correction_high": source("actor.rejection_sampling.upper"),
         }
     cap = source("actor.behav_imp_weight_cap")
@@ -76,12 +82,30 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
+def _get_lower_bound(source: ArealConfigValues) -> float | None:
+    """`rejection_sampling.lower`, unless it bounds what is never below it."""
+    lower = source("actor.rejection_sampling.lower")
+    is_never_negative = source("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
+    return None if lower is None or (is_never_negative and lower <= 0) else float(lower)
+
+
+def _check_rejection_lower(
+    value: Any, source: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    metric, lower = source("actor.rejection_sampling.metric"), _get_lower_bound(source)
+    if metric == "ratio" or lower is None or (metric == "kl_k1" and lower < 0):
+        return {}
+    return Untranslatable(
+        "bounds enclose the value of equal policies: that of k1 is negative, k2 and k3 have none"
+    )
+
+
 def _check_rejection_metric(
     value: Any, source: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    if value in ("ratio", "kl_k3"):
+    if value in CORRECTION_METRIC_BY_AREAL_NAME:
         return {}
-    return Untranslatable("ratio, or kl_k3: the estimate of the divergence that is used here")
+    return Untranslatable(f"one of {', '.join(CORRECTION_METRIC_BY_AREAL_NAME)}")
 
 
 def _translate_betas(value: Any, source: ArealConfigValues) -> dict[str, Any]:
@@ -278,12 +302,27 @@ ACTOR_RULES = (
         "`trainer.objective.off_policy_correction_metric`",
         _check_rejection_metric,
     ),
-    fixed_value_rule("actor.rejection_sampling.agg", "mean", "rows are judged by their mean"),
+    ignored_rule(
+        "actor.rejection_sampling.agg",
+        "`trainer.objective.off_policy_correction_agg`, where the level is `sequence`",
+    ),
     ignored_rule(
         "actor.rejection_sampling.upper", "`trainer.objective.off_policy_correction_high`"
     ),
-    ignored_rule("actor.rejection_sampling.lower", "`trainer.objective.off_policy_correction_low`"),
+    KeyRule(
+        "actor.rejection_sampling.lower",
+        "`trainer.objective.off_policy_correction_low`",
+        _check_rejection_lower,
+    ),
     renamed_rule("actor.importance_sampling_level", "trainer.objective.ratio_level"),
+    KeyRule(
+        "actor.use_sapo_loss",
+        f"(none) if it is true: {CUSTOM_LOSS_REASON.format('sapo')}",
+        lambda value, _: Untranslatable(CUSTOM_LOSS_REASON.format("sapo")) if value else {},
+    ),
+    unsupported_rule("actor.sapo_tau_pos", "a constant of examples/objectives/sapo.py"),
+    unsupported_rule("actor.sapo_tau_neg", "a constant of examples/objectives/sapo.py"),
+    unsupported_rule("actor.m2_threshold", CUSTOM_LOSS_REASON.format("m2po")),
     renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
     fixed_value_rule("actor.init_from_scratch", False, "a model starts from its directory"),

@@ -15,11 +15,13 @@ from areal_hpc.areal.config.rules import (
     unsupported_rule,
     unsupported_scheduling_rules,
 )
+from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
 
 NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
+_NEUTRAL = {"top_p": 1.0, "top_k": -1}
 _CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
@@ -44,9 +46,14 @@ def _build_sampling_param_rules(name: str) -> tuple[KeyRule, ...]:
     def convert(value: Any) -> Any:
         return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
 
-    def trained(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+    def trained(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         own = source(f"eval_gconfig.{name}")
-        return {train: convert(value), valid: convert(value if own is None else own)}
+        found = {train: convert(value), valid: convert(value if own is None else own)}
+        if name == "top_k" and found[train] > MAX_SAMPLING_MASK_TOKENS:
+            return Untranslatable(f"at most {MAX_SAMPLING_MASK_TOKENS}, or no bound; set {valid}")
+        if name in _NEUTRAL and found[train] != _NEUTRAL[name]:
+            found["rollout.record_sampling_mask"] = True  # trained as it was sampled
+        return found
 
     return (
         KeyRule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),

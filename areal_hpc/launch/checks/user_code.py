@@ -26,6 +26,10 @@ try:
         load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
+    if request["objective"]:
+        from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+        from areal_hpc.trainer.objective.custom_loss import load_custom_loss
+        load_custom_loss(ObjectiveConfig(**request["objective"]))
     if request["sandbox"]:
         from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
         check_sandbox_starts(request["sandbox"])
@@ -41,14 +45,17 @@ except ArealError as error:
 def find_user_code_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
-    """Import the user's code and build agents in the environment of who will: driver, ledger."""
-    rollout, evaluation = recipe.rollout, recipe.evaluation
+    """Import the user's code, and try it, in the environment of who will: driver, ledger, trainer.
+
+    Agents are built, and a custom loss is computed of made-up tokens.
+    """
+    rollout, evaluation, objective = recipe.rollout, recipe.evaluation, recipe.trainer.objective
     agents = [
         (rollout.workflow, rollout.workflow_kwargs),
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
-    asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode}
+    asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
     for python, named, name, key, what in (
         (pythons["agents"], agents, "should_accept", "rollout.workflow", "the agent"),
         (pythons["train"], [], "curriculum", "rollout.curriculum", "the curriculum"),
@@ -62,6 +69,12 @@ def find_user_code_problems(
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
             yield from _find_user_code_load_problems(python, asked, environ, key, what)
+    if objective.custom and Path(pythons["train"]).exists():
+        tried = {**asked, "agents": [], "functions": {}, "sandbox": None}
+        tried["objective"] = objective.model_dump()
+        yield from _find_user_code_load_problems(
+            pythons["train"], tried, environ, "trainer.objective.custom", "the custom loss"
+        )
 
 
 def _find_user_code_load_problems(

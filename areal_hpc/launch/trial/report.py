@@ -7,6 +7,7 @@ from typing import Any
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.session.tree import Interaction
+from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
 from areal_hpc.wire.ledger import TicketRef
 
 MAX_SHOWN_CHARS = 1200
@@ -107,6 +108,12 @@ def _format_rows(session: Session) -> Iterator[str]:
             f"row {row.row}: {row.num_tokens} tokens, {row.num_tokens - trained} of prompts and "
             f"{trained} of replies, which are trained; {len(calls)} "
             f"call{'s' if len(calls) > 1 else ''}, reward {row.reward:g}",
+        )
+    # A stand-in leaves no token out: what a run would record is taken as recorded.
+    is_recorded = session.request.records_sampling_mask
+    for reasons, tokens in count_untrainable_tokens(rows, is_recorded=is_recorded).items():
+        yield _format_labeled_line(
+            "", f"{tokens} tokens of replies leave the loss: they were sampled with {reasons}"
         )
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import itertools
 import os
 import time
 from collections.abc import Sequence
@@ -21,7 +22,15 @@ from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
-from areal_hpc.session.tree import Interaction, OpenTurn, ids_to_json, pack_ids, pack_logprobs
+from areal_hpc.session.tree import (
+    Interaction,
+    OpenTurn,
+    ids_to_json,
+    pack_counts,
+    pack_ids,
+    pack_logprobs,
+)
+from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
 
 MAX_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
@@ -52,6 +61,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
     ignored: Sequence[str]
     prefill: str
     """What the prompt has of the reply already."""
+    records_mask: bool
+    """Which tokens could be sampled is recorded."""
 
     def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
@@ -61,6 +72,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             self._get_choice_sampling(choice),
             self.top_logprobs,
             self.reasons_first,
+            self.records_mask,
         )
 
     def _get_choice_sampling(self, choice: int) -> SamplingParams:
@@ -84,7 +96,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
-            logprobs=pack_logprobs(generation.logprobs),
+            logprobs=pack_logprobs(generation.kept_logprobs or generation.logprobs),
             spans=generation.spans,
             finish_reason=generation.finish_reason,
             closed=generation.closed,
@@ -96,6 +108,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice)),
             ignored=[*self.ignored],
+            kept_counts=pack_counts(list(map(len, generation.kept_ids))),
+            kept_ids=pack_ids(list(itertools.chain.from_iterable(generation.kept_ids))),
         )
 
 
@@ -148,6 +162,10 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
         refuse_oversized_sampling(sampling)
+        records_mask = session.request.records_sampling_mask and sampling.leaves_tokens_out
+        if records_mask and not 0 < sampling.top_k <= MAX_SAMPLING_MASK_TOKENS:
+            bound = min(self._model.encoder.vocab_size, MAX_SAMPLING_MASK_TOKENS)
+            sampling = msgspec.structs.replace(sampling, top_k=bound)
         session.calls += 1
         new_json = ids_to_json(new_ids)
         return PreparedCall(
@@ -166,6 +184,7 @@ class PromptBuilder:
             reasons_first=reasons_first,
             ignored=call.names_without_effect,
             prefill=call.prefill or "",
+            records_mask=records_mask,
         )
 
     async def _add_tool_choice_grammar(

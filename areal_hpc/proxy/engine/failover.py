@@ -91,8 +91,11 @@ class ReplyFailover:
             if spans and spans[-1].version == span.version:
                 start = spans.pop().start
             spans.append(VersionSpan(span.version, start, end))
+        is_kept = bool(said.kept_ids) and bool(generation.kept_ids)
         return msgspec.structs.replace(
             generation,
+            kept_ids=said.kept_ids + generation.kept_ids if is_kept else [],
+            kept_logprobs=said.kept_logprobs + generation.kept_logprobs if is_kept else [],
             text=said.text + generation.text,
             output_ids=said.output_ids + generation.output_ids,
             logprobs=said.logprobs + generation.logprobs,

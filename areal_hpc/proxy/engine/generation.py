@@ -11,13 +11,14 @@ new. `completion_tokens` counts from the beginning in both, which tells them apa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct, field
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.session.tree import ABORT_FINISH_REASON, VersionSpan
+from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
 from areal_hpc.wire.weight_version import WeightVersion
 
 JSON_WHITESPACE_BYTES = b" \t\r\n"
@@ -72,6 +73,15 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
         names = ("json_schema", "regex", "ebnf", "structural_tag")
         return [name for name in names if getattr(self, name) is not None]
 
+    @property
+    def leaves_tokens_out(self) -> bool:
+        """True if only some tokens can be sampled, with the odds that the softmax gives them."""
+        penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
+        is_random = self.temperature > 0 and self.top_k != 1
+        is_softmax = penalties == (0.0, 0.0, 1.0) and not self.logit_bias
+        is_partial = self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+        return is_random and is_softmax and (is_partial or bool(self.active_grammar_names))
+
 
 class _ReplyVersionSpan(Struct):
     version: str
@@ -92,6 +102,8 @@ class _MetaInfo(Struct):
     weight_versions: list[_ReplyVersionSpan] = field(default_factory=list)
     output_token_logprobs: list[tuple[float, int, str | None]] = field(default_factory=list)
     output_top_logprobs: list[TopLogprobs] | None = None
+    output_token_sampling_mask: list[list[int]] | None = None
+    output_token_sampling_logprobs: list[float] | None = None
     cached_tokens: int = 0
     weight_version: str = ""
     """Of the server's weights as it answers."""
@@ -136,6 +148,10 @@ class Generation(Struct, frozen=True):
     cached_tokens: int
     top_logprobs: list[TopLogprobs]
     """Per output token, most likely first; empty unless asked for."""
+    kept_ids: list[list[int]] = []
+    """Per output token, those that could be sampled; empty unless asked for."""
+    kept_logprobs: list[float] = []
+    """Of the output tokens, by the distribution over these."""
 
 
 class ReplicaAnswer(Struct, frozen=True):
@@ -176,6 +192,8 @@ class ChunkReader:
         self._output_ids: list[int] = []
         self._logprobs: list[tuple[float, int, str | None]] = []
         self._top_logprobs: list[TopLogprobs] = []
+        self._kept_ids: list[list[int]] = []
+        self._kept_logprobs: list[float] = []
         self._versions: set[str] = set()
         self._cached_tokens = 0
         self._is_sound = True
@@ -206,6 +224,7 @@ class ChunkReader:
             stop_text=None,
             cached_tokens=self._cached_tokens,
             top_logprobs=self._top_logprobs,
+            **_check_kept(ids, self._kept_ids, self._kept_logprobs),
         )
 
     def read_event(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
@@ -228,6 +247,9 @@ class ChunkReader:
         new_ids = reply.output_ids[len(reply.output_ids) - count :] if count > 0 else []
         new_logprobs = meta.output_token_logprobs[-count:] if count > 0 else []
         new_tops = (meta.output_top_logprobs or [])[-count:] if count > 0 else []
+        if count > 0:
+            self._kept_ids += (meta.output_token_sampling_mask or [])[-count:]
+            self._kept_logprobs += (meta.output_token_sampling_logprobs or [])[-count:]
         repeats = len(reply.output_ids) == meta.completion_tokens
         self._text = reply.text if repeats else self._text + reply.text
         self._output_ids += new_ids
@@ -243,6 +265,8 @@ class ChunkReader:
                 ]
             meta.output_token_logprobs = self._logprobs
             meta.output_top_logprobs = self._top_logprobs
+            meta.output_token_sampling_mask = self._kept_ids
+            meta.output_token_sampling_logprobs = self._kept_logprobs
             ids_json = msgspec.json.encode(self._output_ids)
             whole = _build_generation(self._where, self._text, ids_json, meta)
         safe = len(self._text)
@@ -303,7 +327,25 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
         stop_text=reason.matched if isinstance(reason.matched, str) else None,
         cached_tokens=meta.cached_tokens,
         top_logprobs=meta.output_top_logprobs or [],
+        **_check_kept(
+            output_ids,
+            meta.output_token_sampling_mask or [],
+            meta.output_token_sampling_logprobs or [],
+        ),
     )
+
+
+def _check_kept(
+    output_ids: list[int], kept_ids: list[list[int]], kept_logprobs: list[float]
+) -> dict[str, Any]:
+    """What could be sampled, if it is known of every token: else nothing of it is kept."""
+    if not len(output_ids) == len(kept_ids) == len(kept_logprobs):
+        return {}
+    if max(map(len, kept_ids), default=0) > MAX_SAMPLING_MASK_TOKENS:
+        return {}
+    if not all(one in kept for one, kept in zip(output_ids, kept_ids, strict=True)):
+        return {}
+    return {"kept_ids": kept_ids, "kept_logprobs": kept_logprobs}
 
 
 def _pack_version(where: str, version: str) -> int:

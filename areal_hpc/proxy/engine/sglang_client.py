@@ -45,6 +45,8 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Alternatives to report per token."""
     reasons_first: bool = False
     """The reply begins inside its reasoning, so a grammar starts after that."""
+    records_mask: bool = False
+    """Report which tokens could be sampled: needs a finite top_k."""
 
     def encode_body(self, *, stream: bool) -> bytes:
         """Body of `/generate`; joined, because the ids are long and already JSON."""
@@ -59,6 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
                 b'"',
                 b',"top_logprobs_num":%d' % self.top_logprobs if self.top_logprobs else b"",
                 b',"require_reasoning":true' if self.reasons_first else b"",
+                b',"return_sampling_mask":true' if self.records_mask else b"",
                 b',"stream":true' if stream else b"",
                 b"}",
             )

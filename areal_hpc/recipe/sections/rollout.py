@@ -1,13 +1,16 @@
 """Recipe sections `rollout` and `evaluation`."""
 
+from __future__ import annotations
+
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.sandbox import AgentIsolation, SandboxConfig
 from areal_hpc.wire.ledger import StaleGroups
 from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.reward import MAX_REWARD
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 
@@ -101,6 +104,10 @@ class RolloutConfig(BaseConfig):
     max_episode_tries: Annotated[int, Field(ge=1)] = 3
     """Attempts per episode before it counts as failed (see `min_samples`)."""
 
+    record_sampling_mask: bool = False
+    """Record which tokens top_p, top_k, min_p or a grammar left, and train over these alone."""
+    failed_episodes: Literal["retry", "drop"] | dict[Literal["reward"], float] = "retry"
+    """Repeat them, leave them out of their group, or train them with `{reward: x}`."""
     trial_tasks: Annotated[int, Field(ge=0)] = 3
     """Tasks that the agent plays unrecorded before a new run; an agent that fails all ends it."""
 
@@ -113,6 +120,28 @@ class RolloutConfig(BaseConfig):
     def min_group_size(self) -> int:
         """Episodes that must end well, or their ticket is dropped."""
         return self.n_samples if self.min_samples is None else self.min_samples
+
+    @property
+    def failure_reward(self) -> float | None:
+        """What an episode earns whose agent failed; None where such episodes are not trained."""
+        return self.failed_episodes["reward"] if isinstance(self.failed_episodes, dict) else None
+
+    @property
+    def tries_per_episode(self) -> int:
+        """How often an episode fails before it is missing from its group."""
+        return 1 if self.failed_episodes == "drop" else self.max_episode_tries
+
+    @model_validator(mode="after")
+    def _check_failed_episodes(self) -> RolloutConfig:
+        reward = self.failure_reward if self.failed_episodes else None
+        if self.failed_episodes in ("retry", "drop"):
+            return self
+        if reward is None or not abs(reward) <= MAX_REWARD:
+            raise ValueError(
+                f"failed_episodes is retry, drop, or {{reward: x}} with a finite number x, got "
+                f"{self.failed_episodes}"
+            )
+        return self
 
 
 class EvaluationConfig(BaseConfig):

@@ -109,6 +109,9 @@ class OverlongConfig(BaseConfig):
         return self
 
 
+CorrectionAggregate = Literal["mean", "sum", "max"]
+
+
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
@@ -151,13 +154,17 @@ class ObjectiveConfig(BaseConfig):
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
     """Tokens weigh proximal / pi_b clamped to bounds (TIS), masked outside (IcePop), or all 1."""
     off_policy_correction_level: Literal["token", "sequence"] = "token"
-    """Bounds are on each token, or on the row's mean (of ratios: the geometric one)."""
-    off_policy_correction_metric: Literal["ratio", "kl"] = "ratio"
-    """Bounds are on the ratio proximal / pi_b, or on an estimate of their divergence."""
-    off_policy_correction_low: Annotated[float, Field(ge=0)] = 0.0
-    """Lower bound; 0 is none."""
+    """Bounds are on each token, or on its row (a row's weight is its ratios' geometric mean)."""
+    off_policy_correction_metric: Literal["ratio", "kl", "k1", "k2"] = "ratio"
+    """Bounds are on r = proximal / pi_b, on r - 1 - log r, on log r, or on (log r)^2 / 2."""
+    off_policy_correction_low: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    """Lower bound; 0 is none. That of k1 is negative."""
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
+    custom: str = ""
+    """`package.module:function` of LossInputs that gives each token's term instead of surrogate."""
+    off_policy_correction_agg: CorrectionAggregate = "mean"
+    """At level sequence: what is judged is the row's mean, sum or maximum (of ratios: of logs)."""
 
     @model_validator(mode="after")
     def _check_credit_keys(self) -> ObjectiveConfig:
@@ -194,6 +201,24 @@ class ObjectiveConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _check_custom_keys(self) -> ObjectiveConfig:
+        if not self.custom:
+            return self
+        if self.preset != "default":
+            raise ValueError(
+                f"custom={self.custom} takes the place of what preset={self.preset} stands for: "
+                "leave one of them out, and set the keys that the function is to go with"
+            )
+        default = type(self).model_fields
+        for name in ("surrogate", "ratio_level", "clip_dual"):
+            if getattr(self, name) != default[name].default:
+                raise ValueError(
+                    f"{name}={getattr(self, name)} has no effect with custom={self.custom}, which "
+                    "gives the terms itself: leave it out"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_correction_keys(self) -> ObjectiveConfig:
         if self.off_policy_correction == "none":
             return self
@@ -204,17 +229,27 @@ class ObjectiveConfig(BaseConfig):
                 f"them is left for off_policy_correction={self.off_policy_correction}: "
                 "set off_policy_correction=none"
             )
-        if self.off_policy_correction_metric == "kl":
-            if self.off_policy_correction == "clamp":
-                raise ValueError(
-                    "off_policy_correction=clamp needs off_policy_correction_metric=ratio: "
-                    "use mask with kl"
-                )
-            if low != 0:
-                raise ValueError(
-                    f"a divergence is bounded above only, got off_policy_correction_low={low}"
-                )
-        elif not low <= 1 <= high:
+        metric, agg = self.off_policy_correction_metric, self.off_policy_correction_agg
+        if agg != "mean" and self.off_policy_correction_level == "token":
+            raise ValueError(
+                f"off_policy_correction_agg={agg} says how a row is judged: set "
+                "off_policy_correction_level=sequence, or leave it out"
+            )
+        if metric != "ratio" and self.off_policy_correction == "clamp":
+            raise ValueError(
+                "off_policy_correction=clamp needs off_policy_correction_metric=ratio: "
+                f"use mask with {metric}"
+            )
+        if metric in ("kl", "k2") and low != 0:
+            raise ValueError(
+                f"a divergence is bounded above only, got off_policy_correction_low={low}"
+            )
+        if metric == "k1" and low > 0:
+            raise ValueError(
+                "k1 is 0 where the policies are equal, which its bounds must enclose, got "
+                f"off_policy_correction_low={low}: use a negative one, or 0 for none"
+            )
+        if metric == "ratio" and not 0 <= low <= 1 <= high:
             raise ValueError(
                 "the bounds of a ratio must enclose 1, that of equal policies, got "
                 f"off_policy_correction_low={low} and off_policy_correction_high={high}"

@@ -60,6 +60,8 @@ class EpisodeSpec:
     data: dict[str, Any]
     """The task: the agent's own copy."""
     timeout_s: float
+    failure_reward: float | None = None
+    """What it earns if its agent fails; None: such an episode is not trained."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +74,9 @@ class EpisodeOutcome:
     replica of the cell served."""
     session_id: str
     reward: float = 0.0
-    """Of the last interaction that has a reward, if `ok`."""
+    """Of the last interaction that has a reward, if `ok` or `is_rewarded`."""
+    is_rewarded: bool = False
+    """Its agent failed, and its last interaction has the reward of such an episode."""
     reason: str = ""
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
     error: AgentError | None = None
@@ -116,6 +120,7 @@ async def run_episode(
             )
             return EpisodeOutcome("ok", session.session_id, reward=reward)
         except AgentError as failure:
+            is_rewarded = await _reward_failure(spec.failure_reward, failure, session, proxy)
             ended = await _end_session_of_lost_episode(session, proxy)
             error = _explain_failure(failure, ended, one, spec.data)
         status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
@@ -124,7 +129,29 @@ async def run_episode(
         if proxy.peer_started_at != incarnation:
             status = "interrupted"
         reason = "\n".join(filter(None, (str(error), error.trace)))
-        return EpisodeOutcome(status, session.session_id, reason=reason, error=error)
+        reward = spec.failure_reward if is_rewarded and spec.failure_reward is not None else 0.0
+        return EpisodeOutcome(status, session.session_id, reward, is_rewarded, reason, error)
+
+
+async def _reward_failure(
+    reward: float | None, failure: AgentError, session: StartSessionReply, proxy: ServiceClient
+) -> bool:
+    """Give a failed episode its reward; False if it has none, or nothing that could be trained.
+
+    What an agent returned in part, before the proxy refused the rest, is not made up for.
+    """
+    if reward is None or failure.kind == REFUSED_REWARD_KIND:
+        return False
+    try:
+        await proxy.call(
+            "/rl/set_reward",
+            SetRewardRequest(reward),
+            SetRewardReply,
+            key=session.control_key or session.api_key,
+        )
+    except HttpStatusError:  # no reply is complete, or the proxy has forgotten the session
+        return False
+    return True
 
 
 def _explain_failure(

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.wire.trajectory import SamplingMask
+
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int64]
 
@@ -28,6 +30,8 @@ class TrainingRow:
     loss_mask_T: npt.NDArray[np.uint8]
     channels: Mapping[str, FloatArray]
     """Per-token numbers the loss needs; read where `loss_mask_T` is 1."""
+    sampling_mask: SamplingMask | None = None
+    """Tokens that could be sampled at each place; None: all of them, everywhere."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +70,8 @@ class Pack:
     """The place of each one's sequence among those of the pack."""
     channels_N: dict[str, FloatArray]
     """The rows' channels at the predicted tokens."""
+    kept: SamplingMask | None = None
+    """What could be sampled in the place of the predicted tokens; None: all, everywhere."""
 
 
 def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
@@ -152,7 +158,28 @@ def build_pack(
         labels_N=ids_T[predicted_N],
         rows_N=np.searchsorted(starts, predicted_N, side="right") - 1,
         channels_N={name: value[predicted_N] for name, value in values.items()},
+        kept=_pick_kept_tokens(rows, starts, predicted_N),
     )
+
+
+def _pick_kept_tokens(
+    rows: Sequence[TrainingRow], starts: IntArray, predicted_N: IntArray
+) -> SamplingMask | None:
+    """What could be sampled in these places of the pack; None if all could, in all of them."""
+    if all(row.sampling_mask is None for row in rows):
+        return None
+    row_N = np.searchsorted(starts, predicted_N, side="right") - 1
+    counts_N, ids = np.zeros(len(predicted_N), np.uint16), [np.empty(0, np.int32)]
+    for number, row in enumerate(rows):
+        if (mask := row.sampling_mask) is None:
+            continue
+        own_N = row_N == number
+        places = predicted_N[own_N] - starts[number]  # they rise, also under context parallelism
+        counts_N[own_N] = mask.counts_T[places]
+        is_predicted_T = np.zeros(len(mask.counts_T), dtype=bool)
+        is_predicted_T[places] = True
+        ids.append(mask.ids[np.repeat(is_predicted_T, mask.counts_T)])
+    return SamplingMask(counts_N, np.concatenate(ids))
 
 
 def get_zigzag_positions(length: int, cp: int, rank: int) -> IntArray:

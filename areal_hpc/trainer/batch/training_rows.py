@@ -13,6 +13,7 @@ from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
+from areal_hpc.trainer.batch.untrainable import get_reply_span, mask_untrainable_replies
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
@@ -129,6 +130,7 @@ def build_rows(
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_versions_of_current_weights(current, forks)]
     masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
+    masks = [mask_untrainable_replies(*both) for both in zip(batch, masks, strict=True)]
     scales = compute_row_scales(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
         [(one.ticket_id, one.episode) for one in batch],
@@ -155,7 +157,9 @@ def build_rows(
             channels[TEMPERATURE_CHANNEL] = np.full(
                 size, _get_softmax_temperature(trajectory), dtype=np.float32
             )
-        rows.append(TrainingRow(trajectory.input_ids_T, masks[place], channels))
+        rows.append(
+            TrainingRow(trajectory.input_ids_T, masks[place], channels, trajectory.sampling_mask)
+        )
     return rows
 
 
@@ -170,7 +174,7 @@ def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
     mask_T = row.loss_mask_T.copy()
     for call in row.record.calls:
         if call.finish_reason == CUT_FINISH_REASON:
-            mask_T[call.prompt_tokens : call.prompt_tokens + call.reply_tokens] = 0
+            mask_T[get_reply_span(call)] = 0
     return mask_T
 
 
@@ -199,5 +203,5 @@ def _compute_token_staleness(
 
 
 def _get_softmax_temperature(trajectory: TrajectoryRow) -> float:
-    """Greedy replies (temperature 0) carry log-probabilities of the plain softmax."""
+    """What divides the logits: of a greedy row, 1, so that what is masked stays finite."""
     return trajectory.temperature or 1.0

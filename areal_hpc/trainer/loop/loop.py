@@ -43,6 +43,7 @@ from areal_hpc.errors import (
     OtherRankError,
     ShardError,
     SupersededTrainerError,
+    UntrainableBatchError,
 )
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
@@ -101,7 +102,9 @@ RankCommand = (
 )
 """Next command of rank 0 to all ranks. Ranks act on nothing else."""
 
-_BATCH_ERRORS = (NonFiniteGradientError, ShardError, ClusterError, OtherRankError)
+_BATCH_ERRORS = (
+    NonFiniteGradientError, ShardError, ClusterError, OtherRankError, UntrainableBatchError,
+)  # fmt: skip
 """What `Learner.train_batch` raises on all ranks alike."""
 
 PublishState = Literal["publish", "wait", "done"]

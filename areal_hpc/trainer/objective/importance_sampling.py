@@ -11,12 +11,12 @@ docs/objectives.md lists the settings, and AReaL's names for them.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.sections.trainer import CorrectionAggregate, ObjectiveConfig
 
 
 class _SumOverRanks(torch.autograd.Function):
@@ -61,6 +61,33 @@ class TokenRowMap:
             sums_2R = _SumOverRanks.apply(sums_2R, self.group)  # type: ignore[no-untyped-call]
         return (sums_2R[0] / sums_2R[1].clamp(min=1))[self.row_N].to(values_N.dtype)
 
+    def aggregate_rows(self, values_N: torch.Tensor, how: CorrectionAggregate) -> torch.Tensor:
+        """The mean, sum or largest of the row's tokens, at each of them [N].
+
+        Of values without a gradient. A collective of `group`. What is not a number stays to be
+        seen in its whole row.
+        """
+        if how == "mean":
+            return self.compute_row_means(values_N)
+        sums_R = self._reduce(values_N, "sum", 0.0)
+        if how == "sum":
+            return sums_R[self.row_N].to(values_N.dtype)
+        largest_R = self._reduce(values_N, "amax", -torch.inf)
+        # A maximum over ranks may pass over what is not a number; a sum does not.
+        largest_R = largest_R.masked_fill(sums_R.isnan(), torch.nan)
+        return largest_R[self.row_N].to(values_N.dtype)
+
+    def _reduce(
+        self, values_N: torch.Tensor, how: Literal["sum", "amax"], start: float
+    ) -> torch.Tensor:
+        """One number for each row, over all ranks that hold parts of it."""
+        found_R = values_N.new_full((self.count,), start, dtype=torch.float64)
+        found_R = found_R.scatter_reduce(0, self.row_N, values_N.detach().double(), how)
+        if self.group is not None and self.group.size() > 1:
+            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+            dist.all_reduce(found_R, op=op, group=self.group)
+        return found_R
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ImportanceWeights:
@@ -88,13 +115,18 @@ def correct_off_policy(
     kl_N = (torch.expm1(log_ratio_N) - log_ratio_N).clamp(min=0)
     if config.off_policy_correction == "none":
         return ImportanceWeights(torch.ones_like(raw_N), raw_N, torch.zeros_like(raw_N) != 0, kl_N)
-    by_row = config.off_policy_correction_level == "sequence"
-    if config.off_policy_correction_metric == "kl":
-        judged_N = rows.compute_row_means(kl_N) if by_row else kl_N
-    else:
-        judged_N = raw_N = rows.compute_row_means(log_ratio_N).exp() if by_row else raw_N
+    by_row, metric = (
+        config.off_policy_correction_level == "sequence",
+        config.off_policy_correction_metric,
+    )
+    judged_N = {"kl": kl_N, "k2": log_ratio_N.square() / 2}.get(metric, log_ratio_N)
+    if by_row:
+        judged_N = rows.aggregate_rows(judged_N, config.off_policy_correction_agg)
+    if metric == "ratio":
+        judged_N = judged_N.exp()
+        raw_N = rows.compute_row_means(log_ratio_N).exp() if by_row else raw_N
     low, high = config.off_policy_correction_low, config.off_policy_correction_high
-    outside_N = (judged_N < low) | (judged_N > high)
-    if config.off_policy_correction == "mask":
-        return ImportanceWeights(torch.where(outside_N, 0.0, raw_N), raw_N, outside_N, kl_N)
-    return ImportanceWeights(raw_N.clamp(low, high), raw_N, outside_N, kl_N)
+    # 0 is no lower bound: of k1 alone there is something below it.
+    outside_N = (judged_N < (low or -torch.inf)) | (judged_N > high)
+    held_N = raw_N.clamp(low, high) if config.off_policy_correction == "clamp" else 0.0
+    return ImportanceWeights(torch.where(outside_N, held_N, raw_N), raw_N, outside_N, kl_N)

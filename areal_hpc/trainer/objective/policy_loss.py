@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
 
 LOSS_SUM_NAMES = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
@@ -33,12 +34,13 @@ def compute_policy_loss(
     rows: TokenRowMap,
     config: ObjectiveConfig,
     scale_N: torch.Tensor | None = None,
+    custom: CustomLoss | None = None,
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor]:
     """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
 
-    The gradient flows through `logprobs_N`, those of the weights being trained. Terms are
-    multiplied by `scale_N` (`loss_aggregation.py`). With `ratio_level=sequence` a collective of
-    `rows.group`, and its backward pass too.
+    With `custom` its terms stand in place of f's. The gradient flows through `logprobs_N`, those of
+    the weights being trained. Terms are multiplied by `scale_N` (`loss_aggregation.py`). With
+    `ratio_level=sequence` a collective of `rows.group`, and its backward pass too.
 
     Returns:
         The sum, to be divided by the batch's sampled tokens; `LOSS_SUM_NAMES` by name; the
@@ -48,10 +50,14 @@ def compute_policy_loss(
     proximal_N = proximal_N.detach()
     correction = correct_off_policy(proximal_N, behavior_N, rows, config)
     raw_N, weight_N = correction.raw_N, correction.weight_N
-    log_ratio_N = logprobs_N - proximal_N
-    if config.ratio_level == "sequence":
-        log_ratio_N = rows.compute_row_means(log_ratio_N)
-    surrogate = compute_surrogate(logprobs_N, log_ratio_N.exp(), advantages_N, config)
+    if custom is not None:
+        inputs = LossInputs(logprobs_N, proximal_N, behavior_N, advantages_N, rows, config)
+        surrogate = _call_custom_loss(custom, inputs)
+    else:
+        log_ratio_N = logprobs_N - proximal_N
+        if config.ratio_level == "sequence":
+            log_ratio_N = rows.compute_row_means(log_ratio_N)
+        surrogate = compute_surrogate(logprobs_N, log_ratio_N.exp(), advantages_N, config)
     terms_N = surrogate.terms_N * weight_N
     total = -(terms_N if scale_N is None else terms_N * scale_N).sum()
     measured = (
@@ -65,6 +71,14 @@ def compute_policy_loss(
     )
     sums = dict(zip(LOSS_SUM_NAMES, (one.double() for one in measured), strict=True))
     return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())
+
+
+def _call_custom_loss(custom: CustomLoss, inputs: LossInputs) -> Surrogate:
+    outputs = custom(inputs)
+    clipped_N = outputs.clipped_N
+    if clipped_N is None:
+        clipped_N = torch.zeros_like(inputs.logprobs_N) != 0
+    return Surrogate(outputs.terms_N, clipped_N)
 
 
 def compute_surrogate(

@@ -23,7 +23,7 @@ class RunEventAnnouncer:
     def describe_if_new(self, event: dict[str, Any]) -> list[str]:
         """Lines about an event; none if it is no news."""
         if (cause := self.failures.add_event(event)) is not None:
-            return list(self._tell_of_failure(cause))
+            return list(self._tell_of_failure(cause, str(event.get("then", "it is tried again"))))
         tell = _TELL_BY_EVENT.get(event["event"])
         if tell is None:
             return []
@@ -34,14 +34,14 @@ class RunEventAnnouncer:
             self._told.add((event["event"], place))
         return list(tell(event))
 
-    def _tell_of_failure(self, cause: FailureCause) -> Iterator[str]:
+    def _tell_of_failure(self, cause: FailureCause, then: str) -> Iterator[str]:
         number = len(self.failures.causes)
         if number > MAX_TOLD_CAUSES:
             if number == MAX_TOLD_CAUSES + 1:
                 yield "agent    fails in further ways: areal-hpc why RUN lists them"
             return
         said, share = cause.message.removeprefix("the agent "), self.failures.share_text
-        yield f"agent    {said}  ({share} so far; it is tried again)"
+        yield f"agent    {said}  ({share} so far; {then})"
         if cause.place:
             yield f"         at: {cause.place}"
         yield f"         try: {cause.next_step}"

@@ -1,8 +1,10 @@
 """Replicas die while they speak: another goes on, and what is recorded is what was sampled."""
 
+import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
 from areal_hpc.session.tree import Interaction, unpack_ids
@@ -52,9 +54,13 @@ def stage(shared_stage: Stage, other: ScriptedSGLang) -> Stage:
 @pytest.fixture
 def key(stage: Stage, other: ScriptedSGLang) -> str:
     """Of a session that is at home on the stage's own server."""
+    return open_at_home(stage, other)
+
+
+def open_at_home(stage: Stage, other: ScriptedSGLang, **session: Any) -> str:
     body = {"input_ids": [5], "sampling_params": {"max_new_tokens": 1}}
     for _ in range(5000):  # other tests leave sessions there, and new ones go where the fewest are
-        _, key = stage.open_session(TicketRef(1, 0))
+        _, key = stage.open_session(TicketRef(1, 0), **session)
         assert stage.post("/generate", body, key).status_code == 200
         is_at_home = bool(stage.sglang.requests)
         for server in (stage.sglang, other):
@@ -113,6 +119,43 @@ def test_streams_continue_elsewhere(stage: Stage, key: str, other: ScriptedSGLan
     expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids) + 1)]]
     assert logprobs == pytest.approx(expected)
     assert (recorded.finish_reason, recorded.closed) == ("stop", True)
+
+
+def test_what_could_be_sampled_is_joined_over_replicas(stage: Stage, other: ScriptedSGLang) -> None:
+    key = open_at_home(stage, other, records_sampling_mask=True)
+    stage.sglang.script = dies_after(3)
+    other.script = lambda request: Script(END, piece_tokens=2)
+    _, error, _ = speak(stage, key, top_p=0.9, max_tokens=50)
+    assert error is None
+    requests = [*stage.sglang.requests, *other.requests]
+    assert [one["return_sampling_mask"] for one in requests] == [True, True]
+    vocab = json.loads((stage.model_dir / "config.json").read_text())["vocab_size"]
+    assert {one["sampling_params"]["top_k"] for one in requests} == {vocab}
+    (recorded,) = stage.journaled(key)
+    ids = unpack_ids(recorded.output_ids).tolist()
+    assert np.frombuffer(recorded.kept_counts, "<u2").tolist() == [2] * len(ids)
+    assert unpack_ids(recorded.kept_ids)[::2].tolist() == ids
+    ends = len(ids) - 6
+    expected = [-0.25 - 0.001 * i for i in [*range(6), *range(ends)]]
+    assert np.frombuffer(recorded.logprobs, "<f4").tolist() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("records", "asked"),
+    [(False, {"top_p": 0.9}), (True, {}), (True, {"top_p": 0.9, "temperature": 0}),
+     (True, {"top_p": 0.9, "presence_penalty": 0.5})],
+)  # fmt: skip
+def test_nothing_is_asked_of_what_could_be_sampled_where_it_would_not_be_trained(
+    stage: Stage, other: ScriptedSGLang, records: bool, asked: dict[str, Any]
+) -> None:
+    key = open_at_home(stage, other, records_sampling_mask=records)
+    stage.sglang.script = lambda request: Script(END)
+    assert stage.chat(key, QUESTION, **asked).status_code == 200
+    (request,) = stage.sglang.requests
+    assert "return_sampling_mask" not in request
+    assert "top_k" not in request["sampling_params"]
+    (recorded,) = stage.journaled(key)
+    assert (recorded.kept_counts, recorded.kept_ids) == (b"", b"")
 
 
 def test_a_call_that_a_server_breaks_off_goes_on_with_the_versions_that_it_named(

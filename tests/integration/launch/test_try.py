@@ -1,6 +1,7 @@
 """`areal-hpc try`: the agent's episodes before the real proxy, without a model."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -135,12 +136,18 @@ def test_a_running_sglang_is_asked(recipe: tuple[str, ...], model: Path, loop: L
     loop.run(server.start())
     try:
         ended = areal_hpc(
-            "try", *recipe, f"rollout.workflow={AGENTS}.ChatAgent", "--base-url", f"{server.url}/v1"
+            "try",
+            *recipe,
+            f"rollout.workflow={AGENTS}.GreedyAgent",
+            "--base-url",
+            f"{server.url}/v1",
         )
     finally:
         loop.run(server.stop())
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.count("assistant  forty-two\n") == len(server.requests) == 2
+    lost = r" [1-9]\d* tokens of replies leave the loss: they were sampled with temperature=0\n"
+    assert len(re.findall(lost, ended.stdout)) == 2
 
 
 def test_a_server_of_completions_is_asked_for_text(

@@ -9,8 +9,9 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import torch
 from openai import AsyncOpenAI
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.session.chat_template import TokenEncoder
@@ -114,9 +115,10 @@ def test_scripted_payloads_are_those_of_the_real_server(
 ) -> None:
     body = {
         "input_ids": [5, 6, 7],
-        "sampling_params": {"temperature": 1.0, **sampling},
+        "sampling_params": {"temperature": 1.0, "top_k": 9, **sampling},
         "return_logprob": True,
         "top_logprobs_num": 2,
+        "return_sampling_mask": True,
         "rid": f"rid-{script.finish}",
     }
     real = generate(sglang_url, body)
@@ -173,6 +175,50 @@ def test_a_streamed_reply_is_the_whole_reply(stage: Stage) -> None:
     tokens = [t for c in chunks if c.choices[0].logprobs for t in c.choices[0].logprobs.content]
     assert [t.token for t in tokens] == [t["token"] for t in whole["logprobs"]["content"]]
     assert len(chunks) > 10
+
+
+MASKED: list[dict[str, Any]] = [
+    {"top_p": 0.8, "temperature": 0.7},
+    {"top_k": 20},
+    {"min_p": 0.05, "stream": True},
+    {"regex": "(yes|no|maybe) [0-9]{3,12}", "stream": True},
+]
+
+
+def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Stage) -> None:
+    """Log-probabilities are those of transformers, over the tokens that the engine left."""
+    ref = TicketRef(2, 0)
+    sessions = [
+        stage.open_session(ref, episode=i, records_sampling_mask=True)
+        for i in range(len(MASKED) + 1)
+    ]
+    for (_, key), asked in zip(sessions, [*MASKED, {}], strict=True):
+        reply = stage.chat(key, QUESTION, max_tokens=24, **asked)
+        assert reply.status_code == 200, reply.text
+        stage.finish_session(key, 1.0)
+    stage.finish_ticket(ref, *(session_id for session_id, _ in sessions))
+    stage.seal()
+    *rows, plain = stage.sealed_rows(ref)
+    assert plain.sampling_mask is None
+    model = AutoModelForCausalLM.from_pretrained(stage.model_dir, dtype=torch.float64)
+    for row, asked in zip(rows, MASKED, strict=True):
+        ids = torch.from_numpy(row.input_ids_T).long()
+        with torch.no_grad():
+            logits = model(ids[None]).logits[0] / asked.get("temperature", 1.0)
+        mask = row.sampling_mask
+        assert mask is not None
+        assert (mask.counts_T > 0).tolist() == (row.loss_mask_T == 1).tolist()
+        ends = np.cumsum(mask.counts_T.astype(int))
+        for place in np.flatnonzero(row.loss_mask_T):
+            kept = mask.ids[ends[place] - mask.counts_T[place] : ends[place]]
+            chances = logits[place - 1].log_softmax(-1)
+            share = chances[torch.from_numpy(kept).long()].exp().sum().item()
+            expected = chances[ids[place]].item() - np.log(share)
+            assert row.logprobs_T[place] == pytest.approx(expected, abs=1e-4)
+            assert len(kept) <= asked.get("top_k", 4096)
+            assert share >= asked.get("top_p", 0.0) - 1e-4
+        if "regex" in asked:
+            assert mask.counts_T.max() < 20, "of a grammar few tokens are left"
 
 
 def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:

@@ -159,3 +159,88 @@ def test_a_group_with_too_few_episodes_is_dropped(tmp_path: Path, rollout: dict[
     assert "no luck with" in cell.ledger.dropped[TicketRef(0, 0)]
     assert cell.proxy.finished == {}
     assert cell.proxy.discarded == [TicketRef(0, 0)], "cut episodes left open sessions behind"
+
+
+def sealed(cell: Cell) -> dict[int, list[float]]:
+    """Episodes of the first ticket's group, with the rewards that the proxy was told of each."""
+    sessions = [cell.proxy.sessions[one] for one in cell.proxy.finished[TicketRef(0, 0)]]
+    return {one.started.episode: list(one.rewards.values()) for one in sessions}
+
+
+def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
+    tmp_path: Path,
+) -> None:
+    cell = Cell(tmp_path, fails_at(1, 2), tickets(1), failed_episodes={"reward": -0.5})
+    cell.run()
+    assert sealed(cell) == {0: [1.0], 1: [-0.5], 2: [-0.5], 3: [1.0]}
+    assert len(cell.sessions) == 4, "none is repeated"
+    failures = cell.events("episode_failed")
+    assert [(one["episode"], one["then"]) for one in failures] == [
+        (1, "it earns -0.5"),
+        (2, "it earns -0.5"),
+    ]
+    assert cell.proxy.failed == [], "a row is sealed as trained or as failed, not as both"
+
+
+def test_filters_see_the_rewards_of_failed_episodes(tmp_path: Path) -> None:
+    rollout = {"failed_episodes": {"reward": 1}, "filter_same_reward": True}
+    cell = Cell(tmp_path, fails_at(1), tickets(1), **rollout)
+    cell.run()
+    assert cell.ledger.filtered == {TicketRef(0, 0): "all 4 rewards are 1"}
+
+
+class NeedsLuck:
+    """Fails before any call of the model, `times` in all."""
+
+    def __init__(self, times: int) -> None:
+        self.left = times
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        self.left -= 1
+        if self.left >= 0:
+            raise ConnectionError("no luck")
+        await ask(extra_kwargs)
+        return 1.0
+
+
+def test_an_episode_that_said_nothing_is_repeated_for_it_has_nothing_to_train(
+    tmp_path: Path,
+) -> None:
+    cell = Cell(tmp_path, NeedsLuck(2), tickets(1), failed_episodes={"reward": 0})
+    cell.run()
+    assert sealed(cell) == {episode: [1.0] for episode in range(4)}
+    assert len(cell.sessions) == 6
+
+
+def test_a_group_of_which_every_episode_failed_is_dropped(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, fails_at(*range(4)), tickets(2), failed_episodes={"reward": 0})
+    cell.run()
+    assert re.search("all 4 episodes of task 0 failed", cell.ledger.dropped[TicketRef(0, 0)])
+    assert cell.ledger.finished == {TicketRef(1, 0)}
+
+
+def test_failed_episodes_of_held_out_tasks_are_repeated_as_ever(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, fails_at(0), evaluations(1), failed_episodes={"reward": 0})
+    cell.run()
+    assert list(cell.ledger.evaluated.values()) == [[1.0]]
+
+
+@pytest.mark.parametrize(("least", "kept"), [(3, [0, 2, 3]), (None, None)])
+def test_a_failed_episode_is_left_out_without_another_try(
+    tmp_path: Path, least: int | None, kept: list[int] | None
+) -> None:
+    cell = Cell(tmp_path, fails_at(1), tickets(1), failed_episodes="drop", min_samples=least)
+    cell.run()
+    assert [one["then"] for one in cell.events("episode_failed")] == ["it is left out"]
+    if kept is None:
+        assert "failed once; last error" in cell.ledger.dropped[TicketRef(0, 0)]
+    else:
+        assert [*sealed(cell)] == kept
+
+
+@pytest.mark.parametrize(
+    "value", ["give_up", {}, {"reward": float("nan")}, {"reward": 1.0, "penalty": 2.0}]
+)
+def test_what_failed_episodes_cannot_be(value: Any) -> None:
+    with pytest.raises(ValueError, match="failed_episodes"):
+        RolloutConfig(failed_episodes=value)

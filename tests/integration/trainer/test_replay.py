@@ -84,7 +84,8 @@ def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Pa
 def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_path: Path) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
              "trainer.objective.proximal=none",
-             "trainer.objective.off_policy_correction=none")  # fmt: skip
+             "trainer.objective.off_policy_correction=none",
+             "trainer.objective.custom=examples.objectives.sapo:compute_terms")  # fmt: skip
     ended = replay(recorded.root, *words)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "lead-in  training steps 1 to 1 with the recorded settings" in ended.stdout

@@ -83,6 +83,24 @@ def test_epochs_need_the_number_of_rows() -> None:
     assert recipe_of({**tree, "total_train_steps": 7}, 83)["trainer.total_steps"] == 7
 
 
+def test_losses_that_are_examples_here_are_named_with_their_file() -> None:
+    actor = {"use_sapo_loss": True, "sapo_tau_pos": 1.0, "m2_threshold": 0.04}
+    lost = {one.key: one.reason for one in translate_to_recipe({"actor": actor}).untranslated}
+    assert "examples/objectives/sapo.py" in lost["actor.use_sapo_loss"]
+    assert "examples/objectives/m2po.py" in lost["actor.m2_threshold"]
+    usual = translate_to_recipe({"actor": {"use_sapo_loss": False, "m2_threshold": None}})
+    assert [one for one in usual.untranslated if "sapo" in one.key or "m2" in one.key] == []
+
+
+def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
+    found = recipe_of({"gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
+    assert found["rollout.sampling.top_p"] == found["evaluation.sampling.top_p"] == 0.9
+    assert found["rollout.record_sampling_mask"] is True
+    assert "rollout.record_sampling_mask" not in recipe_of({"gconfig": {"temperature": 0.7}})
+    lost = translate_to_recipe({"gconfig": {"n_samples": 2, "top_k": 5000}}).untranslated
+    assert "at most 4096, or no bound" in {one.key: one.reason for one in lost}["gconfig.top_k"]
+
+
 def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
     found = recipe_of({"gconfig": {"n_samples": 2}})
     assert found["rollout.agent.export_style"] == "individual"
@@ -110,6 +128,37 @@ def test_the_proximal_policy_follows_three_switches(
     assert found["trainer.objective.proximal"] == proximal
     assert found["trainer.objective.off_policy_correction"] == correction
     assert found.get("trainer.objective.off_policy_correction_high") == high
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"metric": "kl_k1", "lower": -0.5}, ("token", "k1", -0.5, None)),
+        ({"metric": "kl_k2", "agg": "max"}, ("token", "k2", 0.0, None)),  # of tokens: no row's
+        ({"metric": "kl_k3", "level": "sequence", "agg": "sum"}, ("sequence", "kl", 0.0, "sum")),
+        ({"level": "sequence", "agg": "max"}, ("sequence", "ratio", 0.0, "max")),
+    ],
+)
+def test_rejection_sampling_keeps_its_metric_and_how_rows_are_judged(
+    given: dict[str, Any], expected: tuple[Any, ...]
+) -> None:
+    found = recipe_of({"actor": {**DECOUPLED, "rejection_sampling": given}})
+    names = ("level", "metric", "low", "agg")
+    kept = tuple(found.get(f"trainer.objective.off_policy_correction_{name}") for name in names)
+    assert kept == expected
+
+
+@pytest.mark.parametrize(
+    ("metric", "lower", "is_lost"),
+    [("kl_k1", 0.0, True), ("kl_k1", -0.1, False), ("kl_k2", 0.1, True), ("kl_k3", 0.0, False)],
+)
+def test_a_lower_bound_that_equal_policies_are_below_is_named_as_lost(
+    metric: str, lower: float, is_lost: bool
+) -> None:
+    rejection = {"metric": metric, "lower": lower}
+    found = translate_to_recipe({"actor": {**DECOUPLED, "rejection_sampling": rejection}})
+    lost = [one.key for one in found.untranslated]
+    assert ("actor.rejection_sampling.lower" in lost) is is_lost
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,13 @@ def test_the_sft_stage_is_a_stage_of_its_own_before_training() -> None:
     assert str(sft.done_marker) == "/run/export/sft"
 
 
+def test_the_trainer_imports_a_custom_loss_from_where_the_run_was_launched() -> None:
+    name = "trainer.objective.custom=examples.objectives.sapo:compute_terms"
+    (trainer,) = [one for one in planned(name)[1].leader.processes if one.name == "trainer"]
+    assert trainer.config["sys_path"] == ["/here"]
+    assert [one.config["sys_path"] for one in planned()[1].leader.processes] == [[], []]
+
+
 def test_every_cell_is_one_job_with_its_share_of_the_episodes() -> None:
     train = planned("inference.cells=3", "rollout.max_concurrent_rollouts=60")[1]
     assert [job.name for job in train.others] == ["cell-0", "cell-1", "cell-2"]

@@ -22,7 +22,13 @@ from areal_hpc.session.rewards import (
     give_reward,
     parse_reward,
 )
-from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
+from areal_hpc.session.tree import (
+    Interaction,
+    InteractionTree,
+    pack_counts,
+    pack_ids,
+    unpack_ids,
+)
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import RowRecord
@@ -262,6 +268,24 @@ def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
     assert first.loss_mask_T.sum() == warm.num_output_tokens
     assert second.loss_mask_T.sum() == cool.num_output_tokens
     assert [row.reward for row in (first, second)] == [1.0, 1.0]
+
+
+def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> None:
+    tree = InteractionTree()
+    first, second = chain(tree, "one", "two")
+    plain = chain(tree, "three")[0]
+    for said in (first, second):
+        ids = [[token, 7] for token in unpack_ids(said.output_ids).tolist()]
+        said.kept_counts = pack_counts([2] * len(ids))
+        said.kept_ids = pack_ids([one for pair in ids for one in pair])
+    second.reward = plain.reward = 1.0
+    row, other = export_rows(tree, KEY, rule=ExportSettings("individual"))[1:]
+    assert other.sampling_mask is None
+    mask = row.sampling_mask
+    assert mask is not None
+    assert (mask.counts_T == 2 * row.loss_mask_T).all(), "the first reply is context here"
+    said_ids = row.input_ids_T[row.loss_mask_T == 1].tolist()
+    assert mask.ids.tolist() == [one for token in said_ids for one in (token, 7)]
 
 
 def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() -> None:

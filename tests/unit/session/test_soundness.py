@@ -5,8 +5,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.session.soundness import find_interaction_defect
-from areal_hpc.session.tree import InteractionTree
+from areal_hpc.session.soundness import find_client_description_defect, find_interaction_defect
+from areal_hpc.session.tree import InteractionTree, pack_counts, pack_ids, unpack_ids
 from tests.unit.session.model_stub import say, user
 
 
@@ -43,3 +43,25 @@ def test_a_call_that_continues_another_counts_its_tokens_as_prompt() -> None:
     assert (
         find_interaction_defect(msgspec.structs.replace(more, prompt_tokens=expected), tree) is None
     )
+
+
+@pytest.mark.parametrize(
+    ("places", "first", "is_sound"),
+    [(0, 0, True), (-1, 0, False), (0, 1, False)],
+    ids=["sound", "a place too few", "without the first token itself"],
+)
+def test_what_could_be_sampled_is_noted_of_every_token(
+    places: int, first: int, is_sound: bool
+) -> None:
+    call = say(InteractionTree(), [user("hi")], "hello")
+    ids = unpack_ids(call.output_ids).tolist()
+    odd = msgspec.structs.replace(
+        call,
+        kept_counts=pack_counts([1] * (len(ids) + places)),
+        kept_ids=pack_ids([ids[0] + first, *ids[1:]]),
+    )
+    defect = find_interaction_defect(odd, InteractionTree())
+    assert (defect is None) is is_sound
+    assert is_sound or "sampling mask" in str(defect)
+    assert "expected no sampling mask" in str(find_client_description_defect(odd)), "of a client's"
+    assert find_client_description_defect(call) is None

@@ -15,7 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import locate_tickets, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectories, trajectory
 
 
@@ -39,6 +39,47 @@ def test_what_is_sealed_is_what_is_read(rows: list[TrajectoryRow]) -> None:
         assert [fields(row) for row in read] == [fields(row) for row in rows]
         (shard,) = read_index(paths.index_dir)
         assert (reader.num_rows, reader.num_tokens) == (shard.rows, shard.tokens)
+
+
+def test_sampling_masks_are_read_for_whichever_rows_are_asked_for(paths: RunPaths) -> None:
+    rows = [trajectory(number, tokens=6) for number in range(5)]
+    for number in (1, 3):
+        ids = [[], [], [], [1003 + 1000 * (number - 1), 7], [], [1005 + 1000 * (number - 1)]]
+        mask = SamplingMask(
+            np.array(list(map(len, ids)), np.uint16),
+            np.array([one for own in ids for one in own], np.int32),
+        )
+        rows[number] = dataclasses.replace(rows[number], sampling_mask=mask)
+    reader = reader_of(paths, rows)
+    for chosen in ([3], [4, 3, 0], [1, 2, 3], [0]):
+        for with_meta in (True, False):
+            found = reader.read_rows(chosen, with_meta=with_meta)
+            for number, row in zip(chosen, found, strict=True):
+                if number not in (1, 3):
+                    assert row.sampling_mask is None
+                    continue
+                assert row.sampling_mask is not None
+                assert row.sampling_mask.counts_T.tolist() == [0, 0, 0, 2, 0, 1]
+                assert row.sampling_mask.ids[1] == 7
+                assert row.sampling_mask.ids[2] == 1000 * number + 5
+
+
+@pytest.mark.parametrize(
+    ("counts", "ids", "said"),
+    [
+        ([0, 0, 0, 1, 0], [3], "of 6 places and 1 tokens, got 5 and 1"),
+        ([0, 0, 0, 2, 0, 0], [3], "of 6 places and 2 tokens, got 6 and 1"),
+        ([0, 0, 0, 1, 0, 0], [9], "every sampled token in its sampling mask"),
+        ([0, 0, 0, 2, 0, 0], [3, -1], "token ids from 0"),
+    ],
+)
+def test_a_sampling_mask_that_does_not_fit_is_refused(
+    paths: RunPaths, counts: list[int], ids: list[int], said: str
+) -> None:
+    mask = SamplingMask(np.array(counts, np.uint16), np.array(ids, np.int32))
+    row = dataclasses.replace(trajectory(0, tokens=6), sampling_mask=mask)
+    with pytest.raises(ValueError, match=said):
+        seal_in(paths, [row])
 
 
 def test_more_rows_than_one_system_call_takes_are_written(paths: RunPaths) -> None:

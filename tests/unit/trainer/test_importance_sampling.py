@@ -29,6 +29,20 @@ SETTINGS = [
     settings("mask", level="sequence", low=0.9, high=1.1),
     settings("mask", metric="kl", high=0.1),
     settings("mask", metric="kl", level="sequence", high=0.2),
+    settings("mask", metric="k1", high=0.3),
+    settings("mask", metric="k1", low=-0.5, high=0.3),
+    settings("mask", metric="k2", high=0.1),
+    *(
+        settings(kind, metric=metric, level="sequence", agg=agg, low=low, high=high)
+        for agg in ("sum", "max")
+        for kind, metric, low, high in (
+            ("mask", "ratio", 0.5, 2.0),
+            ("clamp", "ratio", 0.9, 1.1),
+            ("mask", "kl", 0.0, 0.4),
+            ("mask", "k1", -0.8, 0.8),
+            ("mask", "k2", 0.0, 0.4),
+        )
+    ),
 ]
 
 LOGPROB = st.floats(-4.0, -0.01)
@@ -43,18 +57,21 @@ def slowly(
     logs = [p - b for p, b in zip(proximal, behavior, strict=True)]
     kls = [math.exp(x) - 1 - x for x in logs]
 
-    def mean(values: list[float], own: int) -> float:
-        return float(np.mean([v for v, other in zip(values, row, strict=True) if other == own]))
+    def over(values: list[float], own: int, agg: str = "mean") -> float:
+        found = np.array([v for v, other in zip(values, row, strict=True) if other == own])
+        return float({"mean": found.mean(), "sum": found.sum(), "max": found.max()}[agg])
 
     kind, metric = config.off_policy_correction, config.off_policy_correction_metric
+    measured = {"ratio": logs, "kl": kls, "k1": logs, "k2": [x * x / 2 for x in logs]}[metric]
     low, high = config.off_policy_correction_low, config.off_policy_correction_high
     by_row = config.off_policy_correction_level == "sequence" and kind != "none"
     found: dict[str, list[float]] = {"weight": [], "raw": [], "outside": [], "kl": kls}
-    for log, kl, own in zip(logs, kls, row, strict=True):
-        raw = math.exp(mean(logs, own) if by_row and metric == "ratio" else log)
-        judged = raw if metric == "ratio" else mean(kls, own) if by_row else kl
-        outside = kind != "none" and not low <= judged <= high
-        clamped = min(max(raw, low), high)
+    for log, value, own in zip(logs, measured, row, strict=True):
+        raw = math.exp(over(logs, own) if by_row and metric == "ratio" else log)
+        judged = over(measured, own, config.off_policy_correction_agg) if by_row else value
+        judged = math.exp(judged) if metric == "ratio" else judged
+        outside = kind != "none" and not (judged <= high and (low == 0 or low <= judged))
+        clamped = min(max(raw, low), high) if outside else raw
         weight = {"none": 1.0, "mask": 0.0 if outside else raw, "clamp": clamped}[kind]
         for name, value in (("weight", weight), ("raw", raw), ("outside", outside)):
             found[name].append(value)
@@ -109,6 +126,11 @@ def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None
         (settings("mask", metric="kl", low=0.1), "bounded above only"),
         (settings("clamp", low=1.2), "must enclose 1"),
         (settings("clamp", high=0.9), "must enclose 1"),
+        (settings("clamp", low=-0.1), "must enclose 1"),
+        (settings("clamp", metric="k2"), "use mask with k2"),
+        (settings("mask", metric="k2", low=0.1), "bounded above only"),
+        (settings("mask", metric="k1", low=0.1), "use a negative one"),
+        (settings("mask", agg="max"), "off_policy_correction_level=sequence"),
     ],
 )
 def test_contradicting_settings_are_refused(refused: dict[str, Any], message: str) -> None:

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer.model.kernels import rms_norm
-from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import KeptTokens, compute_token_logprobs
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
@@ -64,6 +64,45 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     assert ours.grad.dtype == dtype
     torch.testing.assert_close(ours.grad, plain.grad)
     assert not ours.grad[:, VOCAB:].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.usefixtures("chunk_values")
+def test_distributions_are_over_the_tokens_that_could_be_sampled(
+    group: dist.ProcessGroup, dtype: torch.dtype
+) -> None:
+    generator = torch.Generator().manual_seed(2)
+    hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
+    labels = torch.randint(0, VOCAB, (ROWS,), generator=generator)
+    temperature = torch.rand(ROWS, generator=generator) + 0.5
+    weights = torch.randn(ROWS, generator=generator)
+    is_kept = torch.rand(ROWS, VOCAB, generator=generator) < 0.4
+    is_kept[torch.arange(ROWS), labels] = True
+    is_kept[3] = True  # all of them: noted as none
+    listed = [[] if row == 3 else is_kept[row].nonzero()[:, 0].tolist() for row in range(ROWS)]
+    counts = torch.tensor([len(one) for one in listed])
+    starts = [0, *counts.cumsum(0).tolist()]
+    ids = torch.tensor([token for one in listed for token in one])
+    kept = KeptTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts)
+
+    ours = hidden.clone().requires_grad_()
+    entropy = torch.empty(ROWS)
+    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group, entropy, kept)
+    (values * weights).sum().backward()
+
+    plain = hidden.clone().requires_grad_()
+    logits = (plain[:, :VOCAB].float() / temperature[:, None]).masked_fill(~is_kept, -torch.inf)
+    expected = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
+    (expected * weights).sum().backward()
+
+    chances = logits.detach().log_softmax(-1).exp()
+    surprise = torch.where(is_kept, -chances.log(), 0.0)
+    torch.testing.assert_close(entropy, (chances * surprise).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(values, expected)
+    assert ours.grad is not None
+    assert plain.grad is not None
+    torch.testing.assert_close(ours.grad, plain.grad)
+    assert not ours.grad[:, :VOCAB][~is_kept].any()
 
 
 def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) -> None:

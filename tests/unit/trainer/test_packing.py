@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -10,6 +12,7 @@ from areal_hpc.trainer.batch.packing import (
     get_zigzag_positions,
     plan_packs,
 )
+from areal_hpc.wire.trajectory import SamplingMask
 
 LENGTHS = st.lists(st.integers(1, 60), min_size=0, max_size=30)
 SPLITS = st.builds(PackParallelism, tp=st.sampled_from([1, 2, 4]), cp=st.sampled_from([1, 2, 4]))
@@ -127,3 +130,37 @@ def test_zig_zag_gives_each_rank_an_early_and_a_late_chunk(cp: int, chunk: int) 
     assert sorted(np.concatenate(held)) == list(range(length))
     # Causal work is even: the positions of every rank add up to the same.
     assert len({int(positions.sum()) for positions in held}) == 1
+
+
+@given(LENGTHS, SPLITS)
+def test_predicted_tokens_keep_what_could_be_sampled_in_their_place(
+    lengths: list[int], split: PackParallelism
+) -> None:
+    rows = [row(length, seed) for seed, length in enumerate(lengths)]
+    for number in range(0, len(rows), 2):  # the others know of nothing that was left out
+        generator = np.random.default_rng(number)
+        counts = generator.integers(0, 4, lengths[number]).astype(np.uint16)
+        ids = generator.integers(0, 1000, int(counts.sum())).astype(np.int32)
+        rows[number] = replace(rows[number], sampling_mask=SamplingMask(counts, ids))
+    found = 0
+    for rank in range(split.cp):
+        pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
+        if pack.kept is None:
+            assert all(one.sampling_mask is None for one in rows)
+            continue
+        pieces = np.split(pack.kept.ids, np.cumsum(pack.kept.counts_T.astype(int)))[:-1]
+        places = zip(pack.rows_N, pack.channels_N["place"], pieces, strict=True)
+        for number, place, piece in places:
+            mask = rows[number].sampling_mask
+            if mask is None:
+                assert not len(piece)
+                continue
+            end = int(mask.counts_T[: int(place) + 1].sum())
+            assert piece.tolist() == mask.ids[end - mask.counts_T[int(place)] : end].tolist()
+            found += len(piece)
+    counted = [
+        int(one.sampling_mask.counts_T[1:][one.loss_mask_T[1:] != 0].sum())
+        for one in rows
+        if one.sampling_mask is not None
+    ]
+    assert found == sum(counted)

@@ -36,6 +36,10 @@ def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
         first[0] == "agent    raised KeyError: 'x'  (in 1 of 1 episode so far; it is tried again)"
     )
     assert first[1:] == ["         at: /a.py:3", "         try: fix /a.py:3"]
+    earning = RunEventAnnouncer().describe_if_new(
+        {**failed("/a.py:3", 1, 1), "then": "it earns -0.5"}
+    )
+    assert earning[0].endswith("(in 1 of 1 episode so far; it earns -0.5)")
     assert news.describe_if_new(failed("/a.py:3", 2, 5)) == []
     assert (
         "(in 3 of 7 episodes" in news.describe_if_new(failed("/b.py:1", 1, 2, "driver-cell-1"))[0]

@@ -5,6 +5,8 @@ is ever made beside them: they are read in chunks of rows that fit a cache, in f
 their own dtype, and the backward pass turns them into their gradient in place.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +16,32 @@ from torch.autograd.function import once_differentiable
 from areal_hpc.trainer.model.kernels.rms_norm import iterate_row_chunks
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class KeptTokens:
+    """Tokens that could be sampled in each of N places; where there are none, all could."""
+
+    ids_K: torch.Tensor
+    rows_K: torch.Tensor
+    """The place that each one is of, in order."""
+    starts: Sequence[int]
+    """On the host: the first one of each place, and the end [N + 1]."""
+
+    def find_left_out(self, rows: slice, first: int, columns: int) -> torch.Tensor | None:
+        """True at the columns, counted from token `first`, that could not be; None if all could."""
+        begin, end = self.starts[rows.start], self.starts[min(rows.stop, len(self.starts) - 1)]
+        if begin == end:
+            return None
+        ids_K, rows_K = self.ids_K[begin:end] - first, self.rows_K[begin:end] - rows.start
+        count = min(rows.stop, len(self.starts) - 1) - rows.start
+        # Tokens of other ranks go to a column that is cut off: nothing is picked out by a mask.
+        ids_K = torch.where((ids_K >= 0) & (ids_K < columns), ids_K, columns)
+        left_out = ids_K.new_ones((count, columns + 1), dtype=torch.bool)
+        left_out[rows_K, ids_K] = False
+        has_some = left_out.new_zeros(count)
+        has_some[rows_K] = True
+        return left_out[:, :columns] & has_some[:, None]
+
+
 def compute_token_logprobs(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
@@ -21,6 +49,7 @@ def compute_token_logprobs(
     vocab: int,
     group: dist.ProcessGroup,
     entropy_N: torch.Tensor | None = None,
+    kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
 
@@ -28,10 +57,11 @@ def compute_token_logprobs(
 
     The backward pass overwrites the logits, this rank's columns of the vocabulary: nothing else may
     read them afterwards. Columns beyond `vocab` are padding and take no probability. A temperature
-    divides the logits, as the sampler did; None is 1 everywhere.
+    divides the logits, as the sampler did; None is 1 everywhere. With `kept` distributions are over
+    these tokens alone, of which the label is one.
     """
     return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        logits_NV, labels_N, temperature_N, vocab, group, entropy_N
+        logits_NV, labels_N, temperature_N, vocab, group, entropy_N, kept
     )
 
 
@@ -47,6 +77,7 @@ class _TokenLogprobs(torch.autograd.Function):
         vocab: int,
         group: dist.ProcessGroup,
         entropy_N: torch.Tensor | None,
+        kept: KeptTokens | None,
     ) -> torch.Tensor:
         first = logits_NV.shape[1] * group.rank()
         real_NV = logits_NV[:, : vocab - first]
@@ -60,10 +91,13 @@ class _TokenLogprobs(torch.autograd.Function):
             values = real_NV[rows].float()
             if temperature_N is not None:
                 values = values / temperature_N[rows, None]
+            left_out = None if kept is None else kept.find_left_out(rows, first, values.shape[1])
+            if left_out is not None:
+                values = values.masked_fill(left_out, -torch.inf)
             if mean_N is None:
                 torch.logsumexp(values, -1, out=lse_N[rows])
             else:
-                _compute_lse_and_mean(values, lse_N[rows], mean_N[rows])
+                _compute_lse_and_mean(values, lse_N[rows], mean_N[rows], left_out is not None)
         if group.size() > 1:
             chosen_N = torch.where(is_own_N, chosen_N, 0.0)
             dist.all_reduce(chosen_N, group=group)
@@ -74,7 +108,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if entropy_N is not None and mean_N is not None:
             torch.sub(lse_N, mean_N, out=entropy_N)
         ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N)
-        ctx.first, ctx.vocab = first, vocab
+        ctx.first, ctx.vocab, ctx.kept = first, vocab, kept
         return chosen_N - lse_N
 
     @staticmethod
@@ -91,12 +125,16 @@ class _TokenLogprobs(torch.autograd.Function):
             values = held.float()  # the logits themselves when they are float32
             if temperature_N is not None:
                 values.div_(temperature_N[rows, None])
+            if ctx.kept is not None:
+                left_out = ctx.kept.find_left_out(rows, ctx.first, values.shape[1])
+                if left_out is not None:
+                    values.masked_fill_(left_out, -torch.inf)
             values.sub_(lse_N[rows, None]).exp_().mul_(-gradient_N[rows, None])
             values.scatter_add_(1, columns_N[rows, None], chosen_N[rows, None])
             if values.dtype != held.dtype:
                 held.copy_(values)
         logits_NV[:, ctx.vocab - ctx.first :] = 0
-        return logits_NV, None, None, None, None, None
+        return logits_NV, None, None, None, None, None, None
 
 
 def _find_own_columns(
@@ -108,19 +146,27 @@ def _find_own_columns(
     return is_own_N, torch.where(is_own_N, local_N, 0)
 
 
-def _compute_lse_and_mean(values: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor) -> None:
+def _compute_lse_and_mean(
+    values: torch.Tensor, lse: torch.Tensor, mean: torch.Tensor, is_partial: bool
+) -> None:
     """Log-sum-exp of each row, and the mean of its values under their softmax.
 
     What `torch.logsumexp` does, step by step, so that the exponentials are at hand: the sums come
-    out the same to the bit.
+    out the same to the bit. Where it `is_partial` values may be minus infinity, also a whole row's.
     """
     top = values.amax(-1, keepdim=True)
+    if is_partial:
+        top = top.clamp(min=torch.finfo(top.dtype).min)
     shifted = values - top
     weights = shifted.exp()
+    if is_partial:
+        shifted = shifted.masked_fill(weights == 0, 0.0)
     total = weights.sum(-1)
     torch.log(total, out=lse)
     lse.add_(top[:, 0])
     torch.sum(weights.mul_(shifted), -1, out=mean)
+    if is_partial:
+        total = total.masked_fill(total == 0, 1.0)
     mean.div_(total).add_(top[:, 0])
 
 

@@ -1,0 +1,103 @@
+"""Custom losses: a function of the user's that says what the objective is at each token."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+
+CUSTOM_KEY = "trainer.objective.custom"
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossInputs:
+    """What a custom loss is computed from: N tokens of some rows of a batch, or none of any."""
+
+    logprobs_N: torch.Tensor
+    """Log-probabilities under the weights that are trained: the gradient flows through them."""
+    proximal_N: torch.Tensor
+    """Those under the proximal policy, as `trainer.objective.proximal` says. No gradient."""
+    behavior_N: torch.Tensor
+    """Those under the policy that sampled the tokens, from the engine. No gradient."""
+    advantages_N: torch.Tensor
+    rows: TokenRowMap
+    """Which row each token belongs to. A row's tokens may lie on several ranks: what concerns a
+    whole row is asked of `compute_row_means`, by all ranks, whatever the values are."""
+    config: ObjectiveConfig
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LossOutputs:
+    """What a custom loss says of the N tokens."""
+
+    terms_N: torch.Tensor
+    """To be made large. They are multiplied by the correction's weights and by what `loss_agg`
+    has them weigh: a term must not depend on which other rows are in the pass."""
+    clipped_N: torch.Tensor | None = None
+    """Tokens whose term was bounded or left out, for `ratio/clip_fraction`."""
+
+
+CustomLoss = Callable[[LossInputs], LossOutputs]
+
+
+def load_custom_loss(config: ObjectiveConfig) -> CustomLoss | None:
+    """The function that `custom` names, tried on made-up tokens; None if it names none.
+
+    Raises:
+        RecipeError: There is no such function, or it does not give a term for each token.
+    """
+    if not config.custom:
+        return None
+    function: CustomLoss = load_user_function(config.custom, CUSTOM_KEY)
+    for count in (0, 4):  # a pass may have no token at all
+        _try_out(function, config, count)
+    return function
+
+
+def _try_out(function: CustomLoss, config: ObjectiveConfig, count: int) -> None:
+    """Raise a RecipeError unless it gives the terms of so many tokens, with a gradient."""
+    logprobs_N = -torch.linspace(0.1, 2.0, count)
+    inputs = LossInputs(
+        logprobs_N.clone().requires_grad_(),
+        logprobs_N - 0.1,
+        logprobs_N + 0.1,
+        torch.linspace(-1.0, 1.0, count),
+        TokenRowMap(torch.arange(count) // 2, 2),
+        config,
+    )
+    try:
+        outputs = function(inputs)
+    except Exception as error:  # boundary: the function is the user's code
+        raise RecipeError(
+            f"{config.custom!r} raised {describe_user_error(error)}\n"
+            f"when it was tried on {count} made-up tokens",
+            key=CUSTOM_KEY,
+            hint="examples/objectives has functions that work",
+        ) from error
+    if trouble := _find_trouble(outputs, count):
+        raise RecipeError(
+            f"{config.custom!r}, tried on {count} made-up tokens: {trouble}",
+            key=CUSTOM_KEY,
+            hint="return LossOutputs(terms_N) with a term for each of inputs.logprobs_N",
+        )
+
+
+def _find_trouble(outputs: object, count: int) -> str | None:
+    """What is wrong with what a custom loss returned for so many tokens; None if nothing is."""
+    if not isinstance(outputs, LossOutputs):
+        return f"expected LossOutputs, got {type(outputs).__name__}"
+    for name, values_N in (("terms_N", outputs.terms_N), ("clipped_N", outputs.clipped_N)):
+        if name == "clipped_N" and values_N is None:
+            continue
+        if not isinstance(values_N, torch.Tensor) or tuple(values_N.shape) != (count,):
+            got = tuple(values_N.shape) if isinstance(values_N, torch.Tensor) else values_N
+            return f"expected {name} to be a tensor of shape ({count},), got {got}"
+    if not outputs.terms_N.requires_grad:
+        return "no gradient flows through terms_N: they do not depend on inputs.logprobs_N"
+    if not bool(torch.isfinite(outputs.terms_N).all()):
+        return f"expected finite terms, got {outputs.terms_N.tolist()}"
+    return None

@@ -1,0 +1,1 @@
+"""Custom losses: `trainer.objective.custom=examples.objectives.sapo:compute_terms`."""

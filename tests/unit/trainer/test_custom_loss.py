@@ -1,0 +1,165 @@
+"""Custom losses: what a function may return, and the shipped ones against float64."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.trainer.objective.custom_loss import LossInputs, LossOutputs, load_custom_loss
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from examples.objectives import lite_ppo, m2po, sapo
+from tests.support.loss_reference import Array, Tokens, make_tokens
+
+HERE = "tests.unit.trainer.test_custom_loss"
+
+
+def sapo_reference(tokens: Tokens) -> tuple[Array, Array, int]:
+    """Terms, their derivatives by the log-probabilities, and how many tokens were bounded."""
+    terms, slopes = np.zeros(len(tokens.rows)), np.zeros(len(tokens.rows))
+    for place, advantage in enumerate(tokens.advantages):
+        ratio = math.exp(tokens.logprobs[place] - tokens.proximal[place])
+        tau = 1.0 if advantage > 0 else 1.05
+        gate = 1 / (1 + math.exp(-tau * (ratio - 1)))
+        terms[place] = 4 / tau * gate * advantage
+        slopes[place] = 4 * gate * (1 - gate) * ratio * advantage
+    return terms, slopes, 0
+
+
+def m2po_reference(tokens: Tokens) -> tuple[Array, Array, int]:
+    """The largest leave one after another, as the paper has it, row by row."""
+    logs = tokens.logprobs - tokens.behavior
+    terms = np.exp(logs) * tokens.advantages
+    gone = 0
+    for row in set(tokens.rows.tolist()):
+        stay = [int(one) for one in np.flatnonzero(tokens.rows == row)]
+        leave = [one for one in stay if logs[one] * tokens.advantages[one] > 0]
+        leave = [one for one in leave if logs[one] ** 2 > 0.04]  # others lower no mean
+        for one in sorted(leave, key=lambda one: -abs(logs[one])):
+            if np.mean([logs[other] ** 2 for other in stay]) <= 0.04:
+                break
+            stay.remove(one)
+            terms[one] = 0.0
+            gone += 1
+    return terms, terms, gone
+
+
+def lite_ppo_reference(tokens: Tokens) -> tuple[Array, Array, int]:
+    terms, slopes, clipped = np.zeros(len(tokens.rows)), np.zeros(len(tokens.rows)), 0
+    for place, advantage in enumerate(tokens.advantages):
+        ratio = math.exp(tokens.logprobs[place] - tokens.proximal[place])
+        bound = min(max(ratio, 0.8), 1.2) * advantage
+        terms[place] = min(ratio * advantage, bound)
+        slopes[place] = 0.0 if bound < ratio * advantage else ratio * advantage
+        clipped += bound < ratio * advantage
+    return terms, slopes, clipped
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["float64", "float32"])
+@pytest.mark.parametrize(
+    ("function", "reference", "acts"),
+    [
+        (sapo.compute_terms, sapo_reference, False),
+        (m2po.compute_terms, m2po_reference, True),
+        (lite_ppo.compute_terms, lite_ppo_reference, True),
+    ],
+    ids=["sapo", "m2po", "lite_ppo"],
+)
+def test_a_shipped_loss_equals_its_reference(
+    function: Callable[[LossInputs], LossOutputs],
+    reference: Callable[[Tokens], tuple[Array, Array, int]],
+    acts: bool,
+    dtype: torch.dtype,
+) -> None:
+    objective = ObjectiveConfig(custom="set.by:hand", off_policy_correction_high=1.5)
+    close = 1e-12 if dtype == torch.float64 else 1e-6
+    acted = []
+    for seed in range(8):
+        tokens = make_tokens(seed, spread=0.2)
+        terms, slopes, bounded = reference(tokens)
+        weights = np.minimum(np.exp(tokens.proximal - tokens.behavior), 1.5)
+        logprobs = torch.tensor(tokens.logprobs, dtype=dtype, requires_grad=True)
+        loss, sums, _ = compute_policy_loss(
+            logprobs,
+            torch.tensor(tokens.proximal, dtype=dtype),
+            torch.tensor(tokens.behavior, dtype=dtype),
+            torch.tensor(tokens.advantages, dtype=dtype),
+            TokenRowMap(torch.tensor(tokens.rows), 6),
+            objective,
+            custom=function,
+        )
+        loss.backward()
+        assert logprobs.grad is not None
+        found, expected = logprobs.grad.double().numpy(), -weights * slopes
+        assert np.abs(found - expected).max() <= close * max(1.0, np.abs(expected).max())
+        assert loss.item() == pytest.approx(
+            -(weights * terms).sum(), rel=10 * close, abs=10 * close
+        )
+        assert int(sums["clipped"]) == bounded
+        acted.append(bounded)
+    assert bool(sum(acted)) == acts
+
+
+def returns_a_number(inputs: LossInputs) -> Any:
+    return inputs.logprobs_N.sum()
+
+
+def returns_a_sum(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs((inputs.logprobs_N * inputs.advantages_N).sum())
+
+
+def stops_the_gradient(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(inputs.logprobs_N.detach() * inputs.advantages_N)
+
+
+def fails_without_tokens(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(inputs.logprobs_N - inputs.logprobs_N.max())
+
+
+def is_infinite(inputs: LossInputs) -> LossOutputs:
+    return LossOutputs(inputs.logprobs_N / 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("nothing", "has no 'nothing'"),
+        ("returns_a_number", "expected LossOutputs, got Tensor"),
+        ("returns_a_sum", r"a tensor of shape \(0,\), got \(\)"),
+        ("stops_the_gradient", "no gradient flows through terms_N"),
+        ("fails_without_tokens", r"(?s)raised RuntimeError.*on 0 made-up tokens"),
+        ("is_infinite", "expected finite terms"),
+    ],
+)
+def test_a_function_that_is_no_loss_is_refused(name: str, expected: str) -> None:
+    with pytest.raises(RecipeError, match=expected) as caught:
+        load_custom_loss(ObjectiveConfig(custom=f"{HERE}:{name}"))
+    assert caught.value.problems[0].key == "trainer.objective.custom"
+
+
+@pytest.mark.parametrize("name", ["sapo", "m2po", "lite_ppo"])
+def test_the_shipped_ones_are_loaded(name: str) -> None:
+    assert load_custom_loss(ObjectiveConfig(custom=f"examples.objectives.{name}:compute_terms"))
+    assert load_custom_loss(ObjectiveConfig()) is None
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"preset": "gspo"}, "preset=gspo"),
+        ({"surrogate": "cispo"}, "surrogate=cispo has no effect"),
+        ({"ratio_level": "sequence"}, "ratio_level=sequence has no effect"),
+        ({"clip_dual": 3.0}, "clip_dual=3.0 has no effect"),
+    ],
+)
+def test_keys_that_a_custom_loss_replaces_are_refused(
+    values: dict[str, Any], expected: str
+) -> None:
+    with pytest.raises(ValueError, match=expected):
+        ObjectiveConfig(custom="any.module:function", **values)
