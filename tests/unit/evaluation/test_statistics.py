@@ -1,0 +1,153 @@
+"""Estimates of evaluation sets: against enumeration, and by simulation against the truth."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from areal_hpc.evaluation.statistics import (
+    compare_paired,
+    compute_consensus,
+    compute_pass_at_k,
+    estimate_mean,
+)
+from areal_hpc.evaluation.student_t import (
+    compute_two_sided_probability,
+    compute_two_sided_quantile,
+)
+
+SIMULATIONS = 2000
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.data())
+def test_pass_at_k_is_the_share_of_all_choices_with_a_pass(
+    passes: list[bool], data: st.DataObject
+) -> None:
+    k = data.draw(st.integers(1, len(passes)))
+    chosen = [any(choice) for choice in itertools.combinations(passes, k)]
+    [found] = compute_pass_at_k([sum(passes)], len(passes), k)
+    assert found == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
+
+
+def test_pass_at_k_refuses_more_samples_than_there_are() -> None:
+    with pytest.raises(ValueError, match="pass@9 needs k from 1 to n_samples=8"):
+        compute_pass_at_k([1], 8, 9)
+    with pytest.raises(ValueError, match="more than 8 passes"):
+        compute_pass_at_k([9], 8, 1)
+
+
+# Printed in every table of the distribution, to three or more digits.
+@pytest.mark.parametrize(
+    ("degrees", "quantile"),
+    [(1, 12.7062), (2, 4.30265), (3, 3.18245), (10, 2.22814), (29, 2.04523), (299, 1.96793)],
+)
+def test_t_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
+    assert compute_two_sided_quantile(0.95, degrees) == pytest.approx(quantile, abs=1e-4)
+    assert compute_two_sided_probability(quantile, degrees) == pytest.approx(0.95, abs=1e-5)
+
+
+def test_many_degrees_are_the_normal_distribution() -> None:
+    assert compute_two_sided_quantile(0.95, 4000) == pytest.approx(1.95996, abs=1e-3)
+    assert compute_two_sided_quantile(0.95, 4001) == pytest.approx(1.95996, abs=1e-4)
+
+
+@pytest.mark.parametrize("n_samples", [1, 8])
+@pytest.mark.parametrize("n_tasks", [30, 300])
+@pytest.mark.parametrize(("alpha", "beta"), [(1.0, 1.0), (0.5, 0.5)])
+def test_intervals_of_avg_at_k_hold_the_truth_19_times_in_20(
+    n_tasks: int, n_samples: int, alpha: float, beta: float
+) -> None:
+    """Tasks differ in how hard they are; samples of one share that."""
+    random = np.random.default_rng(7)
+    truth, covered = alpha / (alpha + beta), 0
+    for _ in range(SIMULATIONS):
+        passes_T = random.binomial(n_samples, random.beta(alpha, beta, n_tasks))
+        found = estimate_mean(passes_T / n_samples)
+        covered += found.low <= truth <= found.high
+    assert 0.93 <= covered / SIMULATIONS <= 0.97
+
+
+@pytest.mark.parametrize("k", [1, 8])
+@pytest.mark.parametrize("n_tasks", [30, 300])
+def test_intervals_of_pass_at_k_hold_the_truth_19_times_in_20(n_tasks: int, k: int) -> None:
+    """p is uniform, hence E[1 - (1 - p)^k] = 1 - 1 / (k + 1)."""
+    random = np.random.default_rng(11)
+    truth, covered, n_samples = 1 - 1 / (k + 1), 0, 8
+    for _ in range(SIMULATIONS):
+        passes_T = random.binomial(n_samples, random.random(n_tasks))
+        found = estimate_mean(compute_pass_at_k(passes_T.tolist(), n_samples, k))
+        covered += found.low <= truth <= found.high
+    assert 0.93 <= covered / SIMULATIONS <= 0.97
+
+
+def test_samples_of_a_task_do_not_count_as_tasks() -> None:
+    """Eight samples that always agree are no surer than one."""
+    once = estimate_mean([0.0, 1.0] * 15)
+    as_mean_of_eight = estimate_mean(np.repeat([[0.0], [1.0]] * 15, 8, axis=1).mean(axis=1))
+    assert as_mean_of_eight == once
+
+
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=30))
+def test_intervals_of_shares_stay_shares_and_hold_the_mean(values: list[float]) -> None:
+    found = estimate_mean(values)
+    assert 0 <= found.low <= found.value + 1e-12
+    assert found.value - 1e-12 <= found.high <= 1
+
+
+def test_tasks_that_all_pass_leave_room_for_failure() -> None:
+    found = estimate_mean([1.0] * 30)
+    assert (found.value, found.high) == (1.0, 1.0)
+    assert 0.85 < found.low < 0.92
+
+
+def test_rewards_beyond_one_get_the_t_interval() -> None:
+    found = estimate_mean([-1.0, 0.0, 3.0, 2.0])
+    half = 3.18245 * math.sqrt(10 / 3) / 2
+    assert (found.low, found.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
+    assert estimate_mean([2.0]).high == math.inf
+
+
+@pytest.mark.parametrize(
+    ("answers", "passes", "consensus"),
+    [
+        (["4", "4", "5"], [True, True, False], 1.0),
+        (["4", "5", "5"], [True, False, False], 0.0),
+        (["4", "5"], [True, False], 0.5),
+        (["4", "", "", ""], [True, False, False, False], 1.0),
+        (["", ""], [False, True], 0.0),
+    ],
+)
+def test_consensus_is_the_answer_of_most(
+    answers: list[str], passes: list[bool], consensus: float
+) -> None:
+    assert compute_consensus(answers, passes) == consensus
+
+
+def test_paired_test_finds_what_unpaired_intervals_hide() -> None:
+    """Hard and easy tasks differ far more than the checkpoints do."""
+    random = np.random.default_rng(3)
+    hardness = random.random(100)
+    first, second = hardness * 0.9, hardness * 0.9 + 0.05 + 0.02 * random.random(100)
+    found = compare_paired(first.tolist(), second.tolist())
+    assert (found.better, found.worse) == (100, 0)
+    assert 0.05 < found.difference.low < found.difference.high < 0.07
+    assert found.p_value < 0.001
+    assert estimate_mean(first).high > estimate_mean(second).low
+
+
+def test_few_pairs_are_never_significant_and_no_difference_is_none() -> None:
+    assert compare_paired([0.0] * 3, [1.0] * 3).p_value == 2 / 8
+    assert compare_paired([0.5] * 40, [0.5] * 40).p_value == 1.0
+    with pytest.raises(ValueError, match="the same tasks: 1 and 2"):
+        compare_paired([1.0], [1.0, 0.0])
+
+
+@pytest.mark.parametrize("n_tasks", [12, 30])
+def test_paired_test_errs_one_time_in_twenty(n_tasks: int) -> None:
+    random = np.random.default_rng(5)
+    rewards_RST = random.binomial(8, 0.4, (200, 2, n_tasks)) / 8
+    found = [compare_paired(first, second).p_value < 0.05 for first, second in rewards_RST.tolist()]
+    assert np.mean(found) < 0.1
