@@ -14,6 +14,7 @@ from areal_hpc.cli import (
     prepare,
     proxy,
     run,
+    tasks,
     trial,
     usage_errors,
     view,
@@ -22,7 +23,7 @@ from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, trial, doctor, prepare, proxy),
+    "run": (run, trial, doctor, prepare, tasks, proxy),
     "inspect": (inspect, view),
     "operate": (operate,),
     "develop": (develop, completion),

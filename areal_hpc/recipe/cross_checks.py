@@ -150,6 +150,7 @@ def _check_sandbox(recipe: Recipe) -> Iterator[Problem]:
             key,
             "add rollout.agent.isolation=bwrap, or remove it",
         )
+    yield from _check_harbor(recipe)
     if agent.isolation and agent.mode == "online":
         yield Problem(
             "rollout.agent.isolation cannot be used with mode=online: external programs run the "
@@ -163,6 +164,19 @@ def _check_sandbox(recipe: Recipe) -> Iterator[Problem]:
             f"{key}.root",
             "use rollout.agent.isolation=bwrap, or remove it",
         )
+
+
+def _check_harbor(recipe: Recipe) -> Iterator[Problem]:
+    """Harbor's tasks are played in sandboxes that show other folders than the node has."""
+    isolation = recipe.rollout.agent.isolation
+    for part, key in recipe.task_sets_with_keys:
+        if part.harbor is not None and isolation != "bwrap":
+            yield Problem(
+                f"Harbor's tasks need a sandbox of bubblewrap, and rollout.agent.isolation is "
+                f"{isolation or 'null'}",
+                f"{key}.harbor",
+                "use rollout.agent.isolation=bwrap",
+            )
 
 
 def _check_rollout(recipe: Recipe) -> Iterator[Problem]:

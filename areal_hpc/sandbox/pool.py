@@ -37,14 +37,15 @@ class SandboxPool:
         self._refill()
 
     @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[Sandbox]:
-        """A sandbox to oneself; it is stopped in the end.
+    async def acquire(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+        """A sandbox to oneself; it is stopped in the end. One unlike the others is started now.
 
         Raises:
             RecipeError: This machine cannot start one.
             ClusterError: None started.
         """
-        sandbox = await self._take()
+        is_like_others = spec is None or spec == self._spec
+        sandbox = await (self._take() if is_like_others else self._start(spec))
         try:
             yield sandbox
         finally:
@@ -69,10 +70,10 @@ class SandboxPool:
         self._refill()
         return await self._start()
 
-    async def _start(self) -> Sandbox:
+    async def _start(self, spec: SandboxSpec | None = None) -> Sandbox:
         for left in reversed(range(START_TRIES)):
             try:
-                return await self._runtime.start(self._spec)
+                return await self._runtime.start(spec or self._spec)
             except ClusterError as error:
                 if not left:
                     raise

@@ -23,6 +23,8 @@ def work(request: dict[str, Any], server: dict[str, Any]) -> None:
             put_file(request["path"], request["mode"])
         case "get":
             get_file(request["path"])
+        case "remove":
+            remove_all(request["path"])
         case "pack":
             pack_changes(server["origin"], server["writable"], server["lower"])
         case "unpack":
@@ -44,6 +46,19 @@ def get_file(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     demand_regular(descriptor, path)
     copy(descriptor, 1)
+
+
+def remove_all(path: str) -> None:
+    """Remove a file or a folder; of a folder that is a mount only what is in it."""
+    if not Path(path).is_dir() or Path(path).is_symlink():
+        Path(path).unlink(missing_ok=True)
+        return
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            Path(entry.path).chmod(0o700)  # one may be closed to its owner too
+        remove_all(entry.path)
+    if not Path(path).is_mount():
+        Path(path).rmdir()
 
 
 def copy(source: int, target: int) -> None:
