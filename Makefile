@@ -13,7 +13,7 @@ KILLS := 300
 SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup frameworks harnesses slurm demo test check lint format unit contract integration \
+.PHONY: help setup frameworks harnesses gyms slurm demo test check lint format unit contract integration \
   slurm-tests acceptance soak parity gpu gpu8 clean
 
 help: ## this list
@@ -27,6 +27,9 @@ frameworks: ## all environments, those of the agent frameworks included, which o
 
 harnesses: setup ## coding agents from npm and PyPI (1.7 GB), which only acceptance tests run
 	@scripts/setup_harnesses.sh
+
+gyms: ## Pythons of gyms (2 GB), which only acceptance tests run
+	@scripts/setup_gyms.sh
 
 slurm: ## the distribution's Slurm, for devclusters (root on Debian or Ubuntu; starts no service)
 	@scripts/install_slurm.sh
@@ -67,7 +70,7 @@ integration: frameworks ## real servers, real processes
 slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespaces)
 	$(PYTEST) tests/slurm
 
-acceptance: setup harnesses ## kill, compare and train at length, and write the tables (four hours)
+acceptance: setup harnesses gyms ## kill, compare and train at length, and write the tables (four hours)
 	@scripts/install_browser.sh
 	$(PYTEST) tests/acceptance
 

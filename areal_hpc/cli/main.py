@@ -15,6 +15,7 @@ from areal_hpc.cli import (
     proxy,
     report,
     run,
+    tasks,
     trial,
     usage_errors,
     view,
@@ -24,7 +25,7 @@ from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, trial, doctor, prepare, proxy),
+    "run": (run, trial, doctor, prepare, tasks, proxy),
     "inspect": (inspect, why, view, report),
     "operate": (operate,),
     "develop": (develop, completion),

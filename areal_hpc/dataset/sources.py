@@ -1,4 +1,4 @@
-"""Rows of a task source: files, hub cache, generator or reasoning-gym."""
+"""Rows of a task source: files, hub cache, generator, reasoning-gym, task folders."""
 
 import inspect
 from collections.abc import Iterator
@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.dataset.files import read_task_file
+from areal_hpc.dataset.harbor.task_folder import read_task_folders
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
@@ -33,8 +34,11 @@ def list_source_files_and_folders(config: TaskSetConfig, key: str) -> list[Path]
     """The files and folders that a source is read from, in order; none for made-up tasks.
 
     Raises:
-        RecipeError: They are not there.
+        RecipeError: They are not there, or a task folder among them cannot be played.
     """
+    if config.harbor is not None:
+        read_task_folders(config.harbor, f"{key}.harbor")
+        return [config.harbor]
     if config.path is not None:
         if not config.path.exists():
             raise RecipeError(
@@ -57,7 +61,9 @@ def list_source_files_and_folders(config: TaskSetConfig, key: str) -> list[Path]
 
 
 def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
-    if config.generator is not None:
+    if config.harbor is not None:
+        yield from read_task_folders(config.harbor, f"{key}.harbor")
+    elif config.generator is not None:
         yield from _generate_rows_by_user_function(
             config.generator, config.kwargs, f"{key}.generator"
         )

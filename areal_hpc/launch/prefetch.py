@@ -50,6 +50,8 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
         if part.hub is not None and part.files is not None:
             patterns = (part.files,)
             found.append(PrefetchItem(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
+        if part.harbor is not None:
+            found.append(PrefetchItem(f"{key}.harbor", str(part.harbor), "dataset"))
         if part.path is not None:
             found.append(PrefetchItem(f"{key}.path", str(part.path), "dataset"))
     return found

@@ -149,6 +149,7 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
             key,
             "add rollout.agent.isolation=bwrap, or remove it",
         )
+    yield from _find_harbor_conflicts(recipe)
     if agent.isolation and agent.mode == "online":
         yield Problem(
             "rollout.agent.isolation cannot be used with mode=online: external programs run the "
@@ -162,6 +163,19 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
             f"{key}.root",
             "use rollout.agent.isolation=bwrap, or remove it",
         )
+
+
+def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
+    """Harbor's tasks are played in sandboxes that show other folders than the node has."""
+    isolation = recipe.rollout.agent.isolation
+    for part, key in recipe.task_sets_with_keys:
+        if part.harbor is not None and isolation != "bwrap":
+            yield Problem(
+                f"Harbor's tasks need a sandbox of bubblewrap, and rollout.agent.isolation is "
+                f"{isolation or 'null'}",
+                f"{key}.harbor",
+                "use rollout.agent.isolation=bwrap",
+            )
 
 
 def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:

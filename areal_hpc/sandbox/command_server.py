@@ -17,6 +17,7 @@ import signal
 import socket
 import struct
 import sys
+import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -104,7 +105,11 @@ class CommandServer:
 
     def _handle_frame(self, number: int, kind: bytes, content: bytes) -> None:
         if kind == BEGIN:
-            self._begin_command(number, json.loads(content))
+            request = json.loads(content)
+            if request["operation"] == "end":
+                self._end_commands(number)
+            else:
+                self._begin_command(number, request)
             return
         command = self._commands.get(number)
         if command is None:  # it has ended meanwhile
@@ -150,6 +155,16 @@ class CommandServer:
                 selectors.EVENT_READ,
                 self._bind_arguments(self._forward_output, number, command, stream),
             )
+
+    def _end_commands(self, number: int) -> None:
+        """Kill all that runs, also what commands left behind; the host waits only so long."""
+        while below := list_children(os.getpid()):
+            for pid in below:
+                with contextlib.suppress(OSError):
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(0.001)  # children of those become this process's own
+            self._report_ended_commands()
+        self._send_frame(number, RESULT, b"0")
 
     @staticmethod
     def _bind_arguments(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:

@@ -37,14 +37,17 @@ class SandboxPool:
         self._begin_refill()
 
     @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[Sandbox]:
-        """A sandbox to oneself; it is stopped in the end.
+    async def acquire(self, spec: SandboxSpec | None = None) -> AsyncIterator[Sandbox]:
+        """A sandbox to oneself; it is stopped in the end. One unlike the others is started now.
 
         Raises:
             RecipeError: This machine cannot start one.
             ClusterError: None started.
         """
-        sandbox = await self._take_warm_or_start()
+        is_like_others = spec is None or spec == self._spec
+        sandbox = await (
+            self._take_warm_or_start() if is_like_others else self._start_sandbox_with_retries(spec)
+        )
         try:
             yield sandbox
         finally:
@@ -69,10 +72,10 @@ class SandboxPool:
         self._begin_refill()
         return await self._start_sandbox_with_retries()
 
-    async def _start_sandbox_with_retries(self) -> Sandbox:
+    async def _start_sandbox_with_retries(self, spec: SandboxSpec | None = None) -> Sandbox:
         for left in reversed(range(START_TRIES)):
             try:
-                return await self._runtime.start(self._spec)
+                return await self._runtime.start(spec or self._spec)
             except ClusterError as error:
                 if not left:
                     raise

@@ -27,6 +27,8 @@ START_TIMEOUT_S = 30.0
 """A loaded node may take long to start a few processes."""
 FILE_TIMEOUT_S = 120.0
 """To read or write files of a sandbox."""
+END_TIMEOUT_S = 10.0
+"""To kill what runs in a sandbox."""
 MAX_FILE_BYTES = 1 << 30
 """A larger file, or snapshot, is not read out of a sandbox."""
 WATCH_PERIOD_S = 0.5
@@ -215,6 +217,25 @@ class Sandbox:
         """
         request = {"operation": "get", "path": self._resolve_path(path)}
         return await self._run_file_operation(request, b"", max_bytes)
+
+    async def remove(self, path: str) -> None:
+        """Remove a file, or a folder with all that is in it; nothing if there is none.
+
+        Raises:
+            OSError: It cannot be removed.
+            SandboxLostError: The sandbox is gone.
+        """
+        await self._run_file_operation(
+            {"operation": "remove", "path": self._resolve_path(path)}, b""
+        )
+
+    async def end_commands(self) -> None:
+        """Kill all that runs in it, also what commands left in the background.
+
+        Raises:
+            SandboxLostError: The sandbox is gone: something started processes faster than that.
+        """
+        await self._run_over_channel({"operation": "end"}, b"", 0, END_TIMEOUT_S)
 
     async def snapshot(self) -> bytes:
         """All that was written or removed since the start, as a layer of an OCI image (a tar).

@@ -23,6 +23,8 @@ def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
             write_stdin_to_file(request["path"], request["mode"])
         case "get":
             write_file_to_stdout(request["path"])
+        case "remove":
+            remove_all(request["path"])
         case "pack":
             pack_changes_to_stdout(server["origin"], server["writable"], server["lower"])
         case "unpack":
@@ -44,6 +46,19 @@ def write_file_to_stdout(path: str) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     require_regular_file(descriptor, path)
     copy_to_end(descriptor, 1)
+
+
+def remove_all(path: str) -> None:
+    """Remove a file or a folder; of a folder that is a mount only what is in it."""
+    if not Path(path).is_dir() or Path(path).is_symlink():
+        Path(path).unlink(missing_ok=True)
+        return
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            Path(entry.path).chmod(0o700)  # one may be closed to its owner too
+        remove_all(entry.path)
+    if not Path(path).is_mount():
+        Path(path).rmdir()
 
 
 def copy_to_end(source: int, target: int) -> None:

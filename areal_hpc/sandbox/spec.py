@@ -33,6 +33,8 @@ class SandboxSpec:
     """A sandbox to start."""
 
     root: Path | None = None
-    """Folder of a root file system, which stays as it is; None: this machine's, read-only."""
+    """Folder or tar of a root file system, which stays as it is; None: the machine's, read-only."""
     network: Network = "none"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
+    folders: tuple[str, ...] = ()
+    """Places of further folders that commands may write in, empty at first."""

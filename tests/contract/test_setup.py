@@ -25,6 +25,7 @@ from tests.support.waiting import wait_for
 
 ROLES = ("serve", "train", "agents")
 ENVIRONMENTS = (*ROLES, "frameworks", "camel")
+GYMS = tuple(f"gyms/{path.stem}" for path in (CHECKOUT / "requirements/gyms").glob("*.txt"))
 FRAMEWORKS = ["openai-agents", "langchain", "anthropic"]
 PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 
@@ -188,7 +189,7 @@ def test_an_unknown_role_is_refused(tree: Tree) -> None:
     assert "serve|train|agents|frameworks|camel|all|tests" in tree.refused("serving")
 
 
-@pytest.mark.parametrize("role", [*ENVIRONMENTS, "harnesses"])
+@pytest.mark.parametrize("role", [*ENVIRONMENTS, "harnesses", *GYMS])
 def test_a_lock_pins_public_versions(role: str) -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked(role).values())
 
@@ -225,7 +226,9 @@ def test_a_lock_holds_what_the_package_declares(role: str, extras: list[str]) ->
 
 def test_everything_imported_is_declared() -> None:
     imported: set[str] = set()
-    for text in sources().values():
+    for path, text in sources().items():
+        if path.startswith("agents/gyms/workers/"):  # the next test's
+            continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
                 imported |= {alias.name.partition(".")[0] for alias in node.names}
@@ -245,6 +248,26 @@ def test_everything_imported_is_declared() -> None:
     allowed = declared("serve", "train", "agents", "camel", *FRAMEWORKS)
     for name in imported - sys.stdlib_module_names - {"areal_hpc"}:
         assert not allowed.isdisjoint(map(normal, origins.get(name, []))), name
+
+
+@pytest.mark.parametrize(
+    ("gym", "packages"),
+    [
+        ("gymnasium", {"gymnasium", "numpy"}),
+        ("mcp", {"mcp", "httpx2"}),
+        ("nemo-gym", {"nemo-gym", "httpx"}),
+        ("openenv", {"openenv", "httpx", "uvicorn"}),
+        ("verifiers", {"verifiers"}),
+    ],
+)
+def test_a_gym_s_lock_has_what_its_worker_imports(gym: str, packages: set[str]) -> None:
+    worker = sources()[f"agents/gyms/workers/{gym.replace('-', '_')}_worker.py"]
+    imported = {
+        name.partition(".")[0].replace("_", "-")
+        for name in re.findall(r"^\s*(?:import|from) ([\w.]+)", worker, re.MULTILINE)
+    }
+    assert imported - sys.stdlib_module_names - {"worker-loop"} == packages
+    assert packages <= locked(f"gyms/{gym}").keys()
 
 
 def test_the_exact_pins_of_the_extras_are_those_of_the_locks() -> None:

@@ -10,7 +10,7 @@ from areal_hpc.recipe.hub_cache import REPO_PATTERN
 
 
 class TaskSetConfig(BaseConfig):
-    """Source of tasks: exactly one of `path`, `hub`, `generator` and `reasoning_gym`."""
+    """Source of tasks: exactly one of `path`, `hub`, `generator`, `reasoning_gym`, `harbor`."""
 
     path: Path | None = None
     """JSON lines, `*.parquet`, or a folder written by `datasets`' `save_to_disk`."""
@@ -26,10 +26,12 @@ class TaskSetConfig(BaseConfig):
     """Name of a reasoning-gym task; `kwargs` must say its `size` and `seed`."""
     kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of the generator, or of the reasoning-gym task."""
+    harbor: Path | None = None
+    """A folder of task folders in Harbor's format, there on every node."""
     to_task: str | None = None
     """`package.module:function`: the row that the agent gets for a source's row; None drops it."""
 
-    choices: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "reasoning_gym")
+    choices: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "reasoning_gym", "harbor")
     """Keys of which a source has exactly one."""
 
     @model_validator(mode="after")

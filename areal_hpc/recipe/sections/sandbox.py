@@ -14,7 +14,7 @@ class SandboxConfig(BaseConfig):
     """The sandbox that each episode's agent gets as `data["sandbox"]`."""
 
     root: str = ""
-    """Folder of a root file system, there on every node; empty: the node's programs, read-only."""
+    """Folder or tar of a root file system, on every node; empty: the node's own, read-only."""
     network: Literal["none", "session-only", "open"] = "none"
     """What commands reach: nothing; the model's endpoint alone; all that the node reaches."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30

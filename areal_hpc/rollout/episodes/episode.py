@@ -105,7 +105,7 @@ async def run_episode(
         HttpStatusError: The proxy refused to open a session.
         ClusterError: No sandbox could be started.
     """
-    async with acquire_episode_agent(agent) as one, acquire_sandbox(sandboxes) as free:
+    async with acquire_episode_agent(agent) as one, acquire_sandbox(sandboxes, spec.data) as free:
         session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
         incarnation = proxy.peer_started_at
         try:

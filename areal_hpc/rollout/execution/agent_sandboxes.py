@@ -9,6 +9,7 @@ from typing import Any
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
+from areal_hpc.reward.harbor import HarborTask, find_harbor_task
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import make_runtime
@@ -24,7 +25,7 @@ class AgentSandboxes:
 
     def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
-        self._has_session = spec.network != "none"
+        self._spec, self._takes_root = spec, runtime.takes_root
 
     async def start_first_and_refill(self) -> None:
         """Start one, so that what is wrong is known before any episode.
@@ -36,10 +37,23 @@ class AgentSandboxes:
         await self._pool.start_first_and_refill()
 
     @asynccontextmanager
-    async def acquire(self) -> "AsyncIterator[EpisodeSandbox]":
-        """A sandbox for one episode, stopped in the end."""
-        async with self._pool.acquire() as sandbox:
-            yield EpisodeSandbox(sandbox, self._has_session)
+    async def acquire(self, data: Mapping[str, Any]) -> "AsyncIterator[EpisodeSandbox]":
+        """A sandbox for one episode of a task, stopped in the end.
+
+        Raises:
+            RecipeError: The task is Harbor's, and this runtime cannot show its files.
+        """
+        spec, task = self._spec, find_harbor_task(data)
+        if task is not None:
+            if not self._takes_root:
+                raise RecipeError(
+                    "Harbor's tasks need a sandbox of bubblewrap",
+                    key="rollout.agent.isolation",
+                    hint="use rollout.agent.isolation=bwrap",
+                )
+            spec = task.narrow(spec)
+        async with self._pool.acquire(spec) as sandbox:
+            yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
     async def close(self) -> None:
         """Stop those that nobody took."""
@@ -49,8 +63,8 @@ class AgentSandboxes:
 class EpisodeSandbox:
     """A sandbox that no agent has yet."""
 
-    def __init__(self, sandbox: Sandbox, has_session: bool) -> None:
-        self._sandbox, self._has_session = sandbox, has_session
+    def __init__(self, sandbox: Sandbox, has_session: bool, task: HarborTask | None = None) -> None:
+        self._sandbox, self._has_session, self._task = sandbox, has_session, task
 
     async def put_into_task_and_open_endpoint(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float
@@ -60,7 +74,7 @@ class EpisodeSandbox:
         From now on it lives so long at most.
 
         Raises:
-            RecipeError: The task has something else there.
+            RecipeError: The task has something else there, or files that do not fit.
         """
         if SANDBOX_KEY in data:
             raise RecipeError(
@@ -68,6 +82,8 @@ class EpisodeSandbox:
                 key=SANDBOX_KEY,
                 hint="rename the column, or set rollout.agent.isolation=null",
             )
+        if self._task is not None:
+            await self._task.prepare(self._sandbox)
         if self._has_session:
             url = await self._sandbox.open_model_endpoint(base_url.removesuffix("/v1"))
             self._sandbox.base_url = f"{url}/v1"
@@ -88,13 +104,13 @@ def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:
 
 @asynccontextmanager
 async def acquire_sandbox(
-    sandboxes: AgentSandboxes | None,
+    sandboxes: AgentSandboxes | None, data: Mapping[str, Any]
 ) -> AsyncIterator[EpisodeSandbox | None]:
-    """A sandbox for one episode, if agents get any."""
+    """A sandbox for one episode of a task, if agents get any."""
     if sandboxes is None:
         yield None
         return
-    async with sandboxes.acquire() as free:
+    async with sandboxes.acquire(data) as free:
         yield free
 
 
@@ -128,11 +144,11 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
             key="rollout.agent.sandbox.root",
             hint="use rollout.agent.isolation=bwrap",
         )
-    if config.root and not Path(config.root).is_dir():
+    if config.root and not Path(config.root).exists():
         raise RecipeError(
-            f"there is no folder {config.root}",
+            f"there is no root file system {config.root}",
             key="rollout.agent.sandbox.root",
-            hint="unpack a root file system there, on every node",
+            hint="put its folder, or a tar of it, there, on every node",
         )
     limits = SandboxLimits(
         config.memory_bytes, config.processes, config.disk_bytes, config.files, config.output_bytes

@@ -117,7 +117,7 @@ def _run_episode_in_child(
     async def run() -> Any:
         sandboxes = None if how is None else make_agent_sandboxes(how, warm=0)
         # The driver ends this process, and all below it, when the episode takes too long.
-        async with acquire_sandbox(sandboxes) as free:
+        async with acquire_sandbox(sandboxes, data) as free:
             if free is not None:
                 url, key = variables["OPENAI_BASE_URL"], variables["OPENAI_API_KEY"]
                 await free.put_into_task_and_open_endpoint(data, url, key, float("inf"))

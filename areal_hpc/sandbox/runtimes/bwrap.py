@@ -5,9 +5,11 @@ number of files are limited; bubblewrap makes the sandbox within it. All of it g
 process.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
@@ -19,6 +21,7 @@ from areal_hpc.sandbox.bubblewrap import (
     get_bwrap_runnable_by_all,
     may_become_nobody,
 )
+from areal_hpc.sandbox.root_archive import unpack_root
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     LOWER_DIR,
@@ -39,8 +42,9 @@ set -e
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
 mkdir "$1/upper" "$1/work" "$1/workspace"
 mkdir -m 1777 "$1/tmp" "$1/shm"
+for number in $5; do mkdir -m 1777 "$1/folder$number"; done
 cd "$4"  # the sandbox sees this command line, and is told no path of this machine
-shift 4
+shift 5
 exec ./bwrap "$@"
 """
 
@@ -57,6 +61,10 @@ class BwrapRuntime:
         bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
         if bwrap is None:
             raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
+        if spec.root is not None and spec.root.is_file():
+            owner = NOBODY_UID if as_nobody else None
+            root = await asyncio.to_thread(unpack_root, spec.root, owner)
+            spec = replace(spec, root=root)
         if as_nobody:
             bwrap = get_bwrap_runnable_by_all(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
@@ -66,6 +74,7 @@ class BwrapRuntime:
                 *("unshare", "--user", "--map-root-user", "--mount"),
                 *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := _choose_scratch_dir(taken)),
                 *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
+                " ".join(map(str, range(len(spec.folders)))),
                 *build_bwrap_arguments(spec, python, scratch, contents),
             ]
             plan = SandboxStartPlan(
@@ -124,11 +133,15 @@ def build_bwrap_arguments(
         command.append("--share-net")
     if spec.root is None:
         command += _list_system_options(scratch, spec.network, contents)
-        writable = [WORK_DIR, "/tmp"]
+        for number, folder in enumerate(spec.folders):
+            command += ["--bind", f"{scratch}/folder{number}", folder]
+        writable = [WORK_DIR, "/tmp", *spec.folders]
     else:
         command += ["--overlay-src", str(spec.root)]
         command += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/"]
         command += ["--dir", WORK_DIR, "--perms", "1777", "--dir", "/tmp"]
+        for folder in spec.folders:
+            command += ["--perms", "1777", "--dir", folder]
         writable = ["/"]
         if spec.network == "open":
             command += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]

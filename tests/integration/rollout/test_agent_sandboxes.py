@@ -116,5 +116,5 @@ def test_a_task_that_has_something_in_the_sandbox_s_place_is_refused(tmp_path: P
 
 def test_a_root_file_system_that_is_not_there_is_refused() -> None:
     how = AgentExecutionConfig.model_validate({"isolation": "bwrap", "sandbox": {"root": "/no/x"}})
-    with pytest.raises(RecipeError, match="there is no folder /no/x"):
+    with pytest.raises(RecipeError, match="there is no root file system /no/x"):
         check_sandbox_starts(how.model_dump())

@@ -1,0 +1,1 @@
+"""Agents for gyms and tool servers, whose packages run in environments of their own."""

@@ -1,0 +1,106 @@
+"""Conversation between the model and a gym: observations and results in, replies out."""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.agents.gyms.gym_worker import GymWorkers
+from areal_hpc.agents.openai_agent import make_client
+from areal_hpc.wire.reward import Reward
+
+
+class GymAgent:
+    """Plays a gym until it is done, `max_turns` at most; each reply has the reward of its step.
+
+    Args:
+        script: The worker's program.
+        config: What its gym is built from.
+        python: The Python that has the gym's package; empty: this one.
+        prompt: What the model is told before all else.
+        max_turns: Model calls of an episode.
+        max_workers: Processes of the gym; an episode has one to itself.
+        step_timeout_s: Time of one step.
+        variables: Environment of the gym, beside `PATH`, `HOME` and the like.
+        request: What else goes into model calls, such as `temperature`.
+    """
+
+    def __init__(
+        self,
+        script: str,
+        config: Mapping[str, Any],
+        *,
+        python: str = "",
+        prompt: str = "",
+        max_turns: int = 20,
+        max_workers: int = 16,
+        step_timeout_s: float = 60.0,
+        variables: Mapping[str, str] | None = None,
+        **request: Any,
+    ) -> None:
+        self.prompt, self.max_turns, self.request = prompt, max_turns, request
+        self.step_timeout_s = step_timeout_s
+        self._workers = GymWorkers(
+            python or sys.executable, script, config, variables or {}, max_workers
+        )
+
+    async def run(
+        self, data: dict[str, Any], **extra_kwargs: Any
+    ) -> float | Reward | dict[str, float]:
+        """One episode; the reward of each reply by its id."""
+        rewards, _ = await self.play(data, extra_kwargs)
+        return rewards
+
+    def close(self) -> None:
+        """End the gym's processes. They end with this one in any case."""
+        self._workers.close()
+
+    async def play(
+        self, data: dict[str, Any], extra_kwargs: dict[str, Any]
+    ) -> tuple[dict[str, float], str]:
+        """The rewards of replies, and the last words of the model."""
+        client, rewards, text = make_client(extra_kwargs), dict[str, float](), ""
+        task = {name: value for name, value in data.items() if name not in ("messages", "sandbox")}
+        async with self._workers.acquire() as worker:
+            told = await worker.ask({"do": "reset", "task": task}, self.step_timeout_s)
+            tools = {"tools": told["tools"]} if told.get("tools") else {}
+            messages = self._open_messages(data, told)
+            for _ in range(self.max_turns):
+                reply: Any = await client.chat.completions.create(
+                    model="default", messages=messages, **tools, **self.request
+                )
+                message = reply.choices[0].message
+                text = message.content or ""
+                told = await worker.ask(
+                    {"do": "step", "reply": describe_reply(message)}, self.step_timeout_s
+                )
+                rewards[reply.id] = told["reward"]
+                if told["done"]:
+                    break
+                messages += [message, *build_answers(told)]
+            await worker.ask({"do": "close"}, self.step_timeout_s)
+        return rewards, text
+
+    def _open_messages(self, data: Mapping[str, Any], told: Mapping[str, Any]) -> list[Any]:
+        """The prompt, what the task says, what the gym says."""
+        system = [{"role": "system", "content": self.prompt}] if self.prompt else []
+        shown = [{"role": "user", "content": told["text"]}] if told["text"] else []
+        return [*system, *told.get("messages", ()), *data.get("messages", ()), *shown]
+
+
+def describe_reply(message: Any) -> dict[str, Any]:
+    """A reply of the model as workers take it."""
+    calls = [
+        {"id": one.id, "name": one.function.name, "arguments": one.function.arguments}
+        for one in message.tool_calls or ()
+    ]
+    return {"text": message.content or "", "calls": calls}
+
+
+def build_answers(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Messages of what a gym answers: results of calls, or the next observation."""
+    results = told.get("results", ())
+    if results:
+        return [
+            {"role": "tool", "tool_call_id": one["id"], "content": one["text"]} for one in results
+        ]
+    return [{"role": "user", "content": told["text"]}]

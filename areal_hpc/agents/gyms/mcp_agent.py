@@ -1,0 +1,65 @@
+"""Agent whose tools are those of servers of the Model Context Protocol (MCP)."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.agents.gyms.gym_agent import GymAgent
+from areal_hpc.agents.math_tools import IsolatedRewardFunction
+from areal_hpc.errors import RecipeError
+from areal_hpc.wire.reward import Reward
+
+_KEYS = {"command": {"env", "cwd"}, "url": {"headers"}}
+"""What a server has: one of these, and what may stand beside it."""
+
+
+class McpAgent(GymAgent):
+    """The model calls tools until it answers; a reward function judges the answer.
+
+    Args:
+        servers: By name, `{"command": [...]}` (stdio; with `env`, `cwd`) or `{"url": "http://..."}`
+            (streamable HTTP; with `headers`). With several, a tool's name begins with that
+            of its server and two underscores.
+        reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
+        call_timeout_s: Time of one tool call.
+        others: See `GymAgent`.
+
+    Raises:
+        RecipeError: A server is neither.
+    """
+
+    def __init__(
+        self,
+        servers: Mapping[str, Mapping[str, Any]],
+        reward_fn_path: str,
+        call_timeout_s: float = 30.0,
+        **others: Any,
+    ) -> None:
+        for name, how in servers.items():
+            check_server(name, how)
+        config = {"servers": {**servers}, "call_timeout_s": call_timeout_s}
+        super().__init__("mcp_worker.py", config, **others)
+        self.reward = IsolatedRewardFunction(reward_fn_path)
+
+    async def run(
+        self, data: dict[str, Any], **extra_kwargs: Any
+    ) -> float | Reward | dict[str, float]:
+        """One episode; the reward of its last reply."""
+        _, text = await self.play(data, extra_kwargs)
+        return await self.reward(text, data)
+
+
+def check_server(name: str, how: Mapping[str, Any]) -> None:
+    """Demand that a server is described.
+
+    Raises:
+        RecipeError: It is not.
+    """
+    kinds = [kind for kind in _KEYS if kind in how]
+    if len(kinds) == 1 and not (unknown := how.keys() - {kinds[0]} - _KEYS[kinds[0]]):
+        return
+    found = f"unknown keys {sorted(unknown)}" if len(kinds) == 1 else f"keys {sorted(how)}"
+    raise RecipeError(
+        f"the server {name!r} has {found}",
+        key=f"rollout.workflow_kwargs.servers.{name}",
+        hint="give `command` (with `env`, `cwd`) or `url` (with `headers`)",
+    )

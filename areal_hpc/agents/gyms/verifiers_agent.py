@@ -1,0 +1,64 @@
+"""Agent for environments of verifiers 0.4 (`verifiers.v1`)."""
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.agents.gyms.gym_worker import GymWorkers
+from areal_hpc.wire.reward import Reward
+
+
+class VerifiersAgent:
+    """Has verifiers play a task of a task set: its harness calls the model, its rewards count.
+
+    A task has `index`, the place of the task in the task set (0).
+
+    Args:
+        taskset: `id` of the task set's package, and what else its configuration has.
+        harness: Its harness; `null` is a conversation without tools.
+        env: Further configuration of the environment.
+        python: The Python that has verifiers and the task set; empty: this one.
+        max_workers: Processes; an episode has one to itself.
+        timeout_s: Time of an episode.
+        variables: Environment of these processes, beside `PATH`, `HOME` and the like.
+        request: What else goes into model calls, such as `temperature`.
+    """
+
+    def __init__(
+        self,
+        taskset: Mapping[str, Any],
+        harness: Mapping[str, Any] | None = None,
+        env: Mapping[str, Any] | None = None,
+        *,
+        python: str = "",
+        max_workers: int = 16,
+        timeout_s: float = 600.0,
+        variables: Mapping[str, str] | None = None,
+        **request: Any,
+    ) -> None:
+        config = {
+            "taskset": dict(taskset),
+            "harness": dict(harness or {"id": "null"}),
+            "env": dict(env or {}),
+        }
+        self.timeout_s, self.request = timeout_s, request
+        self._workers = GymWorkers(
+            python or sys.executable, "verifiers_worker.py", config, variables or {}, max_workers
+        )
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        task = {
+            "task": {"index": data.get("index", 0)},
+            "base_url": extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"],
+            "api_key": extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"],
+            "sampling": self.request,
+        }
+        async with self._workers.acquire() as worker:
+            told = await worker.ask({"do": "reset", "task": task}, self.timeout_s)
+        return Reward(told["reward"], parts=told["parts"], metrics=told["metrics"])
+
+    def close(self) -> None:
+        """End the processes. They end with this one in any case."""
+        self._workers.close()

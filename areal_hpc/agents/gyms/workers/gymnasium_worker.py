@@ -1,0 +1,96 @@
+"""Worker of `GymnasiumAgent`: an environment of gymnasium, in words."""
+
+import importlib
+import json
+import re
+from typing import Any
+
+import gymnasium
+from gymnasium import spaces
+from worker_loop import Gym, serve
+
+ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+NUMBER = re.compile(r"-?\d+")
+
+
+class GymnasiumGym(Gym):
+    """One environment, reset for each episode."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        for module in config["imports"]:
+            importlib.import_module(module)
+        self._env = gymnasium.make(config["env_id"], **config["env_kwargs"])
+        self._space = self._env.action_space
+        self._how = describe_space(self._space)
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        observation, _ = self._env.reset(seed=task.get("seed"), options=task.get("options"))
+        return {"text": f"{self._describe(observation)}\n{self._how}"}
+
+    async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
+        try:
+            action = parse_action(reply["text"], self._space)
+        except ValueError:
+            return {"text": f"That is no action. {self._how}", "reward": 0.0, "done": False}
+        observation, reward, terminated, truncated, _ = self._env.step(action)
+        return {
+            "text": self._describe(observation),
+            "reward": float(reward),
+            "done": bool(terminated or truncated),
+        }
+
+    def _describe(self, observation: Any) -> str:
+        if self._env.render_mode == "ansi":
+            return str(self._env.render()).strip()
+        return f"Observation: {json.dumps(to_builtins(observation))}"
+
+
+def describe_space(space: Any) -> str:
+    """How to write an action."""
+    if isinstance(space, spaces.Discrete):
+        first, last = int(space.start), int(space.start + space.n - 1)
+        what = f"a whole number from {first} to {last}"
+    elif isinstance(space, spaces.Text):
+        what = "a text"
+    elif isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        what = f"a JSON list of shape {list(space.shape or ())} for {space}"
+    else:
+        raise TypeError(f"actions of {type(space).__name__} cannot be written by a model")
+    return f"Reply with <action>A</action>, where A is {what}."
+
+
+def parse_action(text: str, space: Any) -> Any:
+    """The action of a reply: what the last tag holds, else its last number where that is one.
+
+    Raises:
+        ValueError: It has none, or it is outside of the space.
+    """
+    tags = ACTION.findall(text)
+    said = tags[-1].strip() if tags else text.strip()
+    if isinstance(space, spaces.Text):
+        action: Any = said
+    elif isinstance(space, spaces.Discrete):
+        numbers = NUMBER.findall(said)
+        if not numbers:
+            raise ValueError("no number")
+        action = int(numbers[-1])
+    else:
+        import numpy as np
+
+        action = np.asarray(json.loads(said), dtype=space.dtype)
+    if not space.contains(action):
+        raise ValueError("outside of the space")
+    return action
+
+
+def to_builtins(value: Any) -> Any:
+    """An observation as JSON keeps it."""
+    if isinstance(value, dict):
+        return {str(key): to_builtins(one) for key, one in value.items()}
+    if isinstance(value, tuple | list):
+        return [to_builtins(one) for one in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+if __name__ == "__main__":
+    serve(GymnasiumGym)

@@ -1,0 +1,83 @@
+"""Worker of `McpAgent`: servers of the Model Context Protocol, by stdio and streamable HTTP."""
+
+import contextlib
+import json
+from typing import Any
+
+import httpx2
+from mcp import Client, StdioServerParameters
+from mcp.client.streamable_http import streamable_http_client
+from worker_loop import Gym, serve
+
+
+class McpGym(Gym):
+    """Connections to all servers, made anew for each episode."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._servers = config["servers"]
+        self._timeout_s = config["call_timeout_s"]
+        self._open = contextlib.AsyncExitStack()
+        self._tools: dict[str, tuple[Client, str]] = {}
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        await self.close()
+        described = []
+        for server, how in self._servers.items():
+            client = Client(await self._connect(how), read_timeout_seconds=self._timeout_s)
+            await self._open.enter_async_context(client)
+            for tool in (await client.list_tools()).tools:
+                name = tool.name if len(self._servers) == 1 else f"{server}__{tool.name}"
+                self._tools[name] = client, tool.name
+                described.append(describe_tool(name, tool))
+        return {"text": "", "tools": described}
+
+    async def _connect(self, how: dict[str, Any]) -> Any:
+        if "url" not in how:
+            command, *arguments = how["command"]
+            return StdioServerParameters(
+                command=command, args=arguments, env=how.get("env"), cwd=how.get("cwd")
+            )
+        if "headers" not in how:
+            return how["url"]
+        client = await self._open.enter_async_context(httpx2.AsyncClient(headers=how["headers"]))
+        return streamable_http_client(how["url"], http_client=client)
+
+    async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
+        results = [
+            {"id": one["id"], "text": await self._call(one["name"], one["arguments"])}
+            for one in reply["calls"]
+        ]
+        return {"results": results, "reward": 0.0, "done": not results}
+
+    async def _call(self, name: str, arguments: str) -> str:
+        """What the model is told of a call."""
+        if name not in self._tools:
+            return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}"
+        client, own_name = self._tools[name]
+        try:
+            given = json.loads(arguments or "{}")
+            told = await client.call_tool(own_name, given)
+        except Exception as error:  # boundary: a server may refuse in any way
+            return f"error: {error}"
+        texts = [block.text for block in told.content if block.type == "text"]
+        others = [f"({block.type})" for block in told.content if block.type != "text"]
+        said = "\n".join([*texts, *others])
+        return f"error: {said}" if told.is_error else said
+
+    async def close(self) -> None:
+        self._tools.clear()
+        await self._open.aclose()
+
+
+def describe_tool(name: str, tool: Any) -> dict[str, Any]:
+    """A tool as OpenAI's chat completions take it."""
+    function = {
+        "name": name,
+        "description": tool.description or "",
+        "parameters": tool.input_schema,
+    }
+    return {"type": "function", "function": function}
+
+
+if __name__ == "__main__":
+    serve(McpGym)

@@ -1,0 +1,95 @@
+"""Worker of `OpenEnvAgent`: a client of OpenEnv, and a server where that is an app of its own."""
+
+import contextlib
+import importlib
+import json
+import re
+import socket
+import threading
+import time
+from typing import Any
+
+import httpx
+import uvicorn
+from openenv.core.generic_client import GenericEnvClient
+from worker_loop import Gym, serve
+
+ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+SERVER_START_S = 60.0
+_NO_FIELDS = frozenset({"metadata"})
+"""Fields of every action that the model does not write."""
+_NOT_SHOWN = frozenset({"done", "reward", "metadata"})
+
+
+class OpenEnvGym(Gym):
+    """A session of a server for each episode."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._url = config["base_url"] or start_server(config["app"])
+        schema = httpx.get(f"{self._url}/schema", timeout=60).raise_for_status().json()["action"]
+        fields = {name: one for name, one in schema["properties"].items() if name not in _NO_FIELDS}
+        texts = [name for name, one in fields.items() if one.get("type") == "string"]
+        self._text_field = texts[0] if len(fields) == len(texts) == 1 else None
+        self._how = f"Reply with <action>JSON</action>, an object of {json.dumps(fields)}."
+        self._open = contextlib.AsyncExitStack()
+        self._client: Any = None
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        await self.close()
+        self._client = await self._open.enter_async_context(GenericEnvClient(self._url))
+        told = await self._client.reset(**task.get("reset", {}))
+        how = "" if self._text_field else f"\n{self._how}"
+        return {"text": f"{describe(told.observation)}{how}"}
+
+    async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
+        try:
+            told = await self._client.step(self._parse(reply["text"]))
+        except (ValueError, RuntimeError) as error:  # RuntimeError: the server refused it
+            return {"text": f"{error}. {self._how}", "reward": 0.0, "done": False}
+        return {
+            "text": describe(told.observation),
+            "reward": float(told.reward or 0.0),
+            "done": bool(told.done),
+        }
+
+    def _parse(self, text: str) -> dict[str, Any]:
+        tags = ACTION.findall(text)
+        said = tags[-1].strip() if tags else text.strip()
+        if self._text_field is not None:
+            return {self._text_field: said}
+        action = json.loads(said)
+        if not isinstance(action, dict):
+            raise ValueError("That is no JSON object")
+        return action
+
+    async def close(self) -> None:
+        await self._open.aclose()
+
+
+def describe(observation: dict[str, Any]) -> str:
+    """An observation as the model sees it."""
+    shown = {name: one for name, one in observation.items() if name not in _NOT_SHOWN}
+    texts = list(shown.values())
+    return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown)
+
+
+def start_server(app: str) -> str:
+    """Serve `package.module:app` on a port of loopback, in a thread; its URL."""
+    module, _, name = app.partition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+    config = uvicorn.Config(
+        getattr(importlib.import_module(module), name), log_level="warning", lifespan="on"
+    )
+    server = uvicorn.Server(config)
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    give_up_at = time.monotonic() + SERVER_START_S
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > give_up_at:
+            raise RuntimeError(f"{app} does not serve")
+        time.sleep(0.05)
+    return f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+if __name__ == "__main__":
+    serve(OpenEnvGym)

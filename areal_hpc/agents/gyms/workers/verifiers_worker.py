@@ -1,0 +1,59 @@
+"""Worker of `VerifiersAgent`: an environment of verifiers (v1), which calls the model itself."""
+
+import os
+from typing import Any
+
+import verifiers.v1 as vf
+from verifiers.v1.env import Env
+from verifiers.v1.utils.generic import concrete_type
+from verifiers.v1.utils.loaders import environment_class, load_environment
+from worker_loop import Gym, serve
+
+KEY_VARIABLE = "AREAL_HPC_SESSION_KEY"
+
+
+class VerifiersGym(Gym):
+    """One environment; an episode is a task of its task set."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        taskset, options = config["taskset"], config["env"]
+        kind = environment_class(taskset["id"], options.get("id", ""))
+        settings = concrete_type(kind, vf.EnvConfig, origin=Env) or vf.EnvConfig
+        agent = {"runtime": {"type": "subprocess"}, "harness": config["harness"]}
+        seats = {"agent": agent} if "agent" in settings.model_fields else {}
+        self._env = load_environment(
+            settings.model_validate({**seats, **options, "taskset": taskset})
+        )
+        self._tasks = list(self._env.taskset.select(vf.SelectConfig()))
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Play the whole episode."""
+        os.environ[KEY_VARIABLE] = task["api_key"]
+        client = vf.EvalClientConfig(base_url=task["base_url"], api_key_var=KEY_VARIABLE)
+        context = vf.ModelContext(
+            client=client, model="default", sampling=self._build_sampling(task["sampling"])
+        )
+        index = task["task"].get("index", 0)
+        if not 0 <= index < len(self._tasks):
+            raise IndexError(f"the task set has tasks 0 to {len(self._tasks) - 1}, not {index}")
+        async with self._env.serving():
+            (slot,) = self._env.slots(self._tasks[index])
+            episode = await self._env.run_slot(slot, context)
+        errors = [*episode.errors, *(one for trace in episode.traces for one in trace.errors)]
+        if errors:
+            raise RuntimeError(f"{errors[0].type}: {errors[0].message}")
+        trace = episode.traces[0]
+        parts = {
+            name: one.score * one.weight for name, one in trace.rewards.items() if one is not None
+        }
+        metrics = {name: one for name, one in trace.metrics.items() if one is not None}
+        return {"reward": float(trace.reward), "parts": parts, "metrics": metrics}
+
+    @staticmethod
+    def _build_sampling(given: dict[str, Any]) -> Any:
+        kind = vf.ModelContext.__dataclass_fields__["sampling"].default_factory
+        return kind(**given)
+
+
+if __name__ == "__main__":
+    serve(VerifiersGym)

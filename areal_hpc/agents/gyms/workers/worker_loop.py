@@ -1,0 +1,64 @@
+"""Loop of a gym's worker: requests on standard input, answers on standard output, JSON lines.
+
+Imports nothing of areal_hpc: it runs with whatever Python a gym needs.
+"""
+
+import asyncio
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG = 1
+
+
+class Gym:
+    """What a worker serves: one episode after the other."""
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Begin an episode; `text` is what the model sees first, `tools` what it may call."""
+        raise NotImplementedError
+
+    async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Take the model's reply: `text`, and `calls` with `id`, `name` and `arguments` (JSON).
+
+        The answer has `reward` and `done`, and `text` or `results` by the ids of calls.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End the episode."""
+
+
+def serve(build: Callable[[dict[str, Any]], Gym]) -> None:
+    """Serve until the other end closes. The first line is what the gym is built from."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a package prints is no answer
+    sys.path.append(str(Path.cwd()))  # where a run was started from, packages of the user's lie
+    asyncio.run(_serve(build, answers))
+
+
+async def _serve(build: Callable[[dict[str, Any]], Gym], answers: Any) -> None:
+    gym: Gym | None = None
+    while line := await asyncio.to_thread(sys.stdin.readline):
+        request = json.loads(line)
+        try:
+            if gym is None:
+                gym, answer = build(request), {}
+            elif request["do"] == "reset":
+                answer = await gym.reset(request["task"])
+            elif request["do"] == "step":
+                answer = await gym.step(request["reply"])
+            else:
+                await gym.close()
+                answer = {}
+            told = json.dumps(answer, allow_nan=False)
+        except Exception as error:  # boundary: told to the agent
+            told = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
+        answers.write(told + "\n")
+        answers.flush()

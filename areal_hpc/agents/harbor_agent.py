@@ -1,0 +1,85 @@
+"""Agent for Harbor's tasks with the OpenAI SDK: the model runs commands, the task's tests judge.
+
+It needs `rollout.agent.isolation: bwrap` and `train_dataset: {harbor: PATH}`.
+"""
+
+import asyncio
+import contextlib
+import json
+from typing import Any
+
+from areal_hpc.agents.openai_agent import make_client
+from areal_hpc.reward.harbor import find_harbor_task, judge_harbor_task
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.wire.reward import Reward
+
+COMMAND_TOOL: Any = {
+    "type": "function",
+    "function": {
+        "name": "run_command",
+        "description": "Run a shell command; its output and exit code come back.",
+        "parameters": {
+            "type": "object",
+            "properties": {"command": {"type": "string"}},
+            "required": ["command"],
+        },
+    },
+}
+
+
+class HarborAgent:
+    """Lets the model run commands until it calls no tool, then has the tests judge.
+
+    Args:
+        max_turns: Model calls of an episode.
+        command_timeout_s: Time of one command.
+        max_shown_chars: What the model sees of a command's output, from its end.
+        request: What else goes into model calls, such as `temperature`.
+    """
+
+    def __init__(
+        self,
+        max_turns: int = 30,
+        command_timeout_s: float = 60.0,
+        max_shown_chars: int = 8000,
+        **request: Any,
+    ) -> None:
+        self.max_turns = max_turns
+        self.command_timeout_s = command_timeout_s
+        self.max_shown_chars = max_shown_chars
+        self.request = request
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        task = find_harbor_task(data)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(task.agent_timeout_s if task else None):
+                await self._work(data, extra_kwargs)
+        return await judge_harbor_task(data)
+
+    async def _work(self, data: dict[str, Any], extra_kwargs: dict[str, Any]) -> None:
+        client, messages = make_client(extra_kwargs), list(data["messages"])
+        for _ in range(self.max_turns):
+            reply: Any = await client.chat.completions.create(
+                model="default", messages=messages, tools=[COMMAND_TOOL], **self.request
+            )
+            message = reply.choices[0].message
+            if not message.tool_calls:
+                return
+            messages.append(message)
+            for call in message.tool_calls:
+                shown = await self._call(call.function.arguments, data["sandbox"])
+                messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
+
+    async def _call(self, arguments: str, sandbox: Sandbox) -> str:
+        """What the model is told of a command that it asked for."""
+        try:
+            given = json.loads(arguments)
+            command = given["command"]
+            if not isinstance(command, str) or "\0" in command:
+                raise TypeError
+        except (ValueError, KeyError, TypeError):
+            return 'expected {"command": "..."}'
+        told = await sandbox.exec(command, timeout_s=self.command_timeout_s)
+        how = "was stopped, it took too long" if told.timed_out else f"exit code {told.exit_code}"
+        return f"{told.text[-self.max_shown_chars :]}\n({how})"

@@ -1,0 +1,76 @@
+"""`areal-hpc make-repair-tasks` and `check-tasks`: task folders in Harbor's format."""
+
+import argparse
+import asyncio
+import os
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
+
+
+def add_commands(commands: CommandGroup) -> None:
+    """Add these commands to the command line."""
+    make = commands.add_command(
+        "make-repair-tasks",
+        _make_repair_tasks,
+        help="make small repair tasks in Harbor's format",
+        description="Make task folders for `train_dataset: {harbor: OUT}`: each has a Python "
+        "module with a fault, tests that it fails, and a solution. They need python3 in the "
+        "sandbox and nothing else.",
+        example="areal-hpc make-repair-tasks tasks --count 50",
+    )
+    make.add_argument("out", type=Path, help="folder to make")
+    make.add_argument("--count", type=int, default=50, help="number of tasks (%(default)s)")
+    make.add_argument("--seed", type=int, default=1, help="of their choice (%(default)s)")
+    check = commands.add_command(
+        "check-tasks",
+        _check_tasks,
+        help="play Harbor's tasks with their own solutions, and with none",
+        description="Judge each task twice in a sandbox of bubblewrap: after its own "
+        "solution/solve.sh, and after nothing. Exits with 1 if the tests of one do not tell them "
+        "apart.",
+        example="areal-hpc check-tasks tasks",
+    )
+    check.add_argument("path", type=Path, help="a task folder, or a folder of task folders")
+    root = "folder or tar of a root file system for tasks that have none; this machine's if absent"
+    check.add_argument("--root", type=Path, help=root)
+    check.add_argument(
+        "--at-once", type=int, default=os.cpu_count(), help="tasks played at once (%(default)s)"
+    )
+
+
+def _make_repair_tasks(arguments: argparse.Namespace) -> int:
+    from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
+
+    made = write_repair_tasks(arguments.out, arguments.count, arguments.seed)
+    print(f"made {len(made)} tasks in {arguments.out}")
+    return 0
+
+
+def _check_tasks(arguments: argparse.Namespace) -> int:
+    from areal_hpc.dataset.harbor.task_folder import read_task_folders
+
+    rows = read_task_folders(arguments.path, "PATH")
+    unsound = asyncio.run(_print_checks(rows, arguments))
+    print(f"{len(rows)} tasks, {unsound} whose tests do not tell a solution from none")
+    return UNHEALTHY_EXIT_CODE if unsound else 0
+
+
+async def _print_checks(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
+    """A line for each task; how many are not sound."""
+    from areal_hpc.dataset.harbor.task_check import check_tasks
+    from areal_hpc.sandbox.spec import SandboxSpec
+
+    unsound = 0
+    spec = SandboxSpec(arguments.root and arguments.root.resolve())
+    async for one in check_tasks(rows, spec, max(1, arguments.at_once)):
+        unsound += not one.is_sound
+        oracle = "none" if one.oracle is None else f"{one.oracle.value:g}"
+        note = (
+            ""
+            if one.is_sound
+            else "  ".join(reward.note for reward in (one.oracle, one.null) if reward is not None)
+        )
+        print(f"{one.name:<48} solution {oracle:<5} nothing {one.null.value:g}  {note}".rstrip())
+    return unsound

@@ -1,0 +1,96 @@
+"""Judge of a repair task, copied into its tests: `judge.py MODULE`, standard library alone.
+
+The module runs in a process of its own, which is given calls one by one and gives values back. What
+is expected is in this process alone: its file is removed before the module is imported, and other
+processes cannot read its memory. The verdict is written after all that the module started is dead.
+"""
+
+import ctypes
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+CASES_FILE = Path("/tests/cases.json")
+VERDICT_FILE = Path("/logs/verifier/reward.txt")
+TIME_S = 10
+MAX_PRINTED_BYTES = 1 << 20
+PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
+DRIVER = """
+import importlib, json, sys
+folder, name, function, arguments = json.load(sys.stdin)
+sys.path.insert(0, folder)
+value = getattr(importlib.import_module(name), function)(*arguments)
+sys.__stdout__.write("\\n" + json.dumps([value]))
+sys.__stdout__.flush()
+"""
+
+
+def read_cases() -> list[dict[str, Any]]:
+    """The cases of the task, whose file is gone afterwards."""
+    cases: list[dict[str, Any]] = json.loads(CASES_FILE.read_text())
+    CASES_FILE.unlink()
+    return cases
+
+
+def is_right(folder: str, module: str, case: dict[str, Any]) -> bool:
+    """Whether one call of the module gives what is expected."""
+    request = json.dumps([folder, module, case["function"], case["arguments"]])
+    with tempfile.TemporaryFile() as printed:  # of a pipe the end may never come
+        try:
+            subprocess.run(
+                [sys.executable, "-I", "-S", "-c", DRIVER],
+                input=request.encode(),
+                stdout=printed,
+                stderr=subprocess.DEVNULL,
+                timeout=TIME_S,
+                cwd=folder,
+                env={"PATH": "/usr/bin:/bin"},
+                start_new_session=True,
+                check=False,
+            )
+        except subprocess.TimeoutExpired:
+            return False
+        finally:
+            kill_children()
+        printed.seek(0)
+        try:
+            told = json.loads(printed.read(MAX_PRINTED_BYTES).splitlines()[-1])
+        except (ValueError, IndexError, RecursionError):
+            return False
+    return bool(told == [case["expected"]])
+
+
+def kill_children() -> None:
+    """Kill all that was started, also what left its session: orphans become this one's."""
+    while True:
+        below = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+        if not below:
+            return
+        for pid in map(int, below):
+            try:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+            except OSError:
+                pass
+
+
+def main() -> None:
+    """Judge, and write the verdict."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    module = Path(sys.argv[1])
+    right = all(is_right(str(module.parent), module.name, case) for case in read_cases())
+    if os.path.lexists(VERDICT_FILE):
+        VERDICT_FILE.unlink()
+    with VERDICT_FILE.open("x") as file:
+        file.write("1.0" if right else "0.0")
+
+
+if __name__ == "__main__":
+    main()

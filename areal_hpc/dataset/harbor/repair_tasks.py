@@ -1,0 +1,130 @@
+"""Repair tasks: a module with a fault, tests that it fails, and the module as it should be."""
+
+import itertools
+import json
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.dataset.harbor.repair_modules import MODULES, RepairModule
+from areal_hpc.errors import RecipeError
+
+CASES_PER_TASK = 8
+MAX_TASKS = 10_000
+_JUDGE = Path(__file__).with_name("repair_judge.py")
+_WORK_DIR = "/app"
+_DRAWS = 200
+"""Calls that are drawn to find one that shows a fault."""
+
+_TASK_FILE = """schema_version = "1.4"
+
+[task]
+name = "areal-hpc/{name}"
+description = "Repair {module}.py"
+
+[agent]
+timeout_sec = 300.0
+
+[verifier]
+timeout_sec = 120.0
+
+[environment]
+network_mode = "no-network"
+memory_mb = 512
+storage_mb = 64
+"""
+_INSTRUCTION = """The module `{work_dir}/{module}.py` has a fault.
+Its function `{module}` {purpose}.
+Find the fault and repair the file. Change nothing else: the function keeps its name and arguments.
+`python3` is there; no packages and no network are.
+"""
+_TEST_SCRIPT = """#!/bin/sh
+exec python3 -I -S /tests/judge.py {work_dir}/{module}
+"""
+_SOLUTION_SCRIPT = """#!/bin/sh
+cp /solution/{module}.py {work_dir}/{module}.py
+"""
+_CONTAINER_FILE = """FROM python:3.11-slim
+WORKDIR {work_dir}
+COPY app/ {work_dir}/
+"""
+
+
+def write_repair_tasks(out: Path, count: int, seed: int) -> list[Path]:
+    """Make task folders; equal arguments make equal ones.
+
+    Raises:
+        RecipeError: The folder holds something, or so many cannot be made.
+    """
+    if not 1 <= count <= MAX_TASKS:
+        raise RecipeError(f"expected 1 to {MAX_TASKS} tasks, got {count}", key="--count")
+    if out.exists() and any(out.iterdir()):
+        raise RecipeError(f"{out} is not empty", key="OUT", hint="name a new folder")
+    dice, made = random.Random(seed), []
+    choices = [(module, fault) for module in MODULES for fault in module.faults]
+    dice.shuffle(choices)
+    for number, (module, fault) in zip(range(count), itertools.cycle(choices), strict=False):
+        name = f"repair-{number:04}-{module.name.replace('_', '-')}"
+        write_task_folder(out / name, name, module, fault, dice)
+        made.append(out / name)
+    return made
+
+
+def write_task_folder(
+    folder: Path, name: str, module: RepairModule, fault: tuple[str, str], dice: random.Random
+) -> None:
+    """Write one task folder."""
+    right, wrong = fault
+    assert right in module.source, (module.name, right)
+    faulty = module.source.replace(right, wrong, 1)
+    words = {
+        "name": name,
+        "module": module.name,
+        "purpose": module.purpose,
+        "work_dir": _WORK_DIR,
+    }
+    files = {
+        "task.toml": _TASK_FILE.format(**words),
+        "instruction.md": _INSTRUCTION.format(**words),
+        "environment/Dockerfile": _CONTAINER_FILE.format(**words),
+        f"environment/app/{module.name}.py": faulty,
+        "tests/test.sh": _TEST_SCRIPT.format(**words),
+        "tests/judge.py": _JUDGE.read_text(),
+        "tests/cases.json": json.dumps(list(draw_cases(module, faulty, dice))),
+        "solution/solve.sh": _SOLUTION_SCRIPT.format(**words),
+        f"solution/{module.name}.py": module.source,
+    }
+    for path, text in files.items():
+        file = folder / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        if path.endswith(".sh"):
+            file.chmod(0o755)
+
+
+def draw_cases(module: RepairModule, faulty: str, dice: random.Random) -> Iterator[dict[str, Any]]:
+    """Calls with what they should give; one at least shows the fault."""
+    drawn = [module.draw(dice) for _ in range(_DRAWS)]
+    expected = [call(module.source, module.name, arguments) for arguments in drawn]
+    shows = next(
+        place
+        for place in range(_DRAWS)
+        if call(faulty, module.name, drawn[place]) != expected[place]
+    )
+    for place in dict.fromkeys([shows, *range(CASES_PER_TASK - 1)]):
+        yield {
+            "function": module.name,
+            "arguments": drawn[place],
+            "expected": expected[place],
+        }
+
+
+def call(source: str, function: str, arguments: list[Any]) -> Any:
+    """What a module of `repair_modules.py` gives, as JSON keeps it; a text where it fails."""
+    names: dict[str, Any] = {}
+    exec(source, names)  # our own sources, above
+    try:
+        return json.loads(json.dumps(names[function](*json.loads(json.dumps(arguments)))))
+    except Exception as error:  # boundary: a fault may raise anything
+        return f"{type(error).__name__}"

@@ -1,0 +1,77 @@
+"""Check of Harbor's tasks: the solution that comes with a task, and none, judged in sandboxes."""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.reward.harbor import HarborTask, find_harbor_task
+from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.wire.reward import Reward
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCheck:
+    """Rewards of one task."""
+
+    name: str
+    oracle: Reward | None
+    """Of its own solution; None if it has none."""
+    null: Reward
+    """Of doing nothing."""
+
+    @property
+    def is_sound(self) -> bool:
+        """The tests tell the solution from nothing, and give a verdict on both."""
+        if self.oracle is None:
+            return not self.null.metrics["no_verdict"] and self.null.value < 1
+        verdicts = (self.oracle, self.null)
+        given = all(not one.metrics["no_verdict"] for one in verdicts)
+        return given and self.oracle.value > self.null.value
+
+
+async def check_tasks(
+    rows: Sequence[dict[str, Any]], spec: SandboxSpec, at_once: int
+) -> AsyncIterator[TaskCheck]:
+    """Check each of these rows, in their order.
+
+    Raises:
+        RecipeError: This machine cannot isolate, or a task's files do not fit.
+        ClusterError: A sandbox did not start.
+    """
+    places = asyncio.Semaphore(at_once)
+
+    async def check(row: dict[str, Any]) -> TaskCheck:
+        async with places:
+            return await check_task(row, spec)
+
+    running = [asyncio.create_task(check(row)) for row in rows]
+    try:
+        for one in running:
+            yield await one
+    finally:
+        for one in running:
+            one.cancel()
+        await asyncio.gather(*running, return_exceptions=True)
+
+
+async def check_task(row: dict[str, Any], spec: SandboxSpec) -> TaskCheck:
+    """Play one task twice, each time in a sandbox of its own."""
+    task = find_harbor_task(row)
+    assert task is not None
+    has_solution = Path(task.folder, "solution", "solve.sh").is_file()
+    oracle = await _play(task, spec, solves=True) if has_solution else None
+    return TaskCheck(row["name"], oracle, await _play(task, spec, solves=False))
+
+
+async def _play(task: HarborTask, spec: SandboxSpec, *, solves: bool) -> Reward:
+    sandbox = await BwrapRuntime().start(task.narrow(spec))
+    try:
+        await task.prepare(sandbox)
+        if solves:
+            await task.solve(sandbox)
+        return await task.judge(sandbox)
+    finally:
+        await sandbox.stop()

@@ -1,0 +1,248 @@
+"""`task.toml` of a Harbor task, schema 1.4 and before, and what of it a sandbox cannot do.
+
+Facts are those of Harbor 0.24 (its documentation of tasks, and its models).
+"""
+
+import re
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, field_validator, model_validator
+
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.recipe.base import BaseConfig, explain_validation_error
+
+NEWEST_SCHEMA = (1, 4)
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
+_MIB_PER_UNIT = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
+
+NetworkMode = Literal["no-network", "public", "allowlist"]
+
+
+class PhaseConfig(BaseConfig):
+    """What `[agent]` and `[verifier]` both have."""
+
+    network_mode: NetworkMode | None = None
+    """Network of this phase; null: that of the environment."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Hosts that `allowlist` lets through."""
+    user: str | int | None = None
+    """The user who commands are."""
+
+
+class AgentPhaseConfig(PhaseConfig):
+    """Section `[agent]`."""
+
+    timeout_sec: Annotated[float | None, Field(gt=0)] = None
+    """Time of the agent."""
+
+
+class VerifierPhaseConfig(PhaseConfig):
+    """Section `[verifier]`."""
+
+    timeout_sec: Annotated[float, Field(gt=0)] = 600.0
+    """Time of the tests."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Their environment variables."""
+    environment_mode: Literal["shared", "separate"] | None = None
+    """Whether the tests run where the agent ran."""
+    environment: dict[str, Any] | None = None
+    """A container of the tests' own."""
+    collect: tuple[dict[str, Any], ...] = ()
+    """Commands that run before the tests."""
+
+
+class EnvironmentSectionConfig(BaseConfig):
+    """Section `[environment]`."""
+
+    network_mode: NetworkMode = "public"
+    """Network of both phases."""
+    allowed_hosts: tuple[str, ...] | None = None
+    """Hosts that `allowlist` lets through."""
+    allow_internet: bool | None = None
+    """The older form of `network_mode`."""
+    build_timeout_sec: float = 600.0
+    """Nothing is built here."""
+    docker_image: str | None = None
+    """An image in place of a Dockerfile."""
+    os: str = "linux"
+    """Operating system."""
+    cpus: float | None = None
+    """Processors; the cell's are shared by all."""
+    memory_mb: Annotated[int | None, Field(gt=0)] = None
+    """Most memory, in MiB."""
+    storage_mb: Annotated[int | None, Field(gt=0)] = None
+    """Most that is written, in MiB."""
+    gpus: int | None = None
+    """GPUs."""
+    gpu_types: tuple[str, ...] | None = None
+    """Their kinds."""
+    tpu: dict[str, Any] | None = None
+    """TPUs."""
+    mcp_servers: tuple[dict[str, Any], ...] = ()
+    """Servers of tools."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of all commands."""
+    skills_dir: str | None = None
+    """A folder of skills."""
+    healthcheck: dict[str, Any] | None = None
+    """A command that must end well first."""
+    workdir: str | None = None
+    """Working directory of commands."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_older_sizes(cls, given: Any) -> Any:
+        """`memory = "2G"` and `storage = "10G"`, as before schema 1.0."""
+        if not isinstance(given, dict):
+            return given
+        values = dict(given)
+        for name in ("memory", "storage"):
+            if name not in values:
+                continue
+            size = _SIZE.fullmatch(str(values.pop(name)).strip())
+            if size is None:
+                raise ValueError(f"`{name}` must be a size such as 2G")
+            values.setdefault(f"{name}_mb", int(float(size[1]) * _MIB_PER_UNIT[size[2].upper()]))
+        return values
+
+
+class SolutionSectionConfig(BaseConfig):
+    """Section `[solution]`."""
+
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of `solution/solve.sh`."""
+
+
+class HarborTaskFile(BaseConfig):
+    """A file `task.toml`."""
+
+    schema_version: str = "1.4"
+    """Version of the format."""
+    task: dict[str, Any] = Field(default_factory=dict)
+    """Name and authors."""
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    """Whatever its authors like."""
+    source: str | None = None
+    """Where the task comes from."""
+    agent: AgentPhaseConfig = AgentPhaseConfig()
+    """The agent's phase."""
+    verifier: VerifierPhaseConfig = VerifierPhaseConfig()
+    """The tests' phase."""
+    environment: EnvironmentSectionConfig = EnvironmentSectionConfig()
+    """The container."""
+    solution: SolutionSectionConfig = SolutionSectionConfig()
+    """The task's own solution."""
+    steps: tuple[dict[str, Any], ...] | None = None
+    """Steps of a task that has several."""
+    multi_step_reward_strategy: str | None = None
+    """How the rewards of steps are put together."""
+    artifacts: tuple[Any, ...] = ()
+    """Files to keep; none are kept here."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _rename_version(cls, given: Any) -> Any:
+        if isinstance(given, dict) and "version" in given:
+            return {"schema_version": given["version"]} | {
+                name: value for name, value in given.items() if name != "version"
+            }
+        return given
+
+    @field_validator("schema_version")
+    @classmethod
+    def _check_version(cls, given: str) -> str:
+        parts = given.split(".")
+        if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) > NEWEST_SCHEMA:
+            raise ValueError("expected a schema version of at most 1.4")
+        return given
+
+    @property
+    def has_network(self) -> bool:
+        """Whether the agent's commands may reach more than the model."""
+        mode = self.agent.network_mode or self.environment.network_mode
+        if self.agent.network_mode is None and self.environment.allow_internet is False:
+            return False
+        return mode == "public"
+
+
+def read_task_file(path: Path) -> HarborTaskFile:
+    """The task file at a path.
+
+    Raises:
+        RecipeError: It is no task file, or asks for what a sandbox cannot do; all at once.
+    """
+    try:
+        values = tomllib.loads(path.read_text())
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise RecipeError(f"{path} cannot be read as TOML: {error}", key=str(path)) from error
+    try:
+        found = HarborTaskFile.model_validate(values)
+    except ValidationError as error:
+        raise RecipeError.from_problems(
+            explain_validation_error(item, HarborTaskFile, f"{path}: ") for item in error.errors()
+        ) from None
+    if problems := [*find_unsupported(found, path)]:
+        raise RecipeError.from_problems(problems)
+    return found
+
+
+def find_unsupported(task: HarborTaskFile, path: Path) -> Iterator[Problem]:
+    """What a task asks for that a sandbox cannot do, each by the name of its key."""
+    agent, verifier, environment = task.agent, task.verifier, task.environment
+    refused = {
+        "steps": (bool(task.steps), "a task has one step here", "make a task of each step"),
+        "verifier.environment_mode": (
+            verifier.environment_mode == "separate" or verifier.environment is not None,
+            "the tests run in the agent's sandbox, after its end",
+            "use environment_mode='shared' without [verifier.environment]",
+        ),
+        "verifier.collect": (bool(verifier.collect), "there are no services", "do it in test.sh"),
+        "environment.os": (environment.os.lower() != "linux", "sandboxes have Linux", ""),
+        "environment.gpus": (bool(environment.gpus), "sandboxes have no GPU", ""),
+        "environment.tpu": (environment.tpu is not None, "sandboxes have no TPU", ""),
+        "environment.mcp_servers": (
+            bool(environment.mcp_servers),
+            "commands of a sandbox start no servers of tools",
+            "give them to the agent: areal_hpc.agents.mcp_agent.McpAgent",
+        ),
+        "environment.skills_dir": (environment.skills_dir is not None, "there are no skills", ""),
+        "environment.healthcheck": (
+            environment.healthcheck is not None,
+            "a sandbox starts nothing that could be waited for",
+            "start it in test.sh",
+        ),
+    }
+    for name, phase in (("agent", agent), ("verifier", verifier), ("environment", environment)):
+        refused[f"{name}.network_mode"] = (
+            phase.network_mode == "allowlist" or bool(phase.allowed_hosts),
+            f"a sandbox cannot tell hosts apart (allowed_hosts={list(phase.allowed_hosts or ())})",
+            "use network_mode='no-network'",
+        )
+    for name, user in (("agent", agent.user), ("verifier", verifier.user)):
+        refused[f"{name}.user"] = (
+            user is not None,
+            f"a sandbox has one user, and is not {user!r}",
+            "remove it",
+        )
+    default = agent.network_mode or environment.network_mode
+    if verifier.network_mode not in (None, "allowlist", default):
+        refused["verifier.network_mode"] = (
+            True,
+            f"one sandbox has one network: {default!r} of the agent, {verifier.network_mode!r} of "
+            "the tests",
+            "use the same for both",
+        )
+    for key, (is_asked, why, hint) in refused.items():
+        if is_asked:
+            yield Problem(f"{key} is not supported: {why}", f"{path}: {key}", hint)
+    for section in ("environment", "verifier", "solution"):
+        for name, value in getattr(task, section).env.items():
+            if "${" in value:
+                yield Problem(
+                    f"{section}.env.{name} refers to a variable of this machine",
+                    f"{path}: {section}.env.{name}",
+                    "write its value: what a sandbox has is seen by the model",
+                )

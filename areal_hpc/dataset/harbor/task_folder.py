@@ -1,0 +1,145 @@
+"""Task folders of Harbor as rows of a task set."""
+
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from areal_hpc.dataset.harbor.container_file import ContainerFile, read_container_file
+from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_KEY, HarborTask
+
+ROOT_NAMES = ("rootfs", "rootfs.tar", "rootfs.tar.gz", "rootfs.tar.xz", "rootfs.tar.zst")
+"""Names in `environment/` of a root file system: a folder, or a tar of it."""
+_SYSTEM_PLACES = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")
+"""Where nothing can be written unless a task has a root file system."""
+_OWN_PLACES = ("/workspace", "/tmp")
+"""Folders that commands may write in anyhow."""
+
+
+def list_task_folders(path: Path, key: str) -> list[Path]:
+    """The task folders at a path: itself, or those in it, by name.
+
+    Raises:
+        RecipeError: There is none.
+    """
+    if (path / "task.toml").is_file():
+        return [path.resolve()]
+    found = sorted(file.parent.resolve() for file in path.glob("*/task.toml"))
+    if not found:
+        raise RecipeError(
+            f"there is no Harbor task at {path.resolve()}: no task.toml in it or in its folders",
+            key=key,
+            hint="give a folder of task folders; areal-hpc make-repair-tasks makes some",
+        )
+    return found
+
+
+def read_task_folders(path: Path, key: str) -> list[dict[str, Any]]:
+    """All tasks at a path as rows.
+
+    Raises:
+        RecipeError: Some cannot be played; all problems of all of them at once.
+    """
+    rows, problems = [], list[Problem]()
+    for folder in list_task_folders(path, key):
+        try:
+            rows.append(read_task_folder(folder))
+        except RecipeError as error:
+            problems += error.problems
+    if problems:
+        raise RecipeError.from_problems(problems)
+    return rows
+
+
+def read_task_folder(folder: Path) -> dict[str, Any]:
+    """A task as a row: `messages` with its instruction, and what its sandbox is like.
+
+    Raises:
+        RecipeError: It cannot be played; all problems at once.
+    """
+    task, container = read_task_file(folder / "task.toml"), ContainerFile()
+    file, root = folder / "environment" / "Dockerfile", _find_root(folder)
+    if file.is_file():
+        container = read_container_file(file)
+    if problems := [*_find_problems(folder, task, container, root)]:
+        raise RecipeError.from_problems(problems)
+    copies = [] if root else container.copies
+    work_dir = task.environment.workdir or container.work_dir
+    places = [*filter(None, [work_dir]), *(place for _, place in copies)]
+    environment = task.environment
+    described = HarborTask(
+        folder=str(folder),
+        root=root,
+        has_network=task.has_network,
+        work_dir=work_dir,
+        variables=container.variables | environment.env,
+        copies=tuple((f"environment/{source}", place) for source, place in copies),
+        folders=(*HARBOR_FOLDERS, *_list_writable(places)),
+        memory_bytes=environment.memory_mb and environment.memory_mb << 20,
+        disk_bytes=environment.storage_mb and environment.storage_mb << 20,
+        agent_timeout_s=task.agent.timeout_sec,
+        test_timeout_s=task.verifier.timeout_sec,
+        test_variables=task.verifier.env,
+        solution_variables=task.solution.env,
+    )
+    row: dict[str, Any] = {
+        "messages": [{"role": "user", "content": (folder / "instruction.md").read_text()}],
+        "name": task.task.get("name", folder.name),
+        HARBOR_KEY: msgspec.to_builtins(described),
+    }
+    if task.agent.timeout_sec is not None:
+        row["limits"] = {"timeout_s": task.agent.timeout_sec + task.verifier.timeout_sec}
+    return row
+
+
+def _find_root(folder: Path) -> str:
+    """The root file system beside a task's Dockerfile; empty if it has none."""
+    for name in ROOT_NAMES:
+        if (folder / "environment" / name).exists():
+            return str(folder / "environment" / name)
+    return ""
+
+
+def _find_problems(
+    folder: Path, task: HarborTaskFile, container: ContainerFile, root: str
+) -> Iterator[Problem]:
+    for name in ("instruction.md", "tests/test.sh"):
+        if not (folder / name).is_file():
+            yield Problem(f"the Harbor task has no {name}", str(folder), "add it")
+    if any((folder / "environment").glob("*compose.y*ml")):
+        yield Problem(
+            "the Harbor task has several containers (compose), a sandbox is one",
+            str(folder / "environment"),
+            "leave the task out",
+        )
+    if root:
+        return
+    hint = f"build the image elsewhere, and put its files into environment/{ROOT_NAMES[1]}"
+    if container.needs_build:
+        yield Problem(
+            f"its image has to be built: {container.needs_build[0]}",
+            str(folder / "environment" / "Dockerfile"),
+            f"{hint} (podman build, podman export)",
+        )
+    if task.environment.docker_image is not None:
+        yield Problem(
+            f"its image {task.environment.docker_image} has to be fetched",
+            str(folder / "task.toml"),
+            f"{hint} (podman create, podman export)",
+        )
+    for _, place in container.copies:
+        if place == "/" or any(PurePosixPath(place).is_relative_to(one) for one in _SYSTEM_PLACES):
+            yield Problem(
+                f"its Dockerfile copies to {place}, which is read-only in a sandbox",
+                str(folder / "environment" / "Dockerfile"),
+                hint,
+            )
+
+
+def _list_writable(places: list[str]) -> list[str]:
+    """The first folder of each place, but for those that are writable anyhow."""
+    tops = dict.fromkeys(f"/{PurePosixPath(place).parts[1]}" for place in places if place != "/")
+    return [top for top in tops if top not in (*_OWN_PLACES, *HARBOR_FOLDERS, *_SYSTEM_PLACES)]

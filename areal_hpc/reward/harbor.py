@@ -1,0 +1,256 @@
+"""Harbor tasks in a sandbox: what lies there at first, their tests, the reward.
+
+A task's row of the task set has a `HarborTask` under `HARBOR_KEY`. Its tests come into the sandbox
+after the agent has ended and all that it started was killed; their verdict is read from outside.
+"""
+
+import io
+import json
+import shlex
+import tarfile
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import InvalidRewardError, RecipeError, SandboxLostError
+from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.wire.reward import Reward
+
+HARBOR_KEY = "harbor"
+"""Where a row of the task set has its Harbor task."""
+LOGS_DIR, TESTS_DIR, SOLUTION_DIR = "/logs", "/tests", "/solution"
+HARBOR_FOLDERS = (LOGS_DIR, TESTS_DIR, SOLUTION_DIR)
+"""Folders that Harbor's tasks expect."""
+VERDICT_DIR = f"{LOGS_DIR}/verifier"
+TEST_OUTPUT_FILE = f"{VERDICT_DIR}/test-stdout.txt"
+KILLED_EXIT_CODE = 128
+"""A higher one tells the signal that ended a program."""
+MAX_VERDICT_BYTES = 1 << 16
+_MAX_NOTE_BYTES = 2000
+_TEST_VARIABLES = {"HOME": VERDICT_DIR, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+"""Of tests: programs find no settings that the agent left in its home folder."""
+
+
+class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
+    """A task folder, as far as a sandbox is concerned."""
+
+    folder: str
+    """Path of the task folder, there on every node."""
+    root: str = ""
+    """Folder or tar of its root file system; empty: what the recipe says."""
+    has_network: bool = True
+    """False: commands reach nothing, whatever the recipe says."""
+    work_dir: str = ""
+    """Working directory of commands; empty: the sandbox's own."""
+    variables: dict[str, str] = {}
+    """Environment of commands."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """Files and folders below `folder`, and their places in the sandbox."""
+    folders: tuple[str, ...] = ()
+    """Places that commands may write in, besides those of every sandbox."""
+    memory_bytes: int | None = None
+    disk_bytes: int | None = None
+    agent_timeout_s: float | None = None
+    """Time of the agent; None: what the recipe says."""
+    test_timeout_s: float = 600.0
+    test_variables: dict[str, str] = {}
+    solution_variables: dict[str, str] = {}
+
+    def narrow(self, spec: SandboxSpec) -> SandboxSpec:
+        """The sandbox of a recipe, with the task's root, and no more than the task allows."""
+        limits = spec.limits
+        limits = replace(
+            limits,
+            memory_bytes=min(limits.memory_bytes, self.memory_bytes or limits.memory_bytes),
+            disk_bytes=min(limits.disk_bytes, self.disk_bytes or limits.disk_bytes),
+        )
+        network = spec.network
+        if network == "open" and not self.has_network:
+            network = "session-only"
+        root = Path(self.root) if self.root else spec.root
+        return replace(spec, root=root, network=network, limits=limits, folders=self.folders)
+
+    async def prepare(self, sandbox: Sandbox) -> None:
+        """Put the task's files, and let commands run where and with what they expect.
+
+        Raises:
+            RecipeError: They do not fit into the sandbox.
+        """
+        made = [self.work_dir] if self.work_dir else []
+        pairs = [(Path(self.folder, source), place) for source, place in self.copies]
+        try:
+            await sandbox.restore(build_archive(pairs, folders=made))
+        except OSError as error:
+            raise RecipeError(
+                f"the files of the Harbor task do not fit into its sandbox: {error}",
+                key=self.folder,
+                hint="raise rollout.agent.sandbox.disk_bytes, files, or the task's storage_mb",
+            ) from error
+        sandbox.folder = self.work_dir or sandbox.folder
+        sandbox.add_variables(self.variables)
+
+    async def solve(self, sandbox: Sandbox, timeout_s: float | None = None) -> CommandResult:
+        """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
+        await sandbox.restore(build_archive([(Path(self.folder, "solution"), SOLUTION_DIR)]))
+        return await sandbox.exec(
+            f"{_find_shell_words('solution/solve.sh')} 2>&1",
+            timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
+            variables=self.solution_variables,
+        )
+
+    async def judge(self, sandbox: Sandbox) -> Reward:
+        """Run the tests, after all that runs in the sandbox was killed, and read their verdict.
+
+        The reward is 0 where they give none: then the metric `no_verdict` is 1, and the note says
+        why. Of several rewards `reward` counts, else their mean.
+
+        Raises:
+            SandboxLostError: The sandbox is gone before the tests began.
+        """
+        await sandbox.end_commands()
+        try:
+            await self._put_tests(sandbox)
+            told = await sandbox.exec(
+                f"{_find_shell_words('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
+                timeout_s=self.test_timeout_s,
+                variables={**_TEST_VARIABLES, **self.test_variables},
+            )
+            await sandbox.end_commands()
+            if told.timed_out:
+                return build_no_verdict(f"the tests took longer than {self.test_timeout_s:g} s")
+            if told.exit_code > KILLED_EXIT_CODE:  # what an answer kills cannot judge it
+                return build_no_verdict(f"the tests were killed (exit code {told.exit_code})")
+            verdict = await _read_first(sandbox, ("reward.json", "reward.txt"))
+            return parse_verdict(*verdict)
+        except SandboxLostError as error:
+            return build_no_verdict(error.problems[0].message)
+        except (OSError, ValueError) as error:
+            return build_no_verdict(f"{error}; {await _read_output(sandbox)}")
+
+    async def _put_tests(self, sandbox: Sandbox) -> None:
+        """Nothing that the agent left in these places stays."""
+        for place in (TESTS_DIR, VERDICT_DIR):
+            await sandbox.remove(place)
+        pairs = [(Path(self.folder, "tests"), TESTS_DIR)]
+        await sandbox.restore(build_archive(pairs, folders=[VERDICT_DIR]))
+
+
+def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
+    """The Harbor task of a row, if it is one.
+
+    Raises:
+        RecipeError: The row has something else in its place.
+    """
+    if HARBOR_KEY not in data:
+        return None
+    try:
+        return msgspec.convert(data[HARBOR_KEY], HarborTask)
+    except msgspec.ValidationError as error:
+        raise RecipeError(
+            f"the task's column {HARBOR_KEY!r} is no Harbor task: {error}",
+            key=HARBOR_KEY,
+            hint="rename the column, or let train_dataset.harbor make the rows",
+        ) from error
+
+
+async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
+    """The reward of a row's task, whose agent has ended: what an agent's `run` returns.
+
+    Raises:
+        RecipeError: The row is no Harbor task, or its agent had no sandbox.
+        SandboxLostError: The sandbox is gone.
+    """
+    task, sandbox = find_harbor_task(data), data.get("sandbox")
+    if task is None or not isinstance(sandbox, Sandbox):
+        raise RecipeError(
+            "the task is no Harbor task with a sandbox",
+            key="rollout.agent.isolation",
+            hint="use train_dataset.harbor, and rollout.agent.isolation=bwrap",
+        )
+    return await task.judge(sandbox)
+
+
+def parse_verdict(name: str, content: bytes) -> Reward:
+    """The reward of a file `reward.json` or `reward.txt`.
+
+    Raises:
+        ValueError: It holds none.
+    """
+    try:
+        told = json.loads(content) if name.endswith(".json") else float(content)
+        values = told if isinstance(told, dict) else {"reward": told}
+        if not values:
+            raise ValueError("it is empty")
+        parts = Reward(0.0, parts=values).parts
+        mean = sum(parts.values()) / len(parts)
+        shown = parts if isinstance(told, dict) else {}
+        return Reward(parts.get("reward", mean), parts=shown, metrics={"no_verdict": 0.0})
+    except (ValueError, InvalidRewardError, RecursionError) as error:
+        raise ValueError(f"{name} holds no reward: {error}") from error
+
+
+def build_no_verdict(why: str) -> Reward:
+    """The reward of an episode whose tests gave none."""
+    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {why}"[:_MAX_NOTE_BYTES])
+
+
+def build_archive(
+    pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] = (), mode: int = 0o755
+) -> bytes:
+    """A tar of files and folders of this machine under their places in a sandbox.
+
+    All belong to whoever unpacks it; `folders` are made empty.
+    """
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for folder in folders:
+            member = tarfile.TarInfo(_name_member(folder))
+            member.type, member.mode = tarfile.DIRTYPE, mode
+            archive.addfile(member)
+        for source, place in pairs:
+            archive.add(source, _name_member(place), filter=_clear_owner)
+    return stream.getvalue()
+
+
+def _clear_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 0
+    member.uname = member.gname = ""
+    member.mode |= 0o700 if member.isdir() else 0o600
+    return member
+
+
+def _name_member(place: str) -> str:
+    return str(PurePosixPath(place)).lstrip("/") or "."
+
+
+def _find_shell_words(script: str) -> str:
+    """A script is run as a program where it says what runs it, else by the shell."""
+    path = f"/{script}"
+    quoted = shlex.quote(path)
+    return f"chmod +x {quoted} && {quoted}"
+
+
+async def _read_first(sandbox: Sandbox, names: Iterable[str]) -> tuple[str, bytes]:
+    """The first of the verdict's files that is there."""
+    for name in names:
+        try:
+            return name, await sandbox.get(f"{VERDICT_DIR}/{name}", MAX_VERDICT_BYTES)
+        except OSError as error:
+            if "No such file" not in str(error):
+                raise
+    raise OSError(f"the tests wrote no {VERDICT_DIR}/reward.txt or reward.json")
+
+
+async def _read_output(sandbox: Sandbox) -> str:
+    """The end of what the tests printed."""
+    try:
+        told = await sandbox.exec(
+            ["tail", "-c", str(_MAX_NOTE_BYTES // 2), TEST_OUTPUT_FILE], timeout_s=10.0
+        )
+    except SandboxLostError:
+        return "the sandbox is gone"
+    return f"they printed: {told.stdout.decode(errors='replace')}" if told.stdout else "no output"

@@ -1,0 +1,36 @@
+"""Worker of a gym without a package: counts, sleeps, fails or leaves, as it is told."""
+
+import asyncio
+import os
+from typing import Any
+
+from worker_loop import Gym, serve
+
+
+class Counting(Gym):
+    def __init__(self, config: dict[str, Any]) -> None:
+        if config.get("is_broken"):
+            raise ValueError("no such gym")
+        self._episodes = 0
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        print("packages print what they like")
+        self._episodes += 1
+        seen = sorted(set(os.environ) & {"SECRET", "COLOR"})
+        return {"text": f"episode {self._episodes} of {os.getpid()}, {seen}, {task}"}
+
+    async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
+        match reply["text"]:
+            case "sleep":
+                await asyncio.sleep(60)
+            case "fail":
+                raise ValueError("not that")
+            case "leave":
+                os._exit(3)
+            case "nan":
+                return {"text": "", "reward": float("nan"), "done": True}
+        return {"text": "on", "reward": 1.0, "done": False}
+
+
+if __name__ == "__main__":
+    serve(Counting)

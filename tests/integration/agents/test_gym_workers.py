@@ -1,0 +1,130 @@
+"""Processes of gyms: an episode each, used again, and none is left."""
+
+import asyncio
+import re
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.agents.gyms.gym_agent import GymAgent
+from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker, GymWorkers
+from areal_hpc.agents.gyms.mcp_agent import McpAgent
+from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
+from areal_hpc.errors import AgentError, RecipeError
+from tests.support.gym_stage import GymStage
+
+WORKER = str(Path(__file__).with_name("counting_worker.py"))
+VARIABLES = {"PYTHONPATH": str(WORKERS_DIR), "COLOR": "blue"}
+
+
+def run(scene: Callable[[GymWorkers], Awaitable[None]], size: int = 2, **config: Any) -> None:
+    async def play() -> None:
+        workers = GymWorkers(sys.executable, WORKER, config, VARIABLES, size)
+        try:
+            await scene(workers)
+        finally:
+            workers.close()
+
+    asyncio.run(asyncio.wait_for(play(), 60))
+
+
+async def reset(worker: GymWorker) -> tuple[int, int]:
+    """The number of the worker's episode, and its process."""
+    told = await worker.ask({"do": "reset", "task": {"seed": 3}}, 30)
+    assert told["text"].endswith(", ['COLOR'], {'seed': 3}")
+    numbers = re.findall(r"\d+", told["text"])
+    return int(numbers[0]), int(numbers[1])
+
+
+async def step(worker: GymWorker, text: str, timeout_s: float = 30) -> dict[str, Any]:
+    return await worker.ask({"do": "step", "reply": {"text": text, "calls": []}}, timeout_s)
+
+
+def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "s")
+
+    async def scene(workers: GymWorkers) -> None:
+        async with workers.acquire() as one, workers.acquire() as other:
+            (_, first), (_, second) = await reset(one), await reset(other)
+            assert first != second
+            assert (await step(one, "go"))["reward"] == 1.0
+        async with workers.acquire() as again:
+            assert (await reset(again))[0] == 2
+
+    run(scene)
+
+
+@pytest.mark.parametrize(
+    ("text", "said", "stays"),
+    [
+        ("fail", "ValueError: not that", True),
+        ("nan", "ValueError: Out of range float", True),
+        ("leave", "has ended", False),
+        ("sleep", "did not answer within 0.5 s", False),
+    ],
+)
+def test_a_gym_that_fails_costs_its_episode(text: str, said: str, stays: bool) -> None:
+    async def scene(workers: GymWorkers) -> None:
+        async with workers.acquire() as worker:
+            _, pid = await reset(worker)
+            with pytest.raises(AgentError, match=said):
+                await step(worker, text, 0.5 if text == "sleep" else 30)
+        assert Path(f"/proc/{pid}").exists() == stays
+        async with workers.acquire() as next_one:
+            assert (await reset(next_one))[0] == (2 if stays else 1)
+
+    run(scene, size=1)
+
+
+def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
+    async def broken(workers: GymWorkers) -> None:
+        with pytest.raises(RecipeError, match=r"cannot be built: .*no such gym"):
+            async with workers.acquire():
+                pass
+
+    run(broken, is_broken=True)
+    agent = GymAgent(WORKER, {}, python="/no/python")
+    with pytest.raises(RecipeError, match="no Python for this gym at /no/python"):
+        asyncio.run(agent.run({}, base_url="http://127.0.0.1:1/v1", api_key="k"))
+
+
+def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
+    workers = GymWorkers(sys.executable, WORKER, {}, VARIABLES, 1)
+
+    async def play() -> tuple[int, int]:
+        async with workers.acquire() as worker:
+            return await reset(worker)
+
+    (_, first), (count, second) = asyncio.run(play()), asyncio.run(play())
+    workers.close()
+    assert (count, first) == (2, second)
+    assert not Path(f"/proc/{first}").exists()
+
+
+def test_an_episode_gives_each_reply_the_reward_of_its_step(tmp_path: Path) -> None:
+    stage = GymStage(tmp_path, ["go", "go on"])
+    try:
+        agent = GymAgent(WORKER, {}, variables=VARIABLES, prompt="Count.", max_turns=2)
+        data = {"seed": 3, "messages": [{"role": "user", "content": "Now."}]}
+        rewards = stage.play(agent, data)
+    finally:
+        stage.close()
+    assert list(rewards.values()) == [1.0, 1.0]
+    assert re.match(r"<\|im_start\|>system\nCount.*user\nNow.*episode 1 of", stage.prompts[0], 16)
+    assert "go<|im_end|>\n<|im_start|>user\non<|im_end|>" in stage.prompts[1]
+
+
+def test_servers_and_environments_that_are_none_are_refused() -> None:
+    reward = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
+    for how, found in (
+        ({}, r"keys \[\]"),
+        ({"url": "http://x", "command": ["y"]}, "keys"),
+        ({"url": "http://x", "env": {}}, "unknown keys"),
+    ):
+        with pytest.raises(RecipeError, match=found):
+            McpAgent({"shop": how}, reward)
+    with pytest.raises(RecipeError, match="one of base_url and app"):
+        OpenEnvAgent()

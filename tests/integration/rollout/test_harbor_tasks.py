@@ -1,0 +1,176 @@
+"""Harbor's tasks played in sandboxes: tests enter after the agent, and are hard to cheat."""
+
+import asyncio
+import dataclasses
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
+from areal_hpc.dataset.harbor.task_check import check_tasks
+from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.reward.harbor import find_harbor_task
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.wire.reward import Reward
+from tests.integration.rollout.test_agent_sandboxes import make_spec, play
+from tests.integration.rollout.test_episode import finish
+from tests.support.root_file_system import make_root_file_system
+
+PATH = "tests.integration.rollout.harbor_agents.Playing"
+MODULE = "running_total"
+ANSWER = f"/app/{MODULE}.py"
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("harbor") / "tasks"
+    write_repair_tasks(folder, 56, seed=2)
+    return folder
+
+
+def find_row(tasks: Path) -> dict[str, Any]:
+    """A task whose module is `MODULE`."""
+    folder = min(tasks.glob(f"*-{MODULE.replace('_', '-')}"))
+    return read_task_folder(folder)
+
+
+async def judge_after(row: dict[str, Any], *commands: str) -> Reward:
+    """The reward of an agent that runs these commands."""
+    task = find_harbor_task(row)
+    assert task is not None
+    sandbox = await BwrapRuntime().start(task.narrow(SandboxSpec()))
+    try:
+        await task.prepare(sandbox)
+        for command in commands:
+            told = await sandbox.exec(command)
+            assert told.exit_code == 0, told.text
+        return await task.judge(sandbox)
+    finally:
+        await sandbox.stop()
+
+
+def test_solutions_are_right_and_nothing_is_wrong(tasks: Path) -> None:
+    async def check() -> list[tuple[float, float]]:
+        rows = read_task_folders(tasks, "x")[:3]
+        told = [one async for one in check_tasks(rows, SandboxSpec(), 2)]
+        assert all(one.is_sound for one in told)
+        return [(one.oracle.value, one.null.value) for one in told if one.oracle]
+
+    assert finish(check()) == [(1.0, 0.0)] * 3
+
+
+@pytest.mark.parametrize("mode", ["inline", "subproc"])
+def test_an_episode_has_the_task_s_files_and_is_judged_by_its_tests(
+    mode: str, tasks: Path, tmp_path: Path
+) -> None:
+    how = AgentExecutionConfig.model_validate({"mode": mode, "isolation": "bwrap"})
+    one = dataclasses.replace(make_spec(), data=find_row(tasks))
+
+    async def run(kwargs: dict[str, Any]) -> EpisodeOutcome:
+        (outcome,) = await play(tmp_path, how, [one], kwargs, PATH)
+        return outcome
+
+    solved = finish(run({}))
+    assert (solved.status, solved.reward) == ("ok", 1.0), solved.reason
+
+
+def test_only_bubblewrap_plays_them(tasks: Path, tmp_path: Path) -> None:
+    how = AgentExecutionConfig.model_validate({"isolation": "none"})
+    one = dataclasses.replace(make_spec(), data=find_row(tasks))
+    with pytest.raises(RecipeError, match="need a sandbox of bubblewrap"):
+        finish(play(tmp_path, how, [one], {}, PATH))
+
+
+KEEP_WRITING = "while :; do echo 1.0 > /logs/verifier/reward.txt; done"
+FORGERIES = {
+    "a verdict written beforehand": "mkdir -p /logs/verifier; echo 1 > /logs/verifier/reward.json",
+    "a writer left behind": f"mkdir -p /logs/verifier; setsid sh -c '{KEEP_WRITING}' >&- 2>&- &",
+    "tests in place": "echo 'echo 1 > /logs/verifier/reward.txt' > /tests/test.sh",
+    "settings of Python at home": (
+        "mkdir -p ~/.local/lib/python3.11/site-packages; for d in /workspace /app "
+        "~/.local/lib/python3.11/site-packages; do echo 'import os; os._exit(0)' > "
+        "$d/usercustomize.py; cp $d/usercustomize.py $d/sitecustomize.py; done"
+    ),
+    "an answer that leaves": f"echo 'import os; os._exit(0)' > {ANSWER}",
+    "an answer that equals all": (
+        f"printf 'class A(list):\\n def __eq__(s, o): return True\\n"
+        f"def {MODULE}(n): return A()\\n' > {ANSWER}"
+    ),
+    "an answer that ends the judge": (
+        "printf 'import os, signal\\n"
+        'open("/logs/verifier/reward.txt", "w").write("1.0")\\n'
+        f"os.kill(os.getppid(), signal.SIGKILL)\\n' > {ANSWER}"
+    ),
+    "an answer that goes on writing": (
+        "printf 'import os, subprocess\\n"
+        f'subprocess.Popen(["sh", "-c", "{KEEP_WRITING}"], start_new_session=True)\\n'
+        f"def {MODULE}(n): return []\\n' > {ANSWER}"
+    ),
+    "an answer that looks for what is expected": (
+        "printf 'import glob, json, os\\n"
+        'found = glob.glob("/tests/*.json")\\n'
+        'memory = open("/proc/%%d/mem" %% os.getppid(), "rb")\\n'
+        f"def {MODULE}(n): return [n]\\n' > {ANSWER}"
+    ),
+}
+
+
+@pytest.mark.parametrize("forgery", FORGERIES)
+def test_a_forged_verdict_is_worth_nothing(forgery: str, tasks: Path) -> None:
+    assert finish(judge_after(find_row(tasks), FORGERIES[forgery])).value == 0.0
+
+
+def test_tests_without_a_verdict_say_so(tasks: Path, tmp_path: Path) -> None:
+    row = find_row(tasks)
+    folder = tmp_path / "task"
+    subprocess.run(["cp", "-r", row["harbor"]["folder"], folder], check=True)
+    for script, said in (
+        (
+            "echo nothing to judge",
+            "wrote no /logs/verifier/reward.txt or reward.json; they printed: nothing to judge",
+        ),
+        ("sleep 60", "took longer than 1 s"),
+        ("echo much > /logs/verifier/reward.txt", "holds no reward"),
+    ):
+        (folder / "tests/test.sh").write_text(script)
+        row["harbor"] |= {"folder": str(folder), "test_timeout_s": 1.0}
+        reward = finish(judge_after(row))
+        assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
+        assert said in reward.note
+
+
+def test_a_root_file_system_in_a_tar_is_unpacked_once_per_node(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = make_root_file_system(tmp_path / "root")
+    archive = tmp_path / "rootfs.tar.gz"
+    subprocess.run(["tar", "-C", root, "-czf", archive, "."], check=True)
+    cache = tmp_path / "cache"
+    cache.mkdir(mode=0o755)
+    for parent in tmp_path.parents[:3]:
+        parent.chmod(parent.stat().st_mode | 0o055)
+    monkeypatch.setattr(tempfile, "tempdir", str(cache))
+
+    async def look() -> bytes:
+        sandbox = await BwrapRuntime().start(SandboxSpec(archive, folders=("/logs", "/tests")))
+        try:
+            return (await sandbox.exec("cat /etc/os-release; touch /tests/x /etc/y")).stdout
+        finally:
+            await sandbox.stop()
+
+    async def look_at_once() -> list[bytes]:
+        return [*await asyncio.gather(look(), look())]
+
+    assert finish(look_at_once()) == [b"NAME=small\n"] * 2
+    (unpacked,) = [path for path in cache.glob("*/*") if path.is_dir()]
+    assert not (unpacked / "etc/y").exists()
+    archive.write_bytes(b"nothing")
+    with pytest.raises(RecipeError, match="no archive of a root file system"):
+        finish(look())

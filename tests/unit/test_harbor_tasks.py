@@ -1,0 +1,175 @@
+"""Harbor's task folders as rows, and what of them is refused by name."""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.dataset.harbor.container_file import read_container_file
+from areal_hpc.dataset.harbor.repair_modules import MODULES
+from areal_hpc.dataset.harbor.repair_tasks import draw_cases, write_repair_tasks
+from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
+from areal_hpc.dataset.sources import iterate_task_rows, list_source_files_and_folders
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
+from areal_hpc.reward.harbor import HarborTask, find_harbor_task, parse_verdict
+from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
+
+
+def write_task(folder: Path, task: str = "", container: str = "FROM debian:12\n") -> Path:
+    for name, text in {
+        "task.toml": f'schema_version = "1.4"\n{task}',
+        "instruction.md": "Do it.",
+        "environment/Dockerfile": container,
+        "environment/app/a.py": "a = 1\n",
+        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def read(folder: Path) -> HarborTask:
+    found = find_harbor_task(json.loads(json.dumps(read_task_folder(folder))))
+    assert found is not None
+    return found
+
+
+def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: Path) -> None:
+    container = (
+        "# a comment\nFROM python:3.11-slim\nWORKDIR /app\nENV A=1 \\\n  B='two words'\n"
+        "COPY app/ ./\nCOPY --chown=me app/a.py /data/\nLABEL x=y\n"
+    )
+    task = (
+        "[agent]\ntimeout_sec = 30\n[verifier]\ntimeout_sec = 7.0\nenv = {C = 'x'}\n"
+        "[environment]\nallow_internet = false\nmemory = '1G'\nstorage_mb = 8\n"
+    )
+    folder = write_task(tmp_path / "one", task, container)
+    config = TaskSetConfig(harbor=tmp_path)
+    (row,) = iterate_task_rows(config, "train_dataset")
+    assert row["messages"] == [{"role": "user", "content": "Do it."}]
+    assert row["limits"] == {"timeout_s": 37.0}
+    assert list_source_files_and_folders(config, "train_dataset") == [tmp_path]
+    found = read(folder)
+    assert found.variables == {"A": "1", "B": "two words"}
+    assert found.copies == (("environment/app", "/app"), ("environment/app/a.py", "/data/a.py"))
+    assert found.folders == ("/logs", "/tests", "/solution", "/app", "/data")
+    assert (found.work_dir, found.has_network, found.test_timeout_s) == ("/app", False, 7.0)
+    assert (found.memory_bytes, found.disk_bytes) == (1 << 30, 8 << 20)
+    assert found.test_variables == {"C": "x"}
+
+
+def test_a_task_s_sandbox_has_no_more_than_the_recipe_or_the_task_allows(tmp_path: Path) -> None:
+    closed = read(write_task(tmp_path / "closed", "[agent]\nnetwork_mode = 'no-network'\n"))
+    spec = SandboxSpec(network="open", limits=SandboxLimits(memory_bytes=1 << 30))
+    assert closed.narrow(spec).network == "session-only"
+    assert closed.narrow(SandboxSpec(network="none")).network == "none"
+    large = read(write_task(tmp_path / "large", "[environment]\nmemory_mb = 4096\n"))
+    assert large.narrow(spec).limits.memory_bytes == 1 << 30
+    assert large.narrow(spec).network == "open"
+
+
+def test_a_root_file_system_beside_the_dockerfile_stands_for_its_image(tmp_path: Path) -> None:
+    container = "FROM x\nWORKDIR /src\nRUN make\nCOPY app /src\n"
+    folder = write_task(tmp_path / "one", "[environment]\ndocker_image = 'a/b:1'\n", container)
+    with pytest.raises(RecipeError) as caught:
+        read_task_folder(folder)
+    said = [problem.message for problem in caught.value.problems]
+    assert said == [
+        "its image has to be built: RUN make",
+        "its image a/b:1 has to be fetched",
+    ]
+    (folder / "environment/rootfs").mkdir()
+    found = read(folder)
+    assert (found.root, found.work_dir) == (str(folder / "environment/rootfs"), "/src")
+    assert found.copies == ()
+
+
+@pytest.mark.parametrize(
+    ("task", "named"),
+    [
+        ("[[steps]]\nname = 'one'\n", "steps is not supported"),
+        ("[agent]\nuser = 'root'\n", "agent.user is not supported"),
+        ("[verifier]\nuser = 0\n", "verifier.user is not supported"),
+        (
+            "[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['pypi.org']\n",
+            "agent.network_mode is not supported: .*pypi.org",
+        ),
+        (
+            "[agent]\nnetwork_mode = 'no-network'\n[verifier]\nnetwork_mode = 'public'\n",
+            "one sandbox has one network",
+        ),
+        ("[verifier]\nenvironment_mode = 'separate'\n", "verifier.environment_mode"),
+        ("[[verifier.collect]]\ncommand = 'x'\n", "verifier.collect"),
+        ("[environment]\ngpus = 1\n", "environment.gpus"),
+        ("[environment]\nos = 'windows'\n", "environment.os"),
+        ("[[environment.mcp_servers]]\nname = 'x'\n", "environment.mcp_servers"),
+        ("[environment.healthcheck]\ncommand = 'x'\n", "environment.healthcheck"),
+        ("[environment]\nenv = {A = '${HOME}'}\n", "environment.env.A refers to a variable"),
+        ("[agent]\nspeed = 1\n", "unknown key 'speed'"),
+        ("[agent\n", "cannot be read as TOML"),
+    ],
+)
+def test_what_a_sandbox_cannot_do_is_refused_by_name(task: str, named: str, tmp_path: Path) -> None:
+    write_task(tmp_path / "fine")
+    write_task(tmp_path / "odd", task)
+    with pytest.raises(RecipeError, match=named) as caught:
+        read_task_folders(tmp_path, "train_dataset.harbor")
+    assert all("odd" in problem.key for problem in caught.value.problems)
+
+
+def test_a_newer_schema_is_refused(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "one")
+    (folder / "task.toml").write_text('schema_version = "1.5"\n')
+    with pytest.raises(RecipeError, match=r"at most 1\.4"):
+        read_task_folder(folder)
+
+
+def test_a_folder_without_tasks_or_tests_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="no Harbor task at"):
+        read_task_folders(tmp_path, "train_dataset.harbor")
+    folder = write_task(tmp_path / "one", container="FROM x\nCOPY app /usr/lib/app\n")
+    (folder / "tests/test.sh").unlink()
+    with pytest.raises(RecipeError, match=r"no tests/test\.sh") as caught:
+        read_task_folder(folder)
+    assert "read-only in a sandbox" in str(caught.value)
+
+
+def test_a_copy_from_outside_of_the_build_is_refused(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "one", container="FROM x\nCOPY ../../secret /app/\n")
+    with pytest.raises(RecipeError, match="not below"):
+        read_container_file(folder / "environment/Dockerfile")
+
+
+def test_rewards_of_files_are_read_as_harbor_reads_them() -> None:
+    assert parse_verdict("reward.txt", b" 0.5\n").value == 0.5
+    assert parse_verdict("reward.json", b"1").value == 1.0
+    both = parse_verdict("reward.json", b'{"reward": 0.25, "speed": 3}')
+    assert (both.value, both.parts) == (0.25, {"reward": 0.25, "speed": 3.0})
+    assert parse_verdict("reward.json", b'{"a": 1, "b": 0}').value == 0.5
+    for name, content in (
+        ("reward.txt", b""),
+        ("reward.txt", b"nan"),
+        ("reward.json", b'{"a": "1"}'),
+        ("reward.json", b"[1]"),
+        ("reward.json", b"{}"),
+        ("reward.json", b"[" * 10_000),
+    ):
+        with pytest.raises(ValueError, match="holds no reward"):
+            parse_verdict(name, content)
+
+
+def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> None:
+    made = [write_repair_tasks(tmp_path / name, 50, seed=3) for name in ("a", "b")]
+    assert len(made[0]) == 50
+    for one, other in zip(*made, strict=True):
+        for file in one.rglob("*.*"):
+            assert file.read_bytes() == (other / file.relative_to(one)).read_bytes()
+    assert len(read_task_folders(tmp_path / "a", "x")) == 50
+    with pytest.raises(RecipeError, match="not empty"):
+        write_repair_tasks(tmp_path / "a", 1, seed=1)
+    for module in MODULES:
+        for right, wrong in module.faults:
+            faulty = module.source.replace(right, wrong, 1)
+            assert len(list(draw_cases(module, faulty, random.Random(1)))) >= 7
