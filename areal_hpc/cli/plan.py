@@ -38,7 +38,8 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
-            yield f"  {title}: {described[0]}{_describe_node_share(recipe, jobs[0])}"
+            under_slurm = f"{_describe_node_share(recipe, jobs[0])}{_describe_successors(recipe)}"
+            yield f"  {title}: {described[0]}{under_slurm}"
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
             yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
@@ -89,6 +90,12 @@ def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
     if options.mem is not None:
         shares.append(f"{options.mem} of memory a node")
     return f"; under Slurm {', '.join(shares)}" if shares else ""
+
+
+def _describe_successors(recipe: Recipe) -> str:
+    """Jobs that `areal-hpc submit` lays with each; nothing if there are none."""
+    successors = recipe.cluster.slurm.successors
+    return f"; {_format_count(successors, 'successor')} with areal-hpc submit" if successors else ""
 
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:

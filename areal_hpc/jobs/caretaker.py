@@ -26,6 +26,7 @@ from areal_hpc.jobs.requeue import (
     build_exclude_list,
     release_held_jobs,
 )
+from areal_hpc.jobs.succession import was_cancelled_by_person
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
@@ -36,6 +37,7 @@ from areal_hpc.rundir.jobs import (
     add_excluded_node,
     get_latest_submissions,
     list_excluded_nodes,
+    list_successors,
     read_submissions,
     read_task_exits,
 )
@@ -172,14 +174,19 @@ class Caretaker:
             release_held_jobs(self._paths.jobs_dir, only=self._config.leader)
 
     def _read_job_statuses(self) -> dict[str, JobStatus]:
-        newest = get_latest_submissions(read_submissions(self._paths.submissions))
-        ids = [one.job_id for one in newest.values()]
+        submissions = read_submissions(self._paths.submissions)
+        newest = get_latest_submissions(submissions)
+        # A job that has a successor is not missing, even before that one has started.
+        chains = {name: [one, *list_successors(submissions, name)] for name, one in newest.items()}
+        ids = [one.job_id for chain in chains.values() for one in chain]
         snapshot = self._queue.poll(ids).filter_jobs(ids, get_experiment_label(self._paths))
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
         names = (self._config.leader, *self._config.others)
         alive = {
-            name for name, one in newest.items() if is_live_state(snapshot.get_state(one.job_id))
+            name
+            for name, chain in chains.items()
+            if any(is_live_state(snapshot.get_state(one.job_id)) for one in chain)
         }
         if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
             alive |= {job.submission.job for job in list_unrecorded_jobs(self._paths)}
@@ -200,16 +207,9 @@ class Caretaker:
         found = queued.get(submission.job_id)
         exits = read_task_exits(self._paths.job(name)).values()
         own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
-        by_person = found is not None and self._was_cancelled_by_person(found)
+        owner_id = self._paths.root.stat().st_uid
+        by_person = found is not None and was_cancelled_by_person(found, self._queue, owner_id)
         return JobStatus(name, submission, found, own, is_alive, by_person)
-
-    def _was_cancelled_by_person(self, job: QueuedJob) -> bool:
-        """True unless accounting says that Slurm itself, or root for another user, did it."""
-        if not job.state.is_cancelled:
-            return False
-        past = self._queue.read_accounting([job.job_id])
-        user_id = past[-1].cancelled_by if past else None
-        return user_id is None or user_id != 0 or user_id == self._paths.root.stat().st_uid
 
     def _submit_again(self, job: JobStatus) -> None:
         files = self._paths.job(job.name)

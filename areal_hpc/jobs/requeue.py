@@ -20,10 +20,12 @@ from areal_hpc.jobs.restart_policy import (
     FailureCounts,
     RestartDecision,
 )
+from areal_hpc.jobs.succession import find_next_successor
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
     LaunchFile,
     SlurmLaunchInfo,
+    Submission,
     TaskExit,
     add_excluded_node,
     list_excluded_nodes,
@@ -40,6 +42,8 @@ log = logging.getLogger(__name__)
 MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
+SUCCESSOR_PATIENCE_S = 60.0
+"""Longest that a job with a successor asks a slurmctld that does not answer."""
 _STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
 
 RequeueResult = Literal[
@@ -47,6 +51,7 @@ RequeueResult = Literal[
     "held",
     "held for user",
     "resubmitted",
+    "left to successor",
     "cancelled",
     "ended by Slurm",
     "not requeued",
@@ -137,22 +142,28 @@ def requeue_or_resubmit(
     user has to release it.
 
     Returns:
-        What was done; "ended by Slurm" where it already ends or requeues the job, "not requeued"
-        where it could not be asked.
+        What was done; "ended by Slurm" where it already ends or requeues the job, "left to
+        successor" where it could not be asked, or refused, and one was laid at submission, "not
+        requeued" where there is none.
     """
     assert launch.slurm is not None
     job_id = scontrol.get_own_job_id(os.environ)
+    successor = find_next_successor(launch.slurm, launch.job.name, job_id)
+    otherwise: RequeueResult = "left to successor" if successor else "not requeued"
+    if successor is not None:
+        give_up_at = min(give_up_at, time.monotonic() + SUCCESSOR_PATIENCE_S)
     while not Path(launch.slurm.cancelled).exists():
         try:
-            return _request_restart(launch, launch.slurm, job_id, give_up_at, decision)
+            return _request_restart(launch, launch.slurm, job_id, give_up_at, decision, successor)
         except SlurmTimeoutError as silence:
             log.warning("slurmctld did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
-                return "not requeued"
+                return otherwise
             time.sleep(RETRY_PAUSE_S)
         except (SlurmNotFoundError, SlurmCommandError) as refusal:
-            report_refusal(f"this job cannot be requeued: {refusal.problems[0].message}")
-            return "not requeued"
+            if successor is None:
+                report_refusal(f"this job cannot be requeued: {refusal.problems[0].message}")
+            return otherwise
     return "cancelled"
 
 
@@ -170,6 +181,7 @@ def _request_restart(
     job_id: str,
     give_up_at: float,
     decision: RestartDecision,
+    successor: Submission | None,
 ) -> RequeueResult:
     facts = scontrol.query_job(job_id)
     if facts.state != scontrol.RUNNING_STATE:
@@ -184,6 +196,11 @@ def _request_restart(
             return "held"
         scontrol.control_job("requeue", job_id)
     except SlurmCommandError as refusal:
+        if successor is not None:
+            log.warning("%s; job %s takes its place", refusal, successor.job_id)
+            if excluded:
+                _exclude_from(successor.job_id, excluded)
+            return "left to successor"
         log.warning("%s; its script is submitted again", refusal)
         timeout_s = give_up_at - time.monotonic()
         number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
@@ -192,8 +209,12 @@ def _request_restart(
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
-        _retry_command(lambda: scontrol.update_waiting_job(job_id, "ExcNodeList", excluded))
+        _exclude_from(job_id, excluded)
     return "requeued"
+
+
+def _exclude_from(waiting_job_id: str, excluded: str) -> None:
+    _retry_command(lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded))
 
 
 def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:

@@ -34,6 +34,7 @@ from areal_hpc.jobs.restart_policy import (
     list_decisive_crashes,
 )
 from areal_hpc.jobs.shared_job import split_exits_by_cell
+from areal_hpc.jobs.succession import find_own_record, find_reason_to_leave, take_place
 from areal_hpc.jobs.topology import (
     JOB_START_VARIABLE,
     TaskPosition,
@@ -112,11 +113,14 @@ class SlurmTask:
                 self._start = starts.wait_for_start(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
-                if not position.local_rank:
+                if not position.local_rank and not self._start.reason_to_leave:
                     starts.report_node_joined(self._starts_dir, self._start, position.node_rank)
         except (ClusterError, OSError) as error:
             problem = NodeProblem(str(error), is_fault_of_node=not is_fault_of_storage(error))
             return self._report_node_problems(self._node, [problem])
+        if self._start.reason_to_leave:
+            self._is_superseded = True  # the job's files tell how the start before ended
+            return TaskExit(0, reason=self._start.reason_to_leave)
         if self._slurm.done_marker and Path(self._slurm.done_marker).exists():
             return TaskExit(0, reason="there is no work left")
         if position.local_rank:
@@ -142,6 +146,15 @@ class SlurmTask:
         return None
 
     def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
+        if own := find_own_record(self._slurm, self._launch.job.name, self._job_id):
+            if reason := find_reason_to_leave(self._launch, self._slurm):
+                self._events.record("successor_left", job_id=self._job_id, reason=reason)
+                log.warning("this successor does not start: %s", reason)
+                return starts.report_leaving(
+                    self._starts_dir, self._incarnation, self._node, reason
+                )
+            take_place(self._slurm, own)
+            self._events.record("successor_started", job_id=self._job_id, node=self._node)
         address = ""
         if nodes > 1:
             greeter = ReachabilityServer(find_own_address(self._slurm.interface, environ))

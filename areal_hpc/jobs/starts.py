@@ -5,6 +5,7 @@ task of every start takes the next number, in a file whose content is also the f
 other tasks read from the shared storage: who does not see it is on a node that does not share it.
 """
 
+import contextlib
 import os
 import time
 from pathlib import Path
@@ -32,6 +33,8 @@ class JobStart(Struct, frozen=True):
     """The first task's."""
     address: str = ""
     """`host:port` where the first task can be reached for a while; empty if it is alone."""
+    reason_to_leave: str = ""
+    """Why the job ends at once, with success; then the start has no number. Empty if it works."""
 
 
 class StopNote(Struct, frozen=True):
@@ -55,6 +58,21 @@ def claim_next_start(folder: Path, incarnation: str, node: str, address: str) ->
     return start
 
 
+def report_leaving(folder: Path, incarnation: str, node: str, reason: str) -> JobStart:
+    """Tell the other tasks that the job ends at once; starts of the job go on counting without it.
+
+    For the first task.
+    """
+    start = JobStart(0, incarnation, node, reason_to_leave=reason)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_atomic(_get_leaving_path(folder, incarnation), msgspec.json.encode(start))
+    return start
+
+
+def _get_leaving_path(folder: Path, incarnation: str) -> Path:
+    return folder / f"leaves.{incarnation}"
+
+
 def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> JobStart:
     """Wait for what the first task of this start wrote. For the other tasks.
 
@@ -63,6 +81,9 @@ def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) 
     """
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
+        with contextlib.suppress(FileNotFoundError):
+            content = _get_leaving_path(folder, incarnation).read_bytes()
+            return msgspec.json.decode(content, type=JobStart)
         number = read_newest_number(folder)
         content = get_number_path(folder, number).read_bytes() if number else b""
         if content:  # it is empty for a moment

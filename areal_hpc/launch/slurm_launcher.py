@@ -42,6 +42,7 @@ from areal_hpc.rundir.jobs import (
     get_latest_submissions,
     list_excluded_nodes,
     list_held_jobs,
+    list_successors,
     read_array_memberships,
     read_submissions,
     read_task_exits,
@@ -56,9 +57,11 @@ from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
 from areal_hpc.slurm.submit import (
     SubmittedJob,
     submit_slurm,
+    submit_successor,
     write_job_files,
     write_member_payload,
 )
+from areal_hpc.slurm.successors import build_chain_dependency, name_unknown_job_ids
 from areal_hpc.wire.fault_points import fault_point
 
 RUN_FILES_POLL_S = 0.5
@@ -101,52 +104,103 @@ def submit(
         known_problems=find_host_memory_problems(recipe, find_memory_bytes_of_job_nodes(recipe)),
         joins_live_jobs=joins_live_jobs,
     ) as ready:
-        kept = _record_live_jobs_and_cancel_duplicates(ready, say)
-        to_release: list[str] = []
-        with cancel_jobs_on_failure(say) as job_ids:
+        submission = _RunSubmission(ready, say)
+        with cancel_jobs_on_failure(say, submission.job_ids):
             dependency = build_dependency(after)
             for stage in ready.stages:
-                ids = {name: job.submission.job_id for name, job in kept.items()}
                 for request, launch in _build_stage_requests(stage, recipe, ready):
-                    if request.job in kept:
-                        continue
                     asked = request.with_dependency(dependency) if dependency else request
-                    with record_submission_refusal(request.job, ready.paths):
-                        submitted = submit_slurm(asked, launch, run_task, say)
-                    job_ids.append(submitted.job_id)
-                    ids[request.job] = submitted.job_id
-                    record_job_submission(ready, request.job, submitted)
-                    to_release += [] if request.stays_held else [submitted.job_id]
-                    say(f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}")
-                dependency = build_dependency([ids[stage.leader.name]])
+                    submission.submit(asked, launch)
+                dependency = build_chain_dependency(submission.chains[stage.leader.name])
         # A job that gave its nodes back is released by the trainer, when there is work.
         idle = {job.root.name for job in list_held_jobs(ready.paths.jobs_dir)}
         held = [
-            job.submission.job_id for name, job in kept.items() if job.is_held and name not in idle
+            job.submission.job_id
+            for job in ready.live_jobs
+            if job.is_held
+            and job.submission.job not in idle
+            and job.submission.job_id in submission.chains[job.submission.job]
         ]
         fault_point("submit.before_release")
-        release_submitted_jobs([*held, *to_release], ready.paths)
+        release_submitted_jobs([*held, *submission.to_release], ready.paths)
+
+
+class _RunSubmission:
+    """Submission of what is missing of a run. Jobs that wait or run already are put on record."""
+
+    def __init__(self, ready: PreparedRun, say: Callable[[str], None]) -> None:
+        self._ready = ready
+        self._say = say
+        self.chains = _record_live_jobs_and_cancel_duplicates(ready, say)
+        """Each job, first the number of the job itself, then those of its successors."""
+        self.job_ids: list[str] = []
+        """Numbers of the jobs that were submitted."""
+        self.to_release: list[str] = []
+
+    def submit(self, request: JobRequest, launch: LaunchFile) -> None:
+        """Submit a job, if there is none, and the successors that it has too few of."""
+        chain = self.chains.setdefault(request.job, [])
+        with record_submission_refusal(request.job, self._ready.paths):
+            if not chain:
+                submitted = submit_slurm(request, launch, run_task, self._say)
+                self._record(request, submitted)
+                self._say(f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}")
+            self._submit_successors(request, launch.paths.script)
+
+    def _submit_successors(self, request: JobRequest, script: Path) -> None:
+        chain = self.chains[request.job]
+        laid = list_successors(read_submissions(self._ready.paths.submissions), request.job)
+        place = max((one.successor for one in laid), default=0)
+        before = len(chain)
+        while len(chain) <= request.successors:
+            place += 1
+            self._record(request, submit_successor(request, script, tuple(chain), place, self._say))
+        if len(chain) > before:
+            numbers = ", ".join(chain[before:])
+            self._say(f"         {request.job:<10} {numbers}: each starts if those before it fail")
+
+    def _record(self, request: JobRequest, submitted: SubmittedJob) -> None:
+        self.job_ids.append(submitted.job_id)
+        record_job_submission(self._ready, request.job, submitted)
+        self.chains[request.job].append(submitted.job_id)
+        self.to_release += [] if request.stays_held else [submitted.job_id]
 
 
 def _record_live_jobs_and_cancel_duplicates(
     ready: PreparedRun, say: Callable[[str], None]
-) -> dict[str, LiveJob]:
-    """Put on record what waits or runs already, by name; a second one of a name is cancelled."""
-    kept: dict[str, LiveJob] = {}
+) -> dict[str, list[str]]:
+    """Put on record what waits or runs already: number of each job, behind it its successors'.
+
+    A second job of a name is cancelled. One of which only successors are left is the first of them.
+    """
+    kept: dict[str, str] = {}
+    successors: dict[str, list[LiveJob]] = {}
     for job in ready.live_jobs:  # those on record come first, and the newest of them counts
         name, job_id = job.submission.job, job.submission.job_id
-        if not job.is_recorded and name in kept:
+        place = job.submission.successor
+        if not job.is_recorded and name in kept and not place:
             say(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
             if (error := cancel_held_jobs([job_id])) is not None:
                 raise error
             continue
         if not job.is_recorded:
             _write_payload_of_array_member(ready.paths, job)
-            record_job_submission(ready, name, SubmittedJob(job_id, job.submission.token))
+            submitted = SubmittedJob(job_id, job.submission.token, place)
+            record_job_submission(ready, name, submitted)
         state = "held, will be released" if job.is_held else job.queued.state.meaning
-        say(f"kept     {name:<10} {job_id:<9} {state}")
-        kept[name] = job
-    return kept
+        say(f"kept     {name:<10} {job_id:<9} {f'successor {place}, ' if place else ''}{state}")
+        if place:
+            successors.setdefault(name, []).append(job)
+        else:
+            kept[name] = job_id
+    for name in successors.keys() - kept.keys():  # it starts whatever ended the job before it
+        first = successors[name].pop(0).submission
+        record_job_submission(ready, name, SubmittedJob(first.job_id, first.token))
+        kept[name] = first.job_id
+    return {
+        name: [job_id, *(job.submission.job_id for job in successors.get(name, ()))]
+        for name, job_id in kept.items()
+    }
 
 
 def _write_payload_of_array_member(paths: RunPaths, job: LiveJob) -> None:
@@ -177,11 +231,10 @@ def prepare_run_and_write_scripts(
 
 
 @contextlib.contextmanager
-def cancel_jobs_on_failure(say: Callable[[str], None]) -> Iterator[list[str]]:
-    """List for the numbers of submitted jobs: all are cancelled if the context fails."""
-    job_ids: list[str] = []
+def cancel_jobs_on_failure(say: Callable[[str], None], job_ids: Sequence[str]) -> Iterator[None]:
+    """Cancel the jobs if the context fails. It adds to their numbers as it submits them."""
     try:
-        yield job_ids
+        yield
     except BaseException:  # boundary: half a run would wait for its other half
         if (error := cancel_held_jobs(job_ids)) is not None:
             say(f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}")
@@ -238,9 +291,12 @@ def record_job_submission(ready: PreparedRun, job: str, submitted: SubmittedJob)
         submitted_at=time.time(),
         script=str(paths.job(job).script),
         token=submitted.token,
+        successor=submitted.successor,
     )
     record_submission(paths.submissions, submission)
-    EventLog(paths.events, "launcher").record("job_submitted", job=job, job_id=submitted.job_id)
+    EventLog(paths.events, "launcher").record(
+        "job_submitted", job=job, job_id=submitted.job_id, successor=submitted.successor
+    )
 
 
 def build_launch_file(
@@ -270,9 +326,16 @@ def build_launch_file(
             interface=network.interface,
             progress=str(paths.sft_metrics if stage.name == "sft" else paths.metrics),
             done_marker=str(stage.done_marker),
+            prerequisite=_find_prerequisite(stage, ready),
             idle_timeout_s=cluster.idle_timeout_s,
         ),
     )
+
+
+def _find_prerequisite(stage: JobStage, ready: PreparedRun) -> str:
+    """The done marker of the stage before, if that is to be run too; else empty."""
+    before = ready.stages[: ready.stages.index(stage)]
+    return str(before[-1].done_marker) if before else ""
 
 
 def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
@@ -328,9 +391,16 @@ def build_requests_of_run(
     for stage in stages:
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].with_dependency(dependency)
-        leading = f"{stage.leader.name.upper()}_JOBID"
-        dependency = f"aftercorr:{leading}" if place.is_array else build_dependency([leading])
+        leading = name_unknown_job_ids(stage.leader.name, recipe.cluster.slurm.successors)
+        dependency = (
+            f"aftercorr:{leading[0]}" if place.is_array else build_chain_dependency(leading)
+        )
     return list(requests.values())
+
+
+def build_dependency(job_ids: Sequence[str]) -> str:
+    """Slurm's way to say that jobs must have succeeded; empty for none."""
+    return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
 def _find_short_time_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
@@ -346,11 +416,6 @@ def _find_short_time_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> l
         for one in requests
         if one.shape.time_limit_minutes * 60 <= least_s
     ]
-
-
-def build_dependency(job_ids: Sequence[str]) -> str:
-    """Slurm's way to say that jobs must have succeeded; empty for none."""
-    return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
 def watch_submitted_run(
@@ -383,10 +448,11 @@ def watch_submitted_run(
 
 
 def _is_job_gone(paths: RunPaths, job: str) -> bool:
-    """True if Slurm no longer has the newest submission of a job."""
-    newest = get_latest_submissions(read_submissions(paths.submissions))[job]
+    """True if Slurm no longer has the newest submission of a job, nor a successor of it."""
+    submissions = read_submissions(paths.submissions)
+    chain = [get_latest_submissions(submissions)[job], *list_successors(submissions, job)]
     try:
-        return not find_live_job_ids([newest.job_id])
+        return not find_live_job_ids([one.job_id for one in chain])
     except ClusterError:
         return False  # slurmctld may be away for a while
 

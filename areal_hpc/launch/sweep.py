@@ -77,6 +77,10 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
     if sweep.array_paths.recipe.exists():
         message = f"there is a run in {sweep.array_paths.root}, where the arrays' files would lie"
         problems.append(Problem(message, "trial_name", "give the sweep another trial_name"))
+    if any(run.cluster.slurm.successors for run in runs):
+        message = "members of a sweep's arrays have no successors"
+        hint = "submit the runs one by one, each with a trial_name of its own, or set it to 0"
+        problems.append(Problem(message, "cluster.slurm.successors", hint))
     if problems:
         raise RecipeError.from_problems(problems)
     return sweep
@@ -127,7 +131,8 @@ def _submit_arrays_of_all_jobs(
 ) -> list[str]:
     """Submit every job of every run, held; the numbers of those that are to be released."""
     to_release: list[str] = []
-    with cancel_jobs_on_failure(say) as submitted:
+    submitted: list[str] = []
+    with cancel_jobs_on_failure(say, submitted):
         for stages in zip(*(one.stages for one in ready), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):

@@ -109,6 +109,9 @@ class SlurmLaunchInfo(Struct, frozen=True):
     long as it does. Empty: only the time that the job lived counts."""
     done_marker: str = ""
     """When this file exists there is nothing left for the job to do."""
+    prerequisite: str = ""
+    """A successor does not start without this file, the done marker of the stage before. Empty:
+    there is none."""
     least_free_bytes: int = 1 << 30
     """A node or run directory with less space than this fails the probe."""
     idle_timeout_s: float = 1800.0
@@ -231,6 +234,9 @@ class Submission(Struct, frozen=True):
     """The sbatch script."""
     token: str = ""
     """In the job's name and comment; empty for one that was not submitted by areal_hpc."""
+    successor: int = 0
+    """Place among the successors that wait for the job to fail, from 1. A successor that starts is
+    recorded once more, with 0: it is the job from then on."""
 
 
 def record_submission(path: Path, submission: Submission) -> None:
@@ -249,8 +255,27 @@ def read_submissions(path: Path) -> list[Submission]:
 
 
 def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submission]:
-    """The submission that counts for each name: the last one."""
-    return {submission.job: submission for submission in submissions}
+    """The submission that counts for each name: the last one that is not a successor in waiting."""
+    return {submission.job: submission for submission in submissions if not submission.successor}
+
+
+def list_successors(submissions: list[Submission], job: str) -> list[Submission]:
+    """Successors of a job that have not taken its place yet, in order.
+
+    Those of an earlier submission do not count, nor do those that a later one has overtaken.
+    """
+    chain: dict[str, Submission] = {}
+    place = 0
+    for one in submissions:
+        if one.job != job:
+            continue
+        if one.successor:
+            chain[one.job_id] = one
+        elif one.job_id in chain:
+            place = chain[one.job_id].successor
+        else:
+            chain, place = {}, 0
+    return [one for one in chain.values() if one.successor > place]
 
 
 class ArrayMembership(Struct, frozen=True):

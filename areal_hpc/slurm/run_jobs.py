@@ -19,8 +19,10 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
 from areal_hpc.slurm.states import JobPhase
+from areal_hpc.slurm.submission import SUCCESSOR_TAG
 
 _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
+_SUCCESSOR_PATTERN = re.compile(rf" {SUCCESSOR_TAG}([0-9]+) token=[0-9a-f]{{8}}$")
 HELD_BY_USER_REASON = "JobHeldUser"
 
 
@@ -118,6 +120,7 @@ def _match_submission(
         )
         if (name := next(own, "")) == "":
             return None
+    successor = _SUCCESSOR_PATTERN.search(job.comment)
     return Submission(
         job=name,
         job_id=job.job_id,
@@ -125,4 +128,5 @@ def _match_submission(
         submitted_at=0.0,
         script=str(paths.job(name).script) if re.fullmatch(r"[\w.-]+", name) else "",
         token=token[1] if token else "",
+        successor=int(successor[1]) if successor else 0,
     )

@@ -66,6 +66,8 @@ class JobRequest:
     """Shell command that starts the supervisor's Python."""
     parameters: dict[str, Any]
     """Of submitit's SlurmExecutor, in its names."""
+    successors: int = 0
+    """Jobs laid with it that start one after the other when it fails."""
 
     @property
     def name(self) -> str:
@@ -76,6 +78,11 @@ class JobRequest:
     def comment(self) -> str:
         """The run directory, and the recipe's own comment behind it."""
         return str(self.parameters["comment"])
+
+    @property
+    def dependency(self) -> str:
+        """What it waits for, in sbatch's words; empty for nothing."""
+        return str(self.parameters.get("dependency", ""))
 
     @property
     def stays_held(self) -> bool:
@@ -213,7 +220,9 @@ def _build_job_request(
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     parameters = given | {"wckey": None}
-    return JobRequest(job.name, place.run_dir, shape, folder, contained.python, parameters)
+    return JobRequest(
+        job.name, place.run_dir, shape, folder, contained.python, parameters, slurm.successors
+    )
 
 
 def _sets_task_placement(srun_args: Sequence[str]) -> bool:

@@ -25,6 +25,8 @@ SUBMIT_TIMEOUT_S = 600.0
 JOB_LOOKUP_DURATION_S = 5.0
 """Time in which a slurmctld that answers again works off the requests that it had received."""
 RETRY_PAUSE_S = 2.0
+SUCCESSOR_TAG = "successor="
+"""In the comment of a job that waits for another one to fail, before its place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +38,20 @@ class JobIdentity:
     comment: str
     """The run directory, and the recipe's own comment behind it."""
     token: str
+    successor: int = 0
+    """Place among the successors of the job, from 1; 0 for the job itself."""
 
     @classmethod
-    def create(cls, name: str, comment: str) -> "JobIdentity":
+    def create(cls, name: str, comment: str, successor: int = 0) -> "JobIdentity":
         """An identity with a token that no other submission has."""
-        return cls(name, comment, secrets.token_hex(4))
+        return cls(name, comment, secrets.token_hex(4), successor)
 
     def build_sbatch_options(self) -> list[str]:
         """Options of sbatch, which go before those of the script."""
+        place = f"{SUCCESSOR_TAG}{self.successor} " if self.successor else ""
         return [
             f"--job-name={self.name}.{self.token}",
-            f"--comment={self.comment} {self.comment_tag}",
+            f"--comment={self.comment} {place}{self.comment_tag}",
         ]
 
     @property

@@ -32,6 +32,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.submission import JobIdentity, submit_script
+from areal_hpc.slurm.successors import build_successor_options
 from areal_hpc.wire.fault_points import fault_point
 
 Entry: TypeAlias = Callable[[str], None]
@@ -194,6 +195,8 @@ class SubmittedJob:
 
     job_id: str
     token: str
+    successor: int = 0
+    """Place among the successors of the job, from 1; 0 for the job itself."""
 
 
 def submit_slurm(
@@ -207,6 +210,23 @@ def submit_slurm(
     """
     job = write_job_files(request, launch, entry)
     return _submit_held(request, job.script, report_outage)
+
+
+def submit_successor(
+    request: JobRequest,
+    script: Path,
+    awaited: Sequence[str],
+    place: int,
+    report_outage: Callable[[str], None],
+) -> SubmittedJob:
+    """Hand a successor of a job to Slurm, held: its script once more, after `awaited` have failed.
+
+    Raises:
+        RecipeError: sbatch refused it.
+        ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
+    """
+    options = build_successor_options(awaited, request.dependency)
+    return _submit_held(request, script, report_outage, options, place)
 
 
 def submit_array(
@@ -245,11 +265,16 @@ def write_member_payload(folder: Path, job_id: str, job: JobPaths, entry: Entry)
 
 
 def _submit_held(
-    request: JobRequest, script: Path, report_outage: Callable[[str], None]
+    request: JobRequest,
+    script: Path,
+    report_outage: Callable[[str], None],
+    options: Sequence[str] = (),
+    successor: int = 0,
 ) -> SubmittedJob:
-    identity = JobIdentity.create(request.name, request.comment)
+    identity = JobIdentity.create(request.name, request.comment, successor)
+    options = ["--hold", *options]
     try:
-        job_id = submit_script(script, identity, ["--hold"], report_outage=report_outage)
+        job_id = submit_script(script, identity, options, report_outage=report_outage)
     except SlurmNotFoundError as error:
         raise ClusterError(
             "there is no sbatch on this machine", hint="submit from a login node of the cluster"
@@ -264,7 +289,7 @@ def _submit_held(
     except SlurmCommandError as error:
         raise _build_refusal_error(request, error) from error
     fault_point("submit.before_record")
-    return SubmittedJob(job_id, identity.token)
+    return SubmittedJob(job_id, identity.token, successor)
 
 
 _TEMPORARY_REFUSAL_MESSAGES = ("submit limit", "maxjobcount", "try again", "temporarily")

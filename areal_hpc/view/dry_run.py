@@ -1,10 +1,13 @@
 """Dry run of a submission: scripts and maximum cost."""
 
+import shlex
 from collections.abc import Sequence
+from pathlib import Path
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.script import JobRequest
 from areal_hpc.slurm.submit import render_script
+from areal_hpc.slurm.successors import build_successor_options, name_unknown_job_ids
 
 
 def format_dry_run(
@@ -18,9 +21,22 @@ def format_dry_run(
     for request in requests:
         where = paths.job(request.job).script
         parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, members)}")
+        parts += _describe_successors(request, where)
     return "\n".join(
         [*parts, _describe_written_files(paths), _describe_cost(requests, members or 1)]
     )
+
+
+def _describe_successors(request: JobRequest, script: Path) -> list[str]:
+    """How its successors are submitted."""
+    ids = name_unknown_job_ids(request.job, request.successors)
+    commands = [
+        shlex.join(
+            ["sbatch", *build_successor_options(ids[:place], request.dependency), str(script)]
+        )
+        for place in range(1, len(ids))
+    ]
+    return ["\n".join([f"==> successors of {request.job} <==", *commands, ""])] if commands else []
 
 
 def _describe_written_files(paths: RunPaths) -> str:
@@ -39,11 +55,13 @@ def _describe_written_files(paths: RunPaths) -> str:
 def _describe_cost(requests: Sequence[JobRequest], runs: int) -> str:
     nodes = runs * sum(request.shape.nodes for request in requests)
     gpus = runs * sum(request.shape.nodes * request.shape.gpus_per_node for request in requests)
-    gpu_hours = runs * sum(request.shape.gpu_hours for request in requests)
-    node_hours = runs * sum(request.shape.node_hours for request in requests)
+    starts = [(request.shape, 1 + request.successors) for request in requests]
+    gpu_hours = runs * sum(shape.gpu_hours * number for shape, number in starts)
+    node_hours = runs * sum(shape.node_hours * number for shape, number in starts)
+    jobs = runs * sum(number for _, number in starts)
     return (
         f"==> maximum cost, if all jobs run to their time limit <==\n"
-        f"  {runs * len(requests)} jobs, {nodes} nodes, {gpus} GPUs: "
+        f"  {jobs} jobs, {nodes} nodes, {gpus} GPUs: "
         f"{gpu_hours:.1f} GPU-hours, {node_hours:.1f} node-hours\n"
         f"  jobs end with the run; a requeue after a time limit may cost as much again\n"
     )

@@ -15,6 +15,7 @@ from areal_hpc.rundir.jobs import (
     TaskExit,
     get_latest_submissions,
     list_held_jobs,
+    list_successors,
     read_submissions,
     read_task_exits,
 )
@@ -52,6 +53,8 @@ class JobView:
     """It holds itself until there is a trainer again."""
     is_recorded: bool = True
     """False for a job that Slurm has, with this run in its comment, and no file names."""
+    successors: tuple[str, ...] = ()
+    """Numbers of the jobs that wait for this one to fail, in order."""
 
     @property
     def is_alive(self) -> bool:
@@ -146,7 +149,7 @@ def build_run_jobs(
     submissions = read_submissions(paths.submissions)
     ids = tuple(submission.job_id for submission in submissions)
     snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
-    newest = get_latest_submissions(submissions)
+    newest, successors = _split_chains(submissions, snapshot)
     held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}
     last_attempt = max((submission.attempt for submission in submissions), default=0)
     names = {
@@ -164,6 +167,7 @@ def build_run_jobs(
             snapshot.jobs.get(newest[name].job_id) if name in newest else None,
             read_task_exits(paths.job(name)),
             gave_nodes_back=name in held,
+            successors=successors.get(name, ()),
         )
         for name in sorted(names, key=_get_job_sort_key)
     )
@@ -173,6 +177,23 @@ def build_run_jobs(
     )
     ids += tuple(job.queued.job_id for job in unrecorded)
     return RunJobs(paths, jobs, snapshot, ids)
+
+
+def _split_chains(
+    submissions: list[Submission], snapshot: QueueSnapshot
+) -> tuple[dict[str, Submission], dict[str, tuple[str, ...]]]:
+    """The submission that counts for each job, and the numbers of its successors in the queue.
+
+    Of a job that is over the first of them counts: it is about to start, or has just done so.
+    """
+    newest, successors = get_latest_submissions(submissions), {}
+    for name, submission in newest.items():
+        chain = list_successors(submissions, name)
+        laid = [one for one in chain if is_live_state(snapshot.get_state(one.job_id))]
+        if laid and not is_live_state(snapshot.get_state(submission.job_id)):
+            newest[name] = laid.pop(0)
+        successors[name] = tuple(one.job_id for one in laid)
+    return newest, successors
 
 
 def _get_job_sort_key(name: str) -> tuple[bool, bool, str, list[int]]:
@@ -234,6 +255,12 @@ def describe_jobs(run: RunJobs) -> list[str]:
         else:
             lines.append(f"{job.name} {job.queued.state.meaning}")
     for job in run.jobs:
+        if job.successors:
+            numbers = ", ".join(job.successors)
+            lines.append(
+                f"{job.name} has successors, each for the case that those before fail: {numbers}"
+            )
+    for job in run.jobs:
         for end in job.cells_ended_early:
             lines.append(
                 f"{end.cell} of {job.name} gave up ({end.process}: exit code {end.exit_code}); the "
@@ -252,12 +279,17 @@ def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
     """Lines on the jobs that Slurm has and nobody recorded, and what to do about them."""
     root = shlex.quote(str(run.paths.root))
     return [
-        f"job {job.submission.job_id} ({job.name}) is not on record: its submission was "
+        f"job {job.submission.job_id} ({_name_place(job)}) is not on record: its submission was "
         "interrupted, or made by hand\n"
         f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
         for job in run.jobs
         if not job.is_recorded and job.submission
     ]
+
+
+def _name_place(job: JobView) -> str:
+    place = job.submission.successor if job.submission else 0
+    return f"successor {place} of {job.name}" if place else job.name
 
 
 def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:

@@ -35,6 +35,11 @@ class AccountingLimit:
     """Time limit of a job; None: any."""
     requests: tuple[JobRequest, ...]
 
+    @property
+    def wanted_jobs(self) -> int:
+        """Jobs that the recipe submits, with their successors, each of which counts."""
+        return sum(1 + one.successors for one in self.requests)
+
 
 def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether user, account and QOS have room for all jobs of the recipe, and for their time."""
@@ -47,8 +52,8 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
     for limit in limits:
         if limit.max_jobs is not None:
             yield judge_job_limit(
-                *(limit.owner, limit.max_jobs, len(limit.requests), queued),
-                is_requeued=subject.slurm.requeue,
+                *(limit.owner, limit.max_jobs, limit.wanted_jobs, queued),
+                is_requeued=subject.slurm.requeue or subject.slurm.successors > 0,
             )
         for request in limit.requests:
             asked = request.shape.time_limit_minutes
@@ -86,7 +91,10 @@ def judge_job_limit(
     """Whether a limit lets `wanted` jobs in beside the `queued` that are there already. Pure."""
     found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted}"
     if wanted > max_jobs:
-        hint = "fewer cells, several of them in one job (inference.cells_per_job), or another QOS"
+        hint = (
+            "fewer cells, several of them in one job (inference.cells_per_job), fewer "
+            "cluster.slurm.successors, or another QOS"
+        )
         return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
     if wanted + queued > max_jobs:
         there = f"{found}, and {queued} of yours are there"
@@ -96,7 +104,7 @@ def judge_job_limit(
             "job limits",
             f"{found}; with slurm.requeue=false a job must submit its successor while it counts "
             "itself, which is refused",
-            "slurm.requeue=true, or one job fewer",
+            "slurm.requeue=true, or one job fewer; with slurm.successors it need not submit any",
         )
     return ok("job limits", found)
 

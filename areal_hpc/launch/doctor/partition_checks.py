@@ -34,7 +34,8 @@ def read_partition(name: str) -> dict[str, str]:
 def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
     """The partitions that jobs go to."""
     limits: dict[str, int] = {}
-    for options in list_options_by_job_kind(subject.slurm).values():
+    slurm = subject.slurm
+    for options in list_options_by_job_kind(slurm).values():
         asked = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in (options.partition or "").split(","):
             if name:
@@ -49,7 +50,9 @@ def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
             continue
         yield _judge_partition(name, facts, time_limit_minutes)
         yield judge_preemption(name, facts)
-        yield judge_resubmission(name, facts)
+        yield judge_resubmission(
+            *(name, facts), is_requeued=slurm.requeue, successors=slurm.successors
+        )
 
 
 def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
@@ -92,15 +95,27 @@ def judge_preemption(name: str, facts: Mapping[str, str]) -> CheckResult:
     )
 
 
-def judge_resubmission(name: str, facts: Mapping[str, str]) -> CheckResult:
-    """Whether jobs of the partition may submit jobs."""
-    from_nodes = facts.get("AllocNodes", "ALL")
+def judge_resubmission(
+    name: str, facts: Mapping[str, str], *, is_requeued: bool, successors: int
+) -> CheckResult:
+    """Whether jobs of the partition may submit jobs, and what else brings them back. Pure."""
+    from_nodes, what = facts.get("AllocNodes", "ALL"), f"resubmission {name}"
     if from_nodes == "ALL":
-        return ok(f"resubmission {name}", "jobs may submit jobs")
+        return ok(what, "jobs may submit jobs")
+    if successors:
+        return ok(what, f"only {from_nodes} may submit jobs; each job has {successors} successors")
+    if not is_requeued:
+        return fail(
+            what,
+            f"only {from_nodes} may submit jobs, and slurm.requeue=false: a job that ends early "
+            "is not started again",
+            "cluster.slurm.successors=5 lays so many further jobs for each at submission",
+        )
     return warn(
-        f"resubmission {name}",
+        what,
         f"only {from_nodes} may submit jobs: a job that Slurm cannot requeue is not started again",
-        "keep slurm.requeue; `areal-hpc resume RUN` from one of those nodes submits what is gone",
+        "cluster.slurm.successors=5 lays further jobs at submission; without them keep "
+        "slurm.requeue, and `areal-hpc resume RUN` from one of those nodes submits what is gone",
     )
 
 
@@ -109,14 +124,22 @@ def check_requeue(subject: DoctorSubject) -> Iterator[CheckResult]:
     yield judge_requeue(
         is_requested=subject.slurm.requeue,
         default=subject.slurm_answer.settings.get("JobRequeue", ""),
+        successors=subject.slurm.successors,
     )
 
 
-def judge_requeue(*, is_requested: bool, default: str) -> CheckResult:
+def judge_requeue(*, is_requested: bool, default: str, successors: int) -> CheckResult:
     """What becomes of a job that ends early; `default` is JobRequeue of slurm.conf. Pure."""
+    laid = f"; where that fails, {successors} successors of it start in turn" if successors else ""
     if is_requested:
         whatever = ", whatever JobRequeue=0 says" if default == "0" else ""
-        return ok("requeue", f"a job that ends early is started again under its number{whatever}")
+        found = f"a job that ends early is started again under its number{whatever}{laid}"
+        return ok("requeue", found)
+    if successors:
+        found = (
+            f"slurm.requeue=false: after a job that ends early its {successors} successors start"
+        )
+        return ok("requeue", f"{found} in turn")
     return ok(
         "requeue",
         "slurm.requeue=false: a job that ends early submits itself again under another number",

@@ -9,7 +9,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import list_options_by_job_kind
 from areal_hpc.launch.doctor.subject import DoctorSubject
-from areal_hpc.recipe.sections.cluster import JobOptions
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit import render_script
@@ -111,9 +111,27 @@ def check_container(subject: DoctorSubject) -> Iterator[CheckResult]:
     else:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"
         yield fail("pyxis", "srun has no --container-image", hint)
+    yield judge_commands_in_container(subject.slurm)
     for image in {container.train, container.serve}:
         if image.startswith("/") and Path(image).exists():
             yield ok("image", image)
         elif image.startswith("/"):
             missing = f"there is no container image at {image}"
             yield fail("image", missing, "build it, or name another")
+
+
+def judge_commands_in_container(slurm: SlurmConfig) -> CheckResult:
+    """Whether jobs in containers can ask Slurm for another start, by what is mounted. Pure."""
+    what = "Slurm in containers"
+    if slurm.successors:
+        return ok(what, f"not needed: each job has {slurm.successors} successors")
+    if any("munge" in mount for mount in slurm.container.mounts):
+        return ok(
+            what, "munge is mounted: jobs can ask for another start if the image has scontrol"
+        )
+    return warn(
+        what,
+        "munge is not among container.mounts: a job that ends early cannot ask for another start",
+        "mount /run/munge and Slurm's commands and configuration, or set "
+        "cluster.slurm.successors=5, which lays so many further jobs for each at submission",
+    )

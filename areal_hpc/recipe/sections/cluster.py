@@ -141,6 +141,9 @@ class SlurmConfig(JobOptions):
     """Network interfaces; default: the one of the host name."""
     requeue: bool = True
     """Allow Slurm to requeue jobs under the same id; some sites forbid it."""
+    successors: Annotated[int, Field(ge=0, le=50)] = 0
+    """Further jobs laid for each at submission, which start one after the other when it fails; for
+    sites where jobs may call neither sbatch nor scontrol."""
     signal_before_end_s: Annotated[int, Field(ge=10)] = 90
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 

@@ -28,6 +28,8 @@ _RESTART_PHRASE_BY_EVENT = {
     "job_ended_by_Slurm": "was ended by Slurm",
     "job_held_for_user": "is held until its user releases it",
     "job_not_requeued": "could not request another start from Slurm",
+    "job_left_to_successor": "left its place to its successor, as it could not ask Slurm",
+    "successor_left": "has a successor that did not take its place",
     "job_submitted_again": "submitted a job again that was gone",
     "cell_restarted": "was started again within its job",
     "cell_gave_up": "stays away until the next start of its job",

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,10 @@ from areal_hpc.launch.doctor.partition_checks import (
 )
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
+from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container
 from areal_hpc.launch.doctor.storage_checks import check_storage
 from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.recipe.sections.cluster import SlurmConfig
 
 
 def test_a_directory_is_judged_by_its_promises_and_left_as_it_was(tmp_path: Path) -> None:
@@ -87,15 +90,48 @@ def test_what_a_preemption_does_is_foretold(
     assert said in found.finding
 
 
-def test_who_may_submit_is_foretold() -> None:
-    assert judge_resubmission("p", {"AllocNodes": "ALL"}).verdict is CheckStatus.OK
-    assert "only login[1-2]" in judge_resubmission("p", {"AllocNodes": "login[1-2]"}).finding
+@pytest.mark.parametrize(
+    ("nodes", "is_requeued", "successors", "status"),
+    [
+        ("ALL", False, 0, CheckStatus.OK),
+        ("login[1-2]", True, 0, CheckStatus.WARN),
+        ("login[1-2]", False, 0, CheckStatus.FAIL),
+        ("login[1-2]", False, 2, CheckStatus.OK),
+    ],
+)
+def test_who_may_submit_is_foretold(
+    nodes: str, is_requeued: bool, successors: int, status: CheckStatus
+) -> None:
+    found = judge_resubmission(
+        "p", {"AllocNodes": nodes}, is_requeued=is_requeued, successors=successors
+    )
+    assert found.verdict is status
+    assert "cluster.slurm.successors" in found.hint or status is CheckStatus.OK
 
 
 def test_how_a_job_gets_another_start_is_foretold() -> None:
-    assert "under its number" in judge_requeue(is_requested=True, default="1").finding
-    assert "JobRequeue=0" in judge_requeue(is_requested=True, default="0").finding
-    assert "under another number" in judge_requeue(is_requested=False, default="1").finding
+    def judge(default: str, *, is_requested: bool, successors: int = 0) -> str:
+        found = judge_requeue(is_requested=is_requested, default=default, successors=successors)
+        return found.finding
+
+    assert "under its number" in judge("1", is_requested=True)
+    assert "JobRequeue=0" in judge("0", is_requested=True)
+    assert "under another number" in judge("1", is_requested=False)
+    assert "its 3 successors start" in judge("1", is_requested=False, successors=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "status"),
+    [
+        ({}, CheckStatus.WARN),
+        ({"successors": 2}, CheckStatus.OK),
+        ({"container": {"mounts": ["/run/munge"]}}, CheckStatus.OK),
+    ],
+)
+def test_containers_without_munge_need_successors(
+    options: dict[str, Any], status: CheckStatus
+) -> None:
+    assert judge_commands_in_container(SlurmConfig.model_validate(options)).verdict is status
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from areal_hpc.rundir.jobs import EXCLUDED_NODE_LIFETIME_S, ExcludedNode, add_ex
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.submit import render_script
+from areal_hpc.view.dry_run import format_dry_run
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart_slurm.yaml"
 HERE = Path("/home/ada")
@@ -41,6 +42,29 @@ def test_all_jobs_wait_for_sft_and_that_for_what_was_asked(tmp_path: Path) -> No
         "cell-0": "afterok:SFT_JOBID",
         "cell-1": "afterok:SFT_JOBID",
     }
+
+
+def test_one_of_the_successors_of_sft_is_enough_for_those_that_wait_for_it(tmp_path: Path) -> None:
+    found = recipe(tmp_path, "cluster.slurm.successors=1")
+    assert dependencies(found, ["7"]) == {
+        "sft": "afterok:7",
+        **dict.fromkeys(
+            ("trainer", "cell-0", "cell-1"), "afterok:SFT_JOBID?afterok:SFT_SUCCESSOR_1_JOBID"
+        ),
+    }
+    shown = format_dry_run(RunPaths(tmp_path), build_requests_of_run(found, HERE, ["7"]))
+    own = "sbatch --dependency=afterok:7,afternotok:SFT_JOBID --kill-on-invalid-dep=yes"
+    assert f"{own} {tmp_path}/jobs/sft/job.sbatch\n" in shown
+    assert "sbatch --dependency=afternotok:TRAINER_JOBID " in shown
+    assert "  8 jobs, " in shown
+
+
+def test_a_sweep_has_no_successors(tmp_path: Path) -> None:
+    def load(overrides: Sequence[str]) -> Recipe:
+        return recipe(tmp_path, "cluster.slurm.successors=1", *overrides)
+
+    with pytest.raises(RecipeError, match=r"have no successors"):
+        parse_sweep(load, "sft.optimizer.lr=1e-3,3e-3")
 
 
 def test_cells_that_share_a_job_are_one_request_for_their_nodes(tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Succession of a job under Slurm: one of its successors starts, and takes its place.
+
+Successors are laid at submission (`slurm/successors.py`). One that starts runs the same launch file
+as the job's next start. It leaves at once, and with success, where nobody is to bring the job back:
+then Slurm removes those behind it.
+"""
+
+import logging
+import time
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import ClusterError
+from areal_hpc.rundir.jobs import (
+    LaunchFile,
+    SlurmLaunchInfo,
+    Submission,
+    get_latest_submissions,
+    list_successors,
+    read_submissions,
+    read_task_exits,
+    record_submission,
+)
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, find_live_job_ids
+
+log = logging.getLogger(__name__)
+
+
+def find_next_successor(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submission | None:
+    """The successor that starts when this job ends without success; None if there is none.
+
+    A slurmctld that may not be asked, or is silent, is taken to have those that were recorded.
+    """
+    try:
+        laid = list_successors(read_submissions(Path(slurm.submissions)), job)
+    except OSError as error:
+        log.warning("successors of this job cannot be looked up: %s", error)
+        return None
+    waiting = [one for one in laid if one.job_id != job_id]
+    try:
+        live = set(find_live_job_ids([one.job_id for one in waiting]))
+    except ClusterError as error:
+        log.info("Slurm was not asked for the successors of this job: %s", error)
+        return next(iter(waiting), None)
+    return next((one for one in waiting if one.job_id in live), None)
+
+
+def find_own_record(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submission | None:
+    """The record of this job as a successor that has not taken its place yet, if it is one."""
+    laid = list_successors(read_submissions(Path(slurm.submissions)), job)
+    return next((one for one in laid if one.job_id == job_id), None)
+
+
+def find_reason_to_leave(launch: LaunchFile, slurm: SlurmLaunchInfo) -> str:
+    """Why a successor that starts is not to take the job's place; empty if it is."""
+    if Path(slurm.cancelled).exists():
+        return "the run was cancelled"
+    if slurm.prerequisite and not Path(slurm.prerequisite).exists():
+        return "the stage before this one did not end well"
+    exits = read_task_exits(launch.paths).values()
+    if (decision := next((one for one in exits if one.gave_up), None)) is not None:
+        return f"{launch.job.name} gave up: {decision.reason}"
+    before = get_latest_submissions(read_submissions(Path(slurm.submissions))).get(launch.job.name)
+    if before is None:
+        return ""
+    queue, owner_id = QueuePoller(), Path(slurm.submissions).stat().st_uid
+    try:
+        queued = queue.poll([before.job_id]).jobs.get(before.job_id)
+    except ClusterError as error:
+        log.info("Slurm was not asked how the job before this one ended: %s", error)
+        return ""
+    if queued is not None and was_cancelled_by_person(queued, queue, owner_id):
+        return f"a person cancelled {launch.job.name} (job {before.job_id})"
+    return ""
+
+
+def was_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -> bool:
+    """True unless accounting says that Slurm itself, or root for another user, did it."""
+    if not job.state.is_cancelled:
+        return False
+    past = queue.read_accounting([job.job_id])
+    user_id = past[-1].cancelled_by if past else None
+    return user_id is None or user_id != 0 or user_id == owner_id
+
+
+def take_place(slurm: SlurmLaunchInfo, own: Submission) -> None:
+    """Record that a successor is the job from now on."""
+    placed = msgspec.structs.replace(own, successor=0, submitted_at=time.time())
+    try:
+        record_submission(Path(slurm.submissions), placed)
+    except OSError as error:  # commands see in the queue which of the jobs runs
+        log.error("it cannot be recorded that this job takes the place of another: %s", error)

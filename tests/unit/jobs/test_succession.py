@@ -1,0 +1,58 @@
+"""When a successor that starts leaves the place of its job empty."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.jobs.succession import find_reason_to_leave
+from areal_hpc.rundir.jobs import (
+    JobSpec,
+    LaunchFile,
+    SlurmLaunchInfo,
+    TaskExit,
+    write_task_exit,
+)
+from areal_hpc.rundir.paths import ROLES, RunPaths
+
+
+@pytest.fixture
+def launch(tmp_path: Path) -> LaunchFile:
+    paths = RunPaths(tmp_path)
+    paths.job("trainer").root.mkdir(parents=True)
+    slurm = SlurmLaunchInfo(
+        submissions=str(paths.submissions),
+        script="job.sbatch",
+        excluded_nodes=str(paths.excluded_nodes),
+        job_name="trainer",
+        comment=str(tmp_path),
+        cancelled=str(paths.cancelled_marker),
+        prerequisite=str(tmp_path / "sft_is_done"),
+    )
+    return LaunchFile(
+        job=JobSpec("trainer", "train", []),
+        job_dir=str(paths.job("trainer").root),
+        log_dir=str(paths.log_dir(1)),
+        events=str(paths.events),
+        pythons=dict.fromkeys(ROLES, sys.executable),
+        slurm=slurm,
+    )
+
+
+def test_a_successor_starts_after_the_stage_before_and_no_decision(launch: LaunchFile) -> None:
+    assert launch.slurm is not None
+    reason = find_reason_to_leave(launch, launch.slurm)
+    assert reason == "the stage before this one did not end well"
+    Path(launch.slurm.prerequisite).touch()
+    assert find_reason_to_leave(launch, launch.slurm) == ""
+    write_task_exit(launch.paths, 0, TaskExit(139, reason="crashed"))
+    assert find_reason_to_leave(launch, launch.slurm) == ""
+    write_task_exit(launch.paths, 0, TaskExit(78, reason="no such key", gave_up=True))
+    assert find_reason_to_leave(launch, launch.slurm) == "trainer gave up: no such key"
+
+
+def test_a_successor_does_not_start_in_a_run_that_was_cancelled(launch: LaunchFile) -> None:
+    assert launch.slurm is not None
+    Path(launch.slurm.prerequisite).touch()
+    Path(launch.slurm.cancelled).touch()
+    assert find_reason_to_leave(launch, launch.slurm) == "the run was cancelled"
