@@ -40,6 +40,13 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
                 "them differ"
             )
+    objective = trainer.objective
+    if objective.scores_start and objective.scale_rewards == "group":
+        yield (
+            "trainer.objective.kl.placement=reward with scale_rewards=group: groups whose rewards "
+            "are all equal are scaled by what they differ in, which is the penalty alone; "
+            "scale_rewards=batch or none keeps it small"
+        )
     steps = trainer.optimizer.schedule_steps or trainer.total_steps
     if trainer.optimizer.warmup_steps >= steps:
         yield (

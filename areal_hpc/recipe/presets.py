@@ -22,15 +22,14 @@ class Preset:
 
     source: str
     objective: Mapping[str, Any]
-    """Below `trainer.objective`."""
+    """Below `trainer.objective`, sections of it nested."""
     others: Mapping[str, Any]
     """Dotted keys of other sections."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Every key that it sets, dotted."""
-        own = {f"trainer.objective.{name}": value for name, value in self.objective.items()}
-        return own | dict(self.others)
+        return _flatten(self.objective, "trainer.objective.") | dict(self.others)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -83,6 +82,16 @@ PRESETS: Mapping[str, Preset] = {
             "surrogate": "none",
             "loss_agg": "seq_mean_token_sum",
         },
+        {},
+    ),
+    "reinforce_pp": Preset(
+        "arXiv:2501.03262, section 3; the coefficient is a choice",
+        {"baseline": "batch_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
+        {},
+    ),
+    "reinforce_pp_baseline": Preset(
+        "arXiv:2501.03262, section 3; the coefficient is a choice",
+        {"baseline": "group_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
         {},
     ),
     "icepop": Preset(
@@ -147,6 +156,15 @@ def get_default(root: type[BaseConfig], key: str) -> Any:
         assert found is not None, key
         model = found
     return model.model_fields[name].default
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Dotted keys of the leaves of nested sections."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping)
+        found |= _flatten(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return found
 
 
 def _find(tree: Any, key: str) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -109,11 +110,69 @@ class OverlongConfig(BaseConfig):
         return self
 
 
+class KlConfig(BaseConfig):
+    """A penalty on the divergence of the trained policy from a reference, KL(pi || reference)."""
+
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the penalty; 0 loads no reference."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Taken off what a reply earned, or a term of the loss at each token."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of d = log pi - log reference at a sampled token: d, d^2 / 2, or exp(-d) - 1 + d."""
+    reference: Literal["initial"] | Path = "initial"
+    """The model that reinforcement learning starts from, or a model directory."""
+    update_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """With reference=initial: after so many steps the trained weights take its place."""
+    allow_biased: bool = False
+    """Allow k3 in the loss, whose expected gradient is not that of the divergence."""
+
+    @model_validator(mode="after")
+    def _check_estimator(self) -> KlConfig:
+        if self.coef == 0 and self != KlConfig.model_construct():
+            raise ValueError("without coef there is no penalty: set coef, or leave the others out")
+        if self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"estimator={self.estimator} with placement=reward follows another gradient than "
+                "that of the divergence (norm ratio .24 to .60): set estimator=k1"
+            )
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator=k1 with placement=loss has an expected gradient of 0: set estimator=k2, "
+                "or placement=reward"
+            )
+        is_biased = (self.placement, self.estimator) == ("loss", "k3")
+        if is_biased and not self.allow_biased:
+            raise ValueError(
+                "estimator=k3 with placement=loss is biased: set estimator=k2, or allow_biased=true"
+            )
+        if self.allow_biased and not is_biased:
+            raise ValueError(
+                "allow_biased is for estimator=k3 with placement=loss, got estimator="
+                f"{self.estimator} with placement={self.placement}: leave it out"
+            )
+        if self.update_every_steps is not None and self.reference != "initial":
+            raise ValueError(
+                "update_every_steps needs reference=initial, got reference="
+                f"{self.reference}: leave one of them out"
+            )
+        return self
+
+
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
     preset: Literal[
-        "default", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "icepop"
+        "default",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "icepop",
     ] = "default"
     """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
     credit: Literal["episode", "turn"] = "episode"
@@ -146,6 +205,8 @@ class ObjectiveConfig(BaseConfig):
     """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
     overlong: OverlongConfig = OverlongConfig()
     """Replies that are cut, or nearly."""
+    kl: KlConfig = KlConfig()
+    """Penalty for leaving a reference policy."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
@@ -158,6 +219,11 @@ class ObjectiveConfig(BaseConfig):
     """Lower bound; 0 is none."""
     off_policy_correction_high: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Upper bound."""
+
+    @property
+    def scores_start(self) -> bool:
+        """True if advantages depend on log-probabilities of the weights that a step begins with."""
+        return self.kl.coef > 0 and self.kl.placement == "reward"
 
     @model_validator(mode="after")
     def _check_credit_keys(self) -> ObjectiveConfig:
@@ -272,6 +338,14 @@ class TrainerConfig(BaseConfig):
             recompute_modules=self.recompute_modules,
             offload=self.offload.activations,
         )
+
+    def resolve_paths(self) -> TrainerConfig:
+        """The same with absolute paths, for processes that start elsewhere."""
+        kl = self.objective.kl
+        if kl.reference == "initial":
+            return self
+        kl = kl.model_copy(update={"reference": kl.reference.resolve()})
+        return self.model_copy(update={"objective": self.objective.model_copy(update={"kl": kl})})
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:

@@ -1,7 +1,7 @@
 """From a batch manifest to rows to train on."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -28,9 +28,30 @@ ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
     "current",
 )
 STALENESS_CHANNEL, SCALE_CHANNEL = "age", "scale"
+PROXIMAL_CHANNEL, REFERENCE_CHANNEL = "proximal", "reference"
 """Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's current
 weights did the sampling; if the objective needs them, how many versions old those that did it are,
-and what terms are multiplied by."""
+what terms are multiplied by, and log-probabilities of the weights that the step began with and of
+the reference."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchScores:
+    """Log-probabilities of a batch's tokens, each by row; 0 where the loss does not see one."""
+
+    start: Sequence[npt.NDArray[np.float32]] | None = None
+    """Of the weights that the step begins with."""
+    reference: Sequence[npt.NDArray[np.float32]] | None = None
+
+    @property
+    def divergences(self) -> list[npt.NDArray[np.float32]] | None:
+        """Log pi - log reference at each token."""
+        if self.start is None or self.reference is None:
+            return None
+        return [one - other for one, other in zip(self.start, self.reference, strict=True)]
+
+
+NO_SCORES = BatchScores()
 
 
 def read_batch(
@@ -122,9 +143,12 @@ def build_rows(
     current: WeightVersion,
     forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
+    scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
-    """Rows with the channels that the objective needs."""
-    credit = credit_batch(batch, objective)
+    """Rows with the channels that the objective needs, as far as they are known."""
+    credit = credit_batch(
+        batch, objective, scores.divergences if objective.kl.placement == "reward" else None
+    )
     advantages_K = compute_advantages(credit, objective)
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_current_weight_names(current, forks)]
@@ -147,6 +171,10 @@ def build_rows(
         }
         if scales is not None:
             channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
+        if scores.reference is not None:
+            channels[REFERENCE_CHANNEL] = scores.reference[place]
+        if scores.start is not None and objective.proximal == "recompute":
+            channels[PROXIMAL_CHANNEL] = scores.start[place]
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_ages(trajectory.versions_T, current, forks)
         if tempered:
