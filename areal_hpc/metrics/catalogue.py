@@ -117,7 +117,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *_list_metrics(
         "loss",
-        ("loss", "", "-", "the objective, negated, per sampled token"),
+        ("loss", "", "-", "the objective, negated, per sampled token, penalties included"),
         ("grad_norm", "", "steady", "largest norm of the step's gradients, before clipping"),
         ("lr", "", "-", "learning rate"),
         ("entropy/mean", "nats", "steady",

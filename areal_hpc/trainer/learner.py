@@ -279,8 +279,15 @@ class Learner:
         norms = []
         for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
             loss = partial(self._compute_loss, taken=number / len(parts), factor=factor)
+            entropy_loss = partial(self._compute_entropy_loss, factor=factor)
             seen, norm = train_step(
-                self.policy, self._optimizer, part, loss, rate, measures_entropy=True
+                self.policy,
+                self._optimizer,
+                part,
+                loss,
+                rate,
+                measures_entropy=True,
+                entropy_loss=entropy_loss if objective.entropy_coef else None,
             )
             stats.add(seen)
             norms.append(norm)
@@ -318,6 +325,15 @@ class Learner:
         elif start_N is not None and self._config.objective.scores_start:  # else it is done
             stats.add(_compare_with_engine(batch, start_N))
         return total * factor, stats
+
+    def _compute_entropy_loss(
+        self, batch: MicroBatch, entropy_N: torch.Tensor, factor: float
+    ) -> tuple[torch.Tensor, LossStats]:
+        """What the entropies of a micro-batch's distributions add to its loss."""
+        scale_N = batch.channels_N.get(SCALE_CHANNEL)
+        scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
+        total = -self._config.objective.entropy_coef * scaled_N.sum()
+        return total * factor, LossStats({"loss": total.detach().double()})
 
     def _compute_proximal_logprobs(
         self, batch: MicroBatch, held_N: torch.Tensor, taken: float

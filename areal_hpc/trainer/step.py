@@ -24,7 +24,10 @@ from areal_hpc.trainer.batch.packing import (
 )
 from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
-from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import (
+    compute_logprobs_and_entropy,
+    compute_token_logprobs,
+)
 from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Network, Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
@@ -128,33 +131,39 @@ def run_forward_backward(
     *,
     backward: bool,
     measures_entropy: bool = False,
+    entropy_loss: LossFunction | None = None,
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
     of the whole batch. The statistics are complete only on the last pipeline stage; with
-    `measures_entropy` their sum `entropy` is that of the tokens' distributions.
+    `measures_entropy` their sum `entropy` is that of the tokens' distributions, and `entropy_loss`
+    says what these entropies [N] add to the loss.
     """
     stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        entropy_N = (
-            torch.empty(len(batch.labels_N), device=logits_1NV.device) if measures_entropy else None
-        )
-        logprobs_N = compute_token_logprobs(
+        scored = (
             logits_1NV.flatten(0, 1),
             batch.labels_N,
             batch.channels_N.get(TEMPERATURE_CHANNEL),
             network.arch.vocab,
             parallel_state.get_tensor_model_parallel_group(),
-            entropy_N,
         )
-        total, seen = loss(batch, logprobs_N)
-        stats.add(seen)
-        if entropy_N is not None:
-            stats.add(LossStats({"entropy": entropy_N.sum(dtype=torch.float64)}))
+        if not measures_entropy:
+            total, seen = loss(batch, compute_token_logprobs(*scored))
+            stats.add(seen)
+        else:
+            logprobs_N, entropy_N = compute_logprobs_and_entropy(*scored)
+            total, seen = loss(batch, logprobs_N)
+            stats.add(seen)
+            stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
+            if entropy_loss is not None:
+                more, seen = entropy_loss(batch, entropy_N)
+                total = total + more
+                stats.add(seen)
         progress.end_forward()
         tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
         return total, tokens, {}
@@ -195,10 +204,16 @@ def train_step(
     rate: float,
     *,
     measures_entropy: bool = False,
+    entropy_loss: LossFunction | None = None,
 ) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
     stats = run_forward_backward(
-        policy, batches, loss, backward=True, measures_entropy=measures_entropy
+        policy,
+        batches,
+        loss,
+        backward=True,
+        measures_entropy=measures_entropy,
+        entropy_loss=entropy_loss,
     )
     fault_point("optimizer.before_step")
     enter_place("the optimizer's step")

@@ -203,6 +203,8 @@ class ObjectiveConfig(BaseConfig):
     """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
     loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
     """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
+    entropy_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the entropy of each token's distribution, which the loss then makes large."""
     overlong: OverlongConfig = OverlongConfig()
     """Replies that are cut, or nearly."""
     kl: KlConfig = KlConfig()

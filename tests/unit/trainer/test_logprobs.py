@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer.model.kernels import rms_norm
-from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import (
+    compute_logprobs_and_entropy,
+    compute_token_logprobs,
+)
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
@@ -42,8 +46,7 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     weights = torch.randn(ROWS, generator=generator)
 
     ours = hidden.clone().requires_grad_()
-    entropy = torch.empty(ROWS)
-    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group, entropy)
+    values, entropy = compute_logprobs_and_entropy(ours * 1, labels, temperature, VOCAB, group)
     alone = compute_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group)
     assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
     (values * weights).sum().backward()
@@ -56,13 +59,48 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     (expected * weights).sum().backward()
 
     chances = logits.detach().log_softmax(-1)
-    torch.testing.assert_close(entropy, -(chances.exp() * chances).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        entropy.detach(), -(chances.exp() * chances).sum(-1), rtol=1e-4, atol=1e-5
+    )
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, expected)
     assert ours.grad is not None
     assert plain.grad is not None
     assert ours.grad.dtype == dtype
     torch.testing.assert_close(ours.grad, plain.grad)
+    assert not ours.grad[:, VOCAB:].any()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0], ids=["alone", "beside log-probabilities"])
+@pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.usefixtures("chunk_values")
+def test_entropies_have_the_gradient_that_float64_gives_by_hand(
+    group: dist.ProcessGroup, tempered: bool, weight: float
+) -> None:
+    generator = np.random.default_rng(3)
+    hidden = generator.normal(0, 2, (ROWS, COLUMNS))
+    labels = generator.integers(0, VOCAB, ROWS)
+    temperature = generator.uniform(0.5, 1.5, ROWS) if tempered else np.ones(ROWS)
+    slopes = generator.normal(0, 1, ROWS)
+
+    logits = hidden[:, :VOCAB] / temperature[:, None]
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    chances = np.exp(logprobs)
+    expected = -(chances * logprobs).sum(1)
+    by_entropy = -chances * (logprobs + expected[:, None]) * slopes[:, None]
+    by_logprob = (np.eye(VOCAB)[labels] - chances) * weight
+    gradient = (by_entropy + by_logprob) / temperature[:, None]
+
+    ours = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
+    given = torch.tensor(temperature, dtype=torch.float32) if tempered else None
+    values, entropy = compute_logprobs_and_entropy(
+        ours * 1, torch.from_numpy(labels), given, VOCAB, group
+    )
+    loss = (entropy * torch.tensor(slopes, dtype=torch.float32)).sum()
+    (loss + weight * values.sum() if weight else loss).backward()
+    assert ours.grad is not None
+    np.testing.assert_allclose(entropy.detach(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.grad[:, :VOCAB], gradient, rtol=1e-5, atol=1e-6)
     assert not ours.grad[:, VOCAB:].any()
 
 
