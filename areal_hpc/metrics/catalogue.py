@@ -133,6 +133,9 @@ CATALOGUE: tuple[Metric, ...] = (
         ("kl/reference", "nats", "steady",
          "log pi - log reference per sampled token, with `trainer.objective.kl.coef`: an estimate "
          "of KL(pi || reference)"),
+        ("kl/teacher", "nats", "down",
+         "log pi - log teacher per sampled token, with `trainer.objective.teacher`, before the "
+         "step: an estimate of KL(pi || teacher)"),
         ("logprob/engine_trainer_max_abs_diff", "nats", "down",
          "largest difference of a token's log-probability, engine against trainer, where both had "
          "the same weights"),
@@ -171,7 +174,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("time/measure_s", "s", "down", "computing the metrics of its replies and episodes"),
         ("time/pack_s", "s", "down", "advantages and packing"),
         ("time/score_s", "s", "down",
-         "log-probabilities under a reference, and under the policy before the step"),
+         "log-probabilities under a reference, a teacher, and the policy before the step"),
         ("time/train_s", "s", "down", "forward, backward, optimizer"),
         ("time/publish_s", "s", "down", "finding replicas and sending them the weights"),
         ("time/checkpoint_s", "s", "down", "copying the state, and waiting for its writer"),

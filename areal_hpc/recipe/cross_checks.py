@@ -41,7 +41,8 @@ def find_doubts(recipe: Recipe) -> Iterator[str]:
                 "them differ"
             )
     objective = trainer.objective
-    if objective.scores_start and objective.scale_rewards == "group":
+    penalizes = objective.kl.coef > 0 and objective.kl.placement == "reward"
+    if penalizes and objective.scale_rewards == "group":
         yield (
             "trainer.objective.kl.placement=reward with scale_rewards=group: groups whose rewards "
             "are all equal are scaled by what they differ in, which is the penalty alone; "

@@ -103,6 +103,11 @@ PRESETS: Mapping[str, Preset] = {
         },
         {},
     ),
+    "opd": Preset(
+        "on-policy distillation, arXiv:2306.13649; teacher.path needs a model of your own",
+        {"teacher": {"coef": 1.0}},
+        {},
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy
 from areal_hpc.trainer.token_scores import ScoresByRow, score_rows
 
-REFERENCE_KEY = "trainer.objective.kl.reference"
+REFERENCE_KEY, TEACHER_KEY = "trainer.objective.kl.reference", "trainer.objective.teacher.path"
 
 
 class FrozenModels:
@@ -39,30 +39,38 @@ class FrozenModels:
     ) -> None:
         self._config, self._paths, self._model_path = config, paths, model_path
         self._device, self._check_generation = device, check_generation
-        self._reference = (
-            self._load(self._find_reference(step)) if config.objective.kl.coef else None
-        )
+        objective = config.objective
+        self._reference = self._teacher = None
+        if objective.kl.coef:
+            self._reference = self._load(self._find_reference(step), REFERENCE_KEY)
+        if objective.teacher.path is not None:
+            self._teacher = self._load(objective.teacher.path, TEACHER_KEY)
 
     @property
     def are_needed(self) -> bool:
         """True if batches are scored before they are trained."""
-        return self._reference is not None
+        return self._reference is not None or self._teacher is not None
 
     def score(self, policy: Policy, rows: Sequence[TrainingRow]) -> BatchScores:
         """What the objective has to know of the rows before they are trained. A collective."""
         if not rows:
             return NO_SCORES
         start = self._score(policy, rows) if self._config.objective.scores_start else None
-        reference = None
-        if self._reference is not None:
-            reference = self._score_frozen(self._reference, rows)
-        return BatchScores(start, reference)
+        return BatchScores(
+            start,
+            self._score_frozen(self._reference, rows),
+            self._score_frozen(self._teacher, rows),
+        )
 
-    def build_metrics(self, sums: Mapping[str, float]) -> dict[str, float]:
-        """How far the policy is from them, from what the passes of a step added up."""
-        if self._reference is None:
-            return {}
-        return {"kl/reference": sums["reference"] / max(1.0, sums["tokens"])}
+    def build_metrics(self, sums: Mapping[str, float], scores: BatchScores) -> dict[str, float]:
+        """How far the policy is from them: what the passes of a step added up, and its scores."""
+        tokens, found = max(1.0, sums["tokens"]), {}
+        if self._reference is not None:
+            found["kl/reference"] = sums["reference"] / tokens
+        if self._teacher is not None:
+            gaps = scores.teacher_gaps or []
+            found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
+        return found
 
     def follow(self, policy: Policy, step: int) -> None:
         """Let the policy of this step be the reference, if it is time. A collective."""
@@ -96,12 +104,16 @@ class FrozenModels:
             )
         return found
 
-    def _load(self, model_dir: Path) -> FrozenNetwork:
+    def _load(self, model_dir: Path, key: str) -> FrozenNetwork:
         config = self._config
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
-        return load_frozen_network(model_dir, config.parallel, dtype, self._device, REFERENCE_KEY)
+        return load_frozen_network(model_dir, config.parallel, dtype, self._device, key)
 
-    def _score_frozen(self, frozen: FrozenNetwork, rows: Sequence[TrainingRow]) -> ScoresByRow:
+    def _score_frozen(
+        self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]
+    ) -> ScoresByRow | None:
+        if frozen is None:
+            return None
         with frozen.lend_weights() as network:
             return self._score(network, rows)
 

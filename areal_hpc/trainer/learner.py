@@ -32,6 +32,7 @@ from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     BEHAVIOR_LOGPROBS_CHANNEL,
     CURRENT_WEIGHTS_CHANNEL,
+    NO_SCORES,
     PROXIMAL_CHANNEL,
     REFERENCE_CHANNEL,
     SCALE_CHANNEL,
@@ -160,6 +161,7 @@ class Learner:
             metrics = self._summarize_batch(batch)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
+        scores = NO_SCORES
         if self._frozen.are_needed:
             with timer.time_phase("score"), explain_out_of_memory(self.policy, config, "trainer"):
                 scores = self._frozen.score(self.policy, rows)
@@ -188,7 +190,7 @@ class Learner:
             **metrics,
             "advantage/abs_max": measure_largest_advantage(rows),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
-            **self._frozen.build_metrics(stats.sums),
+            **self._frozen.build_metrics(stats.sums, scores),
             **build_norm_metrics(norms),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),

@@ -326,6 +326,9 @@ ACTOR_RULES = (
     ignored_rule("ref.path", "`trainer.objective.kl.reference`, by `actor.kl_ctl`"),
     ignored_rule("ref.*", "the reference is divided and packed as the policy is"),
     unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
-    unsupported_rule("teacher.*", "there is no distillation"),
+    unsupported_rule(
+        "teacher.*",
+        "set `trainer.objective.teacher.path` and `coef`, which weighs an advantage, not a loss",
+    ),
 )
 """What becomes of each."""

@@ -175,7 +175,9 @@ def find_architecture(model: ModelConfig) -> tuple[Architecture, str]:
 
 def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
     """The networks that only score, by key of the recipe; None is the policy's own start."""
-    kl = recipe.trainer.objective.kl
+    kl, teacher = recipe.trainer.objective.kl, recipe.trainer.objective.teacher
+    if teacher.path is not None:
+        yield "trainer.objective.teacher.path", teacher.path
     if kl.coef:
         yield "trainer.objective.kl.reference", None if kl.reference == "initial" else kl.reference
 

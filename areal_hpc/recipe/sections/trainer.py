@@ -158,6 +158,24 @@ class KlConfig(BaseConfig):
         return self
 
 
+class TeacherConfig(BaseConfig):
+    """Distillation: the policy is drawn to those of its own tokens that a teacher finds likely."""
+
+    path: Path | None = None
+    """A model directory with the policy's tokenizer."""
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """This times log teacher - log pi of a token is added to its advantage."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> TeacherConfig:
+        if (self.path is None) != (self.coef == 0):
+            raise ValueError(
+                f"path and coef belong together, got path={self.path} with coef={self.coef}: "
+                "set both, or neither"
+            )
+        return self
+
+
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
@@ -173,6 +191,7 @@ class ObjectiveConfig(BaseConfig):
         "reinforce_pp",
         "reinforce_pp_baseline",
         "icepop",
+        "opd",
     ] = "default"
     """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
     credit: Literal["episode", "turn"] = "episode"
@@ -209,6 +228,8 @@ class ObjectiveConfig(BaseConfig):
     """Replies that are cut, or nearly."""
     kl: KlConfig = KlConfig()
     """Penalty for leaving a reference policy."""
+    teacher: TeacherConfig = TeacherConfig()
+    """A model to learn from, token by token."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
@@ -225,7 +246,7 @@ class ObjectiveConfig(BaseConfig):
     @property
     def scores_start(self) -> bool:
         """True if advantages depend on log-probabilities of the weights that a step begins with."""
-        return self.kl.coef > 0 and self.kl.placement == "reward"
+        return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
     @model_validator(mode="after")
     def _check_credit_keys(self) -> ObjectiveConfig:
@@ -343,11 +364,13 @@ class TrainerConfig(BaseConfig):
 
     def resolve_paths(self) -> TrainerConfig:
         """The same with absolute paths, for processes that start elsewhere."""
-        kl = self.objective.kl
-        if kl.reference == "initial":
-            return self
-        kl = kl.model_copy(update={"reference": kl.reference.resolve()})
-        return self.model_copy(update={"objective": self.objective.model_copy(update={"kl": kl})})
+        kl, teacher = self.objective.kl, self.objective.teacher
+        if kl.reference != "initial":
+            kl = kl.model_copy(update={"reference": kl.reference.resolve()})
+        if teacher.path is not None:
+            teacher = teacher.model_copy(update={"path": teacher.path.resolve()})
+        objective = self.objective.model_copy(update={"kl": kl, "teacher": teacher})
+        return self.model_copy(update={"objective": objective})
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:

@@ -42,6 +42,7 @@ class BatchScores:
     start: Sequence[npt.NDArray[np.float32]] | None = None
     """Of the weights that the step begins with."""
     reference: Sequence[npt.NDArray[np.float32]] | None = None
+    teacher: Sequence[npt.NDArray[np.float32]] | None = None
 
     @property
     def divergences(self) -> list[npt.NDArray[np.float32]] | None:
@@ -49,6 +50,13 @@ class BatchScores:
         if self.start is None or self.reference is None:
             return None
         return [one - other for one, other in zip(self.start, self.reference, strict=True)]
+
+    @property
+    def teacher_gaps(self) -> list[npt.NDArray[np.float32]] | None:
+        """Log teacher - log pi at each token."""
+        if self.start is None or self.teacher is None:
+            return None
+        return [other - one for one, other in zip(self.start, self.teacher, strict=True)]
 
 
 NO_SCORES = BatchScores()
@@ -149,7 +157,7 @@ def build_rows(
     credit = credit_batch(
         batch, objective, scores.divergences if objective.kl.placement == "reward" else None
     )
-    advantages_K = compute_advantages(credit, objective)
+    advantages_K, teacher_gaps = compute_advantages(credit, objective), scores.teacher_gaps
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_current_weight_names(current, forks)]
     masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
@@ -164,6 +172,8 @@ def build_rows(
         advantages_T = np.zeros(size, dtype=np.float32)
         for begin, end, number in spans:
             advantages_T[begin:end] = advantages_K[number]
+        if teacher_gaps is not None:  # policy gradient of KL(pi || teacher), token by token
+            advantages_T += objective.teacher.coef * teacher_gaps[place]
         channels = {
             ADVANTAGE_CHANNEL: advantages_T,
             BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,

@@ -1,4 +1,4 @@
-"""A frozen reference: what it scores, in every layout, and over kills."""
+"""Frozen models, a reference and a teacher: what they score, in every layout, and over kills."""
 
 import math
 import shutil
@@ -17,12 +17,17 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import VOCAB, record_run
+from tests.support.recorded_run import SAMPLES, VOCAB, record_run
 
 STEPS = 5
-COMPARED = ("loss", "grad_norm", "kl/reference", "kl/behavior", "advantage/abs_max")
-IN_REWARD = {"kl": {"coef": 0.2}, "baseline": "leave_one_out", "scale_rewards": "none"}
-IN_LOSS = {"kl": {"coef": 0.2, "placement": "loss", "estimator": "k2"}}
+COMPARED = ("loss", "grad_norm", "kl/reference", "kl/teacher", "advantage/abs_max")
+IN_REWARD: dict[str, Any] = {
+    "kl": {"coef": 0.2},
+    "baseline": "leave_one_out",
+    "scale_rewards": "none",
+}
+IN_LOSS: dict[str, Any] = {"kl": {"coef": 0.2, "placement": "loss", "estimator": "k2"}}
+PLAIN = {"off_policy_correction": "none", "surrogate": "none"}
 
 
 @pytest.fixture(scope="module")
@@ -90,6 +95,40 @@ def test_the_divergence_is_that_of_transformers(
     assert first["kl/reference"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-4)
 
 
+def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
+    ranks: RankServer, other_model: Path, tmp_path: Path
+) -> None:
+    """Rewards are all equal: nothing else is learned from."""
+    paths = record_run(tmp_path / "equal", 1, rewards={1: [1.0] * SAMPLES})
+    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
+    own, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for folder in (paths.tiny_model_dir, other_model)
+    )
+    # transformers gives the embedding of a padding token no gradient; here it is like others.
+    own.get_input_embeddings().padding_idx = None
+    gaps, terms = [], []
+    for row in rows:
+        ids, mask = torch.from_numpy(row.input_ids_T).long(), row.loss_mask_T[1:] != 0
+        mine, other = (
+            torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+            for model in (own, teacher)
+        )
+        gap = (other - mine).detach()
+        terms.append((0.5 * gap * mine)[torch.from_numpy(mask)])
+        gaps.append(gap[torch.from_numpy(mask)])
+    torch.cat(terms).mean().backward()
+    squares = [(one.grad**2).sum() for one in own.parameters() if one.grad is not None]
+    objective = {"teacher": {"coef": 0.5, "path": str(other_model)}, **PLAIN}
+    settings = {"total_steps": 1, "objective": objective}
+    outcome = ranks.run(paths, "replay", 1, trainer=settings)
+    assert outcome.codes == [0], outcome.log
+    (line,) = read_lines(paths.metrics)
+    assert line["kl/teacher"] == pytest.approx(-torch.cat(gaps).mean().item(), rel=1e-4)
+    assert line["grad_norm"] == pytest.approx(torch.stack(squares).sum().sqrt().item(), rel=1e-5)
+
+
 def test_at_first_the_policy_is_its_own_reference(
     ranks: RankServer, stale: Path, tmp_path: Path
 ) -> None:
@@ -105,19 +144,24 @@ def test_at_first_the_policy_is_its_own_reference(
     assert "kl/reference" not in plain[0]
 
 
-@pytest.mark.parametrize("objective", [IN_REWARD, IN_LOSS], ids=["reward", "loss"])
+@pytest.mark.parametrize("name", ["reward", "loss", "teacher"])
 def test_layouts_agree(
-    ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path, objective: dict[str, Any]
+    ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path, name: str
 ) -> None:
-    objective = {**objective, "kl": {**objective["kl"], "reference": str(other_model)}}
+    path = str(other_model)
+    objective = {
+        "reward": {**IN_REWARD, "kl": {**IN_REWARD["kl"], "reference": path}},
+        "loss": {"kl": {**IN_LOSS["kl"], "reference": path}},
+        "teacher": {"teacher": {"coef": 0.5, "path": path}, **PLAIN},
+    }[name]
     expected = measure(ranks, stale, tmp_path / "1", objective)
     for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
         folder = tmp_path / f"2-{number}"
         found = measure(ranks, stale, folder, objective, parallel=parallel)
         for line, other in zip(found, expected, strict=True):
-            assert {name: line[name] for name in COMPARED} == pytest.approx(
-                {name: other[name] for name in COMPARED}, rel=1e-4, abs=1e-6
-            ), (parallel, line["step"])
+            for metric in {*COMPARED} & line.keys():
+                same = pytest.approx(other[metric], rel=1e-4, abs=1e-6)
+                assert line[metric] == same, (parallel, line["step"], metric)
 
 
 FOLLOWING = {**IN_REWARD, "kl": {"coef": 0.2, "update_every_steps": 2}}

@@ -21,7 +21,12 @@ BASE: dict[str, Any] = {
 }
 
 
+NEEDED: dict[str, dict[str, Any]] = {"opd": {"teacher": {"path": "/tmp"}}}
+"""What a preset cannot set itself."""
+
+
 def build(preset: str, **objective: Any) -> Recipe:
+    objective = NEEDED.get(preset, {}) | objective
     return build_recipe({**BASE, "trainer": {"objective": {"preset": preset, **objective}}})
 
 

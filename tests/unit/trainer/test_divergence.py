@@ -109,6 +109,25 @@ def test_rows_carry_what_was_scored() -> None:
     assert not {PROXIMAL_CHANNEL, REFERENCE_CHANNEL} & build(BatchScores()).keys()
 
 
+def test_a_teacher_adds_to_the_advantage_of_each_token() -> None:
+    rows = build_batch([[[MadeUpTurn(9, 1.0)], [MadeUpTurn(9, 0.0)]]], ExportSettings())
+    generator = np.random.default_rng(4)
+    start, teacher = (
+        [(generator.normal(size=row.num_tokens) * row.loss_mask_T).astype(np.float32)
+         for row in rows] for _ in range(2)
+    )  # fmt: skip
+    tree = {"teacher": {"path": "/teacher", "coef": 0.5}}
+    objective, plain = ObjectiveConfig.model_validate(tree), ObjectiveConfig()
+    forks = [GenerationFork(1, 0)]
+    scores = BatchScores(start, None, teacher)
+    built = build_rows(rows, WeightVersion(1, 0), forks, objective, scores)
+    without = build_rows(rows, WeightVersion(1, 0), forks, plain)
+    for place, (one, other) in enumerate(zip(built, without, strict=True)):
+        expected = other.channels["advantage"] + 0.5 * (teacher[place] - start[place])
+        np.testing.assert_allclose(one.channels["advantage"], expected, rtol=1e-6)
+    assert objective.scores_start
+
+
 def test_a_penalty_needs_its_coefficient_before_a_reference_is_loaded() -> None:
     assert KlConfig().coef == 0
     assert not ObjectiveConfig().scores_start

@@ -135,6 +135,8 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
         ({"ratio_level": "sequence", "surrogate": "none"}, "ratio_level=token"),
         ({"loss_agg": "seq_mean_token_sum_norm"}, "loss_scale_tokens"),
         ({"loss_scale_tokens": 5}, "loss_agg=seq_mean_token_sum_norm"),
+        ({"teacher": {"coef": 1.0}}, "belong together"),
+        ({"teacher": {"path": "/model"}}, "belong together"),
         ({"kl": {"reference": "/model"}}, "set coef"),
         ({"kl": {"coef": 0.1, "estimator": "k2"}}, "set estimator=k1"),
         ({"kl": {"coef": 0.1, "estimator": "k3"}}, "set estimator=k1"),
