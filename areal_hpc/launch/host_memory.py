@@ -11,7 +11,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture_and_remark
+from areal_hpc.launch.checks.model_files import (
+    find_architecture_and_remark,
+    find_frozen_architectures,
+)
 from areal_hpc.launch.memory import estimate_serving_memory
 from areal_hpc.launch.plan import build_training_job
 from areal_hpc.recipe.recipe import Recipe
@@ -183,10 +186,14 @@ def _suggest_memory_change(recipe: Recipe, job: str) -> str:
 def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: int) -> ProcessMemory:
     """Of a rank of the fullest stage, thing by thing."""
     config = recipe.trainer
-    stages = [estimate_stage_memory(arch, config, stage) for stage in range(config.parallel.pp)]
+    frozen = find_frozen_architectures(recipe, arch)
+    stages = [
+        estimate_stage_memory(arch, config, stage, frozen) for stage in range(config.parallel.pp)
+    ]
     held = {
         "checkpoint": estimate_checkpoint_copy(arch, config),
         "optimizer": max(one.host_optimizer for one in stages),
+        "frozen networks": max(one.host_frozen for one in stages),
     }
     at_most = {"activations": max(one.host_activations for one in stages)}
     if config.device == "cpu":

@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture_and_remark
+from areal_hpc.launch.checks.model_files import (
+    find_architecture_and_remark,
+    find_frozen_architectures,
+)
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
@@ -110,7 +113,8 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     gib = recipe.cluster.gpu_memory_gib
     gpu_bytes = None if gib is None else int(gib * GIB)
     groups = count_update_groups(recipe)
-    trainer = estimate_trainer_memory(arch, recipe.trainer, groups)
+    frozen = find_frozen_architectures(recipe, arch)
+    trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen)
     serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     parameters = f"{count_model_parameters(arch):,} parameters{source}"
@@ -123,7 +127,7 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     change = (
         ""
         if trainer.total <= gpu_bytes
-        else find_fitting_change(arch, recipe.trainer, gpu_bytes, groups)
+        else find_fitting_change(arch, recipe.trainer, gpu_bytes, groups, frozen)
     )
     for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes, change):
         yield f"warning: {problem}"
@@ -152,6 +156,12 @@ def _format_trainer_lines(
         "parameters", "gradients", "optimizer", "activations", "logits", "communicators"
     ):  # fmt: skip
         yield f"    {name:<13} {getattr(memory, name) / GIB:8.2f}"
+    if memory.scoring:
+        beyond = max(0, memory.scoring - memory.activations)
+        yield (
+            f"    {'scoring':<13} {beyond / GIB:8.2f} beyond activations, which come later: a "
+            f"frozen network takes {memory.scoring / GIB:.2f}"
+        )
     yield f"    {'reserve':<13} {RESERVE_BYTES / GIB:8.2f}"
     yield f"    {'total':<13} {memory.total / GIB:8.2f}{of}"
 

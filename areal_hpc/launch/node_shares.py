@@ -9,7 +9,10 @@ assumptions, generous, for nobody knows what agents take.
 from collections.abc import Sequence
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.checks.model_files import find_architecture_and_remark
+from areal_hpc.launch.checks.model_files import (
+    find_architecture_and_remark,
+    find_frozen_architectures,
+)
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
@@ -101,8 +104,9 @@ def _estimate_trainer_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str
             hint="set it (as in 200G), or cluster.slurm.exclusive=true, or give the model's "
             "config.json a place where it can be read",
         ) from error
-    memory = estimate_trainer_memory(arch, recipe.trainer)
-    offloaded = memory.host_activations + memory.host_optimizer
+    frozen = find_frozen_architectures(recipe, arch)
+    memory = estimate_trainer_memory(arch, recipe.trainer, frozen=frozen)
+    offloaded = memory.host_activations + memory.host_optimizer + memory.host_frozen
     return tasks_per_node * (estimate_checkpoint_copy(arch, recipe.trainer) + offloaded)
 
 

@@ -141,7 +141,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         run_dir=paths.root,
         model_path=get_initial_policy_path(recipe, paths),
         seed=recipe.seed,
-        trainer=recipe.trainer,
+        trainer=recipe.trainer.resolve_paths(),
         weights=recipe.weights,
         cells=recipe.inference.cells,
         evaluation_every_steps=evaluation.every_steps,

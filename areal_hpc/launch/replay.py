@@ -139,6 +139,10 @@ class ReplayRun:
             if self.start.step < step <= self._last_step:
                 write_quarantine(out, record)
         links[out.sft_export] = run.sft_export
+        if run.references_dir.is_dir():  # of steps before the start
+            for folder in run.references_dir.iterdir():
+                if folder.name <= format_step_dir(self.start.step):
+                    links[out.references_dir / folder.name] = folder
         if self.start.checkpoint is not None:
             links[out.checkpoints_dir / self.start.checkpoint.name] = self.start.checkpoint
         for link, target in links.items():
@@ -160,7 +164,7 @@ class ReplayRun:
             run_dir=self._out.root,
             model_path=get_initial_policy_path(recipe, self._run),
             seed=recipe.seed,
-            trainer=recipe.trainer,
+            trainer=recipe.trainer.resolve_paths(),
             sys_path=(str(Path.cwd()),) if recipe.trainer.objective.custom else (),
             first_step=self.start.step + 1,
             last_step=last_step,

@@ -123,7 +123,7 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *_build_metrics_of_source(
         "loss",
-        ("loss", "", "-", "the objective, negated, per sampled token"),
+        ("loss", "", "-", "the objective, negated, per sampled token, penalties included"),
         ("grad_norm", "", "steady", "largest norm of the step's gradients, before clipping"),
         ("lr", "", "-", "learning rate"),
         ("entropy/mean", "nats", "steady",
@@ -136,6 +136,12 @@ CATALOGUE: tuple[Metric, ...] = (
         ("importance_weight/effective_sample_fraction", "share", "up",
          "tokens of equal weight that would say as much, as a share of all"),
         ("kl/behavior", "nats", "down", "KL(pi_b || proximal) per token, estimated by k3"),
+        ("kl/reference", "nats", "steady",
+         "log pi - log reference per sampled token, with `trainer.objective.kl.coef`: an estimate "
+         "of KL(pi || reference)"),
+        ("kl/teacher", "nats", "down",
+         "log pi - log teacher per sampled token, with `trainer.objective.teacher`, before the "
+         "step: an estimate of KL(pi || teacher)"),
         ("logprob/engine_trainer_max_abs_diff", "nats", "down",
          "largest difference of a token's log-probability, engine against trainer, where both had "
          "the same weights"),
@@ -166,13 +172,15 @@ CATALOGUE: tuple[Metric, ...] = (
         ("time/step_s", "s", "down", "from the row before to this one"),
         ("limit", "", "-",
          "what most of that time went to: `generation` (batch_wait, cell_wait), `training` "
-         "(read, measure, pack, train, checkpoint, export), `weights` (publish) or `evaluation` "
-         "(eval)"),
+         "(read, measure, pack, score, train, checkpoint, export), `weights` (publish) or "
+         "`evaluation` (eval)"),
         ("time/batch_wait_s", "s", "down", "waiting for episodes"),
         ("time/cell_wait_s", "s", "down", "waiting for a replica that takes the weights"),
         ("time/read_s", "s", "down", "reading the batch, and checking its digests"),
         ("time/measure_s", "s", "down", "computing the metrics of its replies and episodes"),
         ("time/pack_s", "s", "down", "advantages and packing"),
+        ("time/score_s", "s", "down",
+         "log-probabilities under a reference, a teacher, and the policy before the step"),
         ("time/train_s", "s", "down", "forward, backward, optimizer"),
         ("time/publish_s", "s", "down", "finding replicas and sending them the weights"),
         ("time/checkpoint_s", "s", "down", "copying the state, and waiting for its writer"),

@@ -33,6 +33,14 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
                 f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
                 "them differ"
             )
+    objective = trainer.objective
+    penalizes = objective.kl.coef > 0 and objective.kl.placement == "reward"
+    if penalizes and objective.scale_rewards == "group":
+        yield (
+            "trainer.objective.kl.placement=reward with scale_rewards=group: groups whose rewards "
+            "are all equal are scaled by what they differ in, which is the penalty alone; "
+            "scale_rewards=batch or none keeps it small"
+        )
     steps = trainer.optimizer.schedule_steps or trainer.total_steps
     if trainer.optimizer.warmup_steps >= steps:
         yield (

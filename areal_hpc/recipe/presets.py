@@ -22,15 +22,14 @@ class Preset:
 
     source: str
     objective: Mapping[str, Any]
-    """Below `trainer.objective`."""
+    """Below `trainer.objective`, sections of it nested."""
     others: Mapping[str, Any]
     """Dotted keys of other sections."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Every key that it sets, dotted."""
-        own = {f"trainer.objective.{name}": value for name, value in self.objective.items()}
-        return own | dict(self.others)
+        return _flatten(self.objective, "trainer.objective.") | dict(self.others)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -85,6 +84,16 @@ PRESETS: Mapping[str, Preset] = {
         },
         {},
     ),
+    "reinforce_pp": Preset(
+        "arXiv:2501.03262, section 3; the coefficient is a choice",
+        {"baseline": "batch_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
+        {},
+    ),
+    "reinforce_pp_baseline": Preset(
+        "arXiv:2501.03262, section 3; the coefficient is a choice",
+        {"baseline": "group_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
+        {},
+    ),
     "icepop": Preset(
         "arXiv:2510.18855",
         {
@@ -92,6 +101,11 @@ PRESETS: Mapping[str, Preset] = {
             "off_policy_correction_low": 0.5,
             "off_policy_correction_high": 5.0,
         },
+        {},
+    ),
+    "opd": Preset(
+        "on-policy distillation, arXiv:2306.13649; teacher.path needs a model of your own",
+        {"teacher": {"coef": 1.0}},
         {},
     ),
 }
@@ -147,6 +161,15 @@ def get_default(root: type[BaseConfig], key: str) -> Any:
         assert found is not None, key
         model = found
     return model.model_fields[name].default
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """Dotted keys of the leaves of nested sections."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_section = isinstance(value, Mapping)
+        found |= _flatten(value, f"{prefix}{name}.") if is_section else {f"{prefix}{name}": value}
+    return found
 
 
 def _get_by_dotted_key(tree: Any, key: str) -> Any:

@@ -87,6 +87,8 @@ class RunPaths(_Folder):
     """Checkpoints of the SFT stage."""
     checkpoints_dir = _PathDescriptor("checkpoints")
     """Checkpoints of the reinforcement-learning trainer."""
+    references_dir = _PathDescriptor("references")
+    """Policies of earlier steps that the trained one is kept near, where that reference follows."""
     sft_export = _PathDescriptor("export/sft")
     """The warmed-up model in Hugging Face format."""
     weights_dir = _PathDescriptor("weights")
@@ -143,6 +145,10 @@ class RunPaths(_Folder):
     def export_dir(self, name: str) -> Path:
         """A model in Hugging Face format, under a name such as `step_00000040`."""
         return self.root / "export" / name
+
+    def reference(self, step: int) -> Path:
+        """The policy of `step`, in Hugging Face format, as the reference of later ones."""
+        return self.references_dir / format_step_dir(step)
 
     def log_dir(self, attempt: int) -> Path:
         """Logs of one launch."""

@@ -173,6 +173,10 @@ class TokenEncoder:
         """The largest id that a text can be encoded to."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
+    def get_tokens(self) -> dict[str, int]:
+        """Id of each token, special ones left out that were added later."""
+        return dict(self._tokenizer.get_vocab(with_added_tokens=False))
+
     def list_text_ids(self) -> list[int]:
         """Ids of the tokens that are plain text: special ones are left out."""
         special = {

@@ -32,6 +32,9 @@ from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     BEHAVIOR_LOGPROBS_CHANNEL,
     CURRENT_WEIGHTS_CHANNEL,
+    NO_SCORES,
+    PROXIMAL_CHANNEL,
+    REFERENCE_CHANNEL,
     SCALE_CHANNEL,
     STALENESS_CHANNEL,
     build_rows,
@@ -41,6 +44,7 @@ from areal_hpc.trainer.batch.training_rows import (
 from areal_hpc.trainer.batch.untrainable import check_trainable_share, count_untrainable_tokens
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
+from areal_hpc.trainer.frozen_models import FrozenModels
 from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
@@ -76,8 +80,6 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
 logger = logging.getLogger(__name__)
-
-PROXIMAL_CHANNEL = "proximal"
 
 
 class Learner:
@@ -131,6 +133,9 @@ class Learner:
                 row={},
             )
             logger.info("generation %d resumes after step %d", generation, held.step)
+        self._frozen = FrozenModels(
+            config, paths, model_path, device, self.state.step, check_generation
+        )
 
     @property
     def version(self) -> WeightVersion:
@@ -160,6 +165,13 @@ class Learner:
             metrics = self._summarize_batch(batch, manifest.step)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
+        scores = NO_SCORES
+        if self._frozen.are_needed:
+            with timer.time_phase("score"), explain_out_of_memory(self.policy, config, "trainer"):
+                scores = self._frozen.score(self.policy, rows)
+            with timer.time_phase("pack"):
+                rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
+        with timer.time_phase("pack"):
             minibatches = split_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
             parts = [
@@ -174,12 +186,15 @@ class Learner:
                 stats, norms = self._take_optimizer_steps(parts, factors, rate)
         untrained += self._build_nonfinite_records(norms, manifest.step)
         self._advance_state(manifest, untrained)
+        with timer.time_phase("score"):
+            self._frozen.follow(self.policy, self.state.step)
         trained_tokens = metrics["tokens/trained"]
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
             "advantage/abs_max": measure_largest_advantage(rows),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
+            **self._frozen.build_metrics(stats.sums, scores),
             **build_norm_metrics(norms),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
@@ -265,7 +280,8 @@ class Learner:
         pass, which then gives the proximal log-probabilities and the engine's deviation as well.
         """
         stats = LossStats()
-        if len(parts) > 1 and self._config.objective.proximal == "recompute":
+        objective = self._config.objective
+        if len(parts) > 1 and objective.proximal == "recompute" and not objective.scores_start:
             everything = [batch for part in parts for batch in part]
             stats.add(
                 run_forward_backward(
@@ -275,8 +291,15 @@ class Learner:
         norms = []
         for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
             loss = partial(self._compute_loss, taken=number / len(parts), factor=factor)
+            entropy_loss = partial(self._compute_entropy_loss, factor=factor)
             seen, norm = train_step(
-                self.policy, self._optimizer, part, loss, rate, measures_entropy=True
+                self.policy,
+                self._optimizer,
+                part,
+                loss,
+                rate,
+                measures_entropy=True,
+                entropy_loss=entropy_loss if objective.entropy_coef else None,
             )
             stats.add(seen)
             norms.append(norm)
@@ -304,13 +327,26 @@ class Learner:
             self._config.objective,
             batch.channels_N.get(SCALE_CHANNEL),
             self._custom_loss,
+            batch.channels_N.get(REFERENCE_CHANNEL),
         )
         stats = LossStats(
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
-        if taken == 0 and PROXIMAL_CHANNEL not in batch.channels_N:
+        start_N = batch.channels_N.get(PROXIMAL_CHANNEL)
+        if start_N is None and taken == 0:
             stats.add(_compare_with_engine(batch, held_N))
+        elif start_N is not None and self._config.objective.scores_start:  # else it is done
+            stats.add(_compare_with_engine(batch, start_N))
         return total * factor, stats
+
+    def _compute_entropy_loss(
+        self, batch: MicroBatch, entropy_N: torch.Tensor, factor: float
+    ) -> tuple[torch.Tensor, LossStats]:
+        """What the entropies of a micro-batch's distributions add to its loss."""
+        scale_N = batch.channels_N.get(SCALE_CHANNEL)
+        scaled_N = entropy_N if scale_N is None else entropy_N * scale_N
+        total = -self._config.objective.entropy_coef * scaled_N.sum()
+        return total * factor, LossStats({"loss": total.detach().double()})
 
     def _compute_proximal_logprobs(
         self, batch: MicroBatch, held_N: torch.Tensor, taken: float

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from megatron.core import parallel_state
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -23,9 +24,13 @@ from areal_hpc.trainer.batch.packing import (
 )
 from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work_on_memory_error
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
-from areal_hpc.trainer.model.kernels.logprobs import KeptTokens, compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import (
+    KeptTokens,
+    compute_logprobs_and_entropy,
+    compute_token_logprobs,
+)
 from areal_hpc.trainer.model.offload import ActivationOffload
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import Network, Policy
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer
@@ -49,6 +54,8 @@ class MicroBatch:
     """What could be sampled in the place of the tokens that it is scored on; None: everything."""
     row_lengths: Sequence[int]
     """Tokens of each row over all context-parallel ranks, padding included."""
+    tokens_N: npt.NDArray[np.int64]
+    """Number of each scored token among all tokens of the rows that were packed."""
 
     def __str__(self) -> str:
         rows = f"{len(self.row_lengths)} rows" if len(self.row_lengths) != 1 else "1 row"
@@ -61,23 +68,29 @@ LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStat
 
 
 def make_micro_batches(
-    policy: Policy, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
+    network: Network, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
 ) -> list[MicroBatch]:
     """This rank's share of the rows, packed. All ranks must pass the same rows."""
+    lengths = [len(row.input_ids_T) for row in rows]
     plan = plan_packs(
-        [len(row.input_ids_T) for row in rows],
+        lengths,
         ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=max_tokens,
-        split=policy.split,
+        split=network.split,
     )
-    own = plan[parallel_state.get_data_parallel_rank()]
-    packs = (build_pack([rows[i] for i in part], channels, policy.split) for part in own)
-    return [_build_micro_batch(policy, pack) for pack in packs]
+    first_of = np.cumsum([0, *lengths])
+    batches = []
+    for part in plan[parallel_state.get_data_parallel_rank()]:
+        pack = build_pack([rows[i] for i in part], channels, network.split)
+        batches.append(_build_micro_batch(network, pack, first_of[part]))
+    return batches
 
 
-def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
+def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.int64]) -> MicroBatch:
+    """A pack on the device; its rows begin at the tokens `first_of`."""
+
     def move(array: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(array).to(policy.device, non_blocking=True)
+        return torch.from_numpy(array).to(network.device, non_blocking=True)
 
     return MicroBatch(
         input_ids_1T=move(pack.input_ids_T)[None],
@@ -86,10 +99,11 @@ def _build_micro_batch(policy: Policy, pack: Pack) -> MicroBatch:
         rows=TokenRowMap(
             move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
         ),
-        attention=plan_attention(pack, policy.split, policy.frequencies, policy.arch.rope_scale),
+        attention=plan_attention(pack, network.split, network.frequencies, network.arch.rope_scale),
         places=len(pack.input_ids_T),
-        kept=None if pack.kept is None else _place_kept_tokens(pack.kept, policy.device),
+        kept=None if pack.kept is None else _place_kept_tokens(pack.kept, network.device),
         row_lengths=pack.lengths.tolist(),
+        tokens_N=first_of[pack.rows_N] + pack.places_N,
     )
 
 
@@ -123,40 +137,46 @@ class PassProgress:
 
 
 def run_forward_backward(
-    policy: Policy,
+    network: Network,
     batches: Sequence[MicroBatch],
     loss: LossFunction,
     *,
     backward: bool,
     measures_entropy: bool = False,
+    entropy_loss: LossFunction | None = None,
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
     of the whole batch. The statistics are complete only on the last pipeline stage; with
-    `measures_entropy` their sum `entropy` is that of the tokens' distributions.
+    `measures_entropy` their sum `entropy` is that of the tokens' distributions, and `entropy_loss`
+    says what these entropies [N] add to the loss.
     """
     stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
 
     def score(
         batch: MicroBatch, logits_1NV: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        entropy_N = (
-            torch.empty(len(batch.labels_N), device=logits_1NV.device) if measures_entropy else None
-        )
-        logprobs_N = compute_token_logprobs(
+        scored = (
             logits_1NV.flatten(0, 1),
             batch.labels_N,
             batch.channels_N.get(TEMPERATURE_CHANNEL),
-            policy.arch.vocab,
+            network.arch.vocab,
             parallel_state.get_tensor_model_parallel_group(),
-            entropy_N,
             batch.kept,
         )
-        total, seen = loss(batch, logprobs_N)
-        stats.add(seen)
-        if entropy_N is not None:
-            stats.add(LossStats({"entropy": entropy_N.sum(dtype=torch.float64)}))
+        if not measures_entropy:
+            total, seen = loss(batch, compute_token_logprobs(*scored))
+            stats.add(seen)
+        else:
+            logprobs_N, entropy_N = compute_logprobs_and_entropy(*scored)
+            total, seen = loss(batch, logprobs_N)
+            stats.add(seen)
+            stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
+            if entropy_loss is not None:
+                more, seen = entropy_loss(batch, entropy_N)
+                total = total + more
+                stats.add(seen)
         progress.end_forward()
         tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
         return total, tokens, {}
@@ -173,13 +193,13 @@ def run_forward_backward(
 
     enter_place("forward and backward passes" if backward else "forward passes")
     run = get_forward_backward_func()
-    offloads = backward and policy.offloads_activations
-    offload = ActivationOffload(policy.replica.parameters()) if offloads else nullcontext()
+    offloads = backward and isinstance(network, Policy) and network.offloads_activations
+    offload = ActivationOffload(network.module.parameters()) if offloads else nullcontext()
     with note_work_on_memory_error(progress.__str__), torch.set_grad_enabled(backward), offload:
         run(
             forward_step_func=forward,
             data_iterator=iter(batches),
-            model=[policy.replica],
+            model=[network.module],
             num_microbatches=len(batches),
             # Shapes travel with the tensors (variable_seq_lengths).
             seq_length=1,
@@ -197,10 +217,16 @@ def train_step(
     rate: float,
     *,
     measures_entropy: bool = False,
+    entropy_loss: LossFunction | None = None,
 ) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
     stats = run_forward_backward(
-        policy, batches, loss, backward=True, measures_entropy=measures_entropy
+        policy,
+        batches,
+        loss,
+        backward=True,
+        measures_entropy=measures_entropy,
+        entropy_loss=entropy_loss,
     )
     fault_point("optimizer.before_step")
     enter_place("the optimizer's step")

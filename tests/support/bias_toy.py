@@ -16,10 +16,16 @@ import numpy.typing as npt
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, SCALE_CHANNEL, build_rows
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    SCALE_CHANNEL,
+    BatchScores,
+    build_rows,
+)
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
@@ -61,6 +67,8 @@ class ToyTask:
     """The groups that are trained of the episodes that were begun, with their shares."""
     begun: int
     """Episodes begun for a group."""
+    reference: Array | None = None
+    """The policy that the trained one is kept near, context by token."""
 
 
 # Tasks -------------------------------------------------------------------------------------------
@@ -160,6 +168,17 @@ def compute_truth(episodes: Sequence[ToyEpisode], policy: Array, chances: Array)
         for choice in one.choices:
             truth += chance * one.reward * score(policy, choice)
     return truth
+
+
+def stay_near(task: ToyTask, reference: Array, coef: float) -> ToyTask:
+    """The task of the mean reward less `coef` times the divergence from a reference."""
+    gap = np.log(task.policy) - np.log(reference)
+    truth = np.zeros_like(task.policy)
+    for one, chance in zip(task.episodes, count_chances(task.episodes, task.policy), strict=True):
+        earned = one.reward - coef * sum(gap[choice] for choice in one.choices)
+        for choice in one.choices:
+            truth += chance * earned * score(task.policy, choice)
+    return replace(task, reference=reference, truth=truth)
 
 
 def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bool) -> ToyTask:
@@ -308,7 +327,8 @@ def compute_mean_gradient(
     row_number = 0
     for batch, weight in zip(batches, weights, strict=True):
         rows = [replace(row, episode=i) for i, one in enumerate(batch) for row in rows_of[one]]
-        built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
+        scores = _score_rows(task, batch, rows)
+        built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective, scores)
         tokens = sum(int(one.loss_mask_T.sum()) for one in built)
         for row, one in zip(rows, built, strict=True):
             scale_T = one.channels.get(SCALE_CHANNEL)
@@ -332,11 +352,29 @@ def compute_mean_gradient(
         TokenRowMap(numbers.long(), row_number),
         objective,
         scales.double() * shares.double(),
+        reference_N=(
+            None if task.reference is None else torch.tensor(np.log(task.reference[places]))
+        ),
     )
     (slopes,) = torch.autograd.grad(loss, logprobs)
     found = np.zeros_like(task.policy)
     np.add.at(found, places, -slopes.numpy())
     return np.asarray(found - task.policy * found.sum(axis=1, keepdims=True))
+
+
+def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRow]) -> BatchScores:
+    """What the trainer would find out of a batch's tokens before it is trained."""
+    if task.reference is None:
+        return BatchScores()
+    scores: list[list[npt.NDArray[np.float32]]] = [[], []]
+    for found, policy in zip(scores, (task.policy, task.reference), strict=True):
+        for row in rows:
+            logprobs_T = np.zeros(row.num_tokens, np.float32)
+            for place in np.flatnonzero(row.loss_mask_T):
+                choices = task.episodes[batch[row.episode]].choices
+                logprobs_T[place] = np.log(policy[choices[row.input_ids_T[place] // 10]])
+            found.append(logprobs_T)
+    return BatchScores(*scores)
 
 
 def measure_cosine(found: Array, truth: Array) -> float:

@@ -20,6 +20,7 @@ class Tokens:
     advantages: Array
     rows: npt.NDArray[np.int64]
     episodes: npt.NDArray[np.int64]
+    reference: Array | None = None
 
 
 def make_tokens(seed: int, count: int = 40, rows: int = 6, spread: float = 0.5) -> Tokens:
@@ -29,7 +30,8 @@ def make_tokens(seed: int, count: int = 40, rows: int = 6, spread: float = 0.5) 
     proximal = logprobs + generator.normal(0, spread, count)
     behavior = proximal + generator.normal(0, spread, count)
     advantages = generator.normal(0, 1, rows)[row_of]
-    return Tokens(logprobs, proximal, behavior, advantages, row_of, row_of // 2)
+    reference = logprobs + generator.normal(0, spread, count)
+    return Tokens(logprobs, proximal, behavior, advantages, row_of, row_of // 2, reference)
 
 
 def aggregate(tokens: Tokens, objective: ObjectiveConfig) -> Array:
@@ -67,6 +69,15 @@ def loss_and_gradient(
             weight = weight * min(
                 float(np.exp(tokens.proximal[place] - tokens.behavior[place])), cap
             )
+        if objective.kl.placement == "loss" and tokens.reference is not None:
+            gap = float(tokens.logprobs[place] - tokens.reference[place])
+            value, slope = {
+                "k1": (gap, 1.0),
+                "k2": (gap**2 / 2, gap),
+                "k3": (float(np.exp(-gap)) - 1 + gap, 1 - float(np.exp(-gap))),
+            }[objective.kl.estimator]
+            loss += weight * objective.kl.coef * value
+            gradient[place] += weight * objective.kl.coef * slope
         if objective.surrogate == "none":
             loss -= weight * advantage * tokens.logprobs[place]
             gradient[place] -= weight * advantage

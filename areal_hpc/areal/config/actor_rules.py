@@ -19,7 +19,6 @@ from areal_hpc.areal.config.rules import (
 )
 
 SUPPORTED_LR_DECAYS = ("constant", "linear", "cosine")
-NO_REFERENCE_MODEL_REASON = "there is no reference model; a KL penalty (`actor.kl_ctl`) must be 0"
 PROXIMAL_MODE_BY_AREAL_NAME = {"recompute": "recompute", "loglinear": "log_linear"}
 CUSTOM_LOSS_REASON = (
     "a custom loss: set trainer.objective.custom to a copy of examples/objectives/{}.py"
@@ -106,6 +105,19 @@ def _check_rejection_metric(
     if value in CORRECTION_METRIC_BY_AREAL_NAME:
         return {}
     return Untranslatable(f"one of {', '.join(CORRECTION_METRIC_BY_AREAL_NAME)}")
+
+
+def _translate_kl(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    """The penalty, which AReaL applies only where a reference is configured."""
+    path = source("ref.path")
+    if not value or path is None:
+        return {}
+    if source("actor.kl_estimator") != "k1":
+        return Untranslatable("actor.kl_estimator is k1: others are biased in the reward")
+    found = {"trainer.objective.kl.coef": value}
+    if path not in ("", source("actor.path")):
+        found["trainer.objective.kl.reference"] = path
+    return found
 
 
 def _translate_betas(value: Any, source: ArealConfigValues) -> dict[str, Any]:
@@ -279,8 +291,13 @@ ACTOR_RULES = (
     unsupported_rule(
         "actor.adv_norm.*", "advantages are not normalized over the batch a second time"
     ),
-    fixed_value_rule("actor.kl_ctl", 0.0, "no penalty for leaving a reference model"),
-    ignored_rule("actor.kl_estimator", "it belongs to `actor.kl_ctl`"),
+    KeyRule(
+        "actor.kl_ctl",
+        "`trainer.objective.kl.coef` where there is a `ref`: taken off what a whole reply earned, "
+        "before baseline and scale",
+        _translate_kl,
+    ),
+    ignored_rule("actor.kl_estimator", "`trainer.objective.kl.estimator`, by `actor.kl_ctl`: k1"),
     KeyRule(
         "actor.use_decoupled_loss",
         "`trainer.objective.proximal`, with `recompute_logprob` and `prox_logp_method`",
@@ -347,8 +364,12 @@ ACTOR_RULES = (
     unsupported_rule("actor.megatron.*", "Megatron-core is configured by `trainer.*` alone"),
     unsupported_rule("actor.archon.*", "the trainer is Megatron-core"),
     *unsupported_scheduling_rules("actor"),
-    unsupported_rule("ref.*", NO_REFERENCE_MODEL_REASON),
+    ignored_rule("ref.path", "`trainer.objective.kl.reference`, by `actor.kl_ctl`"),
+    ignored_rule("ref.*", "the reference is divided and packed as the policy is"),
     unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
-    unsupported_rule("teacher.*", "there is no distillation"),
+    unsupported_rule(
+        "teacher.*",
+        "set `trainer.objective.teacher.path` and `coef`, which weighs an advantage, not a loss",
+    ),
 )
 """What becomes of each."""

@@ -18,6 +18,7 @@ from areal_hpc.trainer.model.families.architecture import (
     read_architecture,
 )
 from areal_hpc.trainer.model.families.known_models import find_known_config
+from areal_hpc.trainer.model.memory_estimate import adapt_parallel
 
 
 def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -36,6 +37,53 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from error.problems
         else:
             yield from _find_model_directory_problems(folder, "model.hub", recipe)
+    for key, path in list_frozen_models(recipe):
+        if path is not None:
+            yield from _find_frozen_model_problems(path, key, recipe)
+
+
+def _find_frozen_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+    """Does it divide as the policy does, and has it the same tokens?"""
+    hint = "give a directory in Hugging Face format; jobs never download"
+    if not path.is_dir():
+        yield Problem(f"there is no model directory at {path.resolve()}", key, hint)
+        return
+    if not list(path.glob("*.safetensors")):
+        yield Problem(f"{path} has no *.safetensors weights", key, hint)
+    try:
+        arch = read_architecture(path)
+    except RecipeError as error:
+        yield from error.problems
+        return
+    for problem in find_layout_problems(arch, adapt_parallel(arch, recipe.trainer.parallel)):
+        yield Problem(f"of {path}: {problem.message}", problem.key, problem.hint)
+    policy = _find_model_dir(recipe.model)
+    if policy is None:
+        return
+    own, other = (_read_tokens(folder) for folder in (policy, path))
+    if own and own != other:
+        yield Problem(
+            f"the tokenizers of {path} and {policy} differ: token ids mean other texts there",
+            key,
+            "name a model with the policy's tokenizer",
+        )
+
+
+def _find_model_dir(model: ModelConfig) -> Path | None:
+    """Where the policy lies now; None for one that is not there yet."""
+    if model.hub is None:
+        return model.path
+    try:
+        return find_snapshot(model.hub, "model", model.revision, "model.hub")
+    except RecipeError:  # told already
+        return None
+
+
+def _read_tokens(folder: Path) -> dict[str, int]:
+    """The tokens of a model directory with their ids; none if it has no tokenizer."""
+    if not (folder / "tokenizer.json").is_file():
+        return {}
+    return TokenEncoder.from_model_dir(folder).get_tokens()
 
 
 def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
@@ -123,6 +171,26 @@ def find_architecture_and_remark(model: ModelConfig) -> tuple[Architecture, str]
         remark = "; sizes from our table: the model is not in the cache"
         return parse_architecture(known, "model.hub"), remark
     return read_architecture(folder), ""
+
+
+def list_frozen_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
+    """The networks that only score, by key of the recipe; None is the policy's own start."""
+    kl, teacher = recipe.trainer.objective.kl, recipe.trainer.objective.teacher
+    if teacher.path is not None:
+        yield "trainer.objective.teacher.path", teacher.path
+    if kl.coef:
+        yield "trainer.objective.kl.reference", None if kl.reference == "initial" else kl.reference
+
+
+def find_frozen_architectures(recipe: Recipe, policy: Architecture) -> list[Architecture]:
+    """The networks that only score; one that cannot be read is taken to be as the policy."""
+    found = []
+    for _, path in list_frozen_models(recipe):
+        try:
+            found.append(policy if path is None else read_architecture(path))
+        except RecipeError:  # told by check_model
+            found.append(policy)
+    return found
 
 
 def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -112,11 +113,88 @@ class OverlongConfig(BaseConfig):
 CorrectionAggregate = Literal["mean", "sum", "max"]
 
 
+class KlConfig(BaseConfig):
+    """A penalty on the divergence of the trained policy from a reference, KL(pi || reference)."""
+
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the penalty; 0 loads no reference."""
+    placement: Literal["reward", "loss"] = "reward"
+    """Taken off what a reply earned, or a term of the loss at each token."""
+    estimator: Literal["k1", "k2", "k3"] = "k1"
+    """Of d = log pi - log reference at a sampled token: d, d^2 / 2, or exp(-d) - 1 + d."""
+    reference: Literal["initial"] | Path = "initial"
+    """The model that reinforcement learning starts from, or a model directory."""
+    update_every_steps: Annotated[int, Field(ge=1)] | None = None
+    """With reference=initial: after so many steps the trained weights take its place."""
+    allow_biased: bool = False
+    """Allow k3 in the loss, whose expected gradient is not that of the divergence."""
+
+    @model_validator(mode="after")
+    def _check_estimator(self) -> KlConfig:
+        if self.coef == 0 and self != KlConfig.model_construct():
+            raise ValueError("without coef there is no penalty: set coef, or leave the others out")
+        if self.placement == "reward" and self.estimator != "k1":
+            raise ValueError(
+                f"estimator={self.estimator} with placement=reward follows another gradient than "
+                "that of the divergence (norm ratio .24 to .60): set estimator=k1"
+            )
+        if self.placement == "loss" and self.estimator == "k1":
+            raise ValueError(
+                "estimator=k1 with placement=loss has an expected gradient of 0: set estimator=k2, "
+                "or placement=reward"
+            )
+        is_biased = (self.placement, self.estimator) == ("loss", "k3")
+        if is_biased and not self.allow_biased:
+            raise ValueError(
+                "estimator=k3 with placement=loss is biased: set estimator=k2, or allow_biased=true"
+            )
+        if self.allow_biased and not is_biased:
+            raise ValueError(
+                "allow_biased is for estimator=k3 with placement=loss, got estimator="
+                f"{self.estimator} with placement={self.placement}: leave it out"
+            )
+        if self.update_every_steps is not None and self.reference != "initial":
+            raise ValueError(
+                "update_every_steps needs reference=initial, got reference="
+                f"{self.reference}: leave one of them out"
+            )
+        return self
+
+
+class TeacherConfig(BaseConfig):
+    """Distillation: the policy is drawn to those of its own tokens that a teacher finds likely."""
+
+    path: Path | None = None
+    """A model directory with the policy's tokenizer."""
+    coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """This times log teacher - log pi of a token is added to its advantage."""
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> TeacherConfig:
+        if (self.path is None) != (self.coef == 0):
+            raise ValueError(
+                f"path and coef belong together, got path={self.path} with coef={self.coef}: "
+                "set both, or neither"
+            )
+        return self
+
+
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
     preset: Literal[
-        "default", "grpo", "dr_grpo", "dapo", "gspo", "cispo", "rloo", "reinforce", "icepop"
+        "default",
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "rloo",
+        "reinforce",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+        "icepop",
+        "opd",
     ] = "default"
     """A known algorithm: it sets keys, of other sections too, that the recipe does not say."""
     credit: Literal["episode", "turn"] = "episode"
@@ -147,8 +225,14 @@ class ObjectiveConfig(BaseConfig):
     """Mean of all tokens' terms; or mean over episodes of their means, sums, or scaled sums."""
     loss_scale_tokens: Annotated[int, Field(ge=1)] | None = None
     """With seq_mean_token_sum_norm: sums are divided by it; `rollout.sampling.max_new_tokens`."""
+    entropy_coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
+    """Weight of the entropy of each token's distribution, which the loss then makes large."""
     overlong: OverlongConfig = OverlongConfig()
     """Replies that are cut, or nearly."""
+    kl: KlConfig = KlConfig()
+    """Penalty for leaving a reference policy."""
+    teacher: TeacherConfig = TeacherConfig()
+    """A model to learn from, token by token."""
     proximal: Literal["recompute", "log_linear", "none"] = "recompute"
     """Ratios are to the weights the step began with, to their log-linear estimate, or to pi_b."""
     off_policy_correction: Literal["clamp", "mask", "none"] = "clamp"
@@ -165,6 +249,11 @@ class ObjectiveConfig(BaseConfig):
     """`package.module:function` of LossInputs that gives each token's term instead of surrogate."""
     off_policy_correction_agg: CorrectionAggregate = "mean"
     """At level sequence: what is judged is the row's mean, sum or maximum (of ratios: of logs)."""
+
+    @property
+    def scores_start(self) -> bool:
+        """True if advantages depend on log-probabilities of the weights that a step begins with."""
+        return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
     @model_validator(mode="after")
     def _check_credit_keys(self) -> ObjectiveConfig:
@@ -307,6 +396,16 @@ class TrainerConfig(BaseConfig):
             recompute_modules=self.recompute_modules,
             offload=self.offload.activations,
         )
+
+    def resolve_paths(self) -> TrainerConfig:
+        """The same with absolute paths, for processes that start elsewhere."""
+        kl, teacher = self.objective.kl, self.objective.teacher
+        if kl.reference != "initial":
+            kl = kl.model_copy(update={"reference": kl.reference.resolve()})
+        if teacher.path is not None:
+            teacher = teacher.model_copy(update={"path": teacher.path.resolve()})
+        objective = self.objective.model_copy(update={"kl": kl, "teacher": teacher})
+        return self.model_copy(update={"objective": objective})
 
     @model_validator(mode="after")
     def _check_recompute_keys(self) -> TrainerConfig:

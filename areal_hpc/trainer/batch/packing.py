@@ -68,6 +68,8 @@ class Pack:
     """The tokens they predict."""
     rows_N: IntArray
     """The place of each one's sequence among those of the pack."""
+    places_N: IntArray
+    """The position of each one within its sequence."""
     channels_N: dict[str, FloatArray]
     """The rows' channels at the predicted tokens."""
     kept: SamplingMask | None = None
@@ -150,13 +152,15 @@ def build_pack(
     own = slice(None) if split.cp == 1 else places_T  # a slice copies nothing
     targets_N = np.flatnonzero(scored_T[own])
     predicted_N = places_T[targets_N] + 1
+    rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
     return Pack(
         lengths=lengths,
         input_ids_T=ids_T[own],
         positions_T=np.concatenate(held),
         targets_N=targets_N,
         labels_N=ids_T[predicted_N],
-        rows_N=np.searchsorted(starts, predicted_N, side="right") - 1,
+        rows_N=rows_N,
+        places_N=predicted_N - starts[rows_N],
         channels_N={name: value[predicted_N] for name, value in values.items()},
         kept=_pick_kept_tokens(rows, starts, predicted_N),
     )

@@ -1,7 +1,7 @@
 """From a batch manifest to rows to train on."""
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,9 +29,38 @@ ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
     "current",
 )
 STALENESS_CHANNEL, SCALE_CHANNEL = "age", "scale"
+PROXIMAL_CHANNEL, REFERENCE_CHANNEL = "proximal", "reference"
 """Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's current
 weights did the sampling; if the objective needs them, how many versions old those that did it are,
-and what terms are multiplied by."""
+what terms are multiplied by, and log-probabilities of the weights that the step began with and of
+the reference."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BatchScores:
+    """Log-probabilities of a batch's tokens, each by row; 0 where the loss does not see one."""
+
+    start: Sequence[npt.NDArray[np.float32]] | None = None
+    """Of the weights that the step begins with."""
+    reference: Sequence[npt.NDArray[np.float32]] | None = None
+    teacher: Sequence[npt.NDArray[np.float32]] | None = None
+
+    @property
+    def divergences(self) -> list[npt.NDArray[np.float32]] | None:
+        """Log pi - log reference at each token."""
+        if self.start is None or self.reference is None:
+            return None
+        return [one - other for one, other in zip(self.start, self.reference, strict=True)]
+
+    @property
+    def teacher_gaps(self) -> list[npt.NDArray[np.float32]] | None:
+        """Log teacher - log pi at each token."""
+        if self.start is None or self.teacher is None:
+            return None
+        return [other - one for one, other in zip(self.start, self.teacher, strict=True)]
+
+
+NO_SCORES = BatchScores()
 
 
 def read_batch(
@@ -123,10 +152,13 @@ def build_rows(
     current: WeightVersion,
     forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
+    scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
-    """Rows with the channels that the objective needs."""
-    credit = credit_batch(batch, objective)
-    advantages_K = compute_advantages(credit, objective)
+    """Rows with the channels that the objective needs, as far as they are known."""
+    credit = credit_batch(
+        batch, objective, scores.divergences if objective.kl.placement == "reward" else None
+    )
+    advantages_K, teacher_gaps = compute_advantages(credit, objective), scores.teacher_gaps
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_versions_of_current_weights(current, forks)]
     masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
@@ -142,6 +174,8 @@ def build_rows(
         advantages_T = np.zeros(size, dtype=np.float32)
         for begin, end, number in spans:
             advantages_T[begin:end] = advantages_K[number]
+        if teacher_gaps is not None:  # policy gradient of KL(pi || teacher), token by token
+            advantages_T += objective.teacher.coef * teacher_gaps[place]
         channels = {
             ADVANTAGE_CHANNEL: advantages_T,
             BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
@@ -149,6 +183,10 @@ def build_rows(
         }
         if scales is not None:
             channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
+        if scores.reference is not None:
+            channels[REFERENCE_CHANNEL] = scores.reference[place]
+        if scores.start is not None and objective.proximal == "recompute":
+            channels[PROXIMAL_CHANNEL] = scores.start[place]
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_token_staleness(
                 trajectory.versions_T, current, forks

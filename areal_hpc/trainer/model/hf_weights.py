@@ -25,7 +25,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     to_megatron,
 )
 from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, HfSpec, write_hf_model_dir
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import Network, Policy
 
 Slices = tuple[slice, ...]
 ReadSlices = Callable[[HfTensorSpec, Slices], torch.Tensor]
@@ -35,7 +35,7 @@ ReadSlices = Callable[[HfTensorSpec, Slices], torch.Tensor]
 class HfModelReader:
     """Tensors of a model directory by name, each read when asked for."""
 
-    def __init__(self, model_dir: Path) -> None:
+    def __init__(self, model_dir: Path, key: str = "model.path") -> None:
         index = model_dir / "model.safetensors.index.json"
         if index.is_file():
             self._file_of = dict(json.loads(index.read_bytes())["weight_map"])
@@ -45,10 +45,10 @@ class HfModelReader:
         else:
             raise RecipeError(
                 f"no model.safetensors and no model.safetensors.index.json in {model_dir}",
-                key="model.path",
+                key=key,
                 hint="save the model with save_pretrained(safe_serialization=True)",
             )
-        self._dir = model_dir
+        self._dir, self._key = model_dir, key
         self._open: dict[str, Any] = {}
 
     def read_tensor(self, tensor: HfTensorSpec, part: Slices = ()) -> torch.Tensor:
@@ -59,7 +59,7 @@ class HfModelReader:
         """
         file = self._file_of.get(tensor.name)
         if file is None:
-            raise RecipeError(f"{self._dir} has no tensor {tensor.name}", key="model.path")
+            raise RecipeError(f"{self._dir} has no tensor {tensor.name}", key=self._key)
         if file not in self._open:
             self._open[file] = safe_open(self._dir / file, "pt")
         stored = self._open[file].get_slice(tensor.name)
@@ -67,28 +67,28 @@ class HfModelReader:
         if shape != tensor.shape:
             raise RecipeError(
                 f"{tensor.name} has shape {shape}, config.json says {tensor.shape}",
-                key="model.path",
+                key=self._key,
             )
         read: torch.Tensor = stored[part or slice(None)]
         return read
 
 
 @torch.no_grad()
-def load_hf(policy: Policy, read: ReadSlices) -> None:
+def load_hf(network: Network, read: ReadSlices) -> None:
     """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
-    tp = policy.split.tp
+    tp = network.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
-    for parameter in policy.weight_map:
-        targets = [policy.get_local_part(parameter)]
+    for parameter in network.weight_map:
+        targets = [network.get_local_part(parameter)]
         if parameter.megatron == EMBEDDING_NAME:
-            targets.append(policy.tied_embedding_copy)
+            targets.append(network.tied_embedding_copy)
         held = [target for target in targets if target is not None]
         if not held:
             continue
-        slices = get_hf_slices(parameter, policy.arch, tp, rank)
+        slices = get_hf_slices(parameter, network.arch, tp, rank)
         parts = [read(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)]
         for target in held:
-            target.copy_(to_megatron(parameter, parts, policy.arch, tp))
+            target.copy_(to_megatron(parameter, parts, network.arch, tp))
 
 
 def list_hf_specs(policy: Policy) -> list[HfSpec]:

@@ -12,7 +12,7 @@ fragmentation are covered by `RESERVE_BYTES`, which is an assumption. Sources:
 """
 
 import itertools
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from areal_hpc.recipe.sections.trainer import (
@@ -58,12 +58,17 @@ class TrainerMemory:
     """Bytes of host memory that offloaded activations of this GPU take."""
     host_optimizer: int = 0
     """Bytes of host memory that master weights and moments of this GPU take."""
+    scoring: int = 0
+    """What the largest frozen network takes while it scores, before there are activations."""
+    host_frozen: int = 0
+    """Bytes of host memory in which the weights of frozen networks wait."""
 
     @property
     def total(self) -> int:
         """With the reserve."""
         state = self.parameters + self.gradients + self.optimizer
-        return state + self.activations + self.logits + self.communicators + RESERVE_BYTES
+        passes = max(self.activations, self.scoring) + self.logits
+        return state + passes + self.communicators + RESERVE_BYTES
 
 
 def count_layer_non_expert_parameters(arch: Architecture, tp: int) -> int:
@@ -111,10 +116,18 @@ def count_model_parameters(arch: Architecture) -> int:
 
 
 def estimate_trainer_memory(
-    arch: Architecture, config: TrainerConfig, update_groups: int = 0
+    arch: Architecture,
+    config: TrainerConfig,
+    update_groups: int = 0,
+    frozen: Sequence[Architecture] = (),
 ) -> TrainerMemory:
-    """Memory of the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups."""
-    stages = [estimate_stage_memory(arch, config, stage) for stage in range(config.parallel.pp)]
+    """Memory of the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups.
+
+    `frozen` networks score each batch before it is trained.
+    """
+    stages = [
+        estimate_stage_memory(arch, config, stage, frozen) for stage in range(config.parallel.pp)
+    ]
     first = stages[0]
     sending = first.communicators + update_groups * COMMUNICATOR_BYTES
     stages[0] = replace(first, communicators=sending)
@@ -134,7 +147,9 @@ def estimate_checkpoint_copy(arch: Architecture, config: TrainerConfig) -> int:
     return each * fullest * parallel.pp // parallel.world_size
 
 
-def estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int) -> TrainerMemory:
+def estimate_stage_memory(
+    arch: Architecture, config: TrainerConfig, stage: int, frozen: Sequence[Architecture] = ()
+) -> TrainerMemory:
     """Memory of a GPU of one pipeline stage during a step."""
     parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
     dense, experts = count_stage_parameters(arch, parallel, stage)
@@ -153,6 +168,11 @@ def estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int)
     whole = count_layer_activations(arch, parallel, tokens) * element
     is_thrifty = config.recompute != "none" or config.offload.activations
     host = kept if config.offload.activations else 0
+    weights = [_count_frozen_parameters(one, parallel, stage) * element for one in frozen]
+    scoring = [
+        held + count_layer_activations(one, parallel, tokens) * element
+        for one, held in zip(frozen, weights, strict=True)
+    ]
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
     return TrainerMemory(
         stage=stage,
@@ -164,7 +184,18 @@ def estimate_stage_memory(arch: Architecture, config: TrainerConfig, stage: int)
         communicators=count_trainer_communicators(arch, parallel) * COMMUNICATOR_BYTES,
         host_activations=host,
         host_optimizer=host_optimizer,
+        scoring=max(scoring, default=0),
+        host_frozen=sum(weights),
     )
+
+
+def adapt_parallel(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
+    """The policy's layout for another network: a dense one has no experts to spread."""
+    return parallel if arch.experts is not None else parallel.model_copy(update={"ep": 1})
+
+
+def _count_frozen_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> int:
+    return sum(count_stage_parameters(arch, adapt_parallel(arch, parallel), stage))
 
 
 def count_trainer_communicators(arch: Architecture, parallel: ParallelConfig) -> int:
@@ -234,7 +265,11 @@ def count_layer_activations(
 
 
 def find_fitting_change(
-    arch: Architecture, config: TrainerConfig, gpu_bytes: int, update_groups: int = 0
+    arch: Architecture,
+    config: TrainerConfig,
+    gpu_bytes: int,
+    update_groups: int = 0,
+    frozen: Sequence[Architecture] = (),
 ) -> str:
     """The cheapest change with which a trainer rank fits a GPU, in overrides; empty if none does.
 
@@ -242,7 +277,7 @@ def find_fitting_change(
     other layouts of the same ranks, with the least communication first.
     """
     for overrides, changed in _list_thriftier_configs(arch, config):
-        total = estimate_trainer_memory(arch, changed, update_groups).total
+        total = estimate_trainer_memory(arch, changed, update_groups, frozen).total
         if total <= gpu_bytes:
             return f"{overrides} takes {total / GIB:.1f} GiB"
     return ""

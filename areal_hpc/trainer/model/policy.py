@@ -49,24 +49,27 @@ GRADIENT_BUCKET_ELEMENTS = 40_000_000
 
 
 @dataclass(slots=True, eq=False)
-class Policy:
-    """The network being trained, as this rank holds it."""
+class Network:
+    """A network as this rank holds it: that which is trained, or one that is only scored."""
 
     arch: Architecture
     gpt: ScoredTokenGPT
-    replica: DistributedDataParallel
-    """Wraps `gpt`; owns the gradient buffers."""
     dtype: torch.dtype
     device: torch.device
+    """Where it computes."""
     split: PackParallelism
     frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
-    offloads_activations: bool = False
-    """Copy what the backward pass needs to host memory meanwhile."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
     def __post_init__(self) -> None:
         self._held = dict(self.gpt.named_parameters())
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What passes go through."""
+        module: torch.nn.Module = self.gpt
+        return module
 
     @property
     def weight_map(self) -> list[ParamMap]:
@@ -104,6 +107,22 @@ class Policy:
         return self._held.get(OUTPUT_NAME)
 
 
+@dataclass(slots=True, eq=False, kw_only=True)
+class Policy(Network):
+    """The network being trained."""
+
+    replica: DistributedDataParallel
+    """Wraps `gpt`; owns the gradient buffers."""
+    offloads_activations: bool = False
+    """Copy what the backward pass needs to host memory meanwhile."""
+
+    @property
+    def module(self) -> torch.nn.Module:
+        """What passes go through."""
+        module: torch.nn.Module = self.replica
+        return module
+
+
 def build_policy(
     arch: Architecture,
     parallel: ParallelConfig,
@@ -118,22 +137,8 @@ def build_policy(
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.
     """
-    if problems := list(find_layout_problems(arch, parallel)):
-        raise RecipeError.from_problems(problems)
-    config = build_transformer_config(arch, parallel, dtype, device, activations)
-    gpt = ScoredTokenGPT(
-        config,
-        _build_block_spec(config),
-        vocab_size=pad_vocab_size(arch, parallel.tp),
-        max_sequence_length=0,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=arch.tied,
-        # PackedCausalAttention rotates queries and keys itself.
-        position_embedding_type="none",
-    ).to(device=device, dtype=dtype)
-    if arch.experts is not None:
-        use_stable_dispatch(gpt)
+    network = build_network(arch, parallel, dtype, device, activations)
+    gpt, config = network.gpt, network.gpt.config
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
             # Megatron marks experts only when they are spread over ranks. Reduced and optimized
@@ -156,14 +161,52 @@ def build_policy(
     return Policy(
         arch=arch,
         gpt=gpt,
+        dtype=dtype,
+        device=device,
+        split=network.split,
+        frequencies=network.frequencies,
         replica=replica,
+        offloads_activations=activations.offload,
+    )
+
+
+def build_network(
+    arch: Architecture,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    activations: ActivationConfig = KEEP_ALL,
+) -> Network:
+    """The same without gradients.
+
+    Raises:
+        RecipeError: The sizes do not divide by the parallel sizes.
+    """
+    if problems := list(find_layout_problems(arch, parallel)):
+        raise RecipeError.from_problems(problems)
+    config = build_transformer_config(arch, parallel, dtype, device, activations)
+    gpt = ScoredTokenGPT(
+        config,
+        _build_block_spec(config),
+        vocab_size=pad_vocab_size(arch, parallel.tp),
+        max_sequence_length=0,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=arch.tied,
+        # PackedCausalAttention rotates queries and keys itself.
+        position_embedding_type="none",
+    ).to(device=device, dtype=dtype)
+    if arch.experts is not None:
+        use_stable_dispatch(gpt)
+    return Network(
+        arch=arch,
+        gpt=gpt,
         dtype=dtype,
         device=device,
         split=PackParallelism(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
         frequencies=torch.tensor(
             arch.compute_rope_frequencies(), dtype=torch.float32, device=device
         ),
-        offloads_activations=activations.offload,
     )
 
 

@@ -7,13 +7,17 @@ import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs
+from areal_hpc.trainer.objective.divergence import estimate_divergence
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
 
-LOSS_SUM_NAMES = ("loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl")
+LOSS_SUM_NAMES = (
+    "loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl", "reference",
+)  # fmt: skip
 """Sums of a loss over tokens, besides their number: `clipped` counts tokens whose gradient the clip
 removed (with cispo: whose ratio it bounded), `outside` those whose behavior weight was out of
 bounds; `weight` adds up behavior weights before the bounds, `applied` and its squares those that
-terms were multiplied by, `kl` the divergence of the proximal from the behavior policy."""
+terms were multiplied by, `kl` the divergence of the proximal from the behavior policy, `reference`
+log pi - log reference."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -35,11 +39,14 @@ def compute_policy_loss(
     config: ObjectiveConfig,
     scale_N: torch.Tensor | None = None,
     custom: CustomLoss | None = None,
+    reference_N: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, Mapping[str, torch.Tensor], torch.Tensor]:
     """`-sum_n w_n f(r_n, A_n)`, r = pi/pi_proximal, w = pi_proximal/pi_behavior, f the surrogate.
 
     With `custom` its terms stand in place of f's. The gradient flows through `logprobs_N`, those of
     the weights being trained. Terms are multiplied by `scale_N` (`loss_aggregation.py`). With
+    `kl.placement=loss` every term has `- kl.coef * w k` beside it, k the estimated divergence from
+    `reference_N`. With
     `ratio_level=sequence` a collective of `rows.group`, and its backward pass too.
 
     Returns:
@@ -59,6 +66,12 @@ def compute_policy_loss(
             log_ratio_N = rows.compute_row_means(log_ratio_N)
         surrogate = compute_surrogate(logprobs_N, log_ratio_N.exp(), advantages_N, config)
     terms_N = surrogate.terms_N * weight_N
+    gap = logprobs_N.new_zeros(())
+    if reference_N is not None:
+        gap = (logprobs_N.detach() - reference_N).sum()
+        if config.kl.placement == "loss":
+            divergence_N = estimate_divergence(logprobs_N, reference_N, config.kl.estimator)
+            terms_N = terms_N - config.kl.coef * weight_N * divergence_N
     total = -(terms_N if scale_N is None else terms_N * scale_N).sum()
     measured = (
         total.detach(),
@@ -68,6 +81,7 @@ def compute_policy_loss(
         weight_N.sum(),
         weight_N.square().sum(),
         correction.kl_N.sum(),
+        gap,
     )
     sums = dict(zip(LOSS_SUM_NAMES, (one.double() for one in measured), strict=True))
     return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())

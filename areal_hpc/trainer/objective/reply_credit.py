@@ -4,11 +4,13 @@ With `credit=episode` it is the sum of all rewards of the episode, which is what
 for each of its rows. With `credit=turn` it is the reply's own reward plus `turn_discount` times the
 mean of what its followers earned; the row's record says who they are. How an episode was packed
 into rows makes no difference: a reply has its number, not a row. `overlong` takes something off
-what long replies earned (DAPO, arXiv:2503.14476, equation 13).
+what long replies earned (DAPO, arXiv:2503.14476, equation 13), and `kl.placement=reward` the
+divergence of what a reply said from a reference (as in arXiv:2501.03262, section 3, but summed over
+the reply: one number for all its tokens).
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,15 +50,34 @@ class _EarnedNumber:
     places: list[tuple[int, int, int]]
 
 
-def credit_batch(rows: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> BatchCredit:
-    """The numbers of a batch, in order of groups, episodes, and replies."""
+FloatRows = Sequence[npt.NDArray[np.float32]]
+MeasureSpan = Callable[[int, int, int], float]
+"""What tokens of a row, from and to, lose for their divergence from the reference."""
+
+
+def credit_batch(
+    rows: Sequence[TrajectoryRow],
+    objective: ObjectiveConfig,
+    divergences: FloatRows | None = None,
+) -> BatchCredit:
+    """The numbers of a batch, in order of groups, episodes, and replies.
+
+    `divergences` has for each token of each row its log pi - log reference, 0 where it is not
+    trained; `kl.coef` of them is taken off.
+    """
+
+    def measure(place: int, begin: int, end: int) -> float:
+        if divergences is None:
+            return 0.0
+        return objective.kl.coef * float(divergences[place][begin:end].sum(dtype=np.float64))
+
     rows_of: dict[tuple[int, int], list[int]] = {}
     for place, row in enumerate(rows):
         rows_of.setdefault((row.ticket_id, row.episode), []).append(place)
     numbers: list[tuple[int, int, _EarnedNumber]] = []
     for (ticket, episode), places in sorted(rows_of.items()):
         own = {place: rows[place] for place in places}
-        numbers += [(ticket, episode, one) for one in _credit_episode(own, objective)]
+        numbers += [(ticket, episode, one) for one in _credit_episode(own, objective, measure)]
     spans: list[list[ReplySpan]] = [[] for _ in rows]
     for number, (_, _, one) in enumerate(numbers):
         for place, begin, end in one.places:
@@ -71,13 +92,13 @@ def credit_batch(rows: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> B
 
 
 def _credit_episode(
-    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig
+    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpan
 ) -> Iterator[_EarnedNumber]:
     """The numbers of an episode, from its rows by their place in the batch."""
     is_credited = any(row.record.is_credited for row in rows.values())
     if (objective.credit == "turn" or is_credited) and all(r.record.calls for r in rows.values()):
         discount = 1.0 if is_credited else objective.turn_discount
-        yield from _credit_replies(rows, discount, is_credited, objective.overlong)
+        yield from _credit_replies(rows, discount, is_credited, objective.overlong, measure)
         return
     rewards = [row.reward for row in rows.values()]
     # Rows of before one number a reply may differ. A mean of equal ones would be rounded.
@@ -87,11 +108,17 @@ def _credit_episode(
         reward -= math.fsum(
             measure_penalty(call.reply_tokens, objective.overlong) for call in calls
         )
-    yield _EarnedNumber(reward, 1.0, [(place, 0, row.num_tokens) for place, row in rows.items()])
+    places = [(place, 0, row.num_tokens) for place, row in rows.items()]
+    reward -= math.fsum(measure(*place) for place in places)
+    yield _EarnedNumber(reward, 1.0, places)
 
 
 def _credit_replies(
-    rows: dict[int, TrajectoryRow], discount: float, is_credited: bool, overlong: OverlongConfig
+    rows: dict[int, TrajectoryRow],
+    discount: float,
+    is_credited: bool,
+    overlong: OverlongConfig,
+    measure: MeasureSpan,
 ) -> Iterator[_EarnedNumber]:
     calls: dict[str, CallRecord] = {}
     trained: dict[str, tuple[int, int, int]] = {}
@@ -102,7 +129,10 @@ def _credit_replies(
                 begin = call.prompt_tokens
                 trained[call.id] = (place, begin, begin + call.reply_tokens)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
-    penalties = {name: measure_penalty(calls[name].reply_tokens, overlong) for name in trained}
+    penalties = {
+        name: measure_penalty(calls[name].reply_tokens, overlong) + measure(*span)
+        for name, span in trained.items()
+    }
     for name, penalty in penalties.items():
         if penalty and not is_credited:
             own[name] = (own[name] or 0.0) - penalty

@@ -151,7 +151,12 @@ def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path:
 def test_every_preset_trains_a_recorded_run(
     ranks: RankServer, stale: Path, tmp_path: Path, name: str
 ) -> None:
-    more = {"loss_scale_tokens": 30} if name == "dr_grpo" else {}
+    teacher = {"coef": 1.0, "path": str(RunPaths(stale).tiny_model_dir)}
+    needed: dict[str, dict[str, Any]] = {
+        "dr_grpo": {"loss_scale_tokens": 30},
+        "opd": {"teacher": teacher},
+    }
+    more = needed.get(name, {})
     lines = train(ranks, stale, tmp_path / name, {**PRESETS[name].objective, **more})
     assert len(lines) == STEPS
     assert all(math.isfinite(line["loss"]) and line["grad_norm"] > 0 for line in lines)

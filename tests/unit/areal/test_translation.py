@@ -204,6 +204,17 @@ def test_the_second_bound_and_the_level_of_ratios_are_carried_over() -> None:
     assert found["trainer.objective.ratio_level"] == "sequence"
 
 
+def test_the_penalty_is_carried_over_where_a_reference_is_configured() -> None:
+    coef, path = "trainer.objective.kl.coef", "trainer.objective.kl.reference"
+    assert coef not in recipe_of({"actor": {"kl_ctl": 0.05}}), "AReaL applies none either"
+    found = recipe_of({"actor": {"kl_ctl": 0.05, "path": "/m"}, "ref": {"path": "/m"}})
+    assert (found[coef], path in found) == (0.05, False)
+    found = recipe_of({"actor": {"kl_ctl": 0.05, "path": "/m"}, "ref": {"path": "/other"}})
+    assert found[path] == "/other"
+    lost = reasons({"actor": {"kl_ctl": 0.05, "kl_estimator": "k2"}, "ref": {"path": "/m"}})
+    assert "k1" in lost["actor.kl_ctl"]
+
+
 @pytest.mark.parametrize(
     ("mode", "gpus", "expected"),
     [

@@ -6,9 +6,10 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.launch import input_checks, setup
+from areal_hpc.launch.checks.model_files import find_model_problems
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.loading import build_recipe, load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 
@@ -64,3 +65,24 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     for _ in range(2):  # the second time, as a run that continues
         setup.set_up_run_dir(recipe, paths, lambda line: None, "/no", ())
     assert get_base_model_path(recipe, paths).resolve() == folder
+
+
+def test_a_reference_has_the_policys_tokens_and_divides_as_it_does(
+    recipe: Recipe, tmp_path: Path
+) -> None:
+    in_the_cache(tmp_path)
+    folders = {name: tmp_path / name for name in ("same", "other tokens", "odd heads", "none")}
+    make_tiny_model(folders["same"], ["one two three"], hidden=48, heads=4, kv_heads=2)
+    make_tiny_model(folders["other tokens"], ["vier fünf sechs"], hidden=48, heads=4, kv_heads=2)
+    make_tiny_model(folders["odd heads"], ["one two three"], hidden=48, heads=3, kv_heads=3)
+    found = {}
+    for name, folder in folders.items():
+        tree = recipe.model_dump(mode="json")
+        tree["trainer"]["objective"]["kl"] = {"coef": 0.1, "reference": str(folder)}
+        tree["trainer"]["parallel"]["tp"] = 2
+        checked = list(find_model_problems(build_recipe(tree)))
+        found[name] = [one.message for one in checked if str(folder) in one.message]
+    assert found["same"] == []
+    assert "the tokenizers of" in found["other tokens"][0]
+    assert "num_attention_heads 3 must be a multiple of tp 2" in found["odd heads"][0]
+    assert "there is no model directory" in found["none"][0]

@@ -125,6 +125,18 @@ def test_the_first_stage_keeps_a_micro_batch_for_every_stage() -> None:
     assert deep.parameters < plain.parameters / 3
 
 
+def test_a_frozen_network_waits_on_the_host_and_takes_the_place_of_activations() -> None:
+    large, small = architecture("Qwen2.5-Math-7B-Instruct"), architecture("Qwen3-0.6B")
+    config = trainer(tp=2, dp=2)
+    alone = memory_estimate.estimate_trainer_memory(small, config)
+    held = memory_estimate.estimate_trainer_memory(small, config, frozen=[small, large])
+    sizes = [sum(held_by(one, ParallelConfig(tp=2), 0)) * 2 for one in (small, large)]
+    assert held.host_frozen == sum(sizes)
+    layer = memory_estimate.count_layer_activations(large, ParallelConfig(tp=2), 8192)
+    assert held.scoring == sizes[1] + 2 * layer
+    assert held.total == alone.total - alone.activations + max(alone.activations, held.scoring)
+
+
 def test_serving_by_hand() -> None:
     arch = architecture("Qwen2.5-Math-7B-Instruct")
     config = InferenceConfig(max_total_tokens=1000)

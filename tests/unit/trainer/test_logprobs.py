@@ -2,12 +2,17 @@
 
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer.model.kernels import rms_norm
-from areal_hpc.trainer.model.kernels.logprobs import KeptTokens, compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import (
+    KeptTokens,
+    compute_logprobs_and_entropy,
+    compute_token_logprobs,
+)
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
 """Five columns are padding."""
@@ -42,8 +47,7 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     weights = torch.randn(ROWS, generator=generator)
 
     ours = hidden.clone().requires_grad_()
-    entropy = torch.empty(ROWS)
-    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group, entropy)
+    values, entropy = compute_logprobs_and_entropy(ours * 1, labels, temperature, VOCAB, group)
     alone = compute_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group)
     assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
     (values * weights).sum().backward()
@@ -56,7 +60,9 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     (expected * weights).sum().backward()
 
     chances = logits.detach().log_softmax(-1)
-    torch.testing.assert_close(entropy, -(chances.exp() * chances).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        entropy.detach(), -(chances.exp() * chances).sum(-1), rtol=1e-4, atol=1e-5
+    )
     assert values.dtype == torch.float32
     torch.testing.assert_close(values, expected)
     assert ours.grad is not None
@@ -86,23 +92,60 @@ def test_distributions_are_over_the_tokens_that_could_be_sampled(
     kept = KeptTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts)
 
     ours = hidden.clone().requires_grad_()
-    entropy = torch.empty(ROWS)
-    values = compute_token_logprobs(ours * 1, labels, temperature, VOCAB, group, entropy, kept)
-    (values * weights).sum().backward()
+    values, entropy = compute_logprobs_and_entropy(
+        ours * 1, labels, temperature, VOCAB, group, kept
+    )
+    alone = compute_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group, kept)
+    assert torch.equal(values, alone)
+    ((values + 0.5 * entropy) * weights).sum().backward()
 
     plain = hidden.clone().requires_grad_()
     logits = (plain[:, :VOCAB].float() / temperature[:, None]).masked_fill(~is_kept, -torch.inf)
-    expected = logits.log_softmax(-1).gather(1, labels[:, None])[:, 0]
-    (expected * weights).sum().backward()
+    logprobs = logits.log_softmax(-1)
+    expected = logprobs.gather(1, labels[:, None])[:, 0]
+    surprise = -torch.where(is_kept, logprobs, 0.0)
+    expected_entropy = (logprobs.exp() * surprise).sum(-1)
+    ((expected + 0.5 * expected_entropy) * weights).sum().backward()
 
-    chances = logits.detach().log_softmax(-1).exp()
-    surprise = torch.where(is_kept, -chances.log(), 0.0)
-    torch.testing.assert_close(entropy, (chances * surprise).sum(-1), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(entropy, expected_entropy, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(values, expected)
     assert ours.grad is not None
     assert plain.grad is not None
-    torch.testing.assert_close(ours.grad, plain.grad)
+    torch.testing.assert_close(ours.grad, plain.grad, rtol=1e-4, atol=1e-5)
     assert not ours.grad[:, :VOCAB][~is_kept].any()
+
+
+@pytest.mark.parametrize("weight", [0.0, 1.0], ids=["alone", "beside log-probabilities"])
+@pytest.mark.parametrize("tempered", [False, True])
+@pytest.mark.usefixtures("chunk_values")
+def test_entropies_have_the_gradient_that_float64_gives_by_hand(
+    group: dist.ProcessGroup, tempered: bool, weight: float
+) -> None:
+    generator = np.random.default_rng(3)
+    hidden = generator.normal(0, 2, (ROWS, COLUMNS))
+    labels = generator.integers(0, VOCAB, ROWS)
+    temperature = generator.uniform(0.5, 1.5, ROWS) if tempered else np.ones(ROWS)
+    slopes = generator.normal(0, 1, ROWS)
+
+    logits = hidden[:, :VOCAB] / temperature[:, None]
+    logprobs = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    chances = np.exp(logprobs)
+    expected = -(chances * logprobs).sum(1)
+    by_entropy = -chances * (logprobs + expected[:, None]) * slopes[:, None]
+    by_logprob = (np.eye(VOCAB)[labels] - chances) * weight
+    gradient = (by_entropy + by_logprob) / temperature[:, None]
+
+    ours = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
+    given = torch.tensor(temperature, dtype=torch.float32) if tempered else None
+    values, entropy = compute_logprobs_and_entropy(
+        ours * 1, torch.from_numpy(labels), given, VOCAB, group
+    )
+    loss = (entropy * torch.tensor(slopes, dtype=torch.float32)).sum()
+    (loss + weight * values.sum() if weight else loss).backward()
+    assert ours.grad is not None
+    np.testing.assert_allclose(entropy.detach(), expected, rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.grad[:, :VOCAB], gradient, rtol=1e-5, atol=1e-6)
+    assert not ours.grad[:, VOCAB:].any()
 
 
 def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) -> None:

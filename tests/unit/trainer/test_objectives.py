@@ -33,6 +33,8 @@ SURROGATES: list[dict[str, Any]] = [
     {"surrogate": "cispo", "clip_low": 1.0},
     {"surrogate": "cispo", "ratio_level": "sequence"},
     {"surrogate": "none"},
+    {"kl": {"coef": 0.3, "placement": "loss", "estimator": "k2"}},
+    {"kl": {"coef": 0.3, "placement": "loss", "estimator": "k3", "allow_biased": True}},
 ]
 CORRECTIONS: list[dict[str, Any]] = [
     {"off_policy_correction": "none"},
@@ -60,8 +62,13 @@ def compute(
         )
         row_map = TokenRowMap(torch.tensor(tokens.rows[own]), len(rows))
         scale = None if scales is None else torch.tensor(scales, dtype=dtype)[tokens.rows[own]]
+        reference = None
+        if objective.kl.coef and tokens.reference is not None:
+            reference = torch.tensor(tokens.reference[own], dtype=dtype)
         total, sums, _ = compute_policy_loss(
-            logprobs[own], proximal, behavior, advantages, row_map, objective, scale
+            *(logprobs[own], proximal, behavior, advantages),
+            *(row_map, objective, scale),
+            reference_N=reference,
         )
         loss = loss + total * factor / len(own) / parts
         clipped += int(sums["clipped"])
@@ -87,7 +94,7 @@ def test_loss_and_gradient_equal_the_reference(
         assert loss == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert np.abs(gradient - slopes).max() <= 1e-6 * max(1.0, np.abs(slopes).max())
         acted += clipped
-    assert (acted > 0) is (surrogate["surrogate"] != "none")
+    assert (acted > 0) is (surrogate.get("surrogate") != "none")
 
 
 @pytest.mark.parametrize("aggregation", AGGREGATIONS, ids=lambda one: one["loss_agg"])
@@ -130,6 +137,18 @@ def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:
         ({"ratio_level": "sequence", "surrogate": "none"}, "ratio_level=token"),
         ({"loss_agg": "seq_mean_token_sum_norm"}, "loss_scale_tokens"),
         ({"loss_scale_tokens": 5}, "loss_agg=seq_mean_token_sum_norm"),
+        ({"teacher": {"coef": 1.0}}, "belong together"),
+        ({"teacher": {"path": "/model"}}, "belong together"),
+        ({"kl": {"reference": "/model"}}, "set coef"),
+        ({"kl": {"coef": 0.1, "estimator": "k2"}}, "set estimator=k1"),
+        ({"kl": {"coef": 0.1, "estimator": "k3"}}, "set estimator=k1"),
+        ({"kl": {"coef": 0.1, "placement": "loss"}}, "expected gradient of 0: set estimator=k2"),
+        ({"kl": {"coef": 0.1, "placement": "loss", "estimator": "k3"}}, "allow_biased=true"),
+        ({"kl": {"coef": 0.1, "allow_biased": True}}, "leave it out"),
+        (
+            {"kl": {"coef": 0.1, "reference": "/model", "update_every_steps": 2}},
+            "needs reference=initial",
+        ),
     ],
 )
 def test_keys_without_a_meaning_are_refused(values: dict[str, Any], expected: str) -> None:

@@ -48,25 +48,46 @@ def compute_token_logprobs(
     temperature_N: torch.Tensor | None,
     vocab: int,
     group: dist.ProcessGroup,
-    entropy_N: torch.Tensor | None = None,
     kept: KeptTokens | None = None,
 ) -> torch.Tensor:
     """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
-
-    `entropy_N`, float32, takes the entropy in nats of the distributions that labels come from.
 
     The backward pass overwrites the logits, this rank's columns of the vocabulary: nothing else may
     read them afterwards. Columns beyond `vocab` are padding and take no probability. A temperature
     divides the logits, as the sampler did; None is 1 everywhere. With `kept` distributions are over
     these tokens alone, of which the label is one.
     """
-    return _TokenLogprobs.apply(  # type: ignore[no-any-return, no-untyped-call]
-        logits_NV, labels_N, temperature_N, vocab, group, entropy_N, kept
+    logprobs_N: torch.Tensor
+    logprobs_N, _ = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits_NV, labels_N, temperature_N, vocab, group, False, kept
     )
+    return logprobs_N
+
+
+def compute_logprobs_and_entropy(
+    logits_NV: torch.Tensor,
+    labels_N: torch.Tensor,
+    temperature_N: torch.Tensor | None,
+    vocab: int,
+    group: dist.ProcessGroup,
+    kept: KeptTokens | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same bits, and the entropies in nats of the distributions that labels come from [N].
+
+    Gradients flow through both.
+    """
+    both: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
+        logits_NV, labels_N, temperature_N, vocab, group, True, kept
+    )
+    return both
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """Keeps the logits and one log-sum-exp per row; gradient of a row: g (onehot - softmax) / t."""
+    """Keeps the logits and one log-sum-exp per row.
+
+    Gradient of a row with p = softmax: by its log-probability g (onehot - p) / t, by its entropy
+    -h p (log p + entropy) / t.
+    """
 
     @staticmethod
     def forward(
@@ -76,9 +97,9 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature_N: torch.Tensor | None,
         vocab: int,
         group: dist.ProcessGroup,
-        entropy_N: torch.Tensor | None,
+        measures_entropy: bool,
         kept: KeptTokens | None,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         first = logits_NV.shape[1] * group.rank()
         real_NV = logits_NV[:, : vocab - first]
         is_own_N, columns_N = _find_own_columns(labels_N, first, real_NV.shape[1])
@@ -86,7 +107,7 @@ class _TokenLogprobs(torch.autograd.Function):
         if temperature_N is not None:
             chosen_N = chosen_N / temperature_N
         lse_N = torch.empty_like(chosen_N)
-        mean_N = None if entropy_N is None else torch.empty_like(chosen_N)
+        mean_N = torch.empty_like(chosen_N) if measures_entropy else None
         for rows in iterate_row_chunks(real_NV):
             values = real_NV[rows].float()
             if temperature_N is not None:
@@ -105,31 +126,42 @@ class _TokenLogprobs(torch.autograd.Function):
             if mean_N is not None:
                 mean_N *= (own_lse_N - lse_N).exp_()
                 dist.all_reduce(mean_N, group=group)
-        if entropy_N is not None and mean_N is not None:
-            torch.sub(lse_N, mean_N, out=entropy_N)
-        ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N)
+        entropy_N = chosen_N.new_empty(0) if mean_N is None else lse_N - mean_N
+        ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N, entropy_N)
         ctx.first, ctx.vocab, ctx.kept = first, vocab, kept
-        return chosen_N - lse_N
+        ctx.set_materialize_grads(False)
+        return chosen_N - lse_N, entropy_N
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient_N: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        logits_NV, labels_N, temperature_N, lse_N = ctx.saved_tensors
+    def backward(
+        ctx: Any, gradient_N: torch.Tensor | None, slope_N: torch.Tensor | None
+    ) -> tuple[torch.Tensor | None, ...]:
+        """`slope_N` is the gradient by the entropies; None where nothing depends on them."""
+        logits_NV, labels_N, temperature_N, lse_N, entropy_N = ctx.saved_tensors
+        if gradient_N is None:
+            gradient_N = torch.zeros_like(lse_N)
         real_NV = logits_NV[:, : ctx.vocab - ctx.first]
         is_own_N, columns_N = _find_own_columns(labels_N, ctx.first, real_NV.shape[1])
         if temperature_N is not None:
             gradient_N = gradient_N / temperature_N
+            slope_N = None if slope_N is None else slope_N / temperature_N
         chosen_N = torch.where(is_own_N, gradient_N, 0.0)
         for rows in iterate_row_chunks(real_NV):
             held = real_NV[rows]
             values = held.float()  # the logits themselves when they are float32
             if temperature_N is not None:
                 values.div_(temperature_N[rows, None])
+            values.sub_(lse_N[rows, None])
+            if slope_N is None:
+                values.exp_().mul_(-gradient_N[rows, None])
+            else:
+                factors = (values + entropy_N[rows, None]).mul_(slope_N[rows, None])
+                values.exp_().mul_(factors.add_(gradient_N[rows, None]).neg_())
             if ctx.kept is not None:
                 left_out = ctx.kept.find_left_out(rows, ctx.first, values.shape[1])
                 if left_out is not None:
-                    values.masked_fill_(left_out, -torch.inf)
-            values.sub_(lse_N[rows, None]).exp_().mul_(-gradient_N[rows, None])
+                    values.masked_fill_(left_out, 0.0)
             values.scatter_add_(1, columns_N[rows, None], chosen_N[rows, None])
             if values.dtype != held.dtype:
                 held.copy_(values)

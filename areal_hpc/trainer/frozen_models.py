@@ -1,0 +1,139 @@
+"""Frozen models of a run: which the objective needs, what they score, how a reference follows."""
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
+from areal_hpc.trainer.model.frozen import FrozenNetwork, load_frozen_network
+from areal_hpc.trainer.model.hf_weights import save_hf_model
+from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy
+from areal_hpc.trainer.token_scores import ScoresByRow, score_rows
+
+REFERENCE_KEY, TEACHER_KEY = "trainer.objective.kl.reference", "trainer.objective.teacher.path"
+
+
+class FrozenModels:
+    """Models that a run scores its batches with.
+
+    With `kl.update_every_steps` the reference is the policy of the last step that they divide: its
+    weights are kept in the run directory too, where a run that resumes finds them.
+    """
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        paths: RunPaths,
+        model_path: Path,
+        device: torch.device,
+        step: int,
+        check_generation: Callable[[], None],
+    ) -> None:
+        self._config, self._paths, self._model_path = config, paths, model_path
+        self._device, self._check_generation = device, check_generation
+        objective = config.objective
+        self._reference = self._teacher = None
+        if objective.kl.coef:
+            self._reference = self._load(self._find_reference(step), REFERENCE_KEY)
+        if objective.teacher.path is not None:
+            self._teacher = self._load(objective.teacher.path, TEACHER_KEY)
+
+    @property
+    def are_needed(self) -> bool:
+        """True if batches are scored before they are trained."""
+        return self._reference is not None or self._teacher is not None
+
+    def score(self, policy: Policy, rows: Sequence[TrainingRow]) -> BatchScores:
+        """What the objective has to know of the rows before they are trained. A collective."""
+        if not rows:
+            return NO_SCORES
+        start = self._score(policy, rows) if self._config.objective.scores_start else None
+        return BatchScores(
+            start,
+            self._score_frozen(self._reference, rows),
+            self._score_frozen(self._teacher, rows),
+        )
+
+    def build_metrics(self, sums: Mapping[str, float], scores: BatchScores) -> dict[str, float]:
+        """How far the policy is from them: what the passes of a step added up, and its scores."""
+        tokens, found = max(1.0, sums["tokens"]), {}
+        if self._reference is not None:
+            found["kl/reference"] = sums["reference"] / tokens
+        if self._teacher is not None:
+            gaps = scores.teacher_gaps or []
+            found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
+        return found
+
+    def follow(self, policy: Policy, step: int) -> None:
+        """Let the policy of this step be the reference, if it is time. A collective."""
+        every = self._config.objective.kl.update_every_steps
+        if self._reference is None or not every or step % every:
+            return
+        self._reference.copy_weights(policy)
+        if dist.get_rank() == 0:
+            self._check_generation()
+        save_hf_model(policy, self._model_path, self._paths.reference(step))
+        if dist.get_rank() == 0:
+            self._delete_outdated(every)
+
+    def _find_reference(self, step: int) -> Path:
+        """The model directory of the reference at a step.
+
+        Raises:
+            RecipeError: It followed the policy, and its weights are not kept.
+        """
+        kl = self._config.objective.kl
+        taken = step - step % kl.update_every_steps if kl.update_every_steps else 0
+        if kl.reference != "initial" or not taken:
+            return self._model_path if kl.reference == "initial" else kl.reference
+        found = self._paths.reference(taken)
+        if not found.is_dir():
+            raise RecipeError(
+                f"at step {step} the reference is the policy of step {taken}, but there is no "
+                f"{found}",
+                key="trainer.objective.kl.update_every_steps",
+                hint="leave it as the run had it until then, or start over with --fresh",
+            )
+        return found
+
+    def _load(self, model_dir: Path, key: str) -> FrozenNetwork:
+        config = self._config
+        dtype = TORCH_DTYPE_BY_NAME[config.dtype]
+        return load_frozen_network(model_dir, config.parallel, dtype, self._device, key)
+
+    def _score_frozen(
+        self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]
+    ) -> ScoresByRow | None:
+        if frozen is None:
+            return None
+        with frozen.lend_weights() as network:
+            return self._score(network, rows)
+
+    def _score(self, network: Network, rows: Sequence[TrainingRow]) -> ScoresByRow:
+        config = self._config
+        return score_rows(
+            network,
+            rows,
+            minibatches=config.minibatches,
+            max_tokens=config.max_tokens_per_microbatch,
+        )
+
+    def _delete_outdated(self, every: int) -> None:
+        """Delete references that no kept checkpoint can go on with."""
+        steps = [one.state.step for one in list_checkpoints(self._paths.checkpoints_dir)]
+        oldest = min(steps, default=0)
+        for folder in self._paths.references_dir.iterdir():
+            if folder.name >= format_step_dir(oldest - oldest % every):
+                continue
+            if folder.is_symlink():
+                folder.unlink()
+            else:
+                shutil.rmtree(folder)

@@ -1,0 +1,51 @@
+"""Log-probabilities of a batch's tokens under the policy and under networks that stay frozen."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow, split_minibatches
+from areal_hpc.trainer.model.policy import Network
+from areal_hpc.trainer.objective.loss_stats import LossStats
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
+
+ScoresByRow = list[npt.NDArray[np.float32]]
+"""For each row a number for each of its tokens: 0 where the loss does not see it."""
+
+
+def score_rows(
+    network: Network, rows: Sequence[TrainingRow], *, minibatches: int, max_tokens: int
+) -> ScoresByRow:
+    """Log-probabilities of all trained tokens, on every rank. A collective.
+
+    Rows share passes as they do in training, so that the policy finds the same bits there.
+    """
+    scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
+    for hand, part in enumerate(split_minibatches(rows, minibatches)):
+        scores[hand::minibatches] = _score_part(network, part, max_tokens)
+    return scores
+
+
+def _score_part(network: Network, rows: Sequence[TrainingRow], max_tokens: int) -> ScoresByRow:
+    channels = [name for name in rows[0].channels if name == TEMPERATURE_CHANNEL]
+    found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
+
+    def note(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        found.append((batch.tokens_N, logprobs_N))
+        return logprobs_N.sum(), LossStats()
+
+    batches = make_micro_batches(network, rows, channels, max_tokens)
+    run_forward_backward(network, batches, note, backward=False)
+    lengths = [len(row.input_ids_T) for row in rows]
+    flat = torch.zeros(sum(lengths))
+    # The other tensor-parallel ranks found the same.
+    if found and parallel_state.get_tensor_model_parallel_rank() == 0:
+        places = torch.from_numpy(np.concatenate([tokens_N for tokens_N, _ in found]))
+        flat[places] = torch.cat([logprobs_N for _, logprobs_N in found]).cpu()
+    if dist.get_world_size() > 1:
+        dist.all_reduce(flat)
+    return np.split(flat.numpy(), np.cumsum(lengths)[:-1])

@@ -1,0 +1,212 @@
+"""Frozen models, a reference and a teacher: what they score, in every layout, and over kills."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import SAMPLES, VOCAB, record_run
+
+STEPS = 5
+COMPARED = ("loss", "grad_norm", "kl/reference", "kl/teacher", "advantage/abs_max")
+IN_REWARD: dict[str, Any] = {
+    "kl": {"coef": 0.2},
+    "baseline": "leave_one_out",
+    "scale_rewards": "none",
+}
+IN_LOSS: dict[str, Any] = {"kl": {"coef": 0.2, "placement": "loss", "estimator": "k2"}}
+PLAIN = {"off_policy_correction": "none", "surrogate": "none"}
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=1).root
+
+
+@pytest.fixture(scope="module")
+def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A network of another size, of the same tokens."""
+    folder = tmp_path_factory.mktemp("other") / "model"
+    make_tiny_model(
+        folder, ["one two three"], hidden=64, heads=4, kv_heads=2, head_dim=16, ffn=96, layers=4,
+        vocab=VOCAB, seed=7,
+    )  # fmt: skip
+    return folder
+
+
+def train(
+    ranks: RankServer,
+    paths: RunPaths,
+    objective: dict[str, Any],
+    parallel: dict[str, int] | None = None,
+    minibatches: int = 2,
+    **scenario: Any,
+) -> TaskExit:
+    parallel = parallel or {}
+    settings = {
+        "total_steps": STEPS, "minibatches": minibatches, "parallel": parallel,
+        "objective": objective,
+    }  # fmt: skip
+    return ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings, **scenario)
+
+
+def measure(
+    ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **settings: Any
+) -> list[dict[str, float]]:
+    paths = RunPaths(shutil.copytree(stale, folder))
+    outcome = train(ranks, paths, objective, **settings)
+    assert set(outcome.codes) == {0}, outcome.log
+    return read_lines(paths.metrics)
+
+
+def score_with_transformers(model_dir: Path, ids_T: np.ndarray[Any, Any]) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
+    ids = torch.from_numpy(ids_T).long()
+    logprobs_TV = torch.log_softmax(model(ids[None]).logits[0].double(), -1)
+    return logprobs_TV[:-1].gather(-1, ids[1:, None])[:, 0].detach()
+
+
+def test_the_divergence_is_that_of_transformers(
+    ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path
+) -> None:
+    objective = {"kl": {"coef": 0.2, "reference": str(other_model)}}
+    (first, *_) = measure(ranks, stale, tmp_path / "run", objective, minibatches=1)
+    paths, gaps = RunPaths(stale), []
+    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
+    for row in rows:
+        own, other = (
+            score_with_transformers(folder, row.input_ids_T)
+            for folder in (paths.tiny_model_dir, other_model)
+        )
+        gaps.append((own - other)[torch.from_numpy(row.loss_mask_T[1:] != 0)])
+    assert first["kl/reference"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-4)
+
+
+def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
+    ranks: RankServer, other_model: Path, tmp_path: Path
+) -> None:
+    """Rewards are all equal: nothing else is learned from."""
+    paths = record_run(tmp_path / "equal", 1, rewards={1: [1.0] * SAMPLES})
+    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
+    own, teacher = (
+        transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        for folder in (paths.tiny_model_dir, other_model)
+    )
+    # transformers gives the embedding of a padding token no gradient; here it is like others.
+    own.get_input_embeddings().padding_idx = None
+    gaps, terms = [], []
+    for row in rows:
+        ids, mask = torch.from_numpy(row.input_ids_T).long(), row.loss_mask_T[1:] != 0
+        mine, other = (
+            torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
+            for model in (own, teacher)
+        )
+        gap = (other - mine).detach()
+        terms.append((0.5 * gap * mine)[torch.from_numpy(mask)])
+        gaps.append(gap[torch.from_numpy(mask)])
+    torch.cat(terms).mean().backward()
+    squares = [(one.grad**2).sum() for one in own.parameters() if one.grad is not None]
+    objective = {"teacher": {"coef": 0.5, "path": str(other_model)}, **PLAIN}
+    settings = {"total_steps": 1, "objective": objective}
+    outcome = ranks.run(paths, "replay", 1, trainer=settings)
+    assert outcome.codes == [0], outcome.log
+    (line,) = read_lines(paths.metrics)
+    assert line["kl/teacher"] == pytest.approx(-torch.cat(gaps).mean().item(), rel=1e-4)
+    assert line["grad_norm"] == pytest.approx(torch.stack(squares).sum().sqrt().item(), rel=1e-5)
+
+
+def test_at_first_the_policy_is_its_own_reference(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    plain = measure(ranks, stale, tmp_path / "plain", {**IN_REWARD, "kl": {}}, minibatches=1)
+    for name, objective in (("reward", IN_REWARD), ("loss", IN_LOSS)):
+        lines = measure(ranks, stale, tmp_path / name, objective, minibatches=1)
+        assert lines[0]["kl/reference"] == 0.0
+        assert all(line["kl/reference"] != 0.0 for line in lines[1:])
+        assert "time/score_s" in lines[0]
+    rewarded = read_lines(RunPaths(tmp_path / "reward").metrics)
+    assert rewarded[0]["grad_norm"] == plain[0]["grad_norm"], "to the bit: nothing was taken off"
+    assert rewarded[2]["grad_norm"] != plain[2]["grad_norm"]
+    assert "kl/reference" not in plain[0]
+
+
+@pytest.mark.parametrize("name", ["reward", "loss", "teacher"])
+def test_layouts_agree(
+    ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path, name: str
+) -> None:
+    path = str(other_model)
+    objective = {
+        "reward": {**IN_REWARD, "kl": {**IN_REWARD["kl"], "reference": path}},
+        "loss": {"kl": {**IN_LOSS["kl"], "reference": path}},
+        "teacher": {"teacher": {"coef": 0.5, "path": path}, **PLAIN},
+    }[name]
+    expected = measure(ranks, stale, tmp_path / "1", objective)
+    for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
+        folder = tmp_path / f"2-{number}"
+        found = measure(ranks, stale, folder, objective, parallel=parallel)
+        for line, other in zip(found, expected, strict=True):
+            for metric in {*COMPARED} & line.keys():
+                same = pytest.approx(other[metric], rel=1e-4, abs=1e-6)
+                assert line[metric] == same, (parallel, line["step"], metric)
+
+
+FOLLOWING = {**IN_REWARD, "kl": {"coef": 0.2, "update_every_steps": 2}}
+
+
+@pytest.mark.parametrize(
+    ("objective", "parallel", "fault"),
+    [
+        (FOLLOWING, {}, "train.before_step@5"),
+        (FOLLOWING, {"dp": 2}, "train.before_step@5"),
+        (IN_LOSS, {}, "optimizer.before_step@9"),
+    ],
+    ids=["following", "following, 2 ranks", "loss"],
+)
+def test_a_killed_run_ends_with_the_same_bits(
+    ranks: RankServer,
+    stale: Path,
+    tmp_path: Path,
+    objective: dict[str, Any],
+    parallel: dict[str, int],
+    fault: str,
+) -> None:
+    alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
+    expected = train(ranks, alone, objective, parallel)
+    assert set(expected.codes) == {0}, expected.log
+    assert -9 in train(ranks, killed, objective, parallel, faults=f"{fault}=kill").codes
+    resumed = train(ranks, killed, objective, parallel)
+    assert set(resumed.codes) == {0}, resumed.log
+    assert resumed.reports[0]["began_at"] in (2, 4)
+    for one, other in zip(resumed.reports, expected.reports, strict=True):
+        assert one["digests"] == other["digests"]
+    lines, others = (read_lines(paths.metrics) for paths in (killed, alone))
+    assert [line["kl/reference"] for line in lines] == [line["kl/reference"] for line in others]
+
+
+def test_a_reference_that_follows_is_kept_as_long_as_a_checkpoint_needs_it(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    lines = measure(ranks, stale, tmp_path / "run", FOLLOWING)
+    paths = RunPaths(tmp_path / "run")
+    assert lines[2]["kl/reference"] != 0
+    kept = sorted(folder.name for folder in paths.references_dir.iterdir())
+    assert kept == ["step_00000002", "step_00000004"]
+    shutil.rmtree(paths.reference(4))
+    settings = {"total_steps": STEPS + 1, "minibatches": 2, "objective": FOLLOWING}
+    outcome = ranks.run(paths, "replay", 1, trainer=settings)
+    assert outcome.reports[0]["kind"] == "RecipeError"
+    assert "the reference is the policy of step 4" in outcome.reports[0]["error"]
