@@ -158,6 +158,7 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "add rollout.agent.isolation=bwrap, or remove it",
         )
     yield from _find_harbor_conflicts(recipe)
+    yield from _find_agent_python_conflicts(recipe)
     if agent.isolation and agent.mode == "online":
         yield Problem(
             "rollout.agent.isolation cannot be used with mode=online: external programs run the "
@@ -170,6 +171,32 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.agent.sandbox.root cannot be used with rollout.agent.isolation=none",
             f"{key}.root",
             "use rollout.agent.isolation=bwrap, or remove it",
+        )
+
+
+def _find_agent_python_conflicts(recipe: Recipe) -> Iterator[Problem]:
+    """Another Python runs the agent alone, which is handed no objects."""
+    agent = recipe.rollout.agent
+    if agent.variables and not agent.python:
+        yield Problem(
+            "rollout.agent.variables chooses what an agent of rollout.agent.python sees, and there "
+            "is no such Python",
+            "rollout.agent.variables",
+            "remove it; other agents see the environment of the job",
+        )
+    if agent.python and agent.mode != "subproc":
+        yield Problem(
+            f"rollout.agent.python cannot be used with mode={agent.mode}: such agents run in the "
+            "driver, or elsewhere",
+            "rollout.agent.python",
+            "use rollout.agent.mode=subproc",
+        )
+    if agent.python and agent.isolation:
+        yield Problem(
+            "rollout.agent.python cannot be used with rollout.agent.isolation: an agent without "
+            "areal_hpc gets no sandbox",
+            "rollout.agent.isolation",
+            "remove one of them",
         )
 
 

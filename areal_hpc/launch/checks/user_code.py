@@ -14,6 +14,9 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 USER_CODE_TIMEOUT_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
+AGENT_WORKER = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
+"""The program that runs agents of `rollout.agent.python`."""
+
 _LOAD_USER_CODE_SCRIPT = """
 import json, sys
 from areal_hpc.errors import ArealError
@@ -54,6 +57,10 @@ def find_user_code_problems(
         (rollout.workflow, rollout.workflow_kwargs),
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
+    if rollout.agent.python:
+        for workflow, kwargs in filter(lambda one: one[0], agents):
+            yield from _find_foreign_agent_problems(rollout.agent.python, workflow, kwargs, sys_path)
+        agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
     for python, named, name, key, what in (
@@ -75,6 +82,32 @@ def find_user_code_problems(
         yield from _find_user_code_load_problems(
             pythons["train"], tried, environ, "trainer.objective.custom", "the custom loss"
         )
+
+
+def _find_foreign_agent_problems(
+    python: str, workflow: str, kwargs: Mapping[str, Any], sys_path: tuple[str, ...]
+) -> Iterator[Problem]:
+    """Have the Python of `rollout.agent.python` build the agent."""
+    names = {"workflow": workflow, "kwargs": dict(kwargs), "sys_path": [*sys_path]}
+    try:
+        told = subprocess.run(
+            [python, str(AGENT_WORKER)],
+            input=json.dumps({"do": "build", **names}),
+            capture_output=True,
+            text=True,
+            timeout=USER_CODE_TIMEOUT_S,
+            check=False,
+        )
+        answer = json.loads(told.stdout.splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, IndexError, ValueError) as error:
+        yield Problem(
+            f"the agent cannot be built by {python}: {error}",
+            "rollout.agent.python",
+            "name a Python 3.10 or newer, and move slow work out of imports and constructors",
+        )
+        return
+    if "raised" in answer:
+        yield Problem(*answer["raised"]["problems"][0])
 
 
 def _find_user_code_load_problems(

@@ -43,6 +43,10 @@ class AgentExecutionConfig(BaseConfig):
     """Whose temperature, top_p, top_k hold: the agent's where it asks, or always the recipe's."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
+    python: str = ""
+    """Python that runs the agent in mode `subproc`, without areal_hpc; empty: the driver's."""
+    variables: tuple[str, ...] = ()
+    """Further variables of the job that an agent of `python` sees, such as `SEARCH_*`."""
     isolation: AgentIsolation | None = None
     """What `data["sandbox"]` is, where commands run; `none`: as you do; null: there is none."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -20,6 +20,7 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
     build_endpoint_variables,
     make_agent_sandboxes,
 )
+from areal_hpc.rollout.execution.foreign_agent import ForeignAgentPool
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 
 
@@ -37,6 +38,11 @@ class SubprocessAgent:
         self._kwargs = dict(kwargs)
         self._how = how
         self._pool = ProcessPool(size)
+        self._foreign = (
+            ForeignAgentPool(how.python, workflow, kwargs, size, how.variables)
+            if how is not None and how.python
+            else None
+        )
 
     async def check_agent_builds(self) -> None:
         """Build the agent once, so that what is wrong with it is known before any episode.
@@ -44,11 +50,18 @@ class SubprocessAgent:
         Raises:
             RecipeError: It cannot be built.
         """
+        if self._foreign is not None:
+            await self._foreign.check_agent_builds()
+            return
         await self._pool.call(_check_agent_builds, self._workflow, self._kwargs)
 
     @asynccontextmanager
     async def acquire_worker_agent(self) -> AsyncIterator[Agent]:
         """A process for one episode; waiting for it takes nothing from the episode's time."""
+        if self._foreign is not None:
+            async with self._foreign.acquire() as foreign:
+                yield _WorkerAgentHandle(foreign.run)
+            return
         async with self._pool.acquire() as process:
             yield _WorkerAgentHandle(
                 partial(
@@ -64,6 +77,8 @@ class SubprocessAgent:
     def close(self) -> None:
         """Kill idle processes. They die with this one in any case."""
         self._pool.close()
+        if self._foreign is not None:
+            self._foreign.close()
 
 
 class _WorkerAgentHandle:

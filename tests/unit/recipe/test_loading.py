@@ -67,6 +67,17 @@ REFUSED = [
         "rollout.failed_episodes",
         "cannot be used with mode=online",
     ),
+    (
+        "rollout.agent.python=/usr/bin/python3; rollout.agent.isolation=bwrap",
+        "rollout.agent.python rollout.agent.isolation",
+        "cannot be used with mode=inline|gets no sandbox",
+    ),
+    ("rollout.agent.variables=[SEARCH_*]", "rollout.agent.variables", "there is no such Python"),
+    (
+        "train_dataset={generator: null, kwargs: {}, harbor: tasks}",
+        "train_dataset.harbor",
+        "need a sandbox of bubblewrap, and rollout.agent.isolation is null",
+    ),
     ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
     ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),
     (f"{SOURCES}; rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),

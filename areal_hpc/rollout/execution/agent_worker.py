@@ -1,0 +1,126 @@
+"""Program that runs a user's agent with another Python, which need not have areal_hpc.
+
+The standard library alone. Requests come as JSON lines on standard input; answers are lines as
+`answers.py` reads them. A reward may be any object with the attributes of `areal_hpc.Reward`.
+"""
+
+import asyncio
+import ctypes
+import importlib
+import json
+import numbers
+import os
+import signal
+import sys
+import traceback
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+_MAX_TEXT_CHARS = 2000
+_AGENTS: dict[str, Any] = {}
+"""Agents by their path and arguments: built once."""
+
+
+class AgentShapeError(Exception):
+    """What is wrong with the agent's class, its path or its arguments."""
+
+
+def get_agent(request: dict[str, Any]) -> Any:
+    """The agent that a request names."""
+    key = json.dumps([request["workflow"], request["kwargs"]])
+    if key not in _AGENTS:
+        _AGENTS[key] = build_agent(request["workflow"], request["kwargs"])
+    return _AGENTS[key]
+
+
+def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
+    """Import and build.
+
+    Raises:
+        AgentShapeError: It cannot be.
+    """
+    module, _, name = workflow.rpartition(".")
+    try:
+        agent = getattr(importlib.import_module(module), name)
+        agent = agent(**kwargs) if isinstance(agent, type) else agent
+    except (Exception, SystemExit) as error:  # boundary: the user's code
+        raise AgentShapeError(f"{workflow!r} cannot be built: {describe(error)}") from error
+    if not asyncio.iscoroutinefunction(getattr(agent, "run", None)):
+        raise AgentShapeError(f"{workflow!r} has no `async def run(self, data)`")
+    return agent
+
+
+def run_episode(request: dict[str, Any]) -> Any:
+    """What the agent returns for a task."""
+    os.environ.update(request["variables"])
+    return asyncio.run(get_agent(request).run(request["data"]))
+
+
+def to_builtins(value: Any) -> Any:
+    """A number, text, reward, dict or list of these, as `answers.py` reads it."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    if isinstance(value, dict):
+        return ["dict", *([to_builtins(key), to_builtins(one)] for key, one in value.items())]
+    if isinstance(value, list | tuple):
+        return ["list", *map(to_builtins, value)]
+    if hasattr(value, "value") and hasattr(value, "parts"):
+        names = ("value", "parts", "metrics", "note")
+        return ["reward", {name: getattr(value, name) for name in names if hasattr(value, name)}]
+    if isinstance(value, numbers.Real) or hasattr(value, "item"):
+        return float(value)
+    raise TypeError(f"{value!r:.200} ({type(value).__name__}) cannot be sent back")
+
+
+def describe(error: BaseException) -> str:
+    """`ValueError: why`."""
+    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+
+
+def describe_raised(error: BaseException) -> dict[str, Any]:
+    """An exception as `answers.py` reads it."""
+    if isinstance(error, AgentShapeError):
+        hint = "the Python is that of rollout.agent.python; packages it needs belong there"
+        problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
+        return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
+    message = f"the agent raised {describe(error)}"[:_MAX_TEXT_CHARS]
+    trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
+    problem = [message, "", ""]
+    return {
+        "name": "AgentError",
+        "problems": [problem],
+        "kind": type(error).__name__,
+        "trace": trace,
+    }
+
+
+def answer(request: dict[str, Any]) -> dict[str, Any]:
+    """What a request comes to."""
+    for folder in reversed(request["sys_path"]):
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    try:
+        if request["do"] == "build":
+            get_agent(request)
+            return {"returned": None}
+        return {"returned": to_builtins(run_episode(request))}
+    except (Exception, SystemExit) as error:  # boundary: the user's code; told to the driver
+        return {"raised": describe_raised(error)}
+
+
+def main() -> None:
+    """Answer until the other end closes."""
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that the driver finds what agents leave
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    sys.path[0] = os.getcwd()  # noqa: PTH109  # not this file's folder
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what an agent prints is no answer
+    for line in sys.stdin:
+        answers.write(json.dumps(answer(json.loads(line))) + "\n")
+        answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Agents that run with another Python than the driver's (`rollout.agent.python`)."""
+
+import asyncio
+import json
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import AgentError, RecipeError, WorkerLostError
+from areal_hpc.jobs.processes.descendants import kill_process, list_descendants
+from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_answer
+from areal_hpc.rollout.execution.line_process import LineProcess, select_variables
+
+WORKER = Path(__file__).with_name("agent_worker.py")
+
+
+class ForeignAgentPool:
+    """At most `size` processes of another Python, one episode each at a time."""
+
+    def __init__(
+        self,
+        python: str,
+        workflow: str,
+        kwargs: Mapping[str, Any],
+        size: int,
+        variables: Sequence[str],
+    ) -> None:
+        self._python = python
+        self._request = {
+            "workflow": workflow,
+            "kwargs": dict(kwargs),
+            "sys_path": list_user_folders(),
+        }
+        self._variables = variables
+        self._idle: list[LineProcess] = []
+        self._places = asyncio.Semaphore(size)
+
+    @asynccontextmanager
+    async def acquire(self) -> AsyncIterator["ForeignProcess"]:
+        """A process to oneself; waits while all are taken."""
+        async with self._places:
+            process = self._take()
+            try:
+                yield ForeignProcess(process, self._request)
+            finally:
+                below = list_descendants(process.pid)
+                if process.is_usable:
+                    self._idle.append(process)
+                else:
+                    process.close()
+                for one in below:
+                    kill_process(one)
+
+    async def check_agent_builds(self) -> None:
+        """Build the agent once.
+
+        Raises:
+            RecipeError: It cannot be built.
+        """
+        async with self.acquire() as process:
+            await process.ask({"do": "build"})
+
+    def close(self) -> None:
+        """Kill idle processes."""
+        while self._idle:
+            self._idle.pop().close()
+
+    def _take(self) -> LineProcess:
+        while self._idle:
+            process = self._idle.pop()
+            if process.is_usable:
+                return process
+            process.close()
+        environ = select_variables(os.environ, self._variables)
+        command = [self._python, str(WORKER)]
+        try:
+            return LineProcess(command, environ, "the worker process", MAX_ANSWER_BYTES)
+        except OSError as error:
+            raise RecipeError(
+                f"there is no Python for the agent at {self._python}: {error.strerror}",
+                key="rollout.agent.python",
+                hint="name an interpreter that every node has",
+            ) from error
+
+
+def list_user_folders() -> list[str]:
+    """Folders from which this process imports, but for those of its own Python and packages."""
+    own = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
+    found = (os.path.realpath(folder) for folder in sys.path if Path(folder).is_dir())
+    return [
+        folder for folder in found if "site-packages" not in folder and not folder.startswith(own)
+    ]
+
+
+class ForeignProcess:
+    """A process for one episode."""
+
+    def __init__(self, process: LineProcess, request: Mapping[str, Any]) -> None:
+        self._process, self._request = process, request
+
+    async def ask(self, request: Mapping[str, Any]) -> Any:
+        """What the agent returned, or raises what it raised.
+
+        Raises:
+            WorkerLostError: The process died.
+        """
+        line = json.dumps({**self._request, **request}).encode()
+        try:
+            answer = await self._process.ask(line)
+        except AgentError as error:
+            raise WorkerLostError(error.problems[0].message) from error
+        return decode_answer(answer)
+
+    async def run(self, data: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
+        """Play a task; `variables` tell the agent whom to call."""
+        return await self.ask({"do": "run", "data": data, "variables": variables})

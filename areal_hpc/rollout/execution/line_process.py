@@ -1,0 +1,118 @@
+"""A process that answers lines with lines: of any Python, with an environment by allow-list."""
+
+import asyncio
+import contextlib
+import fnmatch
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+
+from areal_hpc.errors import AgentError
+
+PASSED_VARIABLES = (
+    *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
+    *("SSL_CERT_FILE", "SSL_CERT_DIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
+)
+"""Patterns of variables that hold no secret, and without which programs do not run."""
+_PIECE_BYTES = 1 << 16
+
+
+def select_variables(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """The variables of an environment that `PASSED_VARIABLES` or further patterns name."""
+    allowed = (*PASSED_VARIABLES, *patterns)
+    return {
+        name: value
+        for name, value in environ.items()
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in allowed)
+    }
+
+
+class LineProcess:
+    """One process, which answers one line at a time. It belongs to no event loop.
+
+    Args:
+        command: Its command line; standard input and output are the link.
+        environ: Its environment.
+        name: What errors call it.
+        max_answer_bytes: A longer answer is an error.
+
+    Raises:
+        OSError: It cannot be started.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        name: str,
+        max_answer_bytes: int,
+    ) -> None:
+        self._name, self._max_answer_bytes = name, max_answer_bytes
+        self._received = bytearray()
+        self._is_asked = False
+        self._link, theirs = socket.socketpair()
+        self._link.setblocking(False)
+        try:
+            self._process = subprocess.Popen(
+                list(command),
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                env=dict(environ),
+                start_new_session=True,
+            )
+        except OSError:
+            self._link.close()
+            raise
+        finally:
+            theirs.close()
+
+    @property
+    def pid(self) -> int:
+        """Its number, also of its process group."""
+        return self._process.pid
+
+    @property
+    def is_usable(self) -> bool:
+        """It lives, and waits for a line."""
+        return not self._is_asked and self._process.poll() is None
+
+    async def ask(self, line: bytes, timeout_s: float | None = None) -> bytes:
+        """What it answers to a line, which has no end of line. None: wait for ever.
+
+        Raises:
+            AgentError: It ends, takes too long or answers too much.
+        """
+        self._is_asked = True
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.get_running_loop().sock_sendall(self._link, line + b"\n")
+                answer = await self._read_line()
+        except TimeoutError:
+            raise AgentError(f"{self._name} did not answer within {timeout_s:g} s") from None
+        except OSError as error:
+            raise AgentError(f"{self._name} cannot be talked to: {error}") from error
+        self._is_asked = False
+        return answer
+
+    async def _read_line(self) -> bytes:
+        while b"\n" not in self._received[-_PIECE_BYTES:]:
+            piece = await asyncio.get_running_loop().sock_recv(self._link, _PIECE_BYTES)
+            if not piece:
+                raise AgentError(f"{self._name} has ended; see what it printed")
+            self._received += piece
+            if len(self._received) > self._max_answer_bytes:
+                limit = self._max_answer_bytes >> 20
+                raise AgentError(f"{self._name} answered more than {limit} MiB")
+        line, _, rest = self._received.partition(b"\n")
+        self._received = bytearray(rest)
+        return bytes(line)
+
+    def close(self) -> None:
+        """End it, with all that it started in its session."""
+        if self._process.poll() is None:  # else its number may be another's
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._link.close()
