@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import json
 import subprocess
 import tempfile
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.agents.harbor_agent import HarborAgent
 from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
 from areal_hpc.dataset.harbor.task_check import check_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
@@ -21,6 +23,7 @@ from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import make_spec, play
 from tests.integration.rollout.test_episode import finish
+from tests.support.gym_stage import GymStage, call_tool
 from tests.support.root_file_system import make_root_file_system
 
 PATH = "tests.integration.rollout.harbor_agents.Playing"
@@ -79,6 +82,44 @@ def test_an_episode_has_the_task_s_files_and_is_judged_by_its_tests(
 
     solved = finish(run({}))
     assert (solved.status, solved.reward) == ("ok", 1.0), solved.reason
+
+
+class WithSandbox:
+    """An agent in an episode's sandbox, without a driver."""
+
+    def __init__(self, agent: HarborAgent) -> None:
+        self._agent = agent
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
+        task = find_harbor_task(data)
+        assert task is not None
+        sandbox = await BwrapRuntime().start(task.narrow(SandboxSpec()))
+        try:
+            await task.prepare(sandbox)
+            return await self._agent.run({**data, "sandbox": sandbox}, **extra_kwargs)
+        finally:
+            await sandbox.stop()
+
+
+def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> None:
+    row = find_row(tasks)
+    source = Path(row["harbor"]["folder"], "solution", f"{MODULE}.py").read_text()
+    command = f"pwd; cat > {MODULE}.py <<'END'\n{source}END"
+    lines = [
+        call_tool("run_command", '{"cmd": "ls"}'),
+        call_tool("run_command", json.dumps({"command": "sleep 60"})),
+        call_tool("run_command", json.dumps({"command": command})),
+        "It is repaired.",
+    ]
+    stage = GymStage(tmp_path, lines)
+    try:
+        reward = stage.play(WithSandbox(HarborAgent(command_timeout_s=0.5)), row)
+    finally:
+        stage.close()
+    assert (reward.value, reward.metrics) == (1.0, {"no_verdict": 0.0})
+    assert 'expected {"command": "..."}' in stage.prompts[1]
+    assert "(was stopped, it took too long)" in stage.prompts[2]
+    assert "/app\n\n(exit code 0)" in stage.prompts[3]
 
 
 def test_only_bubblewrap_plays_them(tasks: Path, tmp_path: Path) -> None:
