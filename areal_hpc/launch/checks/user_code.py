@@ -57,9 +57,9 @@ def find_user_code_problems(
         (rollout.workflow, rollout.workflow_kwargs),
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
-    if rollout.agent.python:
+    if other := rollout.agent.python:
         for workflow, kwargs in filter(lambda one: one[0], agents):
-            yield from _find_foreign_agent_problems(rollout.agent.python, workflow, kwargs, sys_path)
+            yield from _find_foreign_agent_problems(other, workflow, kwargs, sys_path)
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, RecipeError, WorkerLostError
-from areal_hpc.jobs.processes.descendants import kill_process, list_descendants
+from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
 from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_answer
 from areal_hpc.rollout.execution.line_process import LineProcess, select_variables
 
@@ -52,7 +52,7 @@ class ForeignAgentPool:
                 else:
                     process.close()
                 for one in below:
-                    kill_process(one)
+                    kill_and_reap_process(one)
 
     async def check_agent_builds(self) -> None:
         """Build the agent once.
