@@ -57,7 +57,8 @@ def check_prompts(
             f"tasks of {key} have {TOOLS_KEY}, and inference.tool_call_parser is not set: requests "
             "with tools will be refused"
         )
-    sampling = recipe.evaluation.sampling if key == "valid_dataset" else recipe.rollout.sampling
+    held_out = {one.dataset_key: one.sampling for one in recipe.evaluation_sets}
+    sampling = held_out.get(key, recipe.rollout.sampling)
     found = _judge_lengths(lengths, key, context_tokens, sampling.max_new_tokens)
     return PromptFindings(found.problems, [*notes, *found.notes])
 

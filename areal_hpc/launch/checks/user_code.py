@@ -47,6 +47,11 @@ def check_user_code(
         (rollout.workflow, rollout.workflow_kwargs),
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
+    agents += [
+        (one.workflow, one.workflow_kwargs)
+        for one in recipe.evaluation_sets
+        if one.workflow_key != "evaluation"
+    ]
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode}
     for python, named, name, key, what in (

@@ -1,4 +1,4 @@
-"""Recipe sections `rollout` and `evaluation`."""
+"""Recipe section `rollout`."""
 
 from typing import Annotated, Any, Literal
 
@@ -22,13 +22,6 @@ class SamplingConfig(BaseConfig):
     """-1 keeps all tokens."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 512
     """Maximum tokens of one reply."""
-
-
-class EvaluationSamplingConfig(SamplingConfig):
-    """Generation parameters of held-out episodes; greedy unless changed."""
-
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
-    """0 is greedy."""
 
 
 class AgentExecutionConfig(BaseConfig):
@@ -113,20 +106,3 @@ class RolloutConfig(BaseConfig):
     def min_group_size(self) -> int:
         """Episodes that must end well, or their ticket is dropped."""
         return self.n_samples if self.min_samples is None else self.min_samples
-
-
-class EvaluationConfig(BaseConfig):
-    """Evaluation of the weights on held-out tasks."""
-
-    every_steps: Annotated[int, Field(ge=0)] = 5
-    """Steps between evaluations; 0 evaluates only the first and the last weights."""
-    tasks: Annotated[int, Field(ge=1)] = 256
-    """Held-out tasks of one evaluation."""
-    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
-    """Generation parameters; greedy unless changed."""
-    workflow: str = ""
-    """Dotted path of the agent for evaluation; empty: `rollout.workflow`."""
-    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its constructor."""
-    separate_cell: bool = False
-    """Evaluate in an additional cell, in parallel with training."""

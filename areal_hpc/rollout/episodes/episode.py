@@ -69,6 +69,8 @@ class EpisodeOutcome:
     session_id: str
     reward: float = 0.0
     """Of the last interaction that has a reward, if `ok`."""
+    answer: str = ""
+    """What the agent says that it answered, by its last `Reward` with an answer."""
     reason: str = ""
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
     error: AgentError | None = None
@@ -105,10 +107,12 @@ async def run_episode(
                 lifetime_s = spec.timeout_s + CANCEL_GRACE_S
                 await free.hand_over(spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s)
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            reward = await _send_rewards_and_end_session(
-                parse_agent_rewards(returned), session, proxy
+            rewards = parse_agent_rewards(returned)
+            answers = [one.answer for one in rewards.values() if one.answer]
+            reward = await _send_rewards_and_end_session(rewards, session, proxy)
+            return EpisodeOutcome(
+                "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
             )
-            return EpisodeOutcome("ok", session.session_id, reward=reward)
         except AgentError as failure:
             ended = await _close_session(session, proxy)
             error = _explain_failure(failure, ended, one, spec.data)

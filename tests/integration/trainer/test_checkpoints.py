@@ -116,7 +116,7 @@ def test_a_failure_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths)
     let_go_soon(begin_held(learner))
     if dist.get_rank() == 0:
         record = StepRecord(MetricsWriter(paths.metrics, None, 2), learner.version, None)
-        coordinator = Coordinator(Schedule(3, 1, None, 0, 0), record, UnreachableSource(), stop)
+        coordinator = Coordinator(Schedule(3, 1, None), record, UnreachableSource(), stop)
         expectation = pytest.raises(ClusterError, match="the ledger stays away")
     with expectation:
         run_loop(learner, coordinator, stop)
