@@ -155,6 +155,20 @@ def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResu
     return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
 
 
+def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:
+    """Every result with the name of its set, by set and step; those of `main_set` come first.
+
+    Raises:
+        ShardError: One of them is damaged.
+    """
+    folder = paths.evaluations_dir
+    names = sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else ()
+    for name in (main_set, *names):
+        for file in sorted(paths.evaluation(0, name).parent.glob("*.json")):
+            if (result := read_json_file(file, EvaluationResult)) is not None:
+                yield name, result
+
+
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 
