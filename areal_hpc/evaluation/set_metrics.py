@@ -49,6 +49,16 @@ def find_k(metric: str, n_samples: int) -> int:
     return n_samples if k == "k" else int(k)
 
 
+def format_metric_name(metric: str, n_samples: int) -> str:
+    """A metric's name in rows, with a number in place of k."""
+    return f"{metric.partition('@')[0]}@{find_k(metric, n_samples)}"
+
+
+def list_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
+    """Names of the metrics that are computed where these are asked for: `avg@k` is always."""
+    return [format_metric_name(one, n_samples) for one in dict.fromkeys(("avg@k", *metrics))]
+
+
 def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) -> Values | None:
     """A metric's value for each task; None of `cons@k` where no sample says what it answers.
 
@@ -75,8 +85,7 @@ def estimate_metrics(
     for metric in dict.fromkeys(("avg@k", *metrics)):
         values_T = compute_task_values(metric, samples, pass_reward)
         if values_T is not None:
-            name = f"{metric.partition('@')[0]}@{find_k(metric, samples.n_samples)}"
-            found[name] = estimate_mean(values_T)
+            found[format_metric_name(metric, samples.n_samples)] = estimate_mean(values_T)
     return found
 
 

@@ -15,6 +15,7 @@ from areal_hpc.ledger.config import LedgerEvaluationSet, LedgerJobConfig
 from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rundir.jobs import CellSpec, JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
@@ -162,6 +163,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
             )
             for one in sets
         },
+        keep_best=resolve_keep_best(evaluation, recipe.evaluation_sets),
         evaluation_cell=evaluation.separate_cell,
         alerts=recipe.alerts,
         idle_timeout_s=recipe.cluster.idle_timeout_s,

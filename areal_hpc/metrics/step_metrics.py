@@ -1,7 +1,7 @@
 """Names and rows of step metrics, and their reader."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in read_lines(path):
         found.setdefault(line["step"], {}).update(line)
     return [found[step] for step in sorted(found)]
+
+
+def find_best_step(path: Path, metric: str, steps: Sequence[int]) -> int | None:
+    """The step of these with the highest value of `SET/METRIC`; the latest of several.
+
+    None where none has a value, or no metric is named.
+    """
+    if not metric:
+        return None
+    values = {row["step"]: row.get(f"{METRIC_GROUP}{metric}") for row in read_metrics(path)}
+    valued = [(values[step], step) for step in steps if values.get(step) is not None]
+    return max(valued)[1] if valued else None
 
 
 class PhaseTimer:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from areal_hpc.errors import Problem
 from areal_hpc.evaluation.set_metrics import find_k
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.evaluation import VALID_SET
+from areal_hpc.recipe.sections.evaluation import VALID_SET, resolve_keep_best
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
@@ -156,6 +156,12 @@ def _check_agent_and_tasks(recipe: Recipe) -> Iterator[Problem]:
 
 
 def _check_evaluation_sets(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        resolve_keep_best(recipe.evaluation, recipe.evaluation_sets)
+    except ValueError as error:
+        key = "evaluation.keep_best"
+        message = f"{key}={recipe.evaluation.keep_best}: {error}"
+        yield Problem(message, key, "name one of them, or leave it out")
     if recipe.valid_dataset is not None and VALID_SET in recipe.evaluation.sets:
         yield Problem(
             f"valid_dataset is the evaluation set {VALID_SET}, and evaluation.sets has another",

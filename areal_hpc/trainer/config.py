@@ -45,6 +45,8 @@ class TrainerJobConfig(RankJobConfig):
     """Cells to send them to, that of evaluation not counted."""
     evaluations: dict[str, SetSchedule]
     """By the names of evaluation sets: when, and on how many tasks."""
+    keep_best: str = ""
+    """`SET/METRIC` by which the best checkpoint is kept; empty: none is."""
     evaluation_cell: bool = False
     """A cell of their own plays them, and training does not wait for it."""
     alerts: AlertsConfig = AlertsConfig()

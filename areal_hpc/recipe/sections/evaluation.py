@@ -5,7 +5,11 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from areal_hpc.evaluation.set_metrics import METRIC_PATTERN
+from areal_hpc.evaluation.set_metrics import (
+    METRIC_PATTERN,
+    format_metric_name,
+    list_metric_names,
+)
 from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
@@ -67,6 +71,8 @@ class EvaluationConfig(BaseConfig):
         default_factory=dict
     )
     """Further sets of held-out tasks by name; `valid_dataset` is the one named `valid`."""
+    keep_best: Annotated[str, Field(pattern=r"^$|^[^/]+/[^/]+$")] = ""
+    """`SET/METRIC` such as `aime/pass@k`: the checkpoint best by it is kept; empty: none is."""
     separate_cell: bool = False
     """Evaluate in an additional cell, in parallel with training."""
 
@@ -93,6 +99,28 @@ class EvaluationSet:
     metrics: tuple[str, ...]
     pass_reward: float
     every_steps: int
+
+
+def resolve_keep_best(evaluation: EvaluationConfig, sets: tuple[EvaluationSet, ...]) -> str:
+    """`evaluation.keep_best` with a number in place of k.
+
+    Raises:
+        ValueError: There is no such set, or it has no such metric; the message names those it has.
+    """
+    if not evaluation.keep_best:
+        return ""
+    name, _, metric = evaluation.keep_best.partition("/")
+    known = {
+        f"{one.name}/{metric}": one
+        for one in sets
+        for metric in list_metric_names(one.metrics, one.n_samples)
+    }
+    own = [one for one in sets if one.name == name]
+    if own and metric.endswith("@k"):
+        metric = format_metric_name(metric, own[0].n_samples)
+    if f"{name}/{metric}" not in known:
+        raise ValueError(f"no set has this metric; there are: {', '.join(known) or 'none'}")
+    return f"{name}/{metric}"
 
 
 def resolve_evaluation_sets(

@@ -30,6 +30,7 @@ from areal_hpc.rundir.checkpoints import (
     write_trainer_state,
 )
 from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
@@ -91,6 +92,22 @@ def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPa
     assert visible(paths) == [2, 3]
     shutil.rmtree(paths.checkpoints_dir / "step_00000003")
     assert state_of(make_learner(scenario, paths)) == at_step_2 != state_of(learner)
+
+
+@on_one_rank
+def test_the_checkpoint_with_the_best_evaluation_is_kept(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    learner = begin_training(scenario, paths, keep_best="aime/pass@8")
+    for step, value in ((1, 0.9), (2, 0.1)):
+        append_line(paths.metrics, {"step": step, "evaluation/aime/pass@8": value})
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    take_step(learner, paths, 3)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    assert visible(paths) == [1, 2, 3]
+    assert make_learner(scenario, paths).version.step == 3, "a run resumes from the last one"
 
 
 @on_one_rank

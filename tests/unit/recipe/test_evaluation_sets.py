@@ -1,7 +1,7 @@
 """Evaluation sets of a recipe, with what they inherit."""
 
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.sections.evaluation import EvaluationSet
+from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
 from tests.support.environments import CHECKOUT
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
@@ -43,3 +43,15 @@ def test_numbers_do_not_depend_on_the_order_in_which_sets_are_written() -> None:
     second = load_sets(f"evaluation.sets={{a: {one}, b: {other}}}", "valid_dataset=null")
     assert first["a"].number == second["a"].number == 1
     assert first["b"].number == second["b"].number == 2
+
+
+def test_the_best_checkpoint_is_chosen_by_a_metric_with_a_number_in_place_of_k() -> None:
+    sets = "evaluation.sets={aime: {dataset: {path: a}, n_samples: 8, metrics: [pass@k, pass@2]}}"
+    for named, meant in (
+        ("", ""),
+        ("aime/pass@k", "aime/pass@8"),
+        ("aime/pass@2", "aime/pass@2"),
+        ("valid/avg@k", "valid/avg@1"),
+    ):
+        recipe = load_recipe(QUICKSTART, [sets, f"evaluation.keep_best='{named}'"])
+        assert resolve_keep_best(recipe.evaluation, recipe.evaluation_sets) == meant

@@ -47,6 +47,7 @@ REFUSED = [
         "evaluation.sets.valid evaluation.sets.aime.metrics evaluation.sets.valid.workflow_kwargs",
         "pass@8 needs 8 samples of a task|use pass@4 or less|valid_dataset is the evaluation set",
     ),
+    ("evaluation.keep_best=aime/pass@k", "evaluation.keep_best", "there are: valid/avg@1"),
     ("evaluation.sets={aime: {}}", "evaluation.sets.aime.dataset", "this key is required"),
     (
         "evaluation.sets={aime: {dataset: {path: a}, n_sample: 4}}",
