@@ -15,6 +15,8 @@ from areal_hpc.evaluation.statistics import (
 )
 
 METRIC_PATTERN = r"^(avg@k|cons@k|pass@(k|[1-9][0-9]{0,3}))$"
+DEFAULT_PASS_REWARD = 1.0
+"""A sample with at least this reward passes, unless a recipe says otherwise."""
 METRIC_GROUP = "evaluation/"
 """Names of these metrics in a row begin so; the set's name follows."""
 BOUND_SUFFIXES = ("_low", "_high")

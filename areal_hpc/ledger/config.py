@@ -4,6 +4,7 @@ from typing import Annotated
 
 from pydantic import Field
 
+from areal_hpc.evaluation.set_metrics import DEFAULT_PASS_REWARD
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.task_stream import TaskSource
@@ -22,7 +23,7 @@ class LedgerEvaluationSet(BaseConfig):
     """Episodes of each."""
     metrics: tuple[str, ...] = ("avg@k",)
     """What is computed of their rewards."""
-    pass_reward: float = 1.0
+    pass_reward: float = DEFAULT_PASS_REWARD
     """A sample with at least this reward passes."""
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from areal_hpc.evaluation.set_metrics import (
+    DEFAULT_PASS_REWARD,
     METRIC_PATTERN,
     format_metric_name,
     list_metric_names,
@@ -48,7 +49,7 @@ class EvaluationSetConfig(BaseConfig):
     """Generation parameters; null: `evaluation.sampling`."""
     metrics: tuple[Annotated[str, Field(pattern=METRIC_PATTERN)], ...] = ("avg@k",)
     """Beside `avg@k`: `pass@k`, `cons@k`; k is `n_samples`, of `pass@` any number up to it."""
-    pass_reward: Annotated[float, Field(allow_inf_nan=False)] = 1.0
+    pass_reward: Annotated[float, Field(allow_inf_nan=False)] = DEFAULT_PASS_REWARD
     """A sample with at least this reward passes."""
     every_steps: Annotated[int | None, Field(ge=0)] = None
     """Steps between evaluations; null: `evaluation.every_steps`."""
