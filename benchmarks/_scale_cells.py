@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.lease_loop import LeaseLoop
@@ -228,7 +228,6 @@ class SleepingCell(LeaseLoop):
             run_dir=paths.root,
             cell=f"cell-{number}",
             rollout=RolloutConfig(n_samples=tempo.n_samples),
-            evaluation_sampling=SamplingConfig(),
             episode_slots=tempo.n_samples * tempo.tickets_at_once,
         )
         services = ServiceClients(ledger=ledger, proxy=ledger)

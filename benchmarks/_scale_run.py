@@ -60,7 +60,6 @@ def running_ledger(paths: RunPaths, settings: Settings) -> Iterator[int]:
         * settings.tempo.n_samples,
         "seed": 1,
         "n_train_tasks": 100_000,
-        "n_valid_tasks": 0,
         "total_steps": ENOUGH_STEPS,
     }
     file = paths.root / "ledger.json"

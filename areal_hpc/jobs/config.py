@@ -22,6 +22,10 @@ class ProcessConfig(BaseConfig):
 
     run_dir: Path
 
+    def list_private_fields(self) -> dict[str, str]:
+        """Dotted keys of the recipe by fields whose values it alone may hold."""
+        return dict(self.KEYS_BY_PRIVATE_FIELD)
+
     def build_process_spec(
         self,
         name: str,
@@ -40,7 +44,7 @@ class ProcessConfig(BaseConfig):
             self.ROLE,
             self.ENTRY,
             replace_private_values_by_references(
-                self.model_dump(mode="json"), self.KEYS_BY_PRIVATE_FIELD
+                self.model_dump(mode="json"), self.list_private_fields()
             ),
             tasks=tasks,
             restarts=restarts,

@@ -4,18 +4,19 @@ Every process gets a configuration that it declares in its package's `config`, w
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec.structs import replace
 
 from areal_hpc.inference.config import WORKER_NODE_ENTRY, InferenceJobConfig
-from areal_hpc.ledger.config import LedgerJobConfig
+from areal_hpc.ledger.config import LedgerEvaluationSet, LedgerJobConfig
 from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.recipe.sections.evaluation import resolve_keep_best
+from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rundir.jobs import CellSpec, JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import (
@@ -25,6 +26,7 @@ from areal_hpc.rundir.rendezvous import (
     format_cell_name,
 )
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
+from areal_hpc.trainer.loop.schedule import SetSchedule
 from areal_hpc.wire.ledger import TaskSplit
 
 MAX_SERVICE_RESTARTS = 20
@@ -39,7 +41,8 @@ class LaunchFacts:
     """Facts about the machine and the run that a plan depends on."""
 
     train_tasks: int
-    valid_tasks: int
+    tasks_by_evaluation_set: Mapping[str, int]
+    """Held-out tasks that there are; empty where no task set is read."""
     serve_python: str
     sys_path: tuple[str, ...]
     """Folders from which the agent is imported."""
@@ -70,7 +73,7 @@ def plan_run(
 
     Without facts, while no task set is read, jobs have their shape, not their configuration.
     """
-    facts = facts or LaunchFacts(1, 0, "python", (), (1,) * len(recipe.train_dataset.sources))
+    facts = facts or LaunchFacts(1, {}, "python", (), (1,) * len(recipe.train_dataset.sources))
     reinforcement = JobStage(
         name="train",
         leader=_plan_trainer_job(recipe, paths, facts),
@@ -121,6 +124,7 @@ def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) 
 
 def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> JobSpec:
     rollout, evaluation = recipe.rollout, recipe.evaluation
+    sets = [one for one in recipe.evaluation_sets if facts.tasks_by_evaluation_set.get(one.name)]
     sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
     ledger = LedgerJobConfig(
         run_dir=paths.root,
@@ -132,7 +136,16 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         seed=recipe.seed,
         n_train_tasks=facts.train_tasks,
         task_sources=tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources),
-        n_valid_tasks=facts.valid_tasks,
+        evaluation_sets={
+            one.name: LedgerEvaluationSet(
+                number=one.number,
+                n_tasks=facts.tasks_by_evaluation_set[one.name],
+                n_samples=one.n_samples,
+                metrics=one.metrics,
+                pass_reward=one.pass_reward,
+            )
+            for one in sets
+        },
         total_steps=recipe.trainer.total_steps,
         curriculum=rollout.curriculum,
         sys_path=facts.sys_path if rollout.curriculum else (),
@@ -144,8 +157,13 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         trainer=recipe.trainer.resolve_paths(),
         weights=recipe.weights,
         cells=recipe.inference.cells,
-        evaluation_every_steps=evaluation.every_steps,
-        evaluation_tasks=min(evaluation.tasks, facts.valid_tasks),
+        evaluations={
+            one.name: SetSchedule(
+                one.every_steps, min(one.tasks, facts.tasks_by_evaluation_set[one.name])
+            )
+            for one in sets
+        },
+        keep_best=resolve_keep_best(evaluation, recipe.evaluation_sets),
         evaluation_cell=evaluation.separate_cell,
         alerts=recipe.alerts,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
@@ -205,7 +223,7 @@ def _build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
 def _plan_cell(
     recipe: Recipe, paths: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
 ) -> CellSpec:
-    inference, rollout, evaluation = recipe.inference, recipe.rollout, recipe.evaluation
+    inference, rollout = recipe.inference, recipe.rollout
     model = get_initial_policy_path(recipe, paths)
     server = InferenceJobConfig(
         run_dir=paths.root,
@@ -235,9 +253,16 @@ def _plan_cell(
         run_dir=paths.root,
         cell=name,
         rollout=rollout,
-        evaluation_sampling=evaluation.sampling,
-        evaluation_workflow=evaluation.workflow,
-        evaluation_workflow_kwargs=evaluation.workflow_kwargs,
+        evaluation_sets={
+            one.name: DriverEvaluationSet(
+                number=one.number,
+                sampling=one.sampling,
+                workflow=one.workflow,
+                workflow_kwargs=one.workflow_kwargs,
+                workflow_key=one.workflow_key,
+            )
+            for one in recipe.evaluation_sets
+        },
         episode_slots=max(1, rollout.max_concurrent_rollouts // inference.cells),
         splits=splits,
         plays_trials=name == format_cell_name(0) and rollout.trial_tasks > 0,

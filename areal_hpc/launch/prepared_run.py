@@ -129,10 +129,11 @@ def _check_task_prompts(recipe: Recipe, paths: RunPaths, say: Callable[[str], No
     model_dir = get_base_model_path(recipe, paths)
     context_tokens = find_context_tokens(recipe, model_dir)
     problems: list[Problem] = []
-    for split in ("train", "valid") if recipe.valid_dataset else ("train",):
-        found = find_prompt_problems(
-            recipe, model_dir, paths.dataset(split), f"{split}_dataset", context_tokens
-        )
+    files = {"train_dataset": paths.dataset("train")} | {
+        one.dataset_key: paths.evaluation_tasks(one.name) for one in recipe.evaluation_sets
+    }
+    for key, file in files.items():
+        found = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
         problems += found.problems
         for note in found.notes:
             say(f"note     {note}")

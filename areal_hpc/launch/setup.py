@@ -29,6 +29,7 @@ IMMUTABLE_KEYS = (
     "model",
     "train_dataset",
     "valid_dataset",
+    "evaluation.sets",
     "sft",
     "rollout.n_samples",
     "trainer.batch_size",
@@ -49,7 +50,7 @@ def set_up_run_dir(
     for folder in sys_path:
         if folder not in sys.path:
             sys.path.insert(0, folder)
-    train, valid, sft = (paths.dataset(name) for name in ("train", "valid", "sft"))
+    train, sft = (paths.dataset(name) for name in ("train", "sft"))
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
     sources, task_counts = recipe.train_dataset.sources, paths.task_counts
     if not train.exists() or (sources and not task_counts.exists()):
@@ -59,9 +60,11 @@ def set_up_run_dir(
         )
         if sources:
             write_atomic(task_counts, json.dumps(counts).encode())
-    if recipe.valid_dataset is not None and not valid.exists():
-        say("data     writing the valid set")
-        materialize_task_sets([(recipe.valid_dataset, "valid_dataset")], valid, check)
+    for one in recipe.evaluation_sets:
+        held_out = paths.evaluation_tasks(one.name)
+        if not held_out.exists():
+            say(f"data     writing the {one.name} set")
+            materialize_task_sets([(one.dataset, one.dataset_key)], held_out, check)
     if recipe.sft is not None and not sft.exists():
         say("data     writing the SFT set")
         materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
@@ -76,7 +79,10 @@ def set_up_run_dir(
     ensure_admin_key(paths.admin_key)
     return LaunchFacts(
         train_tasks=count_materialized_rows(train),
-        valid_tasks=count_materialized_rows(valid) if recipe.valid_dataset is not None else 0,
+        tasks_by_evaluation_set={
+            one.name: count_materialized_rows(paths.evaluation_tasks(one.name))
+            for one in recipe.evaluation_sets
+        },
         serve_python=serve_python,
         sys_path=sys_path,
         tasks_of_sources=json.loads(task_counts.read_text()) if sources else (),

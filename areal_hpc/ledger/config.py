@@ -4,10 +4,27 @@ from typing import Annotated
 
 from pydantic import Field
 
+from areal_hpc.evaluation.set_metrics import DEFAULT_PASS_REWARD
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.task_stream import TaskSource
+from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.wire.ledger import StaleGroups
+
+
+class LedgerEvaluationSet(BaseConfig):
+    """What the ledger needs to know of an evaluation set."""
+
+    number: Annotated[int, Field(ge=0)]
+    """Its place, from which the numbers of its tickets follow."""
+    n_tasks: Annotated[int, Field(ge=1)]
+    """Tasks that there are."""
+    n_samples: Annotated[int, Field(ge=1)] = 1
+    """Episodes of each."""
+    metrics: tuple[str, ...] = ("avg@k",)
+    """What is computed of their rewards."""
+    pass_reward: float = DEFAULT_PASS_REWARD
+    """A sample with at least this reward passes."""
 
 
 class LedgerJobConfig(ProcessConfig):
@@ -32,8 +49,8 @@ class LedgerJobConfig(ProcessConfig):
     """Lines of the training set."""
     task_sources: tuple[TaskSource, ...] = ()
     """Its parts in the order of lines, if there are several."""
-    n_valid_tasks: Annotated[int, Field(ge=0)]
-    """Lines of the held-out set."""
+    evaluation_sets: dict[str, LedgerEvaluationSet] = Field(default_factory=dict)
+    """Sets of held-out tasks."""
     total_steps: Annotated[int, Field(ge=1)]
     """Batches of the run."""
     cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0

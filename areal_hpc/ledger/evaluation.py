@@ -1,8 +1,10 @@
-"""One evaluation: its tickets and their rewards. Pure: time is passed in."""
+"""One evaluation: the tickets of its sets and their rewards. Pure: time is passed in."""
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
+from areal_hpc.evaluation.ticket_numbers import get_ticket_id
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
@@ -11,25 +13,50 @@ ATTEMPTS_PER_GENERATION = 1_000_000
 """Attempts of generation k begin above k times this: a result tells whose weights it is of."""
 
 
+@dataclass(frozen=True, slots=True)
+class SetPart:
+    """The part of an evaluation set that is evaluated: its first tasks."""
+
+    number: int
+    n_tasks: int
+    n_samples: int = 1
+
+    @property
+    def ticket_ids(self) -> range:
+        """A ticket for each task."""
+        return range(get_ticket_id(self.number, 0), get_ticket_id(self.number, self.n_tasks))
+
+
 class EvaluationState:
-    """Held-out tasks 0..n_tasks-1, one episode each, on the weights of one step.
+    """Tasks of evaluation sets, played on the weights of one step: a ticket for each task.
 
     A ticket is pending, leased or done. Results are taken from any attempt of the generation, once.
     """
 
     def __init__(
-        self, step: int, n_tasks: int, *, generation: int = 0, first_attempt: int = 1
+        self,
+        step: int,
+        sets: Mapping[str, SetPart],
+        *,
+        generation: int = 0,
+        first_attempt: int = 1,
     ) -> None:
         self.step = step
         self.generation = generation
         """The generation of the weights: a later one may have others at the same step."""
-        self.n_tasks = n_tasks
-        self.rewards: dict[int, float] = {}
-        """Task index -> reward, of the tickets that are done."""
+        self.sets = dict(sets)
+        self.rewards: dict[int, list[float]] = {}
+        """Ticket -> reward of each sample, of the tickets that are done."""
         self.failures: dict[int, str] = {}
-        """Task index -> reason, of the episodes that could not be run. Their reward is 0."""
+        """Ticket -> reason, of those that could not be run. Their rewards are 0."""
+        self.written = set[str]()
+        """Sets whose results are durable."""
+        self._answers: dict[int, list[str]] = {}
+        self._part_by_ticket = {
+            ticket_id: part for part in self.sets.values() for ticket_id in part.ticket_ids
+        }
         self._pending = OrderedDict.fromkeys(
-            range(n_tasks), generation * ATTEMPTS_PER_GENERATION + first_attempt
+            self._part_by_ticket, generation * ATTEMPTS_PER_GENERATION + first_attempt
         )
         self._leased = LeaseTable()
 
@@ -39,19 +66,33 @@ class EvaluationState:
         return len(self._pending)
 
     @property
-    def mean_reward(self) -> float | None:
-        """Mean over all tasks; None until every task has a reward."""
-        is_done = len(self.rewards) == self.n_tasks
-        return sum(self.rewards.values()) / self.n_tasks if is_done else None
+    def n_tasks_left(self) -> int:
+        """Tickets that are not done."""
+        return len(self._part_by_ticket) - len(self.rewards)
 
-    def lease_tickets(self, cell: str, count: int, now_s: float) -> list[TicketRef]:
-        """Hand up to `count` pending tickets to `cell`."""
+    @property
+    def n_episodes(self) -> int:
+        """Samples of all tasks."""
+        return sum(part.n_samples for part in self._part_by_ticket.values())
+
+    @property
+    def n_episodes_done(self) -> int:
+        """Samples of the tickets that are done."""
+        return sum(len(rewards) for rewards in self.rewards.values())
+
+    def lease_tickets(self, cell: str, capacity: int, now_s: float) -> list[TicketRef]:
+        """Hand pending tickets to `cell` until it has its `capacity` of episodes, or a bit more."""
         refs: list[TicketRef] = []
-        while self._pending and len(refs) < count:
-            index, attempt = self._pending.popitem(last=False)
-            self._leased.add(index, Lease(cell, attempt, attempt, now_s))
-            refs.append(TicketRef(index, attempt, self.step))
+        while self._pending and capacity > 0:
+            ticket_id, attempt = self._pending.popitem(last=False)
+            self._leased.add(ticket_id, Lease(cell, attempt, attempt, now_s))
+            refs.append(TicketRef(ticket_id, attempt, self.step))
+            capacity -= self._part_by_ticket[ticket_id].n_samples
         return refs
+
+    def count_episodes(self, refs: Sequence[TicketRef]) -> int:
+        """Episodes of these tickets."""
+        return sum(self._part_by_ticket[ref.ticket_id].n_samples for ref in refs)
 
     def reconcile_cell_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
         """Take a cell's word on what it runs; the rest of its leases here wait."""
@@ -62,20 +103,25 @@ class EvaluationState:
             self._leased.pop_unreported(cell, {ref.ticket_id for ref in ours})
         )
 
-    def record_reward(self, ref: TicketRef, reward: float) -> bool:
-        """Take a result; False if the task had one already or is none of ours."""
+    def record_rewards(
+        self, ref: TicketRef, rewards: Sequence[float], answers: Sequence[str] = ()
+    ) -> bool:
+        """Take a result; False if the task had one already, or it is none of ours."""
         if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.generation):
             return False
-        if not 0 <= ref.ticket_id < self.n_tasks or ref.ticket_id in self.rewards:
+        part = self._part_by_ticket.get(ref.ticket_id)
+        if part is None or len(rewards) != part.n_samples or ref.ticket_id in self.rewards:
             return False
         self._leased.pop(ref.ticket_id)
         self._pending.pop(ref.ticket_id, None)  # a lost cell's result arrived after all
-        self.rewards[ref.ticket_id] = reward
+        self.rewards[ref.ticket_id] = list(rewards)
+        self._answers[ref.ticket_id] = list(answers)
         return True
 
     def score_failed_task_zero(self, ref: TicketRef, reason: str) -> None:
-        """The agent kept failing on this task: it scores 0."""
-        if self.record_reward(ref, 0.0):
+        """The agent kept failing on this task: its samples score 0."""
+        part = self._part_by_ticket.get(ref.ticket_id)
+        if part is not None and self.record_rewards(ref, [0.0] * part.n_samples):
             self.failures[ref.ticket_id] = reason
 
     def expire_leases(self, before_s: float) -> int:
@@ -84,14 +130,31 @@ class EvaluationState:
         self._make_leases_pending_again(silent)
         return len(silent)
 
+    def build_finished_results(self) -> Iterator[tuple[str, EvaluationResult]]:
+        """Sets that are done and not `written`, each with its record for the run directory."""
+        for name, part in self.sets.items():
+            if name not in self.written and all(
+                ticket_id in self.rewards for ticket_id in part.ticket_ids
+            ):
+                yield name, self._build_result(part)
+
+    def _build_result(self, part: SetPart) -> EvaluationResult:
+        ids = part.ticket_ids
+        samples = [self.rewards[ticket_id] for ticket_id in ids]
+        answers = [self._answers[ticket_id] or [""] * part.n_samples for ticket_id in ids]
+        has_answers = any(map(any, answers))
+        means = [sum(rewards) / len(rewards) for rewards in samples]
+        return EvaluationResult(
+            self.step,
+            part.n_tasks,
+            sum(means) / len(means),
+            means,
+            {at - ids[0]: self.failures[at] for at in ids if at in self.failures},
+            self.generation,
+            samples if part.n_samples > 1 else [],
+            answers if has_answers else [],
+        )
+
     def _make_leases_pending_again(self, leases: Sequence[tuple[int, Lease]]) -> None:
-        for index, lease in leases:
-            self._pending[index] = lease.newest_attempt + 1
-
-
-def build_evaluation_result(done: EvaluationState, mean_reward: float) -> EvaluationResult:
-    """Record of a finished evaluation for the run directory."""
-    rewards = [done.rewards[index] for index in range(done.n_tasks)]
-    return EvaluationResult(
-        done.step, done.n_tasks, mean_reward, rewards, done.failures, done.generation
-    )
+        for ticket_id, lease in leases:
+            self._pending[ticket_id] = lease.newest_attempt + 1

@@ -59,8 +59,9 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
                 config.episodes_per_ticket,
                 config.seed,
                 load_curriculum(config, paths) if config.curriculum else None,
+                {one.number: one.n_samples for one in config.evaluation_sets.values()},
             ),
-            n_valid_tasks=config.n_valid_tasks,
+            evaluation_sets=config.evaluation_sets,
             clock=time.monotonic,
         )
         key = rendezvous.ensure_admin_key(paths.admin_key)

@@ -1,5 +1,7 @@
 """Validation of ledger requests: each function raises `LedgerRequestError`, 400 or 409."""
 
+from collections.abc import Mapping
+
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.wire.ledger import SealedTicket
 
@@ -93,7 +95,15 @@ def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
         )
 
 
-def require_enough_tasks(n_tasks: int, n_valid_tasks: int) -> None:
-    """Demand that some held-out tasks shall be evaluated, and no more than there are."""
-    if not 1 <= n_tasks <= n_valid_tasks:
-        raise LedgerRequestError(400, f"cannot evaluate {n_tasks} tasks: there are {n_valid_tasks}")
+def require_enough_tasks(wanted: Mapping[str, int], known: Mapping[str, int]) -> None:
+    """Demand that some tasks of known sets shall be evaluated, and no more than there are."""
+    if not wanted:
+        raise LedgerRequestError(400, "cannot evaluate no set", hint="name one in `sets`")
+    for name, n_tasks in wanted.items():
+        if name not in known:
+            there = ", ".join(known) or "none"
+            raise LedgerRequestError(400, f"no evaluation set {name!r}; there are: {there}")
+        if not 1 <= n_tasks <= known[name]:
+            raise LedgerRequestError(
+                400, f"cannot evaluate {n_tasks} tasks of {name}: there are {known[name]}"
+            )

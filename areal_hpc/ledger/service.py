@@ -5,7 +5,7 @@ be durable is written before it is answered, by blocking writes: a few per train
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -13,8 +13,14 @@ import msgspec
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
+from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
-from areal_hpc.ledger.evaluation import EvaluationState, build_evaluation_result
+from areal_hpc.ledger.evaluation import EvaluationState, SetPart
+from areal_hpc.ledger.evaluation_results import (
+    EvaluationResults,
+    compute_result_metrics,
+    read_current_results,
+)
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.sealed_index import SealedIndex
@@ -42,14 +48,14 @@ class LedgerService:
         policy: TicketPolicy,
         stream: TaskStream,
         *,
-        n_valid_tasks: int,
+        evaluation_sets: Mapping[str, LedgerEvaluationSet],
         clock: Callable[[], float],
     ) -> None:
         """Rebuild the state from the run directory and count this start as an incarnation."""
         self._paths = paths
         self._policy = policy
         self._stream = stream
-        self._n_valid_tasks = n_valid_tasks
+        self._evaluation_sets = dict(evaluation_sets)
         self._clock = clock
         before = manifests.read_ledger_state(paths)
         self.incarnation = before.incarnation + 1
@@ -69,6 +75,9 @@ class LedgerService:
         manifests.write_ledger_state(paths, self._state)
         self._first_tickets = FirstTicketsCheck()
         self._evaluation: EvaluationState | None = None
+        """Of the sets of a step that have no result yet."""
+        self._evaluated: tuple[int, dict[str, int]] = (-1, {})
+        """The step that it is of, and the tasks of all sets that were asked for."""
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
@@ -142,8 +151,7 @@ class LedgerService:
             raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
         if self._evaluation is not None:
             self._first_tickets.record_success(request.ref)
-            mean_reward = sum(request.rewards) / len(request.rewards)
-            self._evaluation.record_reward(request.ref, mean_reward)
+            self._evaluation.record_rewards(request.ref, request.rewards, request.answers)
         self._notify_waiting()
         return ACKNOWLEDGED
 
@@ -210,15 +218,17 @@ class LedgerService:
         self, request: wire.EvaluateRequest, patience: LongPoll
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
-        request_checks.require_enough_tasks(request.n_tasks, self._n_valid_tasks)
+        known = {name: one.n_tasks for name, one in self._evaluation_sets.items()}
+        request_checks.require_enough_tasks(request.sets, known)
         until_s = self._clock() + request.wait_s
         while True:
             self._require_generation_and_schedule_grants(request.generation)
-            done, mean_reward = self._start_or_check_evaluation(request.step, request.n_tasks)
+            done, metrics = self._start_or_check_evaluation(request.step, request.sets)
             trouble = self._first_tickets.find_problem()
-            is_decided = mean_reward is not None or trouble
+            is_decided = metrics is not None or trouble
             if is_decided or not await patience.wait_for(self._progress, until_s):
-                return wire.EvaluateReply(done, request.n_tasks, mean_reward, trouble)
+                total = sum(request.sets.values())
+                return wire.EvaluateReply(done, total, metrics, trouble)
 
     async def finish_run_and_release_cells(
         self, request: wire.FinishRunRequest, patience: LongPoll
@@ -243,8 +253,8 @@ class LedgerService:
             dropped=tickets.drop_stats.count_drops("failed", "stale"),
             filtered=tickets.drop_stats.count_drops("filtered"),
             requeued=tickets.drop_stats.count_drops("requeued"),
-            eval_done=len(evaluation.rewards) if evaluation else 0,
-            eval_total=evaluation.n_tasks if evaluation else 0,
+            eval_done=evaluation.n_episodes_done if evaluation else 0,
+            eval_total=evaluation.n_episodes if evaluation else 0,
             cells=len(self._cells),
             formed_step=tickets.n_formed_batches,
             **self._build_episode_progress(),
@@ -283,11 +293,12 @@ class LedgerService:
 
     def _grant_tickets(self, request: wire.LeaseRequest) -> list[wire.TicketGrant]:
         """Evaluation tickets first: the trainer waits for them."""
-        now_s, refs = self._clock(), []
+        now_s, refs, capacity = self._clock(), list[wire.TicketRef](), request.capacity
         if self._evaluation is not None and "valid" in request.splits:
-            refs = self._evaluation.lease_tickets(request.cell, request.capacity, now_s)
+            refs = self._evaluation.lease_tickets(request.cell, capacity, now_s)
+            capacity = max(0, capacity - self._evaluation.count_episodes(refs))
         if "train" in request.splits:
-            groups = (request.capacity - len(refs)) // self._stream.episodes_per_ticket
+            groups = capacity // self._stream.episodes_per_ticket
             refs += self._tickets.lease_tickets(request.cell, groups, now_s)
         return self._stream.build_grants(refs)
 
@@ -327,26 +338,46 @@ class LedgerService:
             self._batch_wanted_until_s = float("-inf")
         return manifest
 
-    def _start_or_check_evaluation(self, step: int, n_tasks: int) -> tuple[int, float | None]:
-        """Tasks done, and the mean reward once all are. A new one takes the place of the last."""
-        evaluation = self._evaluation
-        if evaluation is None or (evaluation.step, evaluation.n_tasks) != (step, n_tasks):
-            self._evaluation = None
-            result = manifests.read_evaluation(self._paths, step)
-            if result and result.n_tasks == n_tasks and self._state.is_evaluation_current(result):
-                return n_tasks, result.mean_reward
-            first_attempt, generation = self._tickets.first_attempt, self._state.generation
-            evaluation = EvaluationState(
-                step, n_tasks, generation=generation, first_attempt=first_attempt
+    def _start_or_check_evaluation(
+        self, step: int, n_tasks_by_set: dict[str, int]
+    ) -> tuple[int, dict[str, float] | None]:
+        """Tasks done, and the metrics once all are. A new one takes the place of the last.
+
+        A set is durable as soon as it is done: only the others are played again after a crash.
+        """
+        evaluation, asked = self._evaluation, (step, n_tasks_by_set)
+        if evaluation is None or self._evaluated != asked:
+            results = self._read_results(step, n_tasks_by_set)
+            self._evaluated = asked
+            self._evaluation = evaluation = self._begin_evaluation(
+                step, {name: n for name, n in n_tasks_by_set.items() if name not in results}
             )
-            self._evaluation = evaluation
             self._notify_waiting()
-        if (mean_reward := evaluation.mean_reward) is not None:
-            manifests.write_evaluation(
-                self._paths, build_evaluation_result(evaluation, mean_reward)
-            )
-            self._evaluation = None
-        return len(evaluation.rewards), mean_reward
+        for name, result in evaluation.build_finished_results():
+            manifests.write_evaluation(self._paths, name, result)
+            evaluation.written.add(name)
+        total = sum(n_tasks_by_set.values())
+        if evaluation.n_tasks_left:
+            return total - evaluation.n_tasks_left, None
+        self._evaluation = None
+        results = self._read_results(step, n_tasks_by_set)
+        return total, compute_result_metrics(results, self._evaluation_sets)
+
+    def _read_results(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationResults:
+        return read_current_results(self._paths, self._state, step, n_tasks_by_set)
+
+    def _begin_evaluation(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationState:
+        known = self._evaluation_sets
+        parts = {
+            name: SetPart(known[name].number, n_tasks, known[name].n_samples)
+            for name, n_tasks in n_tasks_by_set.items()
+        }
+        return EvaluationState(
+            step,
+            parts,
+            generation=self._state.generation,
+            first_attempt=self._tickets.first_attempt,
+        )
 
     def _save_and_apply_state(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""

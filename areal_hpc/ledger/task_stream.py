@@ -3,11 +3,12 @@
 import contextlib
 import hashlib
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 
 from areal_hpc.errors import AgentError
+from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.ledger.curriculum import Curriculum
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
@@ -100,6 +101,8 @@ class TaskStream:
     seed: int
     curriculum: Curriculum | None = None
     """Chooses the tasks in place of the passes."""
+    samples_by_set: Mapping[int, int] = field(default_factory=dict)
+    """Number of an evaluation set -> episodes of its tickets, where that is more than 1."""
 
     def build_grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
         """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
@@ -110,14 +113,16 @@ class TaskStream:
         return grants
 
     def build_ticket_grant(self, ref: TicketRef) -> TicketGrant:
-        """What to run for `ref`. An evaluation ticket is one episode with a fixed seed.
+        """What to run for `ref`. An evaluation ticket has a fixed seed.
 
         Raises:
             AgentError: The user's curriculum failed.
             OSError: What it drew could not be written down.
         """
         if ref.eval_step >= 0:
-            return TicketGrant(ref, ref.ticket_id, derive_seed("eval", ref.ticket_id, self.seed), 1)
+            number, task = split_ticket_id(ref.ticket_id)
+            seed = derive_seed("eval", ref.ticket_id, self.seed)
+            return TicketGrant(ref, task, seed, self.samples_by_set.get(number, 1))
         if self.curriculum is not None:
             task = self.curriculum.get_or_draw_task(ref.ticket_id)
         elif len(self.sources) == 1:

@@ -192,7 +192,10 @@ CATALOGUE: tuple[Metric, ...] = (
     ),
     *_build_metrics_of_source(
         "evaluation",
-        ("eval/reward", "", "up", "mean reward of the held-out tasks, of an evaluated step"),
+        ("eval/reward", "", "up", "mean reward of the held-out set `valid`, of an evaluated step"),
+        ("evaluation/<name>", "", "up",
+         "`evaluation/SET/METRIC` of each evaluation set, and its 95 % interval as `_low` and "
+         "`_high`: [evaluation sets](evaluation.md)"),
     ),
     *_build_metrics_of_source(
         "ledger",

@@ -4,8 +4,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from areal_hpc.evaluation.set_metrics import BOUND_SUFFIXES, METRIC_GROUP
 from areal_hpc.metrics.limit import compute_limit_shares
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, MAIN_EVALUATION_SET
 
 MAX_PACE_STEPS = 20
 """Steps, the last ones, whose time is taken for that of the next."""
@@ -34,6 +35,7 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
         yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
     if EVAL_REWARD_METRIC in row:
         yield f"held-out {format_metric(row[EVAL_REWARD_METRIC], '.3f')}"
+    yield from format_set_metrics(row)
     if "reward/mean" not in row:
         if "loss" in row:  # of supervised fine-tuning
             yield f"loss {format_metric(row['loss'], '.4f')}"
@@ -53,6 +55,19 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
         mean = format_metric(row["staleness/mean"], ".1f")
         yield f"staleness {mean} (max {row.get('staleness/max')})"
     yield f"engine-trainer {_format_engine_gap(row)}"
+
+
+def format_set_metrics(row: MetricRow) -> Iterator[str]:
+    """Each metric of an evaluation set with its interval; not what `held-out` says already."""
+    for name, value in row.items():
+        if not name.startswith(METRIC_GROUP) or name.endswith(BOUND_SUFFIXES):
+            continue
+        set_name, _, metric = name.removeprefix(METRIC_GROUP).partition("/")
+        if set_name == MAIN_EVALUATION_SET and metric == "avg@1":
+            continue
+        low, high = (row.get(f"{name}{suffix}") for suffix in BOUND_SUFFIXES)
+        interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
+        yield f"{set_name} {metric} {format_metric(value, '.3f')}{interval}"
 
 
 def _get_reply_length(row: MetricRow) -> float | None:

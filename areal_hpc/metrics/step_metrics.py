@@ -1,19 +1,37 @@
 """Names and rows of step metrics, and their reader."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.evaluation.set_metrics import METRIC_GROUP
 from areal_hpc.rundir.jsonl import read_lines
 
 EVAL_REWARD_METRIC = "eval/reward"
-"""The metric of a step that was evaluated: the mean reward of the held-out tasks."""
+"""The metric of a step that was evaluated: the mean reward of the set `valid`."""
+MAIN_EVALUATION_SET = "valid"
+"""The evaluation set whose mean reward is that metric."""
 IDLE_CELLS_METRIC = "cells/idle_s"
 """Seconds for which cells had no ticket before a step's batch, added up over cells."""
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 """Phases of a step in which the trainer waits: for any cell, for a batch."""
+
+
+def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
+    """The evaluation sets of which a row has metrics."""
+    found = {name.split("/")[1] for name in row if name.startswith(METRIC_GROUP)}
+    return found | ({MAIN_EVALUATION_SET} if EVAL_REWARD_METRIC in row else set())
+
+
+def select_evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a row says of evaluation sets."""
+    return {
+        name: value
+        for name, value in row.items()
+        if name == EVAL_REWARD_METRIC or name.startswith(METRIC_GROUP)
+    }
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
@@ -22,6 +40,18 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     for line in read_lines(path):
         found.setdefault(line["step"], {}).update(line)
     return [found[step] for step in sorted(found)]
+
+
+def find_best_step(path: Path, metric: str, steps: Sequence[int]) -> int | None:
+    """The step of these with the highest value of `SET/METRIC`; the latest of several.
+
+    None where none has a value, or no metric is named.
+    """
+    if not metric:
+        return None
+    values = {row["step"]: row.get(f"{METRIC_GROUP}{metric}") for row in read_metrics(path)}
+    valued = [(values[step], step) for step in steps if values.get(step) is not None]
+    return max(valued)[1] if valued else None
 
 
 class PhaseTimer:

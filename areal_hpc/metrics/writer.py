@@ -8,14 +8,14 @@ from pathlib import Path
 from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.metrics.step_line import format_step_line
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
+from areal_hpc.metrics.step_metrics import list_evaluated_sets, read_metrics
 from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
 
-TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval")
+TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval", "evaluation")
 """Groups of metrics that TensorBoard shall show before all others."""
 
 
@@ -76,7 +76,7 @@ class MetricsWriter:
         self._total_steps = total_steps
         kept = {line["step"]: line for line in read_metrics(path) if line["step"] <= resume_step}
         self.judged_step = max(
-            (step for step in kept if EVAL_REWARD_METRIC in kept[step]), default=-1
+            (step for step in kept if list_evaluated_sets(kept[step])), default=-1
         )
         """The newest step with an evaluation's reward; -1 when there is none."""
         self.reopened: FlatRow = kept.pop(resume_step, {})

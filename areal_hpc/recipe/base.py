@@ -3,9 +3,10 @@
 import difflib
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, get_origin
 
 from pydantic import BaseModel, ConfigDict
+from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from areal_hpc.errors import Problem
@@ -57,23 +58,33 @@ def _find_keys_named(section: type[BaseConfig], name: str, prefix: str = "") -> 
         yield f"{prefix}{name}"
     for key, field in section.model_fields.items():
         if inner := get_section_class(field.annotation):
-            yield from _find_keys_named(inner, name, f"{prefix}{key}.")
+            yield from _find_keys_named(inner, name, f"{prefix}{key}{get_key_separator(field)}")
 
 
 def _find_section(
     root: type[BaseConfig], location: tuple[int | str, ...]
 ) -> type[BaseConfig] | None:
     """The configuration class at a place of the tree."""
-    model = root
+    model, is_name = root, False
     for part in location:
-        if isinstance(part, int):  # an item of a list
+        if isinstance(part, int) or is_name:  # an item of a list, or of a mapping
+            is_name = False
             continue
         field = model.model_fields.get(str(part))
         section = field and get_section_class(field.annotation)
         if not section:
             return None
-        model = section
+        model, is_name = section, bool(field and _is_mapping(field.annotation))
     return model
+
+
+def get_key_separator(field: FieldInfo) -> str:
+    """What stands between the key of a section and those in it: sections by name have one more."""
+    return ".<name>." if _is_mapping(field.annotation) else "."
+
+
+def _is_mapping(annotation: Any) -> bool:
+    return get_origin(annotation) is dict
 
 
 def get_section_class(annotation: Any) -> type[BaseConfig] | None:

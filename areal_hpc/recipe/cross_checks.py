@@ -6,7 +6,9 @@ Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
+from areal_hpc.evaluation.set_metrics import find_k
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.evaluation import VALID_SET, resolve_keep_best
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
@@ -24,6 +26,12 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
 
 def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
     """What is allowed, and seldom meant: a line for each."""
+    for one in recipe.evaluation_sets:
+        if one.n_samples > 1 and one.sampling.temperature == 0:
+            yield (
+                f"evaluation.sets.{one.name} plays each task {one.n_samples} times at temperature "
+                f"0, and all samples come out alike; set evaluation.sets.{one.name}.sampling"
+            )
     trainer, default = recipe.trainer, ObjectiveConfig()
     for name in ("clip_low", "clip_high", "clip_dual"):
         value = getattr(trainer.objective, name)
@@ -130,13 +138,18 @@ def _find_agent_and_task_conflicts(recipe: Recipe) -> Iterator[Problem]:
     if evaluation.workflow_kwargs and not evaluation.workflow:
         message = "evaluation.workflow_kwargs is set but evaluation.workflow is not"
         yield Problem(message, "evaluation.workflow_kwargs", "add evaluation.workflow=...")
+    yield from _find_evaluation_set_conflicts(recipe)
+    if online and evaluation.sets:
+        message = "evaluation.sets cannot be used with rollout.agent.mode=online"
+        hint = "remove them; evaluate the exported model instead"
+        yield Problem(message, "evaluation.sets", hint)
     if online and recipe.valid_dataset is not None:
         message = "valid_dataset cannot be used with rollout.agent.mode=online"
         hint = "remove valid_dataset; evaluate the exported model instead"
         yield Problem(message, "valid_dataset", hint)
-    if evaluation.separate_cell and recipe.valid_dataset is None:
+    if evaluation.separate_cell and not recipe.evaluation_sets:
         yield Problem(
-            "evaluation.separate_cell=true needs a valid_dataset",
+            "evaluation.separate_cell=true needs a valid_dataset or evaluation.sets",
             "evaluation.separate_cell",
             "add a valid_dataset (not available with mode=online) or set "
             "evaluation.separate_cell=false",
@@ -147,6 +160,34 @@ def _find_agent_and_task_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "train_dataset.sources",
             "remove the weights, or weight the rows in the curriculum function",
         )
+
+
+def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:
+    try:
+        resolve_keep_best(recipe.evaluation, recipe.evaluation_sets)
+    except ValueError as error:
+        key = "evaluation.keep_best"
+        message = f"{key}={recipe.evaluation.keep_best}: {error}"
+        yield Problem(message, key, "name one of them, or leave it out")
+    if recipe.valid_dataset is not None and VALID_SET in recipe.evaluation.sets:
+        yield Problem(
+            f"valid_dataset is the evaluation set {VALID_SET}, and evaluation.sets has another",
+            f"evaluation.sets.{VALID_SET}",
+            "remove valid_dataset, or give the set another name",
+        )
+    for name, one in recipe.evaluation.sets.items():
+        key = f"evaluation.sets.{name}"
+        if one.workflow_kwargs and not one.workflow:
+            message = f"{key}.workflow_kwargs is set but {key}.workflow is not"
+            yield Problem(message, f"{key}.workflow_kwargs", f"add {key}.workflow=...")
+        for metric in one.metrics:
+            if find_k(metric, one.n_samples) > one.n_samples:
+                yield Problem(
+                    f"{metric} needs {find_k(metric, one.n_samples)} samples of a task, and "
+                    f"{key}.n_samples={one.n_samples}",
+                    f"{key}.metrics",
+                    f"use pass@{one.n_samples} or less, or a larger {key}.n_samples",
+                )
 
 
 def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:

@@ -14,10 +14,15 @@ from areal_hpc.recipe.presets import apply_preset
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
+from areal_hpc.recipe.sections.evaluation import (
+    EvaluationConfig,
+    EvaluationSet,
+    resolve_evaluation_sets,
+)
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
 from areal_hpc.recipe.sections.reward import RewardConfig
-from areal_hpc.recipe.sections.rollout import EvaluationConfig, RolloutConfig
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig
 from areal_hpc.recipe.sections.weights import WeightsConfig
 
@@ -83,7 +88,7 @@ class Recipe(BaseConfig):
     train_dataset: TrainTaskSetConfig
     """Tasks to learn from."""
     valid_dataset: TaskSetConfig | None = None
-    """Held-out tasks; no evaluation when absent."""
+    """Held-out tasks; without them and `evaluation.sets` there is no evaluation."""
     sft: SftStageConfig | None = None
     """Supervised fine-tuning first."""
     evaluation: EvaluationConfig = EvaluationConfig()
@@ -114,8 +119,13 @@ class Recipe(BaseConfig):
     def task_sets_with_keys(self) -> list[tuple[TaskSetConfig, str]]:
         """Every source of tasks and of demonstrations, each with its place in the recipe."""
         found = self.train_dataset.list_sources("train_dataset")
-        found += [(self.valid_dataset, "valid_dataset")] if self.valid_dataset else []
+        found += [(one.dataset, one.dataset_key) for one in self.evaluation_sets]
         return found + ([(self.sft.dataset, "sft.dataset")] if self.sft else [])
+
+    @property
+    def evaluation_sets(self) -> tuple[EvaluationSet, ...]:
+        """Every set of held-out tasks, that of `valid_dataset` first."""
+        return resolve_evaluation_sets(self.evaluation, self.valid_dataset)
 
     @property
     def run_dir(self) -> Path:

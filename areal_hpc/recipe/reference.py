@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from areal_hpc.recipe.base import BaseConfig, get_section_class
+from areal_hpc.recipe.base import BaseConfig, get_key_separator, get_section_class
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobKindOptions, JobOptions
 
@@ -42,7 +42,7 @@ def _iterate_keys(model: type[BaseConfig], prefix: str) -> Iterator[str]:
         if section is None:
             yield f"{prefix}{name}"
         else:
-            yield from _iterate_keys(section, f"{prefix}{name}.")
+            yield from _iterate_keys(section, f"{prefix}{name}{get_key_separator(field)}")
 
 
 def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
@@ -54,7 +54,7 @@ def _iterate_key_rows(model: type[BaseConfig], prefix: str) -> Iterator[str]:
             if section is JobKindOptions:
                 yield from _iterate_job_kind_rows(f"{key}.")
             else:
-                yield from _iterate_key_rows(section, f"{key}.")
+                yield from _iterate_key_rows(section, f"{key}{get_key_separator(field)}")
             continue
         kind = describe_type(field.annotation, field.metadata).replace("|", "\\|")
         yield f"| `{key}` | {kind} | {_format_default(field)} | {field.description} |"

@@ -22,13 +22,12 @@ from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
 from areal_hpc.rollout.trial_episodes import play_trial_tasks
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_admin_key, format_proxy_name
-from areal_hpc.wire.ledger import TaskSplit
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +44,9 @@ def run(config: dict[str, Any]) -> None:
     job = RolloutJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
     how = job.rollout.agent
-    agents: dict[TaskSplit, Agent | None] = {
-        "train": build_agent(how, job.rollout.workflow, job.rollout.workflow_kwargs),
-        "valid": build_agent(how, job.evaluation_workflow, job.evaluation_workflow_kwargs),
+    agents = {TRAIN: build_agent(how, job.rollout.workflow, job.rollout.workflow_kwargs)} | {
+        name: build_agent(how, one.workflow, one.workflow_kwargs)
+        for name, one in job.evaluation_sets.items()
     }
     uvloop.run(_drive_cell(job, agents))
 
@@ -65,7 +64,7 @@ def build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]
     return load_agent(workflow, kwargs)
 
 
-async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | None]) -> None:
+async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) -> None:
     paths = RunPaths(job.run_dir)
     # Inside the loop: uvloop takes the signal wake-up descriptor when it starts.
     stop = StopRequest.install()
@@ -93,8 +92,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
     watch = EpisodeWatch(events)
     runner = TicketRunner(
         job,
-        agents={split: agent or agents["train"] for split, agent in agents.items()},
-        tasks={split: TaskSet.read(paths.dataset(split)) for split in agents},
+        agents={name: agent or agents[TRAIN] for name, agent in agents.items()},
+        tasks={TRAIN: TaskSet.read(paths.dataset(TRAIN))}
+        | {name: TaskSet.read(paths.evaluation_tasks(name)) for name in job.evaluation_sets},
         tickets=tickets,
         services=services,
         http_client=http_client,
@@ -115,11 +115,10 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[TaskSplit, Agent | Non
 
     async def play_trials_and_lease() -> None:
         # A run that has trained a step has an agent that works.
-        if job.plays_trials and agents["train"] is not None and not paths.metrics.exists():
-            tasks, proxy = TaskSet.read(paths.dataset("train")), services.proxy
-            await play_trial_tasks(
-                job.rollout, agents["train"], tasks, proxy, http_client, events, sandboxes
-            )
+        agent = agents[TRAIN]
+        if job.plays_trials and agent is not None and not paths.metrics.exists():
+            tasks, proxy = TaskSet.read(paths.dataset(TRAIN)), services.proxy
+            await play_trial_tasks(job.rollout, agent, tasks, proxy, http_client, events, sandboxes)
         await loop.run()
 
     try:

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import AgentError, ArealError, HttpStatusError, RecipeError, escape_surrogates
+from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
@@ -32,7 +33,6 @@ from areal_hpc.wire.ledger import (
     Acknowledged,
     DropRequest,
     EvaluationResultRequest,
-    TaskSplit,
     TicketGrant,
     TicketRef,
 )
@@ -52,6 +52,8 @@ log = logging.getLogger(__name__)
 
 RETRY_BACKOFF = Backoff(0.25, 10.0)
 """An agent that fails because of an outage must not use up its tries in a moment."""
+TRAIN = "train"
+"""The task set of training tickets; those of evaluation sets have their names."""
 AGENT_FAULT_STATUSES = ("failed", "timed_out")
 """Ends of an episode that use up one of its tries."""
 
@@ -59,7 +61,8 @@ AGENT_FAULT_STATUSES = ("failed", "timed_out")
 class TicketRunner:
     """Runs the tickets of one cell, any number of them at once.
 
-    An agent is None where programs elsewhere play the episodes. `tickets` are told of every episode
+    Agents and tasks are those of `train` and of every evaluation set, by name. An agent is None
+    where programs elsewhere play the episodes. `tickets` are told of every episode
     and ticket that ends.
 
     Raises:
@@ -70,8 +73,8 @@ class TicketRunner:
         self,
         job: RolloutJobConfig,
         *,
-        agents: Mapping[TaskSplit, Agent | None],
-        tasks: Mapping[TaskSplit, TaskSet],
+        agents: Mapping[str, Agent | None],
+        tasks: Mapping[str, TaskSet],
         tickets: LeasedTickets,
         services: ServiceClients,
         http_client: Any,
@@ -81,10 +84,13 @@ class TicketRunner:
         sandboxes: AgentSandboxes | None = None,
     ) -> None:
         self._cell, self._rollout = job.cell, job.rollout
-        self._sampling: dict[TaskSplit, SamplingDefaults] = {
-            "train": SamplingDefaults(**job.rollout.sampling.model_dump()),
-            "valid": SamplingDefaults(**job.evaluation_sampling.model_dump()),
+        sampling = {TRAIN: job.rollout.sampling} | {
+            name: one.sampling for name, one in job.evaluation_sets.items()
         }
+        self._sampling = {
+            name: SamplingDefaults(**one.model_dump()) for name, one in sampling.items()
+        }
+        self._set_names = {one.number: name for name, one in job.evaluation_sets.items()}
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
         self._records_calls = {
             split: isinstance(one, RolloutWorkflow) for split, one in agents.items()
@@ -104,11 +110,7 @@ class TicketRunner:
         is_finished = False
         try:
             if grant.ref.eval_step >= 0:
-                outcomes = await self._run_group(grant, "valid")
-                await self._have_evaluation_sealed(grant.ref, [one.session_id for one in outcomes])
-                rewards = [one.reward for one in outcomes]
-                result = EvaluationResultRequest(self._cell, grant.ref, rewards)
-                await self._report_to_ledger("/report_evaluation", result)
+                await self._run_evaluation_ticket(grant)
             else:
                 is_finished = await self._run_and_finish_training_ticket(grant)
         except (AgentError, RecipeError) as error:
@@ -118,6 +120,26 @@ class TicketRunner:
         else:
             self._tickets.stop_holding(grant.ref)
 
+    async def _run_evaluation_ticket(self, grant: TicketGrant) -> None:
+        """Run all samples of a held-out task; those that kept failing earn 0.
+
+        Raises:
+            AgentError: Every sample kept failing.
+            RecipeError: The ledger knows a set that this driver does not.
+        """
+        number, _ = split_ticket_id(grant.ref.ticket_id)
+        if number not in self._set_names:
+            raise RecipeError(f"{grant.ref} is of evaluation set {number}, which is not known here")
+        outcomes = await self._run_group(grant, self._set_names[number])
+        await self._have_evaluation_sealed(grant.ref, [one.session_id for one in outcomes])
+        n_failed = grant.n_episodes - len(outcomes)
+        rewards = [one.reward for one in outcomes] + [0.0] * n_failed
+        answers = [one.answer for one in outcomes] + [""] * n_failed
+        result = EvaluationResultRequest(
+            self._cell, grant.ref, rewards, answers if any(answers) else []
+        )
+        await self._report_to_ledger("/report_evaluation", result)
+
     async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
         """Run a training ticket and have the proxy take it into its journal.
 
@@ -125,10 +147,10 @@ class TicketRunner:
         """
         while True:
             incarnation = self._proxy.peer_started_at
-            outcomes = await self._run_group(grant, "train")
+            outcomes = await self._run_group(grant, TRAIN)
             if len(outcomes) > 1 and all(one.is_rewarded for one in outcomes):
                 raise _build_group_error(outcomes[-1].error, grant.task_index, len(outcomes))
-            task, rewards = self._tasks["train"][grant.task_index], [one.reward for one in outcomes]
+            task, rewards = self._tasks[TRAIN][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
                 await self._finish_ticket_and_close_other_sessions(
@@ -166,11 +188,11 @@ class TicketRunner:
         except HttpStatusError as refusal:
             log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
 
-    async def _run_group(self, grant: TicketGrant, split: TaskSplit) -> list[EpisodeOutcome]:
+    async def _run_group(self, grant: TicketGrant, split: str) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well."""
         self._tickets.begin_episodes(grant)
-        wanted = least = grant.n_episodes
-        if split == "train":
+        wanted, least = grant.n_episodes, 1
+        if split == TRAIN:
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
         episodes = [self._run_episode_until_ok(grant, split, at) for at in range(grant.n_episodes)]
         group = await run_group_until_enough_succeed(episodes, wanted, least)
@@ -184,7 +206,7 @@ class TicketRunner:
         return group.outcomes
 
     async def _run_episode_until_ok(
-        self, grant: TicketGrant, split: TaskSplit, episode: int
+        self, grant: TicketGrant, split: str, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well, or as the recipe has failed ones end.
 
@@ -217,7 +239,7 @@ class TicketRunner:
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
 
     async def _run_watched_episode(
-        self, grant: TicketGrant, split: TaskSplit, spec: EpisodeSpec
+        self, grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         """Run an episode once, while the watch knows of it."""
         agent = self._agents[split]
@@ -270,7 +292,7 @@ class TicketRunner:
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
     def _build_episode_spec(
-        self, grant: TicketGrant, split: TaskSplit, episode: int, failures: int
+        self, grant: TicketGrant, split: str, episode: int, failures: int
     ) -> EpisodeSpec:
         ref, task = grant.ref, self._tasks[split][grant.task_index]
         limits = resolve_limits(self._rollout, task)

@@ -43,18 +43,26 @@ class LedgerState(msgspec.Struct, frozen=True):
         return all(result.step <= fork.base_step for fork in later)
 
 
-class EvaluationResult(msgspec.Struct, frozen=True):
-    """Held-out rewards of one step's weights, as kept in `evaluations/`."""
+class EvaluationResult(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Rewards of one step's weights on an evaluation set, as kept in `evaluations/`."""
 
     step: int
     n_tasks: int
     mean_reward: float
     rewards: list[float]
-    """By task index."""
+    """By task index: the mean over the task's samples."""
     failures: dict[int, str]
     """Task index -> reason, of episodes that could not be run; they count as reward 0."""
     generation: int
     """The generation whose weights these were."""
+    samples: list[list[float]] = []
+    """By task index, the reward of each sample; empty where a task has one."""
+    answers: list[list[str]] = []
+    """By task index, what each sample answered; empty if none says."""
+
+    def list_samples(self) -> list[list[float]]:
+        """By task index, the reward of each sample."""
+        return self.samples or [[reward] for reward in self.rewards]
 
 
 class DroppedTicket(msgspec.Struct, frozen=True):
@@ -137,20 +145,28 @@ def read_ledger_state(paths: RunPaths) -> LedgerState:
     return read_json_file(paths.ledger_state, LedgerState) or LedgerState()
 
 
-def write_evaluation(paths: RunPaths, result: EvaluationResult) -> None:
-    """Make the result of an evaluation durable."""
-    write_atomic(paths.evaluation(result.step), msgspec.json.encode(result))
+def write_evaluation(paths: RunPaths, set_name: str, result: EvaluationResult) -> None:
+    """Make the result of a set durable."""
+    write_atomic(paths.evaluation(result.step, set_name), msgspec.json.encode(result))
 
 
-def read_evaluation(paths: RunPaths, step: int) -> EvaluationResult | None:
-    """The result of evaluating `step`; None if there is none yet."""
-    return read_json_file(paths.evaluation(step), EvaluationResult)
+def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
+    """The result of a set for the weights of `step`; None if there is none yet."""
+    return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
 
 
-def list_evaluated_steps(paths: RunPaths) -> list[int]:
-    """The steps that have a result of an evaluation, in order."""
-    names = (path.stem.removeprefix("step_") for path in paths.evaluations_dir.glob("step_*.json"))
-    return sorted(int(name) for name in names if name.isdigit())
+def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:
+    """Every result with the name of its set, by set and step; those of `main_set` come first.
+
+    Raises:
+        ShardError: One of them is damaged.
+    """
+    folder = paths.evaluations_dir
+    names = sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else ()
+    for name in (main_set, *names):
+        for file in sorted(paths.evaluation(0, name).parent.glob("*.json")):
+            if (result := read_json_file(file, EvaluationResult)) is not None:
+                yield name, result
 
 
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:

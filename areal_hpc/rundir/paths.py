@@ -138,9 +138,16 @@ class RunPaths(_Folder):
         """Exists if the batch of `step` is quarantined; says why."""
         return self.quarantine_dir / self.manifest(step).name
 
-    def evaluation(self, step: int) -> Path:
-        """Held-out rewards of the weights of `step`."""
-        return self.evaluations_dir / f"{format_step_dir(step)}.json"
+    def evaluation(self, step: int, set_name: str = "valid") -> Path:
+        """Rewards of the weights of `step` on an evaluation set."""
+        folder = self.evaluations_dir
+        if set_name != "valid":
+            folder /= set_name
+        return folder / f"{format_step_dir(step)}.json"
+
+    def evaluation_tasks(self, set_name: str) -> Path:
+        """The tasks of an evaluation set."""
+        return self.dataset(set_name if set_name == "valid" else f"evaluation-{set_name}")
 
     def export_dir(self, name: str) -> Path:
         """A model in Hugging Face format, under a name such as `step_00000040`."""

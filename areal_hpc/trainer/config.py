@@ -15,7 +15,7 @@ from areal_hpc.recipe.sections.trainer import (
     TrainerConfig,
 )
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
 
 STOP_MARGIN_S = 4.0
 """A step or checkpoint that is not over this long before the job is killed is given up."""
@@ -50,10 +50,10 @@ class TrainerJobConfig(PolicyJobConfig):
     """Transport of new weights to replicas."""
     cells: Annotated[int, Field(ge=1)]
     """Cells to send them to, that of evaluation not counted."""
-    evaluation_every_steps: Annotated[int, Field(ge=0)]
-    """Steps between evaluations; 0 evaluates only the first and the last weights."""
-    evaluation_tasks: Annotated[int, Field(ge=0)]
-    """Held-out tasks per evaluation; 0 never evaluates."""
+    evaluations: dict[str, SetSchedule]
+    """By the names of evaluation sets: when, and on how many tasks."""
+    keep_best: str = ""
+    """`SET/METRIC` by which the best checkpoint is kept; empty: none is."""
     evaluation_cell: bool = False
     """A cell of their own plays them, and training does not wait for it."""
     alerts: AlertsConfig = AlertsConfig()
@@ -70,8 +70,7 @@ class TrainerJobConfig(PolicyJobConfig):
             total_steps=self.trainer.total_steps,
             checkpoint_every_steps=self.trainer.checkpoint_every_steps,
             export_every_steps=self.trainer.export_every_steps,
-            evaluation_every_steps=self.evaluation_every_steps,
-            evaluation_tasks=self.evaluation_tasks,
+            evaluations=self.evaluations,
         )
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.errors import ClusterError, Problem, ShardError
-from areal_hpc.metrics.step_metrics import PhaseTimer
+from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
@@ -86,6 +86,7 @@ class Learner:
     """The policy in training, at the latest checkpoint of the run or some steps after it.
 
     `model_path` has the weights before the first checkpoint, and what exports take beside weights.
+    The checkpoint that is best by the metric `keep_best` of `evaluation.keep_best` is kept.
     """
 
     def __init__(
@@ -98,6 +99,7 @@ class Learner:
         generation: int,
         seed: int,
         check_generation: Callable[[], None] = lambda: None,
+        keep_best: str = "",
     ) -> None:
         self._custom_loss = load_custom_loss(config.objective)
         arch = read_architecture(model_path)
@@ -111,7 +113,10 @@ class Learner:
         self._model_path = model_path
         self._events = EventLog(paths.events, "trainer")
         self.checkpoints = CheckpointStore(
-            paths.checkpoints_dir, config.keep_checkpoints, check_generation
+            paths.checkpoints_dir,
+            config.keep_checkpoints,
+            check_generation,
+            lambda steps: find_best_step(paths.metrics, keep_best, steps),
         )
         self._optimizer, checkpoint = self.checkpoints.load_latest(
             self.policy, config.optimizer, is_offloaded=config.offload.optimizer

@@ -86,8 +86,6 @@ def make_replay_coordinator(
         total_steps=last_step,
         checkpoint_every_steps=config.checkpoint_every_steps,
         export_every_steps=None,
-        evaluation_every_steps=0,
-        evaluation_tasks=0,
     )
     record = StepRecord(metrics, version, None)
     return Coordinator(

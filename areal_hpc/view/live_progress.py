@@ -12,7 +12,7 @@ from rich.text import Text
 
 from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation
 from areal_hpc.rundir.events import EventFollower
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.events.run_news import RunEventAnnouncer
@@ -43,7 +43,7 @@ class PlainReporter:
         before = read_run_snapshot(paths)
         self._last_step = _get_last_step(before.steps)
         self._last_sft = _get_last_step(before.sft)
-        self._evaluated = {step for step, _ in before.evaluations}
+        self._evaluated = _list_evaluated_steps(before)
         self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
         self._events = EventFollower(paths.events)
@@ -108,10 +108,10 @@ class PlainReporter:
                 self._has_trained = self._has_trained or row["step"] > 0
                 self.print_line(format_step_line(row, self._total_steps))
                 self._report_new_alerts(snapshot.steps[:number], row)
-            elif EVAL_REWARD_METRIC in row and row["step"] not in self._evaluated:
-                evaluation = {"step": row["step"], EVAL_REWARD_METRIC: row[EVAL_REWARD_METRIC]}
+            elif list_evaluated_sets(row) and row["step"] not in self._evaluated:
+                evaluation = {"step": row["step"], **select_evaluation(row)}
                 self.print_line(format_step_line(evaluation, self._total_steps))
-        self._evaluated = {step for step, _ in snapshot.evaluations}
+        self._evaluated = _list_evaluated_steps(snapshot)
 
     def _report_new_alerts(self, before: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
         """Print what a step's metrics say of the run's health that those before did not."""
@@ -180,3 +180,7 @@ def format_ticket_line(ledger: LedgerStatus) -> str:
     if ledger.eval_total > ledger.eval_done:
         line += f"; evaluating {ledger.eval_done}/{ledger.eval_total}"
     return line
+
+
+def _list_evaluated_steps(snapshot: RunSnapshot) -> set[int]:
+    return {row["step"] for row in snapshot.steps if list_evaluated_sets(row)}

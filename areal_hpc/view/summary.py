@@ -2,12 +2,18 @@
 
 import shlex
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ShardError
-from areal_hpc.metrics.step_line import compute_tokens_per_s, estimate_remaining_s, format_metric
+from areal_hpc.metrics.step_line import (
+    compute_tokens_per_s,
+    estimate_remaining_s,
+    format_metric,
+    format_set_metrics,
+)
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -199,6 +205,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
             f"  held-out reward   {evaluations[0][1]:.3f} -> {evaluations[-1][1]:.3f}"
             f"  (step {evaluations[0][0]} -> {evaluations[-1][0]})"
         )
+    lines += _describe_evaluation_sets(snapshot.steps)
     lines += [
         f"  speed             {compute_tokens_per_s(trained):.0f} tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
@@ -232,3 +239,12 @@ def _shorten_path(path: Path) -> Path:
     """The path as seen from the working directory, if it lies below."""
     here = Path.cwd()
     return path.relative_to(here) if path.is_relative_to(here) else path
+
+
+def _describe_evaluation_sets(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The newest numbers of each evaluation set."""
+    newest: dict[str, tuple[int, str]] = {}
+    for row in rows:
+        for text in format_set_metrics(row):
+            newest[" ".join(text.split()[:2])] = (row["step"], text)
+    return [f"  {'evaluation set':<17} {text}  (step {step})" for step, text in newest.values()]

@@ -22,7 +22,7 @@ from typing import Annotated, Literal
 from msgspec import Meta, Struct, field
 
 TaskSplit = Literal["train", "valid"]
-"""A task set: of training tickets, or of evaluation tickets."""
+"""The task set of training tickets, or those of evaluation tickets."""
 Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
 NO_VERSION = -1
@@ -32,7 +32,7 @@ StaleGroups = Literal["train_with_correction", "drop", "requeue"]
 
 
 class TicketRef(Struct, frozen=True):
-    """One issue of one ticket. Evaluation tickets count from 0 within their `eval_step`."""
+    """One issue of one ticket. Within an `eval_step` each set has a range of ticket ids."""
 
     ticket_id: Int64
     attempt: Int64
@@ -45,7 +45,7 @@ class TicketGrant(Struct, frozen=True):
 
     ref: TicketRef
     task_index: int
-    """Line of the task set (`train.jsonl`, or `valid.jsonl` for an evaluation)."""
+    """Line of the task set: of `train.jsonl`, or of that of an evaluation set."""
     seed: int
     n_episodes: int
     """To start; of a training ticket the first `rollout.n_samples` that end well are kept."""
@@ -122,11 +122,13 @@ class DropRequest(Struct, frozen=True):
 
 
 class EvaluationResultRequest(Struct, frozen=True):
-    """The rewards of one evaluation ticket."""
+    """The rewards of one evaluation ticket: one per sample, 0 for one that kept failing."""
 
     cell: str
     ref: TicketRef
     rewards: list[float]
+    answers: list[str] = []
+    """What each sample answered; empty if none says."""
 
 
 class OpenGenerationRequest(Struct, frozen=True):
@@ -193,11 +195,12 @@ class WeightsPublishedRequest(Struct, frozen=True):
 
 
 class EvaluateRequest(Struct, frozen=True):
-    """Ask for (or look up) the evaluation of the current weights on `n_tasks` held-out tasks."""
+    """Ask for (or look up) the evaluation of the current weights on held-out tasks."""
 
     generation: int
     step: int
-    n_tasks: int
+    sets: dict[str, int]
+    """Evaluation set -> how many of its tasks, the first ones."""
     wait_s: float = 5.0
 
 
@@ -206,8 +209,9 @@ class EvaluateReply(Struct, frozen=True):
 
     done: int
     total: int
-    mean_reward: float | None = None
-    """Set when done == total."""
+    """Tasks of all sets."""
+    metrics: dict[str, float] | None = None
+    """By their names in a row of metrics. Set when done == total."""
     trouble: str = ""
     """Why the evaluation is in vain, in words for the user: agents do nothing but fail."""
 

@@ -29,7 +29,7 @@ class Reward(Struct, frozen=True, omit_defaults=True):
     Raises:
         InvalidRewardError: (a ValueError) A number is none or not finite, there are more than 64
             parts or metrics, a name has other characters than letters, digits and `_./-`, or the
-            note is longer than 4,000 characters.
+            note or the answer is longer than 4,000 characters.
     """
 
     value: float
@@ -39,12 +39,16 @@ class Reward(Struct, frozen=True, omit_defaults=True):
     """Further numbers of the episode, by name: `{"tool_errors": 2}`."""
     note: str = ""
     """A remark for whoever reads the conversation."""
+    answer: str = ""
+    """What the episode answered, in a form in which equal answers are equal texts: `cons@k` of an
+    evaluation set takes the one that most samples gave."""
 
     def __post_init__(self) -> None:
         force_setattr(self, "value", parse_reward_number(self.value))
         for field in ("parts", "metrics"):
             force_setattr(self, field, _parse_named_numbers(getattr(self, field), field))
-        force_setattr(self, "note", _parse_note(self.note))
+        for name in ("note", "answer"):
+            force_setattr(self, name, _parse_text(getattr(self, name), name))
 
 
 def parse_reward_number(number: object, name: str = "reward") -> float:
@@ -84,13 +88,13 @@ def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
     return {name: parse_reward_number(number, f"{field}.{name}") for name, number in given.items()}
 
 
-def _parse_note(note: object) -> str:
-    expected = f"note: expected a text of at most {MAX_NOTE_CHARS} characters"
-    if not isinstance(note, str):
-        raise InvalidRewardError(f"{expected}, got {_format_wrong_value(note)}")
-    if len(note) > MAX_NOTE_CHARS:
-        raise InvalidRewardError(f"{expected}, got {len(note)}")
-    return escape_surrogates(note)
+def _parse_text(text: object, field: str) -> str:
+    expected = f"{field}: expected a text of at most {MAX_NOTE_CHARS} characters"
+    if not isinstance(text, str):
+        raise InvalidRewardError(f"{expected}, got {_format_wrong_value(text)}")
+    if len(text) > MAX_NOTE_CHARS:
+        raise InvalidRewardError(f"{expected}, got {len(text)}")
+    return escape_surrogates(text)
 
 
 def _format_wrong_value(value: object) -> str:

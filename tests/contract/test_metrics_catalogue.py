@@ -13,7 +13,7 @@ from tests.support.package_sources import sources
 
 NAMES = {metric.name for metric in CATALOGUE}
 GROUPS = {name.split("/")[0] for name in NAMES if "/" in name}
-WRITERS = ("metrics/", "trainer/", "weights/")
+WRITERS = ("evaluation/", "metrics/", "trainer/", "weights/")
 """Where metrics are measured and written."""
 IS_NOT_WRITTEN = {"metrics/catalogue.py", "metrics/alert_rules.py"}
 OF_SFT = {"tokens/targets", "throughput/trained_tokens_per_s"}

@@ -51,6 +51,7 @@ def types(client: areal_hpc.ArealOpenAI, trainer: PPOTrainer) -> None:
     result = areal_hpc.run("r.yaml", trainer={"total_steps": 2})
     assert_type(result, areal_hpc.RunResult)
     assert_type(result.reward, float | None)
+    assert_type(areal_hpc.open_run("run"), areal_hpc.RunData)
     assert_type(areal_hpc.submit("r.yaml", wait=True).run_dir, Path)
     # AReaL's names are the same classes.
     ours: areal_hpc.PPOTrainer = trainer

@@ -112,7 +112,7 @@ class LightRun:
                 "max_concurrent_rollouts": 64,
                 "seed": 7,
                 "n_train_tasks": 1000,
-                "n_valid_tasks": 5,
+                "evaluation_sets": {"valid": {"number": 0, "n_tasks": 5}},
                 "total_steps": self.total_steps,
                 "cell_timeout_s": CELL_TIMEOUT_S,
             },

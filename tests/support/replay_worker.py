@@ -70,13 +70,14 @@ def config_of(scenario: Scenario) -> TrainerConfig:
     return TrainerConfig.model_validate({**TRAINER, **scenario["trainer"]})
 
 
-def make_learner(scenario: Scenario, paths: RunPaths) -> Learner:
+def make_learner(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> Learner:
     claimed = claim_next_number(paths.generations_dir) if dist.get_rank() == 0 else None
     generation = broadcast_object(claimed, int)
     return Learner(
         config_of(scenario), paths, paths.tiny_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
         check_generation=make_generation_check(paths.generations_dir, generation),
+        keep_best=keep_best,
     )  # fmt: skip
 
 
@@ -84,9 +85,9 @@ def take_step(learner: Learner, paths: RunPaths, number: int) -> None:
     learner.train_batch(read_manifest(paths, number))
 
 
-def begin_training(scenario: Scenario, paths: RunPaths) -> Learner:
+def begin_training(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> Learner:
     """A learner with one step taken and saved, and a second step taken."""
-    learner = make_learner(scenario, paths)
+    learner = make_learner(scenario, paths, keep_best)
     take_step(learner, paths, 1)
     learner.begin_checkpoint({})
     learner.checkpoints.finish_save()

@@ -167,7 +167,7 @@ def _list_ledger_calls(run: LightRun, ref: TicketRef) -> list[Call]:
         "/open_generation": ledger_wire.OpenGenerationRequest(generation, step),
         "/batch": ledger_wire.BatchRequest(generation, step + 1, wait_s=0.01),
         "/publish": ledger_wire.WeightsPublishedRequest(generation, step),
-        "/evaluate": ledger_wire.EvaluateRequest(generation, step, 2, wait_s=0.01),
+        "/evaluate": ledger_wire.EvaluateRequest(generation, step, {"valid": 2}, wait_s=0.01),
         "/finish": ledger_wire.FinishRunRequest(generation),
         "/status": ledger_wire.Empty(),
     }

@@ -204,12 +204,10 @@ def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:
 
 def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[Problem]:
     """Does the longest reply leave room for a prompt?"""
-    for key, sampling in (
-        ("rollout.sampling", recipe.rollout.sampling),
-        ("evaluation.sampling", recipe.evaluation.sampling),
-    ):
-        if key == "evaluation.sampling" and recipe.valid_dataset is None:
-            continue
+    samplings = {"rollout.sampling": recipe.rollout.sampling} | {
+        one.sampling_key: one.sampling for one in recipe.evaluation_sets
+    }
+    for key, sampling in samplings.items():
         if sampling.max_new_tokens >= context_tokens:
             yield Problem(
                 f"{key}.max_new_tokens={sampling.max_new_tokens} leaves no room for a prompt in a "

@@ -57,7 +57,8 @@ def find_prompt_problems(
             f"tasks of {key} have {TOOLS_KEY}, and inference.tool_call_parser is not set: requests "
             "with tools will be refused"
         )
-    sampling = recipe.evaluation.sampling if key == "valid_dataset" else recipe.rollout.sampling
+    held_out = {one.dataset_key: one.sampling for one in recipe.evaluation_sets}
+    sampling = held_out.get(key, recipe.rollout.sampling)
     found = _compare_prompt_lengths_with_context(
         lengths, key, context_tokens, sampling.max_new_tokens
     )

@@ -57,6 +57,11 @@ def find_user_code_problems(
         (rollout.workflow, rollout.workflow_kwargs),
         (evaluation.workflow, evaluation.workflow_kwargs),
     ]
+    agents += [
+        (one.workflow, one.workflow_kwargs)
+        for one in recipe.evaluation_sets
+        if one.workflow_key != "evaluation"
+    ]
     if other := rollout.agent.python:
         for workflow, kwargs in filter(lambda one: one[0], agents):
             yield from _find_foreign_agent_problems(other, workflow, kwargs, sys_path)

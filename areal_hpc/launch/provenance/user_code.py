@@ -78,6 +78,7 @@ def list_user_code_paths(recipe: Recipe) -> Iterator[str]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     names = [rollout.workflow, evaluation.workflow, rollout.should_accept, rollout.curriculum]
     names.append(recipe.trainer.objective.custom)
+    names += [one.workflow for one in recipe.evaluation_sets]
     names += [tasks.generator or "" for tasks, _ in recipe.task_sets_with_keys]
     for name in names:
         if name:

@@ -139,7 +139,6 @@ def _build_trial_config(
             run_dir=paths.root,
             cell="trial",
             rollout=recipe.rollout,
-            evaluation_sampling=recipe.evaluation.sampling,
             episode_slots=1,
             sys_path=folders,
         ),

@@ -1,4 +1,4 @@
-"""Recipe sections `rollout` and `evaluation`."""
+"""Recipe section `rollout`."""
 
 from __future__ import annotations
 
@@ -25,13 +25,6 @@ class SamplingConfig(BaseConfig):
     """-1 keeps all tokens."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 512
     """Maximum tokens of one reply."""
-
-
-class EvaluationSamplingConfig(SamplingConfig):
-    """Generation parameters of held-out episodes; greedy unless changed."""
-
-    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
-    """0 is greedy."""
 
 
 class AgentExecutionConfig(BaseConfig):
@@ -146,20 +139,3 @@ class RolloutConfig(BaseConfig):
                 f"{self.failed_episodes}"
             )
         return self
-
-
-class EvaluationConfig(BaseConfig):
-    """Evaluation of the weights on held-out tasks."""
-
-    every_steps: Annotated[int, Field(ge=0)] = 5
-    """Steps between evaluations; 0 evaluates only the first and the last weights."""
-    tasks: Annotated[int, Field(ge=1)] = 256
-    """Held-out tasks of one evaluation."""
-    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
-    """Generation parameters; greedy unless changed."""
-    workflow: str = ""
-    """Dotted path of the agent for evaluation; empty: `rollout.workflow`."""
-    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
-    """Arguments of its constructor."""
-    separate_cell: bool = False
-    """Evaluate in an additional cell, in parallel with training."""

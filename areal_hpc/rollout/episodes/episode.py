@@ -77,6 +77,8 @@ class EpisodeOutcome:
     """Of the last interaction that has a reward, if `ok` or `is_rewarded`."""
     is_rewarded: bool = False
     """Its agent failed, and its last interaction has the reward of such an episode."""
+    answer: str = ""
+    """What the agent says that it answered, by its last `Reward` with an answer."""
     reason: str = ""
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
     error: AgentError | None = None
@@ -115,10 +117,12 @@ async def run_episode(
                     spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
                 )
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            reward = await _send_rewards_and_end_session(
-                parse_agent_rewards(returned), session, proxy
+            rewards = parse_agent_rewards(returned)
+            answers = [one.answer for one in rewards.values() if one.answer]
+            reward = await _send_rewards_and_end_session(rewards, session, proxy)
+            return EpisodeOutcome(
+                "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
             )
-            return EpisodeOutcome("ok", session.session_id, reward=reward)
         except AgentError as failure:
             is_rewarded = await _reward_failure(spec.failure_reward, failure, session, proxy)
             ended = await _end_session_of_lost_episode(session, proxy)
@@ -130,7 +134,14 @@ async def run_episode(
             status = "interrupted"
         reason = "\n".join(filter(None, (str(error), error.trace)))
         reward = spec.failure_reward if is_rewarded and spec.failure_reward is not None else 0.0
-        return EpisodeOutcome(status, session.session_id, reward, is_rewarded, reason, error)
+        return EpisodeOutcome(
+            status,
+            session.session_id,
+            reward=reward,
+            is_rewarded=is_rewarded,
+            reason=reason,
+            error=error,
+        )
 
 
 async def _reward_failure(

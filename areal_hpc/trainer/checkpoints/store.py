@@ -13,7 +13,7 @@ function of `seed` and `step`.
 import shutil
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
@@ -70,15 +70,21 @@ class CheckpointStore:
     """The checkpoints of one training stage. One may be in the writing at a time.
 
     `check_generation` is called on rank 0 before a checkpoint becomes visible; it raises when this
-    trainer has been replaced.
+    trainer has been replaced. `find_best_step` names the one of some steps whose checkpoint is kept
+    beside the last `keep`, if any.
     """
 
     def __init__(
-        self, directory: Path, keep: int, check_generation: Callable[[], None] = lambda: None
+        self,
+        directory: Path,
+        keep: int,
+        check_generation: Callable[[], None] = lambda: None,
+        find_best_step: Callable[[Sequence[int]], int | None] = lambda steps: None,
     ) -> None:
         self._directory = directory
         self._keep = keep
         self._check_generation = check_generation
+        self._find_best_step = find_best_step
         self._writer: WriterClient | None = None
         self._begun: Checkpoint | None = None
         self._copied_s = 0.0
@@ -221,13 +227,19 @@ class CheckpointStore:
             self._rename_into_place(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
-            for old in list_checkpoints(self._directory)[: -self._keep]:
+            for old in self._list_superfluous():
                 # Hidden first: a half-deleted checkpoint must not look complete.
                 doomed = old.path.with_name(f".{old.path.name}.old")
                 old.path.rename(doomed)
                 if self._writer is not None:
                     self._writer.begin_remove_directory(doomed)
         fault_point("checkpoint.after_write")
+
+    def _list_superfluous(self) -> list[Checkpoint]:
+        """All but the last `keep` checkpoints and the best one."""
+        found = list_checkpoints(self._directory)
+        best = self._find_best_step([one.state.step for one in found])
+        return [one for one in found[: -self._keep] if one.state.step != best]
 
     def _rename_into_place(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation

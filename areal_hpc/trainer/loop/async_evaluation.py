@@ -50,6 +50,11 @@ class AsyncEvaluationTracker:
         self.under_way = current
         return [step for step in due if step != current.step]
 
+    def list_sets(self) -> dict[str, int]:
+        """The evaluation sets of what is under way, with their tasks: all that were due by then."""
+        assert self.under_way is not None
+        return self._schedule.list_sets_due_since(self._judged_step, self.under_way.step)
+
     def mark_judged(self) -> None:
         """What was under way has its reward."""
         assert self.under_way is not None

@@ -75,13 +75,15 @@ class LedgerClient:
         """Every replica in service has the weights of `step`."""
         self._call_ledger("/publish", WeightsPublishedRequest(self._generation, step), Acknowledged)
 
-    def request_evaluation(self, step: int, n_tasks: int, wait_s: float) -> EvaluateReply:
-        """Ask for the evaluation of `step`, or how far it is.
+    def request_evaluation(
+        self, step: int, n_tasks_by_set: dict[str, int], wait_s: float
+    ) -> EvaluateReply:
+        """Ask for the evaluation of `step` on some sets, or how far it is.
 
         Raises:
             AgentError: Agents do nothing but fail.
         """
-        request = EvaluateRequest(self._generation, step, n_tasks, wait_s)
+        request = EvaluateRequest(self._generation, step, n_tasks_by_set, wait_s)
         reply = self._call_ledger("/evaluate", request, EvaluateReply, wait_s)
         _raise_if_agents_in_trouble(reply.trouble)
         return reply

@@ -13,8 +13,8 @@ from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
     CELL_WAIT_PHASE,
-    EVAL_REWARD_METRIC,
     IDLE_CELLS_METRIC,
+    list_evaluated_sets,
 )
 from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
 from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
@@ -205,18 +205,13 @@ class LedgerSource(BatchSource):
             AgentError: Agents do nothing but fail.
         """
         step, row = self._record.version.step, self._record.row
-        if (
-            self._async_evaluation
-            or not self._schedule.evaluates(step)
-            or EVAL_REWARD_METRIC in row
-        ):
+        due = self._schedule.list_due_sets(step)
+        if self._async_evaluation or due.keys() <= list_evaluated_sets(row):
             return True
         with self._record.timer.time_phase("eval"):
-            reply = self._ledger.request_evaluation(
-                step, self._schedule.evaluation_tasks, LONG_POLL_S
-            )
-        if reply.mean_reward is not None:
-            row[EVAL_REWARD_METRIC] = reply.mean_reward
+            reply = self._ledger.request_evaluation(step, due, LONG_POLL_S)
+        if reply.metrics is not None:
+            row |= reply.metrics
         return False
 
     def _poll_async_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
@@ -247,10 +242,10 @@ class LedgerSource(BatchSource):
         self, evaluation: AsyncEvaluationTracker, version: WeightVersion
     ) -> None:
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
-        reply = self._ledger.request_evaluation(version.step, self._schedule.evaluation_tasks, 0.0)
-        if reply.mean_reward is not None:
+        reply = self._ledger.request_evaluation(version.step, evaluation.list_sets(), 0.0)
+        if reply.metrics is not None:
             evaluation.mark_judged()
-            self._record.add_metrics(version.step, {EVAL_REWARD_METRIC: reply.mean_reward})
+            self._record.add_metrics(version.step, dict(reply.metrics))
 
     def poll_async_evaluation_done(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""

@@ -100,7 +100,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     recipes = [progress.recipe for progress in progress_by_run]
     problems: list[str] = []
     evaluations = [
-        (name, read_evaluations(paths, problems), recipe.get("valid_dataset"))
+        (name, read_evaluations(paths, problems), _get_held_out_keys(recipe))
         for name, paths, recipe in zip(names, runs, recipes, strict=True)
     ]
     flat = [flatten_public(recipe) for recipe in recipes]
@@ -123,6 +123,11 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
         evaluations=tuple(compare_evaluations(evaluations)),
         problems=tuple(problems),
     )
+
+
+def _get_held_out_keys(recipe: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What a recipe says of its held-out tasks."""
+    return recipe.get("valid_dataset"), (recipe.get("evaluation") or {}).get("sets")
 
 
 def name_runs(runs: Sequence[RunPaths]) -> list[str]:

@@ -1,89 +1,76 @@
 """Held-out rewards compared task by task, with confidence."""
 
-import math
-import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.manifests import EvaluationResult, list_evaluated_steps, read_evaluation
+from areal_hpc.evaluation.statistics import Estimate, compare_paired
+from areal_hpc.recipe.sections.evaluation import VALID_SET
+from areal_hpc.rundir.manifests import EvaluationResult, list_evaluations
 from areal_hpc.rundir.paths import RunPaths
 
-CONFIDENCE_95 = statistics.NormalDist().inv_cdf(0.975)
 MIN_TASKS = 2
+ResultsBySet = Mapping[str, Sequence[EvaluationResult]]
+"""Results of each evaluation set, by step."""
 
 
 @dataclass(frozen=True, slots=True)
 class PairedDifference:
-    """Mean difference of the same tasks' rewards, and half the width of its 95 % interval."""
+    """Rewards of the same tasks twice, the second minus the first."""
 
     name: str
     before: float
     after: float
-    difference: float
-    half_width: float
-    n_tasks: int
+    difference: Estimate
 
     @property
     def verdict(self) -> str:
-        """What the interval says."""
-        if abs(self.difference) <= self.half_width:
+        """What the 95 % interval says."""
+        if self.difference.low <= 0 <= self.difference.high:
             return "no difference is shown"
-        return "better" if self.difference > 0 else "worse"
+        return "better" if self.difference.value > 0 else "worse"
 
 
-def compare_paired(
-    name: str, before: Sequence[float], after: Sequence[float]
-) -> PairedDifference | None:
-    """The difference of rewards of the same tasks, by a normal approximation; None of too few.
-
-    Pure.
-    """
-    if len(before) != len(after) or len(before) < MIN_TASKS:
-        return None
-    differences = [late - early for early, late in zip(before, after, strict=True)]
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return PairedDifference(
-        name,
-        statistics.fmean(before),
-        statistics.fmean(after),
-        statistics.fmean(differences),
-        CONFIDENCE_95 * error,
-        len(differences),
-    )
-
-
-def read_evaluations(paths: RunPaths, problems: list[str]) -> list[EvaluationResult]:
-    """The evaluations of a run by step; what cannot be read is named in `problems`."""
-    found = []
-    for step in list_evaluated_steps(paths):
-        try:
-            if (result := read_evaluation(paths, step)) is not None:
-                found.append(result)
-        except ShardError as error:
-            problems.append(str(error))
+def read_evaluations(paths: RunPaths, problems: list[str]) -> dict[str, list[EvaluationResult]]:
+    """The evaluations of a run by set and step; one that cannot be read ends with `problems`."""
+    found: dict[str, list[EvaluationResult]] = {}
+    try:
+        for name, result in list_evaluations(paths, VALID_SET):
+            found.setdefault(name, []).append(result)
+    except ShardError as error:
+        problems.append(str(error))
     return found
 
 
 def compare_evaluations(
-    results_by_run: Sequence[tuple[str, Sequence[EvaluationResult], object]],
+    results_by_run: Sequence[tuple[str, ResultsBySet, object]],
 ) -> Iterator[PairedDifference]:
-    """The first and the last evaluation of each run, and the last ones of runs with equal tasks.
+    """The first and the last evaluation of each set, and the last ones of runs with equal tasks.
 
-    A run stands with its held-out task set. Pure.
+    A run stands with what names its held-out tasks. Pure.
     """
-    for run, results, _ in results_by_run:
-        if len(results) > 1:
+    for run, results_by_set, _ in results_by_run:
+        for name, results in results_by_set.items():
             first, last = results[0], results[-1]
-            name = f"{run}: step {first.step} to {last.step}"
-            if (paired := compare_paired(name, first.rewards, last.rewards)) is not None:
-                yield paired
+            title = f"{_name_set(run, name)}: step {first.step} to {last.step}"
+            yield from _compare(title, first, last)
     judged = [one for one in results_by_run if one[1]]
-    for run, results, tasks in judged[1:]:
+    for run, results_by_set, tasks in judged[1:]:
         other, its_results, its_tasks = judged[0]
-        if tasks != its_tasks:
-            continue
-        name = f"{other} to {run}, the last evaluation of each"
-        paired = compare_paired(name, its_results[-1].rewards, results[-1].rewards)
-        if paired is not None:
-            yield paired
+        for name in results_by_set.keys() & its_results.keys() if tasks == its_tasks else ():
+            title = f"{_name_set(other, name)} to {run}, the last evaluation of each"
+            yield from _compare(title, its_results[name][-1], results_by_set[name][-1])
+
+
+def _name_set(run: str, name: str) -> str:
+    return run if name == VALID_SET else f"{run}, {name}"
+
+
+def _compare(
+    title: str, before: EvaluationResult, after: EvaluationResult
+) -> Iterator[PairedDifference]:
+    n_tasks = len(after.rewards)
+    if before is after or len(before.rewards) != n_tasks or n_tasks < MIN_TASKS:
+        return
+    difference = compare_paired(before.rewards, after.rewards).difference
+    yield PairedDifference(title, before.mean_reward, after.mean_reward, difference)

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from rich.cells import cell_len, chop_cells, set_cell_size
 
+from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.view.transcripts.row_search import FoundRow
 from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import CallRecord
@@ -49,7 +50,10 @@ def _format_group(found: Sequence[FoundRow], width: int) -> Iterator[str]:
 def _format_group_title(found: Sequence[FoundRow]) -> str:
     first = found[0]
     eval_step, ticket_id, attempt = first.group
-    facts = [f"held-out task {ticket_id}" if eval_step >= 0 else f"ticket {ticket_id}"]
+    set_number, task = split_ticket_id(ticket_id)
+    facts = [f"held-out task {task}" if eval_step >= 0 else f"ticket {ticket_id}"]
+    if eval_step >= 0 and set_number:
+        facts.append(f"evaluation set {set_number}")
     facts.append(f"attempt {attempt}")
     if first.step is not None:
         facts.append(f"step {first.step}")

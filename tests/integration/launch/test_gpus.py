@@ -81,7 +81,9 @@ def start_stage(recipe: Recipe, folder: Path, *, serve_python: str, servers: int
     paths = RunPaths(folder / "run")
     paths.root.mkdir()
     write_recipe_and_keep_replaced(recipe, paths.recipe)
-    facts = LaunchFacts(train_tasks=8, valid_tasks=8, serve_python=serve_python, sys_path=())
+    facts = LaunchFacts(
+        train_tasks=8, tasks_by_evaluation_set={"valid": 8}, serve_python=serve_python, sys_path=()
+    )
     stage = recording(plan_run(recipe, paths, facts)[-1], folder, servers)
     with closing(PlainReporter(paths, 1, 0)) as reporter:
         local_launcher.run_standalone_stage(

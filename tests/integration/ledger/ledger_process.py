@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from areal_hpc.ledger.job import run
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import get_number_path
 from areal_hpc.rundir.paths import RunPaths
@@ -60,7 +61,7 @@ def config_of(run_dir: Path, **settings: Any) -> dict[str, Any]:
         "max_concurrent_rollouts": 64,
         "seed": 7,
         "n_train_tasks": 10,
-        "n_valid_tasks": 5,
+        "evaluation_sets": {"valid": {"number": 0, "n_tasks": 5}},
         "total_steps": 3,
         **settings,
     }
@@ -195,9 +196,9 @@ class LedgerProcess:
     def settle(self, tickets: list[SealedTicket], cell: str = "cell-0") -> None:
         self.order("/settle", SettleRequest(cell, tickets))
 
-    def report(self, ref: TicketRef, reward: float) -> None:
+    def report(self, ref: TicketRef, *rewards: float) -> None:
         """The result of an evaluation ticket."""
-        request = EvaluationResultRequest("cell-0", ref, [reward])
+        request = EvaluationResultRequest("cell-0", ref, list(rewards))
         self.order("/report_evaluation", request)
 
     def drop(self, ref: TicketRef, reason: str) -> None:
@@ -224,8 +225,16 @@ class LedgerProcess:
         return manifest
 
     def evaluate(self, step: int, n_tasks: int, generation: int = 1) -> EvaluateReply:
-        request = EvaluateRequest(generation, step, n_tasks, 0.0)
+        return self.evaluate_sets(step, {"valid": n_tasks}, generation)
+
+    def evaluate_sets(self, step: int, sets: dict[str, int], generation: int = 1) -> EvaluateReply:
+        request = EvaluateRequest(generation, step, sets, 0.0)
         return self.call("/evaluate", request, EvaluateReply)
+
+    def get_reward(self, step: int, n_tasks: int, generation: int = 1) -> float | None:
+        """Mean reward of the set `valid`; None while some of its tasks are not done."""
+        row = self.evaluate(step, n_tasks, generation).metrics
+        return None if row is None else row[EVAL_REWARD_METRIC]
 
     def publish(self, step: int, generation: int = 1) -> None:
         self.order("/publish", WeightsPublishedRequest(generation, step))

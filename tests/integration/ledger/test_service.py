@@ -18,7 +18,6 @@ from areal_hpc.wire.ledger import (
     NO_VERSION,
     BatchReply,
     BatchRequest,
-    EvaluateReply,
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
@@ -152,7 +151,7 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
     ledger.evaluate(0, 1)
     evaluations = [g.ref for g in ledger.grants() if g.ref.eval_step == 0]
     ledger.drop(evaluations[0], "it raised")
-    assert ledger.evaluate(0, 1) == EvaluateReply(1, 1, 0.0)
+    assert ledger.get_reward(0, 1) == 0.0
     assert b"it raised" in ledger.paths.evaluation(0).read_bytes()
 
 
@@ -165,7 +164,13 @@ def test_a_held_out_task_whose_agent_fails_scores_zero(ledger: LedgerProcess) ->
         ("/lose", b"{}", 404, "/lease /settle"),
         ("/batch", b'{"generation": 1, "step": 1}', 409, "call /open_generation first"),
         ("/open_generation", b'{"generation": 7, "base_step": 0}', 400, "has taken generation 7"),
-        ("/evaluate", b'{"generation": 1, "step": 0, "n_tasks": 6}', 400, "there are 5"),
+        ("/evaluate", b'{"generation": 1, "step": 0, "sets": {"valid": 6}}', 400, "there are 5"),
+        (
+            "/evaluate",
+            b'{"generation": 1, "step": 0, "sets": {"aime": 1}}',
+            400,
+            "no evaluation set",
+        ),
         ("/settle", b" " * (17 * 1024 * 1024), 413, "at most"),
         ("/settle", msgspec.json.encode(OF_AN_EVALUATION), 400, "evaluation ticket"),
     ],

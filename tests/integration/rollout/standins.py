@@ -119,6 +119,7 @@ class StandInLedger(Service):
         self.dropped: dict[TicketRef, str] = {}
         self.filtered: dict[TicketRef, str] = {}
         self.evaluated: dict[TicketRef, list[float]] = {}
+        self.answers: dict[TicketRef, list[str]] = {}
         self.requests: list[LeaseRequest] = []
         self.heard_at_s: list[float] = []
         """When each of them came, by the clock of the event loop."""
@@ -168,7 +169,7 @@ class StandInLedger(Service):
 
     async def evaluate(self, key: str, told: EvaluationResultRequest) -> Acknowledged:
         self.leased.pop(told.ref, None)
-        self.evaluated[told.ref] = told.rewards
+        self.evaluated[told.ref], self.answers[told.ref] = told.rewards, told.answers
         return Acknowledged()
 
 

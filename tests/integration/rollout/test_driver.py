@@ -14,7 +14,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout import episode_watch
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -27,6 +27,7 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SessionLimits, StartSessionRequest
+from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.standins import StandInLedger, StandInProxy, driving
 from tests.integration.rollout.test_episode import ask
 
@@ -76,7 +77,10 @@ class Cell:
             run_dir=self.run_dir,
             cell="cell-0",
             rollout=self.rollout,
-            evaluation_sampling=SamplingConfig(temperature=0.0),
+            evaluation_sets={
+                "valid": DriverEvaluationSet(number=0),
+                "aime": DriverEvaluationSet(number=1, sampling=SamplingConfig(temperature=0.6)),
+            },
             episode_slots=slots,
         )
         leased = LeasedTickets(slots, self.rollout.episodes_per_ticket)
@@ -92,8 +96,12 @@ class Cell:
             gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
             runner = TicketRunner(
                 job,
-                agents={"train": self.agent, "valid": self.evaluation_agent or self.agent},
-                tasks={"train": tasks, "valid": tasks},
+                agents={
+                    "train": self.agent,
+                    "valid": self.evaluation_agent or self.agent,
+                    "aime": self.agent,
+                },
+                tasks={"train": tasks, "valid": tasks, "aime": tasks},
                 tickets=leased,
                 services=services,
                 http_client=http_client,
@@ -259,6 +267,26 @@ def test_an_evaluation_has_its_own_agent_and_is_kept_apart_from_tickets(tmp_path
     assert {one.sampling.temperature for one in held_out} == {0.0}
     assert sorted(one.task_index for one in held_out) == [*range(6)]
     assert not any(one.disposable for one in cell.sessions)
+
+
+def test_samples_of_an_evaluation_set_that_keep_failing_earn_nothing(tmp_path: Path) -> None:
+    """The other samples of their task count all the same."""
+
+    class Answers(Fails):
+        async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Any:
+            return Reward(await super().run(data, **extra_kwargs) / 2, answer="42")
+
+    agent = Answers(lambda task, place: task == 1 or place == 0)
+    grants = [TicketGrant(TicketRef(1_000_000 + i, 0, 5), i, i, 3) for i in range(2)]
+    cell = Cell(tmp_path, agent, [*grants], max_episode_tries=1)
+    cell.run()
+    kept, failed = (one.ref for one in grants)
+    assert {ref: sorted(rewards) for ref, rewards in cell.ledger.evaluated.items()} == {
+        kept: [0.0, 0.5, 0.5]
+    }
+    assert sorted(cell.ledger.answers[kept]) == ["", "42", "42"]
+    assert set(cell.ledger.dropped) == {failed}
+    assert {one.sampling.temperature for one in cell.sessions} == {0.6}
 
 
 @pytest.mark.parametrize("grants", [tickets(1), evaluations(2)], ids=["train", "valid"])

@@ -48,7 +48,7 @@ def config(paths: RunPaths, workflow: str, **agent: Any) -> dict[str, Any]:
         "run_dir": str(paths.root),
         "cell": "cell-0",
         "rollout": {"workflow": workflow, "n_samples": 4, "agent": agent},
-        "evaluation_sampling": {"temperature": 0.0},
+        "evaluation_sets": {"valid": {"number": 0}},
         "episode_slots": 8,
         "sys_path": [str(CHECKOUT)],
     }

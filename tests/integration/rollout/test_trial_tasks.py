@@ -12,7 +12,7 @@ from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.launch.trial.cell import TrialCell
 from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.proxy.config import ProxyJobConfig
-from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
+from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout import trial_episodes
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.http_client import make_http_client
@@ -53,7 +53,6 @@ def config(tmp_path: Path) -> TrialConfig:
         run_dir=tmp_path,
         cell="cell-0",
         rollout=RolloutConfig(workflow="given", max_episode_tries=2),
-        evaluation_sampling=SamplingConfig(),
         episode_slots=1,
     )
     return TrialConfig(proxy=proxy, driver=driver)

@@ -12,7 +12,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
@@ -25,7 +25,7 @@ from areal_hpc.trainer.loop.loop import (
     TrainOnBatchCommand,
     WaitCommand,
 )
-from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicaList
@@ -63,13 +63,15 @@ class Court:
                 step = msgspec.json.decode(body, type=EvaluateRequest).step
                 if step not in [known for known, _ in court.asked]:
                     court.asked.append((step, court.served()))
-                return EvaluateReply(0, TASKS, court.rewards.get(step))
+                reward = court.rewards.get(step)
+                row = None if reward is None else {EVAL_REWARD_METRIC: reward}
+                return EvaluateReply(0, TASKS, row)
 
         start_ledger(stack, directory, Judge)
         start_relay(stack, directory, "cell-0")
         self.evaluation_cell = self.start_evaluation_cell()
         rendezvous.await_endpoint(directory, "control-cell-0", 60)
-        schedule = Schedule(total_steps, 1000, 0, 2, TASKS)
+        schedule = Schedule(total_steps, 1000, 0, {"valid": SetSchedule(2, TASKS)})
         evaluation = AsyncEvaluationTracker(schedule, -1)
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 

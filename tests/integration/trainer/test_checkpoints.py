@@ -30,6 +30,7 @@ from areal_hpc.rundir.checkpoints import (
     write_trainer_state,
 )
 from areal_hpc.rundir.generations import claim_next_number
+from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
@@ -94,6 +95,22 @@ def test_training_continues_during_a_checkpoint(scenario: Scenario, paths: RunPa
 
 
 @on_one_rank
+def test_the_checkpoint_with_the_best_evaluation_is_kept(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    learner = begin_training(scenario, paths, keep_best="aime/pass@8")
+    for step, value in ((1, 0.9), (2, 0.1)):
+        append_line(paths.metrics, {"step": step, "evaluation/aime/pass@8": value})
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    take_step(learner, paths, 3)
+    learner.begin_checkpoint({})
+    learner.checkpoints.finish_save()
+    assert visible(paths) == [1, 2, 3]
+    assert make_learner(scenario, paths).version.step == 3, "a run resumes from the last one"
+
+
+@on_one_rank
 def test_the_end_of_the_loop_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     learner, stop = begin_training(scenario, paths), StopRequest()
     let_go_soon(begin_held(learner))
@@ -116,7 +133,7 @@ def test_a_failure_waits_for_the_checkpoint(scenario: Scenario, paths: RunPaths)
     let_go_soon(begin_held(learner))
     if dist.get_rank() == 0:
         record = StepRecord(MetricsWriter(paths.metrics, None, 2), learner.version, None)
-        coordinator = Coordinator(Schedule(3, 1, None, 0, 0), record, UnreachableSource(), stop)
+        coordinator = Coordinator(Schedule(3, 1, None), record, UnreachableSource(), stop)
         expectation = pytest.raises(ClusterError, match="the ledger stays away")
     with expectation:
         run_loop(learner, coordinator, stop)

@@ -89,7 +89,7 @@ def make_coordinator(
     stack: ExitStack,
     directory: Path,
     cells: int,
-    schedule: Schedule = Schedule(1000, 1000, 0, 0, 0),  # noqa: B008
+    schedule: Schedule = Schedule(1000, 1000, 0),  # noqa: B008
     evaluation: AsyncEvaluationTracker | None = None,
 ) -> Coordinator:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)

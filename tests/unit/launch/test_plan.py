@@ -15,7 +15,10 @@ from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 FACTS = LaunchFacts(
-    train_tasks=100, valid_tasks=20, serve_python="/serve/python", sys_path=("/here",)
+    train_tasks=100,
+    tasks_by_evaluation_set={"valid": 20},
+    serve_python="/serve/python",
+    sys_path=("/here",),
 )
 
 
@@ -97,7 +100,7 @@ def test_the_ledger_knows_the_size_and_weight_of_every_source() -> None:
 def test_the_trainer_has_a_task_per_rank_and_one_ledger() -> None:
     leader = planned("trainer.parallel.tp=2", "trainer.parallel.dp=2")[1].leader
     assert leader.tasks == 4
-    assert leader.processes[1].config["evaluation_tasks"] == FACTS.valid_tasks, "not 256"
+    assert leader.processes[1].config["evaluations"]["valid"]["n_tasks"] == 20, "not 256"
     assert [process.name for process in leader.processes if process.tasks == "first"] == ["ledger"]
 
 

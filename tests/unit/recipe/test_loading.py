@@ -42,6 +42,19 @@ REFUSED = [
     (NO_TASKS, "evaluation.separate_cell", "needs a valid_dataset"),
     (f"{NO_TASKS}; {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
     (
+        "evaluation.sets={aime: {dataset: {path: a}, metrics: [pass@8], n_samples: 4}, "
+        "valid: {dataset: {path: b}, workflow_kwargs: {a: 1}}}",
+        "evaluation.sets.valid evaluation.sets.aime.metrics evaluation.sets.valid.workflow_kwargs",
+        "pass@8 needs 8 samples of a task|use pass@4 or less|valid_dataset is the evaluation set",
+    ),
+    ("evaluation.keep_best=aime/pass@k", "evaluation.keep_best", "there are: valid/avg@1"),
+    ("evaluation.sets={aime: {}}", "evaluation.sets.aime.dataset", "this key is required"),
+    (
+        "evaluation.sets={aime: {dataset: {path: a}, n_sample: 4}}",
+        "evaluation.sets.aime.n_sample",
+        "did you mean n_samples?",
+    ),
+    (
         "inference.dtype=bfloat16; trainer.device=cuda",
         "inference.device inference.dtype",
         "checksums of weight updates could not match",

@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.schedule import Schedule
+from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
 TOTAL = 12
-SCHEDULE = Schedule(TOTAL, 1, 0, 5, 8)
+SCHEDULE = Schedule(TOTAL, 1, 0, {"valid": SetSchedule(5, 8)})
 """Steps 0, 5, 10 and 12 are judged."""
 READY = ""
 

@@ -4,13 +4,13 @@ from pathlib import Path
 import msgspec
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.step_metrics import find_best_step, read_metrics
 from areal_hpc.metrics.writer import (
     MetricsWriter,
     replace_non_finite,
     summarize_newest_weight_update_pause,
 )
-from areal_hpc.rundir.jsonl import FlatRow, read_lines
+from areal_hpc.rundir.jsonl import FlatRow, append_line, read_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
 
 
@@ -114,3 +114,16 @@ def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:
         "weights/recomputed_tokens": 120,
     }
     assert summarize_newest_weight_update_pause([]) == {}
+
+
+def test_the_best_step_is_the_latest_with_the_highest_value_among_those_asked_about(
+    tmp_path: Path,
+) -> None:
+    path, name = tmp_path / "metrics.jsonl", "evaluation/aime/pass@8"
+    for step, value in ((1, 0.9), (2, 0.5), (3, 0.5), (4, None), (5, 0.2)):
+        append_line(path, {"step": step, name: value})
+    append_line(path, {"step": 6, "loss": 1.0})
+    assert find_best_step(path, "aime/pass@8", [2, 3, 4, 5, 6]) == 3
+    assert find_best_step(path, "aime/pass@8", [1, 2]) == 1
+    assert find_best_step(path, "aime/pass@8", [4, 6, 7]) is None
+    assert find_best_step(path, "", [1, 2]) is None

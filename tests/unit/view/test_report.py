@@ -16,7 +16,7 @@ from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.report.charts import Series, choose_ticks, draw_bars, draw_curves, thin_out
 from areal_hpc.view.report.content import build_report
-from areal_hpc.view.report.held_out import compare_paired
+from areal_hpc.view.report.held_out import compare_evaluations
 from areal_hpc.view.report.recipe_differences import find_changed_keys
 from areal_hpc.view.report.writing import render_report, write_report
 from tests.support.commands import exit_code_of
@@ -63,7 +63,8 @@ def make_run(root: Path, steps: int = 8, **recipe: Any) -> MadeRun:
 
 def add_evaluation(run: MadeRun, step: int, rewards: list[float]) -> None:
     mean = sum(rewards) / len(rewards)
-    write_evaluation(run.paths, EvaluationResult(step, len(rewards), mean, rewards, {}, 1))
+    result = EvaluationResult(step, len(rewards), mean, rewards, {}, 1)
+    write_evaluation(run.paths, "valid", result)
 
 
 def test_a_report_is_one_private_file_without_scripts_or_requests(tmp_path: Path) -> None:
@@ -111,7 +112,9 @@ def test_a_report_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
     assert "steps limited 8 by generation" in text
     assert "process_exited (cell-2)" in text
     assert "the run is limited by generation" in text
-    assert "made/run: step 0 to 8 4 0.250 0.750 +0.500 ± 0.566 no difference is shown" in text
+    assert (
+        "made/run: step 0 to 8 4 0.250 0.750 +0.500 [-0.419, +1.419] no difference is shown" in text
+    )
     assert "entropy/mean 0.5 nats 0.325 nats 0.15 nats" in text
     assert "trainer.checkpoint_every_steps 5 1" in text, "key, default and value"
     (one,) = report.runs
@@ -171,14 +174,26 @@ def test_changed_keys_are_those_that_differ_from_the_defaults() -> None:
     }
 
 
+def make_result(step: int, rewards: list[float]) -> EvaluationResult:
+    return EvaluationResult(step, len(rewards), sum(rewards) / len(rewards), rewards, {}, 1)
+
+
 def test_paired_differences_of_the_same_tasks() -> None:
-    found = compare_paired("x", [0.0, 0.0, 0.0, 0.0] * 10, [1.0, 1.0, 1.0, 0.0] * 10)
-    assert found is not None
-    assert found.difference == 0.75
-    assert found.half_width == pytest.approx(1.95996 * 0.438529 / 40**0.5, rel=1e-4)
-    assert found.verdict == "better"
-    assert compare_paired("x", [0.0], [1.0]) is None
-    assert compare_paired("x", [0.0, 1.0], [1.0]) is None
+    first, last = make_result(0, [0.0] * 40), make_result(8, [1.0, 1.0, 1.0, 0.0] * 10)
+    sets = {"valid": [first, last], "hard": [first, last]}
+    found = list(compare_evaluations([("a", sets, 1), ("b", {"hard": [last, first]}, 1)]))
+    assert [one.name for one in found] == [
+        "a: step 0 to 8",
+        "a, hard: step 0 to 8",
+        "b, hard: step 8 to 0",
+        "a, hard to b, the last evaluation of each",
+    ]
+    assert found[0].difference.value == 0.75
+    half_width = found[0].difference.high - 0.75
+    assert half_width == pytest.approx(2.02269 * 0.438529 / 40**0.5, rel=1e-4)
+    assert [one.verdict for one in found] == ["better", "better", "worse", "worse"]
+    others = [("a", {"valid": [first, last]}, 1), ("b", {"valid": [make_result(0, [1.0])]}, 1)]
+    assert len(list(compare_evaluations(others))) == 1, "they have other tasks"
 
 
 def test_charts_have_round_ticks_and_keep_the_extremes() -> None:
@@ -206,8 +221,9 @@ def test_runs_of_one_name_are_told_apart_by_their_directories(tmp_path: Path) ->
 def test_the_start_of_a_run_has_an_evaluation_and_no_step(tmp_path: Path) -> None:
     run = make_run(tmp_path, steps=3)
     append_line(run.paths.metrics, {"step": 0, "time/step_s": 60.0, "eval/reward": 0.25})
-    run.paths.evaluations_dir.mkdir()
-    run.paths.evaluation(0).write_text("{")
+    path = run.paths.evaluation(0, "valid")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("{")
     report = build_report([run.paths])
     charts = {chart.title: chart.svg for chart in report.curves}
     assert charts["held-out reward"].count("<circle") == 1

@@ -1,0 +1,103 @@
+"""Metrics of an evaluation set, by the names that a recipe asks for. Pure."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_hpc.evaluation.statistics import (
+    Estimate,
+    Values,
+    compute_consensus,
+    compute_pass_at_k,
+    estimate_mean,
+)
+
+METRIC_PATTERN = r"^(avg@k|cons@k|pass@(k|[1-9][0-9]{0,3}))$"
+DEFAULT_PASS_REWARD = 1.0
+"""A sample with at least this reward passes, unless a recipe says otherwise."""
+METRIC_GROUP = "evaluation/"
+"""Names of these metrics in a row begin so; the set's name follows."""
+BOUND_SUFFIXES = ("_low", "_high")
+"""Behind a metric's name: its 95 % interval."""
+
+
+@dataclass(frozen=True, slots=True)
+class SetSamples:
+    """What the samples of a set earned: for each of T tasks S rewards, and answers if given."""
+
+    rewards_TS: Sequence[Sequence[float]]
+    answers_TS: Sequence[Sequence[str]] = ()
+
+    @property
+    def n_samples(self) -> int:
+        """Samples of each task."""
+        return len(self.rewards_TS[0])
+
+    @property
+    def has_answers(self) -> bool:
+        """A sample said what it answers."""
+        return any(any(answers_S) for answers_S in self.answers_TS)
+
+    def list_passes(self, pass_reward: float) -> list[list[bool]]:
+        """Of each task, which samples pass."""
+        return [[one >= pass_reward for one in rewards_S] for rewards_S in self.rewards_TS]
+
+
+def find_k(metric: str, n_samples: int) -> int:
+    """The number that a metric's k stands for."""
+    k = metric.partition("@")[2]
+    return n_samples if k == "k" else int(k)
+
+
+def format_metric_name(metric: str, n_samples: int) -> str:
+    """A metric's name in rows, with a number in place of k."""
+    return f"{metric.partition('@')[0]}@{find_k(metric, n_samples)}"
+
+
+def list_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
+    """Names of the metrics that are computed where these are asked for: `avg@k` is always."""
+    return [format_metric_name(one, n_samples) for one in dict.fromkeys(("avg@k", *metrics))]
+
+
+def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) -> Values | None:
+    """A metric's value for each task; None of `cons@k` where no sample says what it answers.
+
+    Raises:
+        ValueError: k is more than the samples of a task.
+    """
+    kind, k = metric.partition("@")[0], find_k(metric, samples.n_samples)
+    if kind == "avg":
+        return np.array([sum(rewards_S) / len(rewards_S) for rewards_S in samples.rewards_TS])
+    passes_TS = samples.list_passes(pass_reward)
+    if kind == "pass":
+        return compute_pass_at_k([sum(one) for one in passes_TS], samples.n_samples, k)
+    if not samples.has_answers:
+        return None
+    pairs = zip(samples.answers_TS, passes_TS, strict=True)
+    return np.array([compute_consensus(answers_S, passes_S) for answers_S, passes_S in pairs])
+
+
+def estimate_metrics(
+    samples: SetSamples, metrics: Sequence[str], pass_reward: float
+) -> dict[str, Estimate]:
+    """Each metric with its interval, and `avg@k` always; names have a number in place of k."""
+    found = {}
+    for metric in dict.fromkeys(("avg@k", *metrics)):
+        values_T = compute_task_values(metric, samples, pass_reward)
+        if values_T is not None:
+            found[format_metric_name(metric, samples.n_samples)] = estimate_mean(values_T)
+    return found
+
+
+def build_metric_row(set_name: str, estimates: dict[str, Estimate]) -> dict[str, float]:
+    """Numbers for a row of metrics: each metric, and the finite bounds of its interval."""
+    row = {}
+    for name, one in estimates.items():
+        values = zip(("", *BOUND_SUFFIXES), (one.value, one.low, one.high), strict=True)
+        for suffix, value in values:
+            name_in_set = f"{set_name}/{name}{suffix}"
+            if math.isfinite(value):
+                row[f"evaluation/{name_in_set}"] = value
+    return row

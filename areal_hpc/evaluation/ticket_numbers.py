@@ -1,0 +1,13 @@
+"""Numbers of evaluation tickets: each set has a range of its own."""
+
+TICKETS_PER_SET = 1_000_000
+
+
+def get_ticket_id(set_number: int, task_index: int) -> int:
+    """The ticket of a set's task; those of set 0 have the numbers of its tasks."""
+    return set_number * TICKETS_PER_SET + task_index
+
+
+def split_ticket_id(ticket_id: int) -> tuple[int, int]:
+    """The number of a ticket's set, and its task there."""
+    return divmod(ticket_id, TICKETS_PER_SET)

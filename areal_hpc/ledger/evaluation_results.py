@@ -1,0 +1,39 @@
+"""Results of evaluation sets in the run directory: which still hold, and their metrics."""
+
+from collections.abc import Mapping
+
+from areal_hpc.evaluation.set_metrics import SetSamples, build_metric_row, estimate_metrics
+from areal_hpc.ledger.config import LedgerEvaluationSet
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, MAIN_EVALUATION_SET
+from areal_hpc.rundir import manifests
+from areal_hpc.rundir.manifests import EvaluationResult, LedgerState
+from areal_hpc.rundir.paths import RunPaths
+
+EvaluationResults = dict[str, EvaluationResult]
+"""By the names of sets."""
+
+
+def read_current_results(
+    paths: RunPaths, state: LedgerState, step: int, n_tasks_by_set: Mapping[str, int]
+) -> EvaluationResults:
+    """The results of these sets for weights that the run still has; sets without one are absent."""
+    found = {}
+    for name, n_tasks in n_tasks_by_set.items():
+        result = manifests.read_evaluation(paths, step, name)
+        if result and result.n_tasks == n_tasks and state.is_evaluation_current(result):
+            found[name] = result
+    return found
+
+
+def compute_result_metrics(
+    results: Mapping[str, EvaluationResult], sets: Mapping[str, LedgerEvaluationSet]
+) -> dict[str, float]:
+    """What the row of an evaluated step says of its sets."""
+    row: dict[str, float] = {}
+    for name, result in results.items():
+        if name == MAIN_EVALUATION_SET:
+            row[EVAL_REWARD_METRIC] = result.mean_reward
+        samples = SetSamples(result.list_samples(), result.answers)
+        estimates = estimate_metrics(samples, sets[name].metrics, sets[name].pass_reward)
+        row |= build_metric_row(name, estimates)
+    return row

@@ -1,0 +1,175 @@
+"""Recipe section `evaluation`, and the evaluation sets that it and `valid_dataset` make."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from pydantic import Field
+
+from areal_hpc.evaluation.set_metrics import (
+    DEFAULT_PASS_REWARD,
+    METRIC_PATTERN,
+    format_metric_name,
+    list_metric_names,
+)
+from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET
+from areal_hpc.recipe.base import BaseConfig
+from areal_hpc.recipe.sections.dataset import TaskSetConfig
+from areal_hpc.recipe.sections.rollout import SamplingConfig
+from areal_hpc.wire.trajectory import MAX_TEMPERATURE
+
+VALID_SET = "valid"
+"""The set that `valid_dataset` makes."""
+MAX_SAMPLES = 1024
+MAX_SET_TASKS = TICKETS_PER_SET
+"""Tasks of one evaluation of a set: each has a ticket."""
+SET_NAME_PATTERN = r"^[a-z][a-z0-9_-]{0,31}$"
+
+
+class EvaluationSamplingConfig(SamplingConfig):
+    """Generation parameters of held-out episodes; greedy unless changed."""
+
+    temperature: Annotated[float, Field(ge=0, le=MAX_TEMPERATURE)] = 0.0
+    """0 is greedy."""
+
+
+class EvaluationSetConfig(BaseConfig):
+    """A named set of held-out tasks, with an agent, sampling and metrics of its own."""
+
+    dataset: TaskSetConfig
+    """Its tasks; keys as of `valid_dataset`."""
+    workflow: str = ""
+    """Dotted path of its agent; empty: that of `evaluation`."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    tasks: Annotated[int | None, Field(ge=1, le=MAX_SET_TASKS)] = None
+    """Tasks of one evaluation, the first of the set; null: `evaluation.tasks`."""
+    n_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Episodes of each task."""
+    sampling: EvaluationSamplingConfig | None = None
+    """Generation parameters; null: `evaluation.sampling`."""
+    metrics: tuple[Annotated[str, Field(pattern=METRIC_PATTERN)], ...] = ("avg@k",)
+    """Beside `avg@k`: `pass@k`, `cons@k`; k is `n_samples`, of `pass@` any number up to it."""
+    pass_reward: Annotated[float, Field(allow_inf_nan=False)] = DEFAULT_PASS_REWARD
+    """A sample with at least this reward passes."""
+    every_steps: Annotated[int | None, Field(ge=0)] = None
+    """Steps between evaluations; null: `evaluation.every_steps`."""
+
+
+class EvaluationConfig(BaseConfig):
+    """Evaluation of the weights on held-out tasks."""
+
+    every_steps: Annotated[int, Field(ge=0)] = 5
+    """Steps between evaluations; 0 evaluates only the first and the last weights."""
+    tasks: Annotated[int, Field(ge=1, le=MAX_SET_TASKS)] = 256
+    """Held-out tasks of one evaluation."""
+    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    """Generation parameters; greedy unless changed."""
+    workflow: str = ""
+    """Dotted path of the agent for evaluation; empty: `rollout.workflow`."""
+    workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """Arguments of its constructor."""
+    sets: dict[Annotated[str, Field(pattern=SET_NAME_PATTERN)], EvaluationSetConfig] = Field(
+        default_factory=dict
+    )
+    """Further sets of held-out tasks by name; `valid_dataset` is the one named `valid`."""
+    keep_best: Annotated[str, Field(pattern=r"^$|^[^/]+/[^/]+$")] = ""
+    """`SET/METRIC` such as `aime/pass@k`: the checkpoint best by it is kept; empty: none is."""
+    separate_cell: bool = False
+    """Evaluate in an additional cell, in parallel with training."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSet:
+    """An evaluation set with everything that it inherits filled in."""
+
+    name: str
+    number: int
+    """Its place among the sets, from which the numbers of its tickets follow."""
+    dataset: TaskSetConfig
+    dataset_key: str
+    """Where its tasks stand in the recipe."""
+    workflow: str
+    """Empty: `rollout.workflow`."""
+    workflow_kwargs: dict[str, Any]
+    workflow_key: str
+    """Where its agent stands in the recipe."""
+    tasks: int
+    n_samples: int
+    sampling: EvaluationSamplingConfig
+    sampling_key: str
+    metrics: tuple[str, ...]
+    pass_reward: float
+    every_steps: int
+
+
+def resolve_keep_best(evaluation: EvaluationConfig, sets: tuple[EvaluationSet, ...]) -> str:
+    """`evaluation.keep_best` with a number in place of k.
+
+    Raises:
+        ValueError: There is no such set, or it has no such metric; the message names those it has.
+    """
+    if not evaluation.keep_best:
+        return ""
+    name, _, metric = evaluation.keep_best.partition("/")
+    known = {
+        f"{one.name}/{metric}": one
+        for one in sets
+        for metric in list_metric_names(one.metrics, one.n_samples)
+    }
+    own = [one for one in sets if one.name == name]
+    if own and metric.endswith("@k"):
+        metric = format_metric_name(metric, own[0].n_samples)
+    if f"{name}/{metric}" not in known:
+        raise ValueError(f"no set has this metric; there are: {', '.join(known) or 'none'}")
+    return f"{name}/{metric}"
+
+
+def resolve_evaluation_sets(
+    evaluation: EvaluationConfig, valid_dataset: TaskSetConfig | None
+) -> tuple[EvaluationSet, ...]:
+    """Every set: `valid` has number 0, the others follow by name, however they are written down."""
+    configs = dict(evaluation.sets)
+    if valid_dataset is not None:
+        configs[VALID_SET] = EvaluationSetConfig(dataset=valid_dataset)
+    others = sorted(configs.keys() - {VALID_SET})
+    numbers = {VALID_SET: 0} | {name: place for place, name in enumerate(others, 1)}
+    return tuple(
+        _resolve_set(
+            evaluation,
+            name,
+            number,
+            configs[name],
+            "valid_dataset"
+            if name == VALID_SET and valid_dataset is not None
+            else f"evaluation.sets.{name}.dataset",
+        )
+        for name, number in numbers.items()
+        if name in configs
+    )
+
+
+def _resolve_set(
+    evaluation: EvaluationConfig,
+    name: str,
+    number: int,
+    config: EvaluationSetConfig,
+    dataset_key: str,
+) -> EvaluationSet:
+    agent = config if config.workflow else evaluation
+    key = f"evaluation.sets.{name}"
+    return EvaluationSet(
+        name=name,
+        number=number,
+        dataset=config.dataset,
+        dataset_key=dataset_key,
+        workflow=agent.workflow,
+        workflow_kwargs=agent.workflow_kwargs,
+        workflow_key=key if config.workflow else "evaluation",
+        tasks=config.tasks or evaluation.tasks,
+        n_samples=config.n_samples,
+        sampling=config.sampling or evaluation.sampling,
+        sampling_key=f"{key}.sampling" if config.sampling else "evaluation.sampling",
+        metrics=config.metrics,
+        pass_reward=config.pass_reward,
+        every_steps=evaluation.every_steps if config.every_steps is None else config.every_steps,
+    )

@@ -1,0 +1,239 @@
+"""`areal_hpc.open_run`: what a run has recorded, as columns of NumPy, for notebooks. Read-only."""
+
+import importlib
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.evaluation.set_metrics import (
+    DEFAULT_PASS_REWARD,
+    METRIC_PATTERN,
+    SetSamples,
+    compute_task_values,
+)
+from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
+from areal_hpc.metrics.step_metrics import MAIN_EVALUATION_SET, read_metrics
+from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+Column = npt.NDArray[Any]
+_TRAJECTORY_FIELDS = (
+    *("kind", "step", "ticket", "attempt", "episode", "task", "reward", "length", "tokens"),
+    *("calls", "seconds", "finish", "cell", "cause"),
+)
+
+
+class Columns(Mapping[str, Column]):
+    """Named columns of one length: numbers as float64, NaN where there is none, else objects."""
+
+    def __init__(self, rows: Sequence[Mapping[str, Any]], names: Iterable[str] = ()) -> None:
+        self._length = len(rows)
+        found = dict.fromkeys([*names, *(name for row in rows for name in row)])
+        self._columns = {name: _make_column([row.get(name) for row in rows]) for name in found}
+
+    def __getitem__(self, name: str) -> Column:
+        return self._columns[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+    @property
+    def n_rows(self) -> int:
+        """Length of every column."""
+        return self._length
+
+    def to_pandas(self) -> Any:
+        """A `pandas.DataFrame` of the columns; ImportError where pandas is not installed."""
+        return importlib.import_module("pandas").DataFrame(self._columns)
+
+
+def _make_column(values: Sequence[Any]) -> Column:
+    if all(value is None or isinstance(value, int | float) for value in values):
+        return np.array([np.nan if one is None else one for one in values], dtype=np.float64)
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column
+
+
+class RunData:
+    """A run's records, each read when it is first asked for and kept.
+
+    A run that goes on is seen as it was then; open it again to see more.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        """The run directory."""
+        self._paths = RunPaths(path)
+
+    @cached_property
+    def recipe(self) -> dict[str, Any]:
+        """Its resolved recipe, by section."""
+        return read_run_recipe(self._paths.recipe)
+
+    @cached_property
+    def metrics(self) -> Columns:
+        """A row per step, with the metrics of docs/metrics.md."""
+        return Columns(read_metrics(self._paths.metrics))
+
+    @cached_property
+    def _rows(self) -> list[FoundRow]:
+        return find_rows(self.path, RowQuery())[0]
+
+    @cached_property
+    def trajectories(self) -> Columns:
+        """A row per recorded trajectory: its place (`shard`, `row`), and what `--where` knows."""
+        rows = [
+            {"shard": one.shard.path.name, "row": one.row}
+            | {name: one.get_field(name) for name in _TRAJECTORY_FIELDS}
+            for one in self._rows
+        ]
+        self._release()
+        return Columns(rows, ("shard", "row", *_TRAJECTORY_FIELDS))
+
+    @cached_property
+    def calls(self) -> Columns:
+        """A row per model call: the place of its trajectory, then the fields of its record."""
+        names = ("shard", "row", "call", "asked_at", "answered_at", "prompt_tokens", "reply_tokens")
+        rows = [
+            {
+                "shard": one.shard.path.name,
+                "row": one.row,
+                "call": place,
+                "asked_at": call.asked_at,
+                "answered_at": call.answered_at,
+                "prompt_tokens": call.prompt_tokens,
+                "reply_tokens": call.reply_tokens,
+                "cached_tokens": call.cached_tokens,
+                "finish": call.finish_reason,
+                "reward": call.reward.value if call.reward else None,
+            }
+            for one in self._rows
+            for place, call in enumerate(one.record.calls)
+        ]
+        self._release()
+        return Columns(rows, names)
+
+    @cached_property
+    def groups(self) -> Columns:
+        """A row per group of a training ticket; its step is NaN while no batch has it."""
+        table = self.trajectories
+        rewards: dict[tuple[float, float], dict[float, float]] = {}
+        steps: dict[tuple[float, float], float] = {}
+        for at in np.flatnonzero(table["kind"] == "train"):
+            key = (table["ticket"][at], table["attempt"][at])
+            steps[key] = table["step"][at]
+            rewards.setdefault(key, {})[table["episode"][at]] = table["reward"][at]
+        rows = [
+            {
+                "step": steps[ticket, attempt],
+                "ticket": ticket,
+                "attempt": attempt,
+                "episodes": len(group),
+                "reward_mean": float(np.mean(list(group.values()))),
+                "reward_std": float(np.std(list(group.values()))),
+            }
+            for (ticket, attempt), group in rewards.items()
+        ]
+        names = ("step", "ticket", "attempt", "episodes", "reward_mean", "reward_std")
+        return Columns(rows, names)
+
+    @cached_property
+    def evaluations(self) -> Columns:
+        """A row per sample of an evaluated task: what it earned, and what it answered."""
+        rows = [
+            {
+                "step": result.step,
+                "set": name,
+                "task": task,
+                "sample": sample,
+                "reward": reward,
+                "answer": result.answers[task][sample] if result.answers else "",
+            }
+            for name, result in list_evaluations(self._paths, MAIN_EVALUATION_SET)
+            for task, rewards in enumerate(result.list_samples())
+            for sample, reward in enumerate(rewards)
+        ]
+        return Columns(rows, ("step", "set", "task", "sample", "reward", "answer"))
+
+    def compare_steps(
+        self, set_name: str, first_step: int, second_step: int, metric: str = "avg@k"
+    ) -> PairedComparison:
+        """Compare the weights of two steps on the tasks of an evaluation set, by a paired test.
+
+        Raises:
+            RecipeError: One was not evaluated on the set, or they were not on the same tasks; or
+                the metric is none, or asks for more samples or answers than there are.
+        """
+        first, second = (
+            self._compute_task_values(set_name, step, metric) for step in (first_step, second_step)
+        )
+        if len(first) != len(second):
+            message = f"step {first_step} was evaluated on {len(first)} tasks of {set_name}, "
+            raise RecipeError(f"{message}step {second_step} on {len(second)}", key=set_name)
+        return compare_paired(first.tolist(), second.tolist())
+
+    def _compute_task_values(self, set_name: str, step: int, metric: str) -> Column:
+        result = read_evaluation(self._paths, step, set_name)
+        if result is None:
+            raise RecipeError(
+                f"the weights of step {step} were not evaluated on the set {set_name}",
+                key=str(self._paths.evaluation(step, set_name)),
+                hint="run.evaluations has the sets and steps that were",
+            )
+        if not re.match(METRIC_PATTERN, metric):
+            raise RecipeError(
+                f"expected avg@k, pass@k, pass@NUMBER or cons@k, got {metric!r}", key="metric"
+            )
+        sets: dict[str, Any] = self.recipe.get("evaluation", {}).get("sets", {})
+        pass_reward = sets.get(set_name, {}).get("pass_reward", DEFAULT_PASS_REWARD)
+        samples = SetSamples(result.list_samples(), result.answers)
+        try:
+            values = compute_task_values(metric, samples, pass_reward)
+        except ValueError as error:
+            raise RecipeError(str(error), key="metric") from error
+        if values is None:
+            raise RecipeError("no sample says what it answered", key="metric", hint="use pass@k")
+        return values
+
+    def read_trajectory(self, shard: str, row: int) -> TrajectoryRow:
+        """One trajectory with its tokens: ids, mask, log-probabilities and weight versions.
+
+        Raises:
+            ShardError: There is no such shard, or it is damaged.
+        """
+        (found,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
+        return found
+
+    def _release(self) -> None:
+        for shard in {id(one.shard): one.shard for one in self._rows}.values():
+            shard.forget_read_rows()
+
+
+def open_run(path: str | Path) -> RunData:
+    """Open a run directory for reading: its metrics, trajectories, groups, calls, evaluations.
+
+    Raises:
+        RecipeError: It is not the directory of a run.
+    """
+    root = Path(path).expanduser()
+    if not RunPaths(root).recipe.exists():
+        raise RecipeError(
+            "this is not the directory of a run: it has no recipe",
+            key=str(root),
+            hint="give the directory that areal-hpc run printed: FILEROOT/EXPERIMENT/TRIAL",
+        )
+    return RunData(root)

@@ -1,0 +1,56 @@
+"""Metrics of an evaluation set by the names of a recipe."""
+
+import re
+
+import pytest
+
+from areal_hpc.evaluation.set_metrics import (
+    METRIC_PATTERN,
+    SetSamples,
+    build_metric_row,
+    estimate_metrics,
+)
+from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, get_ticket_id, split_ticket_id
+
+SAMPLES = SetSamples(
+    [[1.0, 0.0, 0.0, 0.2], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
+    [["4", "5", "5", ""], ["1", "2", "3", "4"], ["7", "7", "7", "7"]],
+)
+
+
+def test_metrics_are_those_asked_for_and_always_avg() -> None:
+    found = estimate_metrics(SAMPLES, ("pass@1", "pass@k", "cons@k"), 1.0)
+    values = {name: one.value for name, one in found.items()}
+    assert values == pytest.approx(
+        {"avg@4": (0.3 + 0 + 1) / 3, "pass@1": (0.25 + 0 + 1) / 3, "pass@4": 2 / 3, "cons@4": 1 / 3}
+    )
+
+
+def test_a_sample_passes_from_the_reward_that_the_recipe_says() -> None:
+    assert estimate_metrics(SAMPLES, ("pass@1",), 0.2)["pass@1"].value == pytest.approx(0.5)
+
+
+def test_consensus_is_left_out_where_no_agent_says_what_it_answered() -> None:
+    assert set(estimate_metrics(SetSamples([[1.0, 0.0]]), ("cons@k",), 1.0)) == {"avg@2"}
+
+
+def test_a_row_has_each_metric_with_its_interval() -> None:
+    row = build_metric_row("aime", estimate_metrics(SAMPLES, (), 1.0))
+    assert list(row) == [f"evaluation/aime/avg@4{end}" for end in ("", "_low", "_high")]
+    one_task = estimate_metrics(SetSamples([[2.0]]), (), 1.0)
+    assert build_metric_row("one", one_task) == {"evaluation/one/avg@1": 2.0}, "no bound is finite"
+
+
+@pytest.mark.parametrize("name", ["avg@k", "cons@k", "pass@k", "pass@1", "pass@16"])
+def test_a_recipe_may_ask_for(name: str) -> None:
+    assert re.match(METRIC_PATTERN, name)
+
+
+@pytest.mark.parametrize("name", ["avg", "avg@4", "pass@0", "pass", "maj@k", "pass@k2"])
+def test_a_recipe_may_not_ask_for(name: str) -> None:
+    assert not re.match(METRIC_PATTERN, name)
+
+
+def test_tickets_of_the_first_set_are_numbered_as_its_tasks() -> None:
+    assert get_ticket_id(0, 17) == 17
+    assert split_ticket_id(get_ticket_id(3, TICKETS_PER_SET - 1)) == (3, TICKETS_PER_SET - 1)
