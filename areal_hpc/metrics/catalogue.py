@@ -80,7 +80,7 @@ CATALOGUE: tuple[Metric, ...] = (
          "groups of which every episode has the lowest reward that the run has seen"),
         ("advantage/abs_max", "", "steady",
          "largest advantage of a trained token, without its sign: at most sqrt(m) where "
-         "`trainer.objective.scale_rewards` divides m numbers"),
+         "`trainer.objective.scale_rewards` divides m numbers, without a teacher"),
         ("episodes", "", "-", "episodes of the batch"),
         ("reply/tokens_mean", "tokens", "steady",
          "sampled tokens of a reply: of a stretch that the model sampled without a break"),

@@ -16,6 +16,7 @@ from areal_hpc.trainer.checkpoints.rank_state import load_checkpoint_into
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.model.families.architecture import parse_architecture
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
+from areal_hpc.trainer.model.frozen import load_frozen_network
 from areal_hpc.trainer.model.hf_weights import (
     HfModelReader,
     list_hf_specs,
@@ -32,6 +33,7 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
+from areal_hpc.trainer.token_scores import score_rows
 from tests.support.reference_models import SIZES, by_checkpoint_name, hf_model
 
 LR = 1e-3
@@ -248,6 +250,17 @@ class Case:
         dist.barrier()  # another rank may have to read it
         save_hf_model(self.policy, self.folder, self.folder / "saved", file_bytes=64 * 1024)
 
+    def is_scored_alike_when_frozen(self) -> bool:
+        """Does the saved model, loaded as one that is never trained, find the same bits?"""
+        rows = make_rows(5)
+        frozen = load_frozen_network(
+            self.folder / "saved", self.parallel, torch.float32, torch.device("cpu"), "reference"
+        )
+        expected = score_rows(self.policy, rows, minibatches=3, max_tokens=90)
+        with frozen.lend_weights() as network:
+            found = score_rows(network, rows, minibatches=3, max_tokens=90)
+        return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
+
 
 def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
     """What is found out about every family of the scenario; an act of `replay_worker`."""
@@ -257,6 +270,7 @@ def go_through(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
         one = Case(family, parallel, paths.root, scenario["layers"])
         found = one.compare()
         one.save()
+        found["frozen_is_exact"] = one.is_scored_alike_when_frozen()
         found |= one.save_and_resume()
         found["resumed_from"] = {
             Path(other).name: one.resume_from_other_layout(Path(other))

@@ -1,7 +1,8 @@
 """Networks that are scored and never trained: a reference, a teacher.
 
-Divided over ranks as the policy is. On a GPU their weights lie in host memory and are on the GPU
-while they score alone, before the step has any activations to keep.
+Divided over ranks as the policy is, and scored in like passes: one way serves a reference, which
+may be the policy's own start, and a teacher of any size. On a GPU their weights lie in host memory
+and are on the GPU while they score alone, before the step has any activations to keep.
 """
 
 from collections.abc import Iterator

@@ -102,6 +102,14 @@ def test_weights_go_through_a_layout_and_through_a_resume_bit_by_bit(
 
 
 @every_family
+@every_layout
+def test_a_frozen_network_scores_as_the_policy_that_it_was(
+    findings: dict[str, Findings], layout: str, family: str
+) -> None:
+    assert findings[layout][family]["frozen_is_exact"]
+
+
+@every_family
 @pytest.mark.parametrize("layout", RESUMED_FROM)
 def test_a_checkpoint_resumes_under_another_layout(
     findings: dict[str, Findings], layout: str, family: str

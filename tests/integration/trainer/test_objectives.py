@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import save_file
 
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.rundir.jsonl import read_lines
@@ -16,6 +17,7 @@ from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, Ticke
 from areal_hpc.wire.proxy import ExportSettings
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
+from tests.support.reference_models import by_checkpoint_name, hf_model
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 STEPS = 3
@@ -52,7 +54,7 @@ def train(
         "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
         "max_tokens_per_microbatch": max_tokens,
     }  # fmt: skip
-    size = math.prod(parallel.values())
+    size = math.prod(count for name, count in parallel.items() if name != "ep")
     outcome = ranks.run(paths, "replay", size, trainer=settings)
     assert outcome.codes == [0] * size, outcome.log
     return read_lines(paths.metrics)
@@ -122,6 +124,39 @@ def test_sequence_losses_do_not_depend_on_split_or_layout(
             assert {name: line[name] for name in COMPARED} == pytest.approx(
                 {name: other[name] for name in COMPARED}, rel=2e-5, abs=1e-6
             ), (parallel, line["step"])
+
+
+@pytest.fixture(scope="module")
+def mixture(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same batches for a mixture of experts."""
+    root = shutil.copytree(stale, tmp_path_factory.mktemp("mixture") / "run")
+    model, folder = hf_model("qwen3_moe"), RunPaths(root).tiny_model_dir
+    model.config.save_pretrained(folder)
+    weights = by_checkpoint_name(model.state_dict())
+    save_file(
+        {name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors"
+    )
+    return root
+
+
+AGGREGATIONS: tuple[dict[str, Any], ...] = (
+    {"loss_agg": "token_mean"},
+    {"loss_agg": "seq_mean_token_mean", **SEQUENCE_OBJECTIVES[0]},
+    {"loss_agg": "seq_mean_token_sum"},
+    {"loss_agg": "seq_mean_token_sum_norm", "loss_scale_tokens": 9},
+)
+
+
+@pytest.mark.parametrize("objective", AGGREGATIONS, ids=lambda one: one["loss_agg"])
+def test_experts_on_other_ranks_change_no_loss(
+    ranks: RankServer, mixture: Path, tmp_path: Path, objective: dict[str, Any]
+) -> None:
+    """Loss and largest gradient norm of the first step, in other packs on other ranks."""
+    (expected, *_) = train(ranks, mixture, tmp_path / "1", objective, 100_000)
+    (found, *_) = train(ranks, mixture, tmp_path / "2", objective, 96, dp=2, ep=2)
+    assert found["tokens/sampled"] == expected["tokens/sampled"]
+    for name in ("loss", "grad_norm"):
+        assert found[name] == pytest.approx(expected[name], rel=2e-6), name
 
 
 def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path: Path) -> None:

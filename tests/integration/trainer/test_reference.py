@@ -52,11 +52,12 @@ def train(
     objective: dict[str, Any],
     parallel: dict[str, int] | None = None,
     minibatches: int = 2,
+    steps: int = STEPS,
     **scenario: Any,
 ) -> TaskExit:
     parallel = parallel or {}
     settings = {
-        "total_steps": STEPS, "minibatches": minibatches, "parallel": parallel,
+        "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
         "objective": objective,
     }  # fmt: skip
     return ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings, **scenario)
@@ -144,23 +145,26 @@ def test_at_first_the_policy_is_its_own_reference(
     assert "kl/reference" not in plain[0]
 
 
-@pytest.mark.parametrize("name", ["reward", "loss", "teacher"])
+@pytest.mark.parametrize("name", ["loss", "reward and teacher"])
 def test_layouts_agree(
     ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path, name: str
 ) -> None:
     path = str(other_model)
     objective = {
-        "reward": {**IN_REWARD, "kl": {**IN_REWARD["kl"], "reference": path}},
         "loss": {"kl": {**IN_LOSS["kl"], "reference": path}},
-        "teacher": {"teacher": {"coef": 0.5, "path": path}, **PLAIN},
+        "reward and teacher": {
+            **IN_REWARD,
+            "kl": {**IN_REWARD["kl"], "reference": path},
+            "teacher": {"coef": 0.5, "path": path},
+        },
     }[name]
-    expected = measure(ranks, stale, tmp_path / "1", objective)
+    expected = measure(ranks, stale, tmp_path / "1", objective, steps=2)
     for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
         folder = tmp_path / f"2-{number}"
-        found = measure(ranks, stale, folder, objective, parallel=parallel)
+        found = measure(ranks, stale, folder, objective, parallel=parallel, steps=2)
         for line, other in zip(found, expected, strict=True):
             for metric in {*COMPARED} & line.keys():
-                same = pytest.approx(other[metric], rel=1e-4, abs=1e-6)
+                same = pytest.approx(other[metric], rel=2e-5, abs=1e-6)
                 assert line[metric] == same, (parallel, line["step"], metric)
 
 

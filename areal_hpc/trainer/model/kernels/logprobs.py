@@ -15,6 +15,9 @@ from torch.autograd.function import once_differentiable
 
 from areal_hpc.trainer.model.kernels.rms_norm import iterate_row_chunks
 
+MIN_LOG_PROBABILITY = -1e3
+"""Smaller ones, such as that of a token that cannot be sampled, are as good as it."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptTokens:
@@ -156,7 +159,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if slope_N is None:
                 values.exp_().mul_(-gradient_N[rows, None])
             else:
-                factors = (values + entropy_N[rows, None]).mul_(slope_N[rows, None])
+                # Below the bound a probability is 0 in float32, times a finite number.
+                factors = values.clamp(min=MIN_LOG_PROBABILITY).add_(entropy_N[rows, None])
+                factors.mul_(slope_N[rows, None])
                 values.exp_().mul_(factors.add_(gradient_N[rows, None]).neg_())
             if ctx.kept is not None:
                 left_out = ctx.kept.find_left_out(rows, ctx.first, values.shape[1])
