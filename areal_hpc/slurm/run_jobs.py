@@ -48,7 +48,7 @@ def get_experiment_label(paths: RunPaths) -> str:
 
 def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
     """Every id that was recorded for a job of this run, oldest first."""
-    return tuple(submission.job_id for submission in read_submissions(paths.submissions))
+    return tuple(dict.fromkeys(one.job_id for one in read_submissions(paths.submissions)))
 
 
 def was_refused(paths: RunPaths) -> bool:

@@ -147,7 +147,7 @@ def build_run_jobs(
 ) -> RunJobs:
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
-    ids = tuple(submission.job_id for submission in submissions)
+    ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
     newest, successors = _split_chains(submissions, snapshot)
     held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}

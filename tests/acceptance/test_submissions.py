@@ -1,6 +1,7 @@
 """Fifty submissions while slurmctld stops at random moments: every job once, none unknown."""
 
 import random
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +18,29 @@ from tests.support.devclusters import (
 )
 from tests.support.results import write_results
 from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
+from tests.support.waiting import wait_for
 
 SUBMISSIONS = 50
-MAX_DELAY_S, MAX_STOP_S = 12.0, 15.0
-"""A submission takes six seconds; sbatch waits for an answer for ten."""
+MAX_DELAY_S, MAX_STOP_S = 6.0, 15.0
+"""A submission takes six seconds, most of them before the first job; sbatch waits for an answer for
+ten."""
+
+
+def await_random_moment(
+    chance: random.Random, run: Submitting, recorded_before: int, submitting: subprocess.Popen[str]
+) -> None:
+    """Return some time after the start, or when slurmctld is about to be asked for a job.
+
+    What it is asked for takes a tenth of a second, which a random time alone would seldom meet.
+    """
+    jobs = chance.randint(0, len(JOBS))  # after the last one they are released
+    if jobs == 0:
+        time.sleep(chance.uniform(0.0, MAX_DELAY_S))
+        return
+    wait_for(
+        lambda: len(run.submissions) >= recorded_before + jobs or submitting.poll() is not None,
+        every_s=0.005,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -36,9 +56,9 @@ def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> 
     light = light_overrides(tmp_path)
     rows = []
     for attempt in range(SUBMISSIONS):
-        began = time.monotonic()
+        began, before = time.monotonic(), len(run.submissions)
         submitting = run.start(*HELD, *light)
-        time.sleep(chance.uniform(0.0, MAX_DELAY_S))
+        await_random_moment(chance, run, before, submitting)
         with stopped_slurmctld(cluster):
             time.sleep(chance.uniform(0.0, MAX_STOP_S))
         shown, _ = submitting.communicate(timeout=300)

@@ -136,6 +136,16 @@ class SupervisedJob:
                 return
         raise AssertionError("there is no such supervisor")
 
+    def kill_process(self) -> None:
+        """SIGKILL to its one process."""
+        config = str(self.files.process_config(self.name.partition("-")[0]))
+        for process in psutil.process_iter(["cmdline"]):
+            words = process.info["cmdline"] or []
+            if any(config in word for word in words):
+                os.kill(process.pid, signal.SIGKILL)
+                return
+        raise AssertionError(f"no process has {config}")
+
     def let_go(self) -> None:
         """Have a process that waits for it end well."""
         self._go_path.touch()

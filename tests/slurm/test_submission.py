@@ -85,6 +85,17 @@ def test_what_a_killed_submission_left_is_named_and_dealt_with(
         assert "JobHeldUser" not in cluster.slurm("squeue", "-h", "-o", "%r")
 
 
+def test_of_two_submissions_at_the_same_time_one_is_refused(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    light = (*HELD, *light_overrides(tmp_path))
+    both = [run.start(*light) for _ in range(2)]
+    shown = [one.communicate(timeout=100)[0] for one in both]
+    assert sorted(one.returncode for one in both) == [0, 75], shown
+    assert queued(cluster) == JOBS
+    assert sorted(recorded(run).values()) == numbers(cluster)
+
+
 def test_held_jobs_are_released_by_resume(
     cluster: Devcluster, run: Submitting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,19 +124,25 @@ def test_resume_submits_only_what_is_missing(
     assert sorted(now.values()) == numbers(cluster)
 
 
-def test_a_job_submits_itself_once_whatever_sbatch_answers(
+def test_jobs_that_end_while_slurmctld_is_away_start_again_and_once(
     cluster: Devcluster, tmp_path: Path
 ) -> None:
     job = SupervisedJob(cluster, tmp_path / "run", "lonely")
     job.submit("steady", "--partition=priority", "--no-requeue")
+    crashing = SupervisedJob(cluster, tmp_path / "run", "crashing")
+    crashing.submit("steady", "--partition=priority", "--requeue")
     job.awaits_words(1)
+    crashing.awaits_words(1)
     with stopped_slurmctld(cluster):
         job.stop_first_task()  # not by scancel: a controller that stands still sends no signal
-        time.sleep(LATE_S)
+        crashing.kill_process()
+        time.sleep(LATE_S)  # longer than a job has to stop
     wait_for(lambda: job.newest_id() != job.job_id, 60, every_s=SLURM_POLL_S)
     job.awaits_words(3)
+    crashing.awaits_told("began 1", "began 2")
+    assert crashing.restarts() == 1
     names = Counter(cluster.slurm("squeue", "-h", "-t", "R,PD", "-o", "%i").split())
-    assert names == Counter([job.newest_id()])
+    assert names == Counter([job.newest_id(), crashing.job_id])
 
 
 SWEEP = ("--sweep", "trainer.optimizer.lr=1e-3,2e-3")

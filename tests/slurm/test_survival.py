@@ -18,7 +18,7 @@ def jobs(shared: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     """A job for every situation, all at work side by side: most of the time is Slurm's."""
     root = tmp_path_factory.mktemp("runs")
     names = (
-        *("lost", "timed", "bad_node", "crashing", "refusing", "finished"),
+        *("lost", "timed", "bad_node", "crashing", "refusing", "finished", "too_short"),
         *("preempted", "requeued", "cancelled", "unwanted", "dependent", "idle", "apart"),
     )
     jobs = {name: SupervisedJob(shared, root / name, name) for name in names}
@@ -50,6 +50,7 @@ def jobs(shared: Devcluster, tmp_path_factory: pytest.TempPathFactory) -> Iterat
     rest = (*SAFE, "--nodes=2", "--exclude=n01,n02")
     jobs["apart"].submit("steady", *rest, tasks=2, join_timeout_s=8.0)
     jobs["idle"].submit("idle_once", *SAFE, not_n01)
+    jobs["too_short"].submit("steady", *SAFE, not_n01, "--time=1", margin_s=60.0)
     jobs["requeued"].submit("steady", *SAFE, not_n01)
     jobs["cancelled"].submit("steady", *SAFE, not_n01)
     jobs["unwanted"].submit("steady", "--partition=priority", "--no-requeue", not_n01)
@@ -149,6 +150,15 @@ def test_the_time_limit_is_met_with_a_save_and_another_start(jobs: Jobs) -> None
     assert 9 <= int(left.removesuffix(" s")) <= 14
     job.awaits(lambda: "began 2" in job.told)
     assert job.restarts() >= 1
+    job.cluster.slurm("scancel", job.job_id)
+
+
+def test_a_time_limit_below_the_start_up_holds_the_job_after_three_starts(jobs: Jobs) -> None:
+    job = jobs["too_short"]
+    job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())
+    assert job.starts() == 3
+    (held,) = [row for row in job.events() if row["event"] == "job_held_for_user"]
+    assert "3 starts in a row reached the time limit" in str(held["reason"])
     job.cluster.slurm("scancel", job.job_id)
 
 

@@ -1,6 +1,7 @@
 """The first rank's loop beside cells that are well, that fail and that vanish."""
 
 import http.server
+import math
 import socket
 import subprocess
 import sys
@@ -10,11 +11,13 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
+from areal_hpc.errors import IdleError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
@@ -91,6 +94,7 @@ def make_coordinator(
     cells: int,
     schedule: Schedule = Schedule(1000, 1000, 0),  # noqa: B008
     evaluation: AsyncEvaluationTracker | None = None,
+    idle_timeout_s: float = math.inf,
 ) -> Coordinator:
     weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
     publisher = Publisher(
@@ -114,6 +118,7 @@ def make_coordinator(
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),
+        idle_timeout_s=idle_timeout_s,
         async_evaluation=evaluation,
     )
     coordinator = Coordinator(schedule, record, source, stop)
@@ -136,6 +141,13 @@ def train(coordinator: Coordinator, steps: int) -> float:
         else:
             assert isinstance(command, WaitCommand)
     return time.monotonic() - began
+
+
+def test_a_trainer_without_cells_gives_its_nodes_back(stack: ExitStack, tmp_path: Path) -> None:
+    start_ledger(stack, tmp_path)
+    coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=2.0)
+    with pytest.raises(IdleError, match="no cell has been there"):
+        train(coordinator, 1)
 
 
 def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_training(

@@ -13,7 +13,7 @@ from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
 from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
-from areal_hpc.view.jobs import JobView, build_run_jobs, get_run_state
+from areal_hpc.view.jobs import JobView, build_run_jobs, describe_jobs, get_run_state
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
 
 TRAINER, CELL = job("trainer", "RUNNING", "1"), job("cell-0", "RUNNING", "2")
@@ -186,3 +186,33 @@ def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: 
     shown = [one.name for one in run.jobs]
     assert shown == ["sft", "trainer", "cell-0", "cells-8-9", "cells-10-11"]
     assert [one.name for one in run.jobs_ended_before_run] == ["sft"]
+
+
+@pytest.mark.parametrize(
+    ("own", "successor", "number", "word", "said"),
+    [
+        ("RUNNING", "PENDING", "1", "running", "trainer has successors"),
+        ("FAILED", "PENDING", "2", "waiting", "trainer is pending: waiting for free nodes"),
+        ("FAILED", "RUNNING", "2", "running", "2 "),
+        ("FAILED", "CANCELLED", "1", "leaderless", "1 "),
+        ("CANCELLED", "COMPLETED", "1", "leaderless", "1 "),
+    ],
+)
+def test_a_job_that_is_over_is_its_successor_if_that_lives(
+    tmp_path: Path, own: str, successor: str, number: str, word: str, said: str
+) -> None:
+    paths = RunPaths(tmp_path)
+    chain = (Submission("trainer", "1", 1, NOW, ""), Submission("trainer", "2", 1, NOW, "", "", 1))
+    for one in (*chain, Submission("cell-0", "3", 1, NOW, "")):
+        record_submission(paths.submissions, one)
+    cell = "PENDING" if word == "waiting" else "RUNNING"
+    states = {"1": own, "2": successor, "3": cell}
+    look = {
+        key: QueuedJob(key, parse_state(state), reason="Resources" if state == "PENDING" else "")
+        for key, state in states.items()
+    }
+    run = build_run_jobs(paths, QueueSnapshot(look))
+    (trainer,) = [one for one in run.jobs if one.name == "trainer"]
+    assert trainer.queued == look[number]
+    assert get_run_state(run) == word
+    assert any(said in line for line in describe_jobs(run))
