@@ -1,4 +1,4 @@
-"""`areal-hpc make-repair-tasks` and `check-tasks`: task folders in Harbor's format."""
+"""`areal-hpc make-repair-tasks`, `check-tasks` and `check-judge`: tasks and who judges them."""
 
 import argparse
 import asyncio
@@ -39,6 +39,30 @@ def add_commands(commands: CommandGroup) -> None:
         "--at-once", type=int, default=os.cpu_count(), help="tasks played at once (%(default)s)"
     )
 
+    _add_judge_command(commands)
+
+
+def _add_judge_command(commands: CommandGroup) -> None:
+    judge = commands.add_command(
+        "check-judge",
+        _check_judge,
+        help="compare a judging model's grades with labels of people",
+        description="Grade replies whose worth is known: each line of LABELS is a JSON object with "
+        "`question`, `reply` and `label` from 0 to 1, and perhaps `reference`.",
+        example="areal-hpc check-judge labels.jsonl --rubric rubric.md --model judge "
+        "--base-url http://127.0.0.1:30000/v1",
+    )
+    judge.add_argument("labels", type=Path, help="JSON lines")
+    judge.add_argument("--rubric", type=Path, required=True, help="file with the rubric")
+    judge.add_argument(
+        "--base-url", required=True, metavar="URL", help="OpenAI-compatible endpoint"
+    )
+    judge.add_argument("--model", required=True, help="name of the judging model there")
+    help_ = "values from here on are good (%(default)s)"
+    judge.add_argument("--threshold", type=float, default=0.5, metavar="X", help=help_)
+    help_ = "SQLite file in which grades are kept, as LlmJudge's `cache`"
+    judge.add_argument("--cache", type=Path, metavar="FILE", help=help_)
+
 
 def _make_repair_tasks(arguments: argparse.Namespace) -> int:
     from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
@@ -74,3 +98,12 @@ async def _print_checks(rows: list[dict[str, Any]], arguments: argparse.Namespac
         )
         print(f"{one.name:<48} solution {oracle:<5} nothing {one.null.value:g}  {note}".rstrip())
     return unsound
+
+
+def _check_judge(arguments: argparse.Namespace) -> int:
+    from areal_hpc.reward.judge_check import check_judge
+    from areal_hpc.reward.llm_judge import LlmJudge
+
+    judge = LlmJudge(arguments.rubric, arguments.base_url, arguments.model, cache=arguments.cache)
+    print(asyncio.run(check_judge(judge, arguments.labels, arguments.threshold)))
+    return 0

@@ -50,6 +50,37 @@ class Reward(Struct, frozen=True, omit_defaults=True):
         for name in ("note", "answer"):
             force_setattr(self, name, _parse_text(getattr(self, name), name))
 
+    @classmethod
+    def from_weighted_parts(
+        cls,
+        parts: Mapping[str, float],
+        weights: Mapping[str, float],
+        *,
+        metrics: Mapping[str, float] | None = None,
+        note: str = "",
+        answer: str = "",
+    ) -> "Reward":
+        """The sum of parts by their weights: `{"correct": 1, "style": 0.4}` with .8 and .2 is .88.
+
+        The reward's `parts` are what each adds, its `metrics` the parts as they were given.
+
+        Raises:
+            InvalidRewardError: A part has no weight, or a weight no part; or what `Reward` refuses.
+        """
+        if parts.keys() != weights.keys():
+            raise InvalidRewardError(
+                f"expected a weight for each part, got parts {sorted(parts)} and weights "
+                f"{sorted(weights)}"
+            )
+        added = {name: weights[name] * part for name, part in parts.items()}
+        return cls(
+            sum(added.values()),
+            parts=added,
+            metrics={**parts, **(metrics or {})},
+            note=note,
+            answer=answer,
+        )
+
 
 def parse_reward_number(number: object, name: str = "reward") -> float:
     """The number, or numpy's scalar of one, as a finite float; InvalidRewardError names `name`."""

@@ -1,0 +1,151 @@
+"""Agreement of a judging model with labels of people."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+from msgspec import Struct
+
+from areal_hpc.errors import Problem, RecipeError
+from areal_hpc.reward.llm_judge import Grade, LlmJudge
+
+MAX_SHOWN = 5
+"""Replies on which judge and label differ most."""
+MAX_PROBLEMS = 10
+
+
+class LabeledReply(Struct, frozen=True):
+    """A line of a file of labels."""
+
+    question: str
+    reply: str
+    label: float
+    """Its worth by a person's word, from 0 to 1."""
+    reference: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """How far a judge's values agree with labels of people, both from 0 to 1."""
+
+    count: int
+    mean_difference: float
+    """Judge minus label: above 0 the judge is too kind."""
+    mean_abs_difference: float
+    rank_correlation: float
+    """Spearman's; NaN where all values, or all labels, are equal."""
+    kappa: float
+    """Cohen's, of good (at least the threshold) and bad; NaN where all are one of them."""
+
+
+def measure_agreement(
+    values_N: Sequence[float], labels_N: Sequence[float], threshold: float = 0.5
+) -> Agreement:
+    """How far values agree with labels. Pure.
+
+    Raises:
+        ValueError: There are none, or not the same number.
+    """
+    values, labels = np.asarray(values_N, dtype=np.float64), np.asarray(labels_N, dtype=np.float64)
+    if values.shape != labels.shape or not values.size:
+        raise ValueError(f"expected a label for each value, got {values.size} and {labels.size}")
+    good, is_good = values >= threshold, labels >= threshold
+    observed = float((good == is_good).mean())
+    by_chance = float(good.mean() * is_good.mean() + (1 - good.mean()) * (1 - is_good.mean()))
+    return Agreement(
+        len(values),
+        float((values - labels).mean()),
+        float(np.abs(values - labels).mean()),
+        _correlate(_rank(values), _rank(labels)),
+        (observed - by_chance) / (1 - by_chance) if by_chance < 1 else float("nan"),
+    )
+
+
+def _rank(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Ranks; equal values share the mean of theirs."""
+    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ends = np.cumsum(counts)
+    shared: np.ndarray[Any, np.dtype[np.float64]] = ends - (counts - 1) / 2
+    return shared[inverse]
+
+
+def _correlate(
+    first: np.ndarray[Any, np.dtype[np.float64]], second: np.ndarray[Any, np.dtype[np.float64]]
+) -> float:
+    if first.std() == 0 or second.std() == 0:
+        return float("nan")
+    return float(np.corrcoef(first, second)[0, 1])
+
+
+async def check_judge(judge: LlmJudge, path: Path, threshold: float) -> str:
+    """Grade the replies of a file of labels; the agreement and the largest differences as text.
+
+    Raises:
+        RecipeError: The file cannot be read, has no line, or lines that are none of these.
+        ClusterError: The endpoint does not answer.
+        AgentError: The judge gave no grade.
+    """
+    labeled = read_labels(path)
+    grades = await asyncio.gather(
+        *(judge(one.question, one.reply, one.reference) for one in labeled)
+    )
+    labels = [one.label for one in labeled]
+    found = measure_agreement([one.value for one in grades], labels, threshold)
+    return "\n".join([*_format_agreement(found, threshold), *_format_worst(labeled, grades)])
+
+
+def read_labels(path: Path) -> list[LabeledReply]:
+    """The labeled replies of a JSON-lines file.
+
+    Raises:
+        RecipeError: It cannot be read, has no line, or lines that are none of these.
+    """
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise RecipeError(f"the labels cannot be read: {error}", key=str(path)) from error
+    labeled, problems = [], []
+    for number, line in enumerate(lines, 1):
+        try:
+            one = msgspec.json.decode(line, type=LabeledReply)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            problems.append(Problem(f"line {number}: {error}", str(path)))
+            continue
+        if 0 <= one.label <= 1:
+            labeled.append(one)
+        else:
+            problems.append(Problem(f"line {number}: label is {one.label}, not 0 to 1", str(path)))
+    if problems:
+        raise RecipeError.from_problems(problems[:MAX_PROBLEMS])
+    if not labeled:
+        hint = "write a JSON object with question, reply and label on each line"
+        raise RecipeError("there is no label", key=str(path), hint=hint)
+    return labeled
+
+
+def _format_agreement(found: Agreement, threshold: float) -> list[str]:
+    return [
+        f"replies                   {found.count}",
+        f"judge minus label, mean   {found.mean_difference:+.3f}",
+        f"distance, mean            {found.mean_abs_difference:.3f}",
+        f"rank correlation          {found.rank_correlation:.3f}",
+        f"kappa, good from {threshold:g}      {found.kappa:.3f}",
+    ]
+
+
+def _format_worst(labeled: Sequence[LabeledReply], grades: Sequence[Grade]) -> list[str]:
+    pairs = sorted(
+        zip(labeled, grades, strict=True), key=lambda one: -abs(one[1].value - one[0].label)
+    )
+    lines = []
+    for one, grade in pairs[:MAX_SHOWN]:
+        if grade.value != one.label:
+            lines += [
+                f"judge {grade.value:.2f}, label {one.label:.2f}: {one.reply!r:.100}",
+                f"    {grade.explanation!r:.150}",
+            ]
+    return lines
