@@ -22,6 +22,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
+from areal_hpc.dashboard.evaluation_page import describe_evaluations
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
 from areal_hpc.errors import ArealError, RecipeError
@@ -35,6 +36,7 @@ STATIC_TYPES = {
     "data.js": "text/javascript; charset=utf-8",
     "run_list.js": "text/javascript; charset=utf-8",
     "run_page.js": "text/javascript; charset=utf-8",
+    "evaluations.js": "text/javascript; charset=utf-8",
     "trajectories.js": "text/javascript; charset=utf-8",
     "router.js": "text/javascript; charset=utf-8",
 }
@@ -80,6 +82,7 @@ class DashboardApp:
             "data/runs": self._list_runs,
             "data/overview": self._describe_overview,
             "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
+            "data/evaluations": lambda query: describe_evaluations(self._find_run(query)),
             "data/rows": self._find_row_page,
             "data/failures": self._count_failure_causes,
             "data/trajectory": self._describe_trajectory,
@@ -222,7 +225,10 @@ def _fingerprint_runs(place: Path) -> list[Any]:
 
 def _fingerprint_run_files(run: RunPaths) -> list[Any]:
     """Sizes and times of the files whose growth a page shows."""
-    followed = (run.metrics, run.sft_metrics, run.events, run.finished_marker, run.manifests_dir)
+    followed = (
+        *(run.metrics, run.sft_metrics, run.events, run.finished_marker),
+        *(run.manifests_dir, run.evaluations_dir),
+    )
     return [
         *map(_stat_size_and_mtime, followed),
         *map(_stat_size_and_mtime, sorted(run.index_dir.glob("*"))),

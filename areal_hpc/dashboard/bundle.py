@@ -5,6 +5,7 @@ from typing import Any
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import STATIC_TYPES, encode_browser_json, read_static_file
+from areal_hpc.dashboard.evaluation_page import describe_evaluations
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
 from areal_hpc.errors import RecipeError
@@ -44,6 +45,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         "runs": {"place": "", "runs": run_pages.describe_runs([run], [state])},
         "overview": run_pages.describe_run_overview(run, state),
         "metrics": run_pages.describe_metrics(run),
+        "evaluations": describe_evaluations(run),
         "rows": {"rows": rows, "matching": len(rows), "total": total},
         "failures": failures,
     }

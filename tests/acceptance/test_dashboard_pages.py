@@ -94,12 +94,16 @@ def test_pages_of_a_whole_run_show_it_at_both_widths_in_light_and_dark(
     assert metrics.count("<figure") >= 40
     rows = browse(bundle, "trajectories", run=name, sort="reward")
     assert rows.count("<tr") > 100
+    evaluations = browse(bundle, "evaluations", run=name)
+    assert evaluations.count("<path") >= 3, "the mean and its interval"
+    assert evaluations.count("<tr") > 5, "tasks that changed"
     IMAGES.mkdir(exist_ok=True)
     dark = "--blink-settings=preferredColorScheme=0"
     for file, page, size, further in (
         ("view_overview.png", "overview", "1340,1400", ()),
         ("view_overview_dark.png", "overview", "1340,1400", (dark,)),
         ("view_overview_narrow.png", "overview", "500,1100", ()),
+        ("view_evaluations.png", "evaluations", "1340,900", ()),
         ("view_trajectories.png", "trajectories", "1340,800", ()),
     ):
         picture = f"--screenshot={IMAGES / file}"

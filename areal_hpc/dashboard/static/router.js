@@ -5,6 +5,7 @@ const PAGES = {
   "": { show: showRuns },
   overview: { show: showOverview, title: "Overview" },
   metrics: { show: showMetrics, title: "Metrics" },
+  evaluations: { show: showEvaluations, title: "Evaluations" },
   trajectories: { show: showTrajectories, title: "Trajectories" },
   trajectory: { show: showTrajectory },
 };

@@ -12,10 +12,12 @@ from typing import Any
 
 import httpx
 import pytest
+import yaml
 
 from areal_hpc.dashboard.app import STATIC_TYPES, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from tests.support.commands import areal_hpc, start_areal_hpc
@@ -122,6 +124,31 @@ def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
     assert ask(url, "failures")[0]["count"] == 1
     problem = httpx.get(f"{url}data/rows", params={"run": "shown/run", "where": "rewrad>0"})
     assert (problem.status_code, "rewrad" in problem.json()["error"]) == (400, True)
+
+
+def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> None:
+    assert ask(url, "evaluations") == {"sets": [], "problem": ""}
+    hard = {"evaluation": {"sets": {"hard": {}, "easy": {}}}}
+    run.recipe.write_text(run.recipe.read_text() + yaml.safe_dump(hard))
+    for step, rewards in ((0, [0.0, 0.0, 1.0, 0.5]), (8, [1.0, 1.0, 0.0, 0.5])):
+        result = EvaluationResult(step, 4, sum(rewards) / 4, rewards, {}, 1)
+        write_evaluation(run, "valid", result)
+    further = EvaluationResult(8, 2, 0.5, [0.5, 0.5], {1: "no"}, 1, [[0, 1]] * 2)
+    write_evaluation(run, "hard", further)
+    valid, found = ask(url, "evaluations")["sets"]
+    assert (valid["name"], valid["steps"], valid["mean"]) == ("valid", [0, 8], [0.375, 0.625])
+    assert valid["rewards"] == [[0.0, 0.0, 1.0, 0.5], [1.0, 1.0, 0.0, 0.5]]
+    assert valid["low"][0] < 0.375 < valid["high"][0]
+    compared = valid["compared"]
+    assert (compared["from"], compared["to"], compared["difference"]) == (0, 8, 0.25)
+    assert (compared["better"], compared["worse"]) == (2, 1)
+    assert (found["name"], found["samples"], found["failures"]) == ("hard", 2, [1])
+    assert found["first_ticket"] == 2_000_000, "of the sets in order: valid, easy, hard"
+    assert found["compared"] is None
+    run.evaluation(9, "hard").write_text("{")
+    damaged = ask(url, "evaluations")
+    assert "step_9" in damaged["problem"] or "9.json" in damaged["problem"]
+    assert [one["name"] for one in damaged["sets"]] == ["valid", "hard"]
 
 
 def test_overview_and_metrics_say_what_the_files_say(url: str, run: RunPaths) -> None:

@@ -1,0 +1,72 @@
+"use strict";
+// The evaluation sets of a run over steps, and tasks whose rewards changed between two of them.
+
+const MAX_CHANGED_TASKS = 200;
+
+async function showEvaluations(main, query, go) {
+  const found = await fetchData("evaluations", { run: query.run });
+  const problem = found.problem && element("p", { class: "problem", role: "alert" }, found.problem);
+  if (!found.sets.length) {
+    main.replaceChildren(...[element("h1", {}, "Evaluations"), problem,
+      element("p", { class: "quiet" }, "No evaluation has ended yet.")].filter(Boolean));
+    return;
+  }
+  const chosen = found.sets.find((one) => one.name === query.set) || found.sets[0];
+  const choose = (changes) => go("evaluations", { ...query, ...changes });
+  const chips = element("div", { class: "chips" }, found.sets.map((one) => element("button", {
+    type: "button", class: "plain", "aria-pressed": String(one === chosen),
+    onclick: () => choose({ set: one.name, from: "", to: "" }) }, one.name)));
+  main.replaceChildren(...[element("h1", {}, "Evaluations"), problem, chips,
+    buildChart({ title: `Mean reward of ${chosen.name}`, hint: "with the 95 % interval over tasks", height: 200,
+      series: [["mean", chosen.mean], ["low", chosen.low], ["high", chosen.high]].map(([name, y]) => ({ name, x: chosen.steps, y })) }),
+    element("div", { class: "panel" }, buildFacts([
+      ["tasks", formatNumber(chosen.tasks)], ["samples of a task", formatNumber(chosen.samples)],
+      ["tasks that failed, at the last step", formatNumber(chosen.failures.at(-1))],
+      ["first to last", describeComparison(chosen.compared)],
+    ])),
+    element("h2", {}, "Tasks that changed"),
+    listChangedTasks(chosen, query, choose)].filter(Boolean));
+}
+
+function describeComparison(compared) {
+  if (!compared) return "";
+  const sign = (value) => `${value > 0 ? "+" : ""}${formatNumber(value)}`;
+  const shown = compared.low > 0 ? "better" : compared.high < 0 ? "worse" : "no difference is shown";
+  return `step ${compared.from} to ${compared.to}: ${sign(compared.difference)} [${sign(compared.low)}, ${sign(compared.high)}], `
+    + `${compared.better} tasks better, ${compared.worse} worse: ${shown}`;
+}
+
+/** The tasks whose reward differs between two chosen steps, the largest changes first. */
+function listChangedTasks(set, query, choose) {
+  const place = (value, otherwise) => {
+    const at = value === undefined || value === "" ? -1 : set.steps.indexOf(Number(value));
+    return at < 0 ? otherwise : at;
+  };
+  const from = place(query.from, 0);
+  const to = place(query.to, set.steps.length - 1);
+  const select = (label, name, at) => element("label", { class: "small quiet" }, `${label} `,
+    element("select", { onchange: (event) => choose({ [name]: event.target.value }) },
+      set.steps.map((step, index) => element("option", { value: step, selected: index === at }, step))));
+  const form = element("form", { class: "filter", onsubmit: (event) => event.preventDefault() },
+    select("from step", "from", from), select("to step", "to", to));
+  if (set.rewards[from].length !== set.rewards[to].length) {
+    return element("div", {}, form, element("p", { class: "quiet" }, "These steps were evaluated on different numbers of tasks."));
+  }
+  const changed = set.rewards[from]
+    .map((before, task) => ({ task, before, after: set.rewards[to][task], change: set.rewards[to][task] - before }))
+    .filter((one) => one.change !== 0)
+    .sort((a, b) => Math.abs(b.change) - Math.abs(a.change));
+  const link = (one) => isBundle || set.first_ticket === null ? null
+    : buildHash("trajectories", { run: query.run, where: `kind=evaluation and ticket=${set.first_ticket + one.task}` });
+  const columns = [
+    { title: "task", number: true, cell: (one) => link(one) ? element("a", { href: link(one) }, one.task) : one.task },
+    { title: "before", number: true, cell: (one) => formatNumber(one.before) },
+    { title: "after", number: true, cell: (one) => formatNumber(one.after) },
+    { title: "change", number: true, cell: (one) => `${one.change > 0 ? "+" : ""}${formatNumber(one.change)}` },
+  ];
+  const better = changed.filter((one) => one.change > 0).length;
+  const text = `${better} tasks are better, ${changed.length - better} worse, ${set.rewards[to].length - changed.length} equal`
+    + (changed.length > MAX_CHANGED_TASKS ? `; the ${MAX_CHANGED_TASKS} largest changes are listed.` : ".");
+  return element("div", {}, form, element("p", { class: "small quiet" }, text),
+    changed.length ? buildTable(columns, changed.slice(0, MAX_CHANGED_TASKS), { link: (one) => link(one) }) : "");
+}
