@@ -128,7 +128,7 @@ def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
 
 def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> None:
     assert ask(url, "evaluations") == {"sets": [], "problem": ""}
-    hard = {"evaluation": {"sets": {"hard": {}, "easy": {}}}}
+    hard: dict[str, Any] = {"evaluation": {"sets": {"hard": {}, "easy": {}}}}
     run.recipe.write_text(run.recipe.read_text() + yaml.safe_dump(hard))
     for step, rewards in ((0, [0.0, 0.0, 1.0, 0.5]), (8, [1.0, 1.0, 0.0, 0.5])):
         result = EvaluationResult(step, 4, sum(rewards) / 4, rewards, {}, 1)
