@@ -1,1 +1,1 @@
-"""Ready-to-use agents: mathematics, once with each framework."""
+"""Ready-to-use agents."""

@@ -135,6 +135,13 @@ def _find_agent_and_task_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "evaluation.workflow",
             "leave it out",
         )
+    if online and rollout.agent.auxiliary != "keep":
+        yield Problem(
+            "rollout.agent.auxiliary cannot be used with mode=online: external programs reward "
+            "their sessions themselves",
+            "rollout.agent.auxiliary",
+            "use keep",
+        )
     if evaluation.workflow_kwargs and not evaluation.workflow:
         message = "evaluation.workflow_kwargs is set but evaluation.workflow is not"
         yield Problem(message, "evaluation.workflow_kwargs", "add evaluation.workflow=...")

@@ -12,6 +12,7 @@ from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
@@ -66,7 +67,7 @@ class TicketRunner:
     and ticket that ends.
 
     Raises:
-        RecipeError: The filter of groups cannot be imported.
+        RecipeError: A function that the recipe names cannot be imported.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TicketRunner:
             for split, is_workflow in self._records_calls.items()
         }
         self._acceptance = GroupFilter(job.rollout)
+        self._auxiliary = load_auxiliary_rule(job.rollout.agent.auxiliary)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
         self._gate, self._watch, self._sandboxes = gate, watch, sandboxes
@@ -311,7 +313,7 @@ class TicketRunner:
             records_sampling_mask=self._rollout.record_sampling_mask and split == "train",
         )
         failure_reward = self._rollout.failure_reward if split == "train" else None
-        return EpisodeSpec(session, task, limits.timeout_s, failure_reward)
+        return EpisodeSpec(session, task, limits.timeout_s, failure_reward, self._auxiliary)
 
     async def _finish_ticket_and_close_other_sessions(
         self, ref: TicketRef, sessions: list[str]

@@ -13,6 +13,7 @@ trainer works out from the row's record, which says who follows whom (`session.c
 
 A reply that no reward reaches, neither its own nor one given earlier or later in its conversation,
 teaches nothing and is no row; it may be context in others. One that its client left is not trained.
+Auxiliary conversations are rows of a kind of their own, in no batch, and take no part in credit.
 A session that failed is kept whole, for people to read: a row per leaf, whatever was rewarded.
 """
 
@@ -24,6 +25,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.session.auxiliary import find_auxiliary_replies
 from areal_hpc.session.call_records import build_call_records
 from areal_hpc.session.credit import (
     Followers,
@@ -75,7 +77,7 @@ def plan_rows(
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     # No row names a reply that its client left: it would cut off those that it stands between.
-    left_out = orphans | find_abandoned_replies(tree)
+    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_replies(tree).keys()
     followers = find_followers(tree, rule.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
@@ -205,6 +207,21 @@ def export_rows(
     plans = plan_rows(tree, rule)
     record = msgspec.structs.replace(record, is_credited=rule.is_credited)
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
+
+
+def export_auxiliary_rows(
+    tree: InteractionTree, key: EpisodeKey, record: RowRecord, first_row: int
+) -> list[TrajectoryRow]:
+    """The rows of a session's auxiliary conversations, numbered from `first_row`."""
+    reasons = find_auxiliary_replies(tree)
+    completed = [name for name in reasons if tree[name].completed]
+    rows = list[TrajectoryRow]()
+    for path, fresh in find_concat_paths(tree, completed):
+        plan = RowPlan(path, fresh, path[-1].temperature, 0.0)
+        reason = reasons[path[-1].interaction_id]
+        told = msgspec.structs.replace(record, auxiliary_reason=reason)
+        rows.append(build_row(plan, key, first_row + len(rows), told))
+    return rows
 
 
 def export_failed_rows(

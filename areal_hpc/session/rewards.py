@@ -5,6 +5,7 @@ become interactions, so they never count as the last.
 """
 
 from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
+from areal_hpc.session.auxiliary import find_auxiliary_replies
 from areal_hpc.session.credit import sum_rewards
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.reward import Reward, parse_reward_number
@@ -12,11 +13,18 @@ from areal_hpc.wire.reward import Reward, parse_reward_number
 
 def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:
     """The interaction a reward is for, or InvalidRewardError: the named one, else the last."""
+    auxiliary = find_auxiliary_replies(tree)
     if interaction_id is None:
-        try:
-            return tree.last_completed
-        except LookupError:
-            raise InvalidRewardError("the session has no completed interaction to reward") from None
+        for one in reversed(list(tree)):
+            if one.completed and one.interaction_id not in auxiliary:
+                return one
+        but = f" but the {len(auxiliary)} of auxiliary conversations" if auxiliary else ""
+        raise InvalidRewardError(f"the session has no completed interaction to reward{but}")
+    if interaction_id in auxiliary:
+        raise InvalidRewardError(
+            f"interaction {interaction_id!r} is of an auxiliary conversation "
+            f"({auxiliary[interaction_id]}), which earns nothing"
+        )
     if interaction_id not in tree:
         known = ", ".join(one.interaction_id for one in tree) or "none"
         raise UnknownInteractionError(

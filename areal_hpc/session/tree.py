@@ -163,6 +163,8 @@ class InteractionTree:
     def __init__(self) -> None:
         self._roots: dict[bytes, _MessageNode] = {}
         self._entries: dict[str, _TreeEntry] = {}
+        self.auxiliary: dict[str, str] = {}
+        """Why a conversation is not to be learned from, by the id of its first reply."""
 
     def __len__(self) -> int:
         return len(self._entries)

@@ -15,6 +15,8 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
 | /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
 | /rl/keep_failed    | admin   | KeepFailedRequest   | KeepFailedReply     |
+| /rl/list_conversations | admin | ListConversationsRequest | ListConversationsReply |
+| /rl/mark_auxiliary | admin   | MarkAuxiliaryRequest | MarkAuxiliaryReply |
 | /rl/seal           | admin   | Empty               | SealReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
 | /grant_capacity    | admin   | Empty               | GrantCapacityReply          |
@@ -31,6 +33,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 MAX_CAUSE_CHARS = 500
 MAX_ERROR_CHARS = 10_000
+MAX_AUXILIARY_REASON_CHARS = 500
 MAX_SAMPLING_MASK_TOKENS = 4096
 """At one place: SGLang's own bound (`--sampling-mask-max-tokens`)."""
 
@@ -206,6 +209,47 @@ class KeepFailedReply(Struct, frozen=True):
     kept: bool
 
 
+class ListConversationsRequest(Struct, frozen=True):
+    """Tell what the conversations of a session began with."""
+
+    session_id: str
+
+
+class RecordedConversation(Struct, frozen=True):
+    """Beginning of a conversation: replies that all extend the same first one, and that one."""
+
+    interaction_id: str
+    """Of the first reply."""
+    messages: list[dict[str, Any]]
+    """Of the first request."""
+    reply: dict[str, Any]
+    """The first one."""
+    tools: list[str]
+    """Names of the tools that the first request offered."""
+    replies: int
+    """Of the whole conversation, its branches included."""
+
+
+class ListConversationsReply(Struct, frozen=True):
+    """The conversations of a session, in order of completion."""
+
+    conversations: list[RecordedConversation]
+
+
+class MarkAuxiliaryRequest(Struct, frozen=True):
+    """Leave conversations of an open session out of training; they are recorded all the same."""
+
+    session_id: str
+    reasons: dict[str, Annotated[str, Meta(min_length=1, max_length=MAX_AUXILIARY_REASON_CHARS)]]
+    """Why, by the id of a conversation's first reply."""
+
+
+class MarkAuxiliaryReply(Struct, frozen=True):
+    """Number of conversations of the session that are auxiliary now."""
+
+    conversations: int
+
+
 class FinishTicketReply(Struct, frozen=True):
     """Number of rows that the ticket contributes."""
 
@@ -237,6 +281,8 @@ class ExportReply(Struct, frozen=True, omit_defaults=True):
     interactions: dict[str, ExportedInteraction]
     ignored: dict[str, int] = {}
     """How often the session's requests asked for what has no effect, by the parameter's name."""
+    auxiliary: dict[str, str] = {}
+    """Why conversations are none of these rows, by the id of their first reply."""
 
 
 class GrantCapacityReply(Struct, frozen=True):

@@ -61,6 +61,8 @@ class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     calls: list[CallRecord] = []
     is_credited: bool = False
     """The rewards of its calls are what each earned: the agent's client has passed them back."""
+    auxiliary_reason: str = ""
+    """Of an auxiliary conversation: why it is one."""
     cause: str = ""
     """Of a failed episode: the exception and its line, such as `KeyError at agent.py:31`."""
     error: str = ""

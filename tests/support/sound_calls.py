@@ -121,6 +121,8 @@ def _list_driver_calls(
         "/rl/keep_failed": proxy_wire.KeepFailedRequest(
             closed.session_id, "KeyError at agent.py:3", "the agent raised KeyError"
         ),
+        "/rl/list_conversations": proxy_wire.ListConversationsRequest(opened.session_id),
+        "/rl/mark_auxiliary": proxy_wire.MarkAuxiliaryRequest(opened.session_id, {}),
         "/rl/seal": ledger_wire.Empty(),
         "/export_trajectories": proxy_wire.ExportRequest(closed.session_id),
         "/grant_capacity": ledger_wire.Empty(),

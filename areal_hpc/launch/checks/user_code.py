@@ -79,6 +79,8 @@ def find_user_code_problems(
             rollout.agent.model_dump() if is_agent and rollout.agent.isolation else None
         )
         asked["functions"] = {f"rollout.{name}": function} if function else {}
+        if is_agent and ":" in rollout.agent.auxiliary:
+            asked["functions"]["rollout.agent.auxiliary"] = rollout.agent.auxiliary
         if (asked["agents"] or asked["functions"]) and Path(python).exists():
             yield from _find_user_code_load_problems(python, asked, environ, key, what)
     if objective.custom and Path(pythons["train"]).exists():

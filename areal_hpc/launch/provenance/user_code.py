@@ -77,6 +77,7 @@ def list_user_code_paths(recipe: Recipe) -> Iterator[str]:
     """Every dotted name of code in a recipe: of agents, functions and generators of tasks."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     names = [rollout.workflow, evaluation.workflow, rollout.should_accept, rollout.curriculum]
+    names += [rollout.agent.auxiliary] if ":" in rollout.agent.auxiliary else []
     names.append(recipe.trainer.objective.custom)
     names += [one.workflow for one in recipe.evaluation_sets]
     names += [tasks.generator or "" for tasks, _ in recipe.task_sets_with_keys]

@@ -263,6 +263,10 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
         admin("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionRequest),
         admin("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
         admin("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedRequest),
+        admin(
+            "/rl/list_conversations", driver_api.list_conversations, wire.ListConversationsRequest
+        ),
+        admin("/rl/mark_auxiliary", driver_api.mark_auxiliary, wire.MarkAuxiliaryRequest),
         admin("/rl/seal", driver_api.seal_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
         admin("/grant_capacity", driver_api.grant_capacity),

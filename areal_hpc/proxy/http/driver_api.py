@@ -15,6 +15,11 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.session.auxiliary import (
+    find_auxiliary_replies,
+    find_conversation_replies,
+    list_conversations,
+)
 from areal_hpc.session.credit import assign_credit, find_retry_orphans
 from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
@@ -146,7 +151,7 @@ class DriverApi:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
         rows = export_interactions(session.tree, request)
-        reply = wire.ExportReply(rows, session.count_ignored())
+        reply = wire.ExportReply(rows, session.count_ignored(), dict(session.tree.auxiliary))
         self._recorder.record(events.SessionDropped(session.session_id))
         return reply
 
@@ -263,6 +268,30 @@ class DriverApi:
             raise ProxyRequestError(409, f"{name} is open", key="session_id")
         return wire.KeepFailedReply(sealer.keep_failed(request))
 
+    def list_conversations(
+        self, request: wire.ListConversationsRequest
+    ) -> wire.ListConversationsReply:
+        """What the conversations of a session began with."""
+        session = self._require_session(request.session_id)
+        return wire.ListConversationsReply(list_conversations(session.tree))
+
+    def mark_auxiliary(self, request: wire.MarkAuxiliaryRequest) -> wire.MarkAuxiliaryReply:
+        """Leave conversations of a session out of training. Repeating it is harmless."""
+        session = self._require_session(request.session_id)
+        if session.ended:
+            problem = f"session {request.session_id!r} has ended"
+            raise ProxyRequestError(409, problem, key="session_id")
+        for name in request.reasons:
+            if name not in session.tree or session.tree[name].parent_id is not None:
+                problem = f"no conversation of the session begins with {name!r:.300}"
+                raise ProxyRequestError(400, problem, key="reasons")
+        roots = session.tree.auxiliary.keys() | request.reasons.keys()
+        if any(one.reward is not None for one in find_conversation_replies(session.tree, roots)):
+            problem = "a conversation with a reward cannot be auxiliary"
+            raise ProxyRequestError(409, problem, key="reasons")
+        self._recorder.record(events.ConversationsMarked(session.session_id, request.reasons))
+        return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
+
     async def seal_tickets(self) -> wire.SealReply:
         """Seal and settle what is finished."""
         return wire.SealReply(await self._require_sealer().seal_now())
@@ -291,8 +320,9 @@ def export_interactions(
         ProxyRequestError: The discount is no finite number.
     """
     orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
+    left_out = orphans | find_auxiliary_replies(tree).keys()
     try:
-        earned = assign_credit(tree, request.discount, request.credit, orphans)
+        earned = assign_credit(tree, request.discount, request.credit, left_out)
     except InvalidRewardError as error:
         raise ProxyRequestError(400, str(error), key="discount") from error
     rewards = {name: earnings.total for name, earnings in earned.items()}

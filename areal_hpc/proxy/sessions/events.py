@@ -51,6 +51,14 @@ class RewardSet(Struct, tag="reward", frozen=True):
     """A plain number in journals of earlier versions."""
 
 
+class ConversationsMarked(Struct, tag="auxiliary", frozen=True):
+    """Conversations of the session are auxiliary: recorded, and not to be learned from."""
+
+    session_id: str
+    reasons: dict[str, str]
+    """By the id of a conversation's first reply."""
+
+
 class SessionEnded(Struct, tag="ended", frozen=True):
     """The session takes no more requests."""
 
@@ -117,6 +125,7 @@ Event = (
     | InteractionAdded
     | ReplySampled
     | RewardSet
+    | ConversationsMarked
     | SessionEnded
     | SessionFailed
     | SessionDropped

@@ -200,6 +200,7 @@ class JournaledRecorder:
                 events.InteractionAdded()
                 | events.ReplySampled()
                 | events.RewardSet()
+                | events.ConversationsMarked()
                 | events.SessionEnded()
                 | events.SessionFailed()
                 | events.SessionDropped()

@@ -38,7 +38,7 @@ from areal_hpc.wire.ledger import (
     TicketRef,
 )
 from areal_hpc.wire.proxy import KeepFailedRequest
-from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_defect
 
 log = logging.getLogger(__name__)
 
@@ -222,7 +222,7 @@ def _build_rows(
             except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
                 log.exception("the rows of %s cannot be built", ticket.ref)
                 defect = repr(error)
-        if rows and not defect:
+        if any(row.kind is RowKind.TRAIN for row in rows) and not defect:
             rows_of[ticket.ref] = rows
         else:
             defects[ticket.ref] = defect or "none of its calls is trained"

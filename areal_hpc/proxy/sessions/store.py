@@ -4,6 +4,7 @@ import hashlib
 import secrets
 import time
 from collections import Counter
+from dataclasses import replace
 
 import msgspec
 
@@ -12,6 +13,7 @@ from areal_hpc.proxy.sessions.events import Event
 from areal_hpc.session.export import (
     EpisodeKey,
     RowPlan,
+    export_auxiliary_rows,
     export_failed_rows,
     export_rows,
     plan_rows,
@@ -20,7 +22,7 @@ from areal_hpc.session.rewards import compute_episode_reward, give_reward, parse
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_defect
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
@@ -93,7 +95,12 @@ class Session:
         """The session's rows, of an episode of the ticket that ended well."""
         kind = RowKind.TRAIN if ref.eval_step < 0 else RowKind.EVALUATION
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode, kind, ref.eval_step)
-        return export_rows(self.tree, key, self._build_record(cell), self.request.export)
+        record = self._build_record(cell)
+        rows = export_rows(self.tree, key, record, self.request.export)
+        auxiliary_key = replace(key, kind=RowKind.AUXILIARY)
+        auxiliary = export_auxiliary_rows(self.tree, auxiliary_key, record, len(rows))
+        # An unsound one is no reason to lose the episode.
+        return rows + [row for row in auxiliary if find_defect(row) is None]
 
     def build_failed_rows(self, cell: str) -> list[TrajectoryRow]:
         """The rows of a session whose episode failed."""
@@ -205,6 +212,8 @@ class SessionStore:
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 give_reward(tree[event.interaction_id], parse_reward(event.reward))
+            case events.ConversationsMarked():
+                self.sessions[event.session_id].tree.auxiliary |= event.reasons
             case events.SessionEnded():
                 session = self.sessions[event.session_id]
                 session.ended, session.responses = True, {}

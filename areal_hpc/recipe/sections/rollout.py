@@ -34,6 +34,8 @@ class AgentExecutionConfig(BaseConfig):
     """`inline`: in the driver; `subproc`: worker processes; `online`: external programs."""
     sampling: Literal["agent", "recipe"] = "agent"
     """Whose temperature, top_p, top_k hold: the agent's where it asks, or always the recipe's."""
+    auxiliary: Annotated[str, Field(pattern=r"^(keep|drop|[\w.]+:\w+)$")] = "keep"
+    """`drop`: title and probe calls are not trained; `package.module:function`: those it names."""
     subproc_max_workers: Annotated[int, Field(ge=1)] = 4
     """Processes of a cell that run episodes in mode `subproc`."""
     python: str = ""

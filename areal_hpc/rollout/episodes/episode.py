@@ -13,6 +13,7 @@ from areal_hpc.rollout.agent_errors import (
     find_waiting_line,
     suggest_column,
 )
+from areal_hpc.rollout.episodes.auxiliary import AuxiliaryRule, mark_auxiliary_conversations
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes, acquire_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
 from areal_hpc.rollout.service_client import ServiceClient
@@ -62,6 +63,8 @@ class EpisodeSpec:
     timeout_s: float
     failure_reward: float | None = None
     """What it earns if its agent fails; None: such an episode is not trained."""
+    auxiliary: AuxiliaryRule | None = None
+    """Which of its conversations are not learned from; None: all are."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,8 @@ async def run_episode(
                     spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
                 )
             returned = await _run_agent(spec, session, one, proxy.url, http_client)
+            if spec.auxiliary is not None:
+                await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
             rewards = parse_agent_rewards(returned)
             answers = [one.answer for one in rewards.values() if one.answer]
             reward = await _send_rewards_and_end_session(rewards, session, proxy)
@@ -124,7 +129,7 @@ async def run_episode(
                 "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
             )
         except AgentError as failure:
-            is_rewarded = await _reward_failure(spec.failure_reward, failure, session, proxy)
+            is_rewarded = await _reward_failure(spec, failure, session, proxy)
             ended = await _end_session_of_lost_episode(session, proxy)
             error = _explain_failure(failure, ended, one, spec.data)
         status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
@@ -145,22 +150,28 @@ async def run_episode(
 
 
 async def _reward_failure(
-    reward: float | None, failure: AgentError, session: StartSessionReply, proxy: ServiceClient
+    spec: EpisodeSpec, failure: AgentError, session: StartSessionReply, proxy: ServiceClient
 ) -> bool:
     """Give a failed episode its reward; False if it has none, or nothing that could be trained.
 
     What an agent returned in part, before the proxy refused the rest, is not made up for.
     """
+    reward = spec.failure_reward
     if reward is None or failure.kind == REFUSED_REWARD_KIND:
         return False
     try:
+        if spec.auxiliary is not None:
+            await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
         await proxy.call(
             "/rl/set_reward",
             SetRewardRequest(reward),
             SetRewardReply,
             key=session.control_key or session.api_key,
         )
-    except HttpStatusError:  # no reply is complete, or the proxy has forgotten the session
+    except (
+        AgentError,
+        HttpStatusError,
+    ):  # no reply is complete, or the proxy has forgotten the session
         return False
     return True
 

@@ -1,0 +1,1 @@
+"""Coding harnesses as agents."""

@@ -1,0 +1,130 @@
+"""Agent that lets a command-line program work on a task's folder, and has a function judge it."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.agents.harness.harness_folder import HarnessFolder
+from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.recipe.user_functions import load_user_function
+from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_KEY, make_agent_sandboxes
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.wire.reward import Reward
+
+REWARD_KEY = "rollout.workflow_kwargs.reward"
+TASK_WORD = "{task}"
+"""In a command: where the task's text stands; without it, it comes last."""
+CLEAN_UP_S = 60.0
+"""What the end of an episode may take beside the program: the diff, the copy of the folder."""
+
+
+class HarnessAgent:
+    """Runs a program in a copy of the task's folder, `data["folder"]`, or in an empty one.
+
+    The program learns from `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys whom to call. It
+    runs in the task's sandbox if there is one, else as you do. All that it started ends with it.
+
+    Args:
+        command: The program and its arguments. Its text is the last message of the task.
+        reward: `package.module:function` of `folder` (Path), `diff`, `exit_code`, `timed_out`,
+            `log` and `data`, all by name; returns a number or a `Reward`.
+        timeout_s: Time of the program; it is killed then, and judged all the same.
+        variables: More of its environment.
+        max_log_bytes: What is kept of its output, from the end.
+
+    Raises:
+        RecipeError: There is no command, or no such function.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        reward: str,
+        timeout_s: float = 540.0,
+        variables: dict[str, str] | None = None,
+        max_log_bytes: int = 64 << 10,
+    ) -> None:
+        if isinstance(command, str) or not command:
+            raise RecipeError(
+                f"expected a list of a program and its arguments, got {command!r}",
+                key="rollout.workflow_kwargs.command",
+                hint="write it as [program, argument]",
+            )
+        self.command = [str(word) for word in command]
+        self.reward: Callable[..., float | Reward] = load_user_function(reward, REWARD_KEY)
+        self.timeout_s = timeout_s
+        self.variables = dict(variables or {})
+        self.max_log_bytes = max_log_bytes
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | Reward:
+        """One episode; see `areal_hpc.rollout.agent.Agent`."""
+        async with self._acquire_sandbox(data, extra_kwargs) as sandbox:
+            folder = HarnessFolder(sandbox)
+            await folder.fill(Path(data["folder"]) if data.get("folder") else None)
+            command = build_command(self.command, get_task_text(data))
+            ended = await folder.run(command, self.variables, self.timeout_s)
+            diff, log = await folder.read_diff(), await folder.read_log(self.max_log_bytes)
+            with tempfile.TemporaryDirectory() as copy:
+                await folder.copy_to(Path(copy))
+                task = {name: value for name, value in data.items() if name != SANDBOX_KEY}
+                return await asyncio.to_thread(
+                    self.reward,
+                    folder=Path(copy),
+                    diff=diff,
+                    exit_code=ended.exit_code,
+                    timed_out=ended.timed_out,
+                    log=log,
+                    data=task,
+                )
+
+    @asynccontextmanager
+    async def _acquire_sandbox(
+        self, data: dict[str, Any], extra_kwargs: dict[str, Any]
+    ) -> AsyncIterator[Sandbox]:
+        """The task's sandbox; without one, a place of its own that shields nothing."""
+        if (given := data.get(SANDBOX_KEY)) is not None:
+            if not given.base_url:
+                raise RecipeError(
+                    "the program cannot reach the model from its sandbox",
+                    key="rollout.agent.sandbox.network",
+                    hint="set rollout.agent.sandbox.network=session-only",
+                )
+            yield given
+            return
+        url = extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"]
+        key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
+        sandboxes = make_agent_sandboxes(AgentExecutionConfig(isolation="none"), warm=0)
+        assert sandboxes is not None
+        own: dict[str, Any] = {}
+        async with sandboxes.acquire(own) as free:
+            lifetime_s = self.timeout_s + CLEAN_UP_S
+            await free.put_into_task_and_open_endpoint(own, url, key, lifetime_s)
+            yield own[SANDBOX_KEY]
+
+
+def build_command(command: Sequence[str], task: str) -> list[str]:
+    """The command with the task's text in its place."""
+    if any(TASK_WORD in word for word in command):
+        return [word.replace(TASK_WORD, task) for word in command]
+    return [*command, task]
+
+
+def get_task_text(data: dict[str, Any]) -> str:
+    """What the program is asked to do: the last message of the task.
+
+    Raises:
+        AgentError: There is none that is a text.
+    """
+    messages = data.get("messages") or [{}]
+    text = messages[-1].get("content")
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise AgentError(
+            f"expected a text as the last of `messages` of the task, got {text!r:.200}",
+            hint="give each task messages: [{role: user, content: ...}]",
+        )
+    return text

@@ -1,0 +1,104 @@
+"""Folder of a harness inside a sandbox: filled, worked in, compared and copied out."""
+
+import asyncio
+import io
+import tarfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from areal_hpc.errors import AgentError
+from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+
+MAX_DIFF_BYTES = 4 << 20
+MAX_FOLDER_BYTES = 256 << 20
+STEP_TIMEOUT_S = 60.0
+_GIT = "git --git-dir=../before.git --work-tree=."
+_BEGIN = f"""set -e
+mkdir -p ../home
+{_GIT} init -q
+{_GIT} config user.name areal-hpc
+{_GIT} config user.email areal-hpc@localhost
+{_GIT} add -A
+{_GIT} commit -q --allow-empty -m before"""
+_COMPARE = f"{_GIT} add -A && {_GIT} diff --cached --binary HEAD > ../diff"
+_RUN = 'exec "$@" > ../log 2>&1 < /dev/null'
+
+
+class HarnessFolder:
+    """Folder `work` of a sandbox, beside a home and the log of the program."""
+
+    def __init__(self, sandbox: Sandbox) -> None:
+        self._sandbox = sandbox
+        self._root = f"{sandbox.folder.rstrip('/')}/harness"
+        self._work = f"{self._root}/work"
+
+    async def fill(self, source: Path | None) -> None:
+        """Copy a folder of this machine into it, and note how it is.
+
+        Raises:
+            AgentError: There is no such folder, or the sandbox has no git or tar.
+        """
+        if source is not None and not source.is_dir():
+            raise AgentError(
+                f"there is no folder {source}", hint="name a folder in the task's `folder`"
+            )
+        await self._sandbox.put(f"{self._root}/before.tar", await asyncio.to_thread(_pack, source))
+        await self._call("mkdir -p work && tar -xf before.tar -C work", self._root)
+        await self._call(_BEGIN, self._work)
+
+    async def run(
+        self, command: Sequence[str], variables: Mapping[str, str], timeout_s: float
+    ) -> CommandResult:
+        """Run the program in it to its end."""
+        return await self._sandbox.exec(
+            ["/bin/sh", "-c", _RUN, "harness", *command],
+            timeout_s=timeout_s,
+            folder=self._work,
+            variables={"HOME": f"{self._root}/home", "TERM": "dumb", **variables},
+        )
+
+    async def read_diff(self) -> str:
+        """What changed in it, as git shows it."""
+        await self._call(_COMPARE, self._work)
+        return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
+
+    async def read_log(self, max_bytes: int) -> str:
+        """The end of what the program printed."""
+        tail = await self._call(f"tail -c {max_bytes} log", self._root)
+        return tail.stdout.decode(errors="replace")
+
+    async def copy_to(self, target: Path) -> None:
+        """Copy it to a folder of this machine; nothing is written outside of that."""
+        await self._call("tar -cf after.tar -C work .", self._root)
+        content = await self._read("after.tar", MAX_FOLDER_BYTES)
+        try:
+            await asyncio.to_thread(_unpack, content, target)
+        except tarfile.TarError as error:
+            raise AgentError(f"the folder of the program cannot be copied: {error}") from error
+
+    async def _read(self, name: str, max_bytes: int) -> bytes:
+        try:
+            return await self._sandbox.get(f"{self._root}/{name}", max_bytes)
+        except OSError as error:
+            raise AgentError(f"the program left too much: {error}") from error
+
+    async def _call(self, script: str, folder: str) -> CommandResult:
+        ended = await self._sandbox.exec(script, timeout_s=STEP_TIMEOUT_S, folder=folder)
+        if ended.exit_code != 0:
+            raise AgentError(
+                f"the folder of the program cannot be prepared or read: {ended.text.strip()[-500:]}"
+            )
+        return ended
+
+
+def _pack(source: Path | None) -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as archive:
+        if source is not None:
+            archive.add(source, arcname=".")
+    return packed.getvalue()
+
+
+def _unpack(content: bytes, target: Path) -> None:
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        archive.extractall(target, filter="data")

@@ -1,0 +1,112 @@
+"""Auxiliary conversations of an episode: which are, by the recipe's rule, and telling the proxy."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import AgentError, HttpStatusError
+from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
+from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.wire.proxy import (
+    MAX_AUXILIARY_REASON_CHARS,
+    ListConversationsReply,
+    ListConversationsRequest,
+    MarkAuxiliaryReply,
+    MarkAuxiliaryRequest,
+    RecordedConversation,
+)
+
+AuxiliaryRule = Callable[[RecordedConversation], str]
+"""Why a conversation is auxiliary; empty if it is not."""
+RULE_KEY = "rollout.agent.auxiliary"
+
+
+@dataclass(frozen=True, slots=True)
+class AuxiliaryCall:
+    """How a harness asks the model for something beside the task."""
+
+    harness: str
+    """As users know it."""
+    purpose: str
+    """What it asks for: a title, a probe of the model."""
+    instruction: str
+    """Stands in the system message of a conversation without tools."""
+
+
+AUXILIARY_CALLS = (AuxiliaryCall("OpenCode", "title of the session", "You are a title generator"),)
+"""A call that looks like none of these counts as the task's."""
+
+
+def load_auxiliary_rule(name: str) -> AuxiliaryRule | None:
+    """The rule that a recipe names; None for `keep`, by which no conversation is auxiliary.
+
+    Raises:
+        RecipeError: The user's function cannot be imported.
+    """
+    if name == "keep":
+        return None
+    if name == "drop":
+        return find_known_auxiliary_call
+    function = load_user_function(name, RULE_KEY)
+
+    def ask_user(conversation: RecordedConversation) -> str:
+        try:
+            answer = function(msgspec.to_builtins(conversation))
+        except Exception as error:  # boundary: the function is the user's code
+            raise AgentError(f"{name} raised {describe_user_error(error)}", key=RULE_KEY) from error
+        if answer is not None and not isinstance(answer, str):
+            raise AgentError(
+                f"{name} returned {answer!r:.200} ({type(answer).__name__}), expected why the "
+                "conversation is auxiliary, or None",
+                key=RULE_KEY,
+                hint="return a str or None",
+            )
+        return (answer or "")[:MAX_AUXILIARY_REASON_CHARS]
+
+    return ask_user
+
+
+def find_known_auxiliary_call(conversation: RecordedConversation) -> str:
+    """Which call of `AUXILIARY_CALLS` a conversation is; empty if none."""
+    if conversation.tools:
+        return ""
+    instructions = " ".join(
+        _join_text(one.get("content"))
+        for one in conversation.messages
+        if one.get("role") in ("system", "developer")
+    )
+    for known in AUXILIARY_CALLS:
+        if known.instruction in instructions:
+            return f"{known.harness}: {known.purpose}"
+    return ""
+
+
+def _join_text(content: Any) -> str:
+    """The text of a message, whichever form it has."""
+    if isinstance(content, list):
+        return " ".join(str(part.get("text", "")) for part in content if isinstance(part, dict))
+    return content if isinstance(content, str) else ""
+
+
+async def mark_auxiliary_conversations(
+    rule: AuxiliaryRule, session_id: str, proxy: ServiceClient
+) -> None:
+    """Have the proxy leave a session's auxiliary conversations out of training.
+
+    Raises:
+        AgentError: The user's function failed, or the proxy has lost the session.
+    """
+    try:
+        told = await proxy.call(
+            "/rl/list_conversations", ListConversationsRequest(session_id), ListConversationsReply
+        )
+        reasons = {one.interaction_id: why for one in told.conversations if (why := rule(one))}
+        if reasons:
+            request = MarkAuxiliaryRequest(session_id, reasons)
+            await proxy.call("/rl/mark_auxiliary", request, MarkAuxiliaryReply)
+    except HttpStatusError as refusal:
+        raise AgentError(
+            f"the proxy refused to mark auxiliary conversations: {refusal.reason}"
+        ) from refusal
