@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
+_MAX_TEMP_DIR_CHARS = 79
+"""Of the folder above a scratch folder: paths of sockets within that end at 107 characters."""
 _LOG_WRITE_TIMEOUT_S = 1.0
 """For the last words of a server that has ended."""
 _READY_REQUEST_TIMEOUT_S = 0.5
@@ -77,6 +79,17 @@ def _find_free_port() -> int:
             return int(probe.getsockname()[1])
 
 
+def make_scratch_dir() -> str:
+    """A new folder for SGLang's files and sockets: in TMPDIR, or in /tmp if that is too long.
+
+    A batch job's TMPDIR may be long, and a socket with a long path ends SGLang as it starts.
+    """
+    place = tempfile.gettempdir()
+    return tempfile.mkdtemp(
+        prefix="sglang-", dir=place if len(place) <= _MAX_TEMP_DIR_CHARS else "/tmp"
+    )
+
+
 class SGLangServer:
     """A running SGLang server with all its processes.
 
@@ -100,7 +113,7 @@ class SGLangServer:
         self._log_due_at = self.started_at + _LOG_READ_INTERVAL_S
         # SGLang leaves its sockets behind, and names them after nothing: they go with this folder.
         # What was compiled stays where the next server finds it.
-        self._scratch_dir = tempfile.mkdtemp(prefix="sglang-")
+        self._scratch_dir = make_scratch_dir()
         caches = build_cache_variables(os.environ, make_cache_dir(Path(self._scratch_dir)))
         environment = os.environ | {"TMPDIR": self._scratch_dir} | caches | command.environment
         if self.keys.admin:

@@ -66,7 +66,7 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        ("MisspellingAgent", "tests/support/trial_agents.py:43\n"),
+        ("MisspellingAgent", "tests/support/trial_agents.py:51\n"),
         ("SilentAgent", "no call to the model had been answered"),
         ("WordyAgent", "the agent returned 'good' (str), expected a finite float"),
         ("ToolAgent", "set inference.tool_call_parser to the model's format"),

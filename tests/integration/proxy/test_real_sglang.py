@@ -69,7 +69,7 @@ def test_what_is_recorded_is_what_the_engine_read_and_said(stage: Stage, sglang_
         stage.finish_session(key, float(number))
     assert stage.finish_ticket(REF, *(session_id for session_id, _ in sessions)) == EPISODES
     assert stage.seal() == 1
-    (settled,) = stage.ledger.settled
+    settled = stage.ledger.settled[-1]
     assert settled.rewards == [float(number) for number in range(EPISODES)]
     encoder = TokenEncoder.from_model_dir(stage.model_dir)
     for row in stage.sealed_rows(REF):
