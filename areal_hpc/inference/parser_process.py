@@ -170,7 +170,7 @@ class ReplyParser:
         """Line breaks that are part of the reasoning only if more of it follows."""
         self._markers = _list_call_markers(self._calls) if self._calls is not None else []
 
-    def fall_back_to_raw_text(self, text: str) -> str:
+    def stop_parsing_and_pop_rest(self, text: str) -> str:
         """Everything that has not been shown, as it is; from now on nothing is parsed."""
         self._calls = self._reasoning = None
         self._body += "" if self._body.endswith(text) else text
@@ -306,7 +306,9 @@ class ParseRequestHandler:
         try:
             return reply.feed(request.text, request.last)
         except Exception as error:  # boundary: SGLang's code, run on whatever a model says
-            return ParserReply(text=reply.fall_back_to_raw_text(request.text), error=repr(error))
+            return ParserReply(
+                text=reply.stop_parsing_and_pop_rest(request.text), error=repr(error)
+            )
 
 
 def main() -> None:

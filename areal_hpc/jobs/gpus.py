@@ -13,7 +13,7 @@ DEVICES_DIR = Path("/dev")
 DRIVER_GPUS_DIR = Path("/proc/driver/nvidia/gpus")
 """A folder for each GPU of the machine, named by its PCI address, as in `0000:1b:00.0`."""
 PCI_DEVICES_DIR = Path("/sys/bus/pci/devices")
-_NO_GPU_VALUES = ("", "-1", "NoDevFiles")
+_DEVICE_LIST_TERMINATORS = ("", "-1", "NoDevFiles")
 """Names in the variable that hide themselves and all after them; Slurm writes the last."""
 
 
@@ -43,7 +43,7 @@ def parse_visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     if VISIBLE_DEVICES_VARIABLE not in environ:
         return None
     names = (name.strip() for name in environ[VISIBLE_DEVICES_VARIABLE].split(","))
-    return tuple(dict.fromkeys(takewhile(lambda name: name not in _NO_GPU_VALUES, names)))
+    return tuple(dict.fromkeys(takewhile(lambda name: name not in _DEVICE_LIST_TERMINATORS, names)))
 
 
 def list_device_files(dev: Path = DEVICES_DIR) -> list[Path]:

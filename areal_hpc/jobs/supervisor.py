@@ -328,7 +328,7 @@ class _Supervisor:
                 spec.name,
                 child.read_error_or_log_tail(),
                 str(child.log_path),
-                says_why=code in PERMANENT_EXIT_CODES and child.has_left_error,
+                says_why=code in PERMANENT_EXIT_CODES and child.has_written_error_file,
             )
         if spec.is_rank:
             self._events.record("ranks_restarted", process=spec.name, failures=failures)

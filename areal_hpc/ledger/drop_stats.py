@@ -14,7 +14,7 @@ MAX_REJECTED_STREAK_BATCHES = 20
 MIN_REJECTED_STREAK_TICKETS = 100
 """At least so many: a small batch is unlucky more often."""
 
-MAX_FAILED_FIRST_TICKETS = 3
+ALIKE_FIRST_FAILURES_TO_STOP = 3
 """So many first tickets that failed alike end the run."""
 
 _DROP_PHRASE_BY_KIND: dict[DropKind, str] = {
@@ -145,7 +145,7 @@ class FirstTicketsCheck:
     def find_problem(self) -> str:
         """Why the run cannot go on; empty if it can."""
         for split, failures in self._failures.items():
-            if split not in self._working and len(failures) >= MAX_FAILED_FIRST_TICKETS:
+            if split not in self._working and len(failures) >= ALIKE_FIRST_FAILURES_TO_STOP:
                 return (
                     f"the agent failed alike in the first {len(failures)} tickets; the last one: "
                     f"{failures[-1].reason}"

@@ -170,13 +170,13 @@ def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
     for record in reversed(parse_log_records(text)):
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
-            lines = _extract_traceback(record.lines[begins[0] :])
+            lines = _cut_after_traceback(record.lines[begins[0] :])
             at = datetime.fromisoformat(record.time).timestamp() if record.time else None
             return LogTraceback(at, file, lines)
     return None
 
 
-def _extract_traceback(lines: Sequence[str]) -> tuple[str, ...]:
+def _cut_after_traceback(lines: Sequence[str]) -> tuple[str, ...]:
     """A traceback's own lines: indented frames, then the exception."""
     taken = [lines[0]]
     for line in lines[1:]:

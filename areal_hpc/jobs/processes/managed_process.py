@@ -217,7 +217,7 @@ class ManagedProcess:
             return 0
 
     @property
-    def has_left_error(self) -> bool:
+    def has_written_error_file(self) -> bool:
         """True if the process said in words of ours why it ended."""
         return get_process_error_path(self.config_path).exists()
 

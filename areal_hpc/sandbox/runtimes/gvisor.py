@@ -30,7 +30,7 @@ from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VA
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
-_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+_RUNSC_SEARCH_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
 
 class GvisorRuntime:
@@ -71,7 +71,7 @@ class GvisorRuntime:
 
 def find_runsc() -> str | None:
     """The program `runsc`."""
-    return shutil.which("runsc", path=f"{os.environ.get('PATH', '')}:{_PATH}")
+    return shutil.which("runsc", path=f"{os.environ.get('PATH', '')}:{_RUNSC_SEARCH_PATH}")
 
 
 def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_nobody: bool) -> None:

@@ -247,7 +247,7 @@ class LedgerSource(BatchSource):
             evaluation.mark_judged()
             self._record.add_metrics(version.step, dict(reply.metrics))
 
-    def poll_async_evaluation_done(self) -> bool:
+    def wait_briefly_for_async_evaluation(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""
         evaluation = self._async_evaluation
         if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):

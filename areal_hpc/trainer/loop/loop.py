@@ -149,7 +149,7 @@ class BatchSource(ABC):
         """There is nobody to work with, and has not been for long."""
         return False
 
-    def poll_async_evaluation_done(self) -> bool:
+    def wait_briefly_for_async_evaluation(self) -> bool:
         """Nothing is left to wait for after the last step. Waits a little."""
         return True
 
@@ -175,11 +175,11 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
         enter_place("the next command")
         if any_true(stop.requested):
             stop.request()
-        _poll_checkpoint(learner, coordinator, wait=False)
+        _publish_checkpoint_if_written(learner, coordinator, wait=False)
         enter_place("rank 0's decision")
         command, trouble = _broadcast_next_command(coordinator)
         if isinstance(command, StopCommand):
-            _poll_checkpoint(learner, coordinator, wait=True)
+            _publish_checkpoint_if_written(learner, coordinator, wait=True)
             if trouble is not None:
                 raise trouble
             return command.finished
@@ -209,7 +209,7 @@ def _execute_command(
             try:
                 row = learner.train_batch(manifest, quarantine)
             except _BATCH_ERRORS:
-                _poll_checkpoint(learner, coordinator, wait=True)
+                _publish_checkpoint_if_written(learner, coordinator, wait=True)
                 raise
             if coordinator:
                 coordinator.on_trained(learner.version, row)
@@ -222,7 +222,7 @@ def _execute_command(
                 pass
         case SaveCheckpointCommand(row):
             enter_place(f"checkpoint of step {learner.version.step}")
-            _poll_checkpoint(learner, coordinator, wait=True)  # an earlier one
+            _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
             learner.begin_checkpoint(row)
             if coordinator:
@@ -235,7 +235,9 @@ def _execute_command(
                 coordinator.on_exported(time.perf_counter() - began)
 
 
-def _poll_checkpoint(learner: Learner, coordinator: Coordinator | None, *, wait: bool) -> None:
+def _publish_checkpoint_if_written(
+    learner: Learner, coordinator: Coordinator | None, *, wait: bool
+) -> None:
     """Poll the checkpoint being written; notify the coordinator once it is durable."""
     began = time.perf_counter()
     is_durable = (
@@ -317,7 +319,7 @@ class Coordinator:
             return TrainOnBatchCommand(manifest, self._read_quarantine(manifest.step))
         return (
             StopCommand(finished=True)
-            if self.source.poll_async_evaluation_done()
+            if self.source.wait_briefly_for_async_evaluation()
             else WaitCommand()
         )
 

@@ -16,9 +16,9 @@ from worker_loop import Gym, serve
 
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 SERVER_START_S = 60.0
-_NO_FIELDS = frozenset({"metadata"})
+_FIELDS_NOT_FROM_MODEL = frozenset({"metadata"})
 """Fields of every action that the model does not write."""
-_NOT_SHOWN = frozenset({"done", "reward", "metadata"})
+_HIDDEN_OBSERVATION_FIELDS = frozenset({"done", "reward", "metadata"})
 
 
 class OpenEnvGym(Gym):
@@ -27,7 +27,11 @@ class OpenEnvGym(Gym):
     def __init__(self, config: dict[str, Any]) -> None:
         self._url = config["base_url"] or start_server(config["app"])
         schema = httpx.get(f"{self._url}/schema", timeout=60).raise_for_status().json()["action"]
-        fields = {name: one for name, one in schema["properties"].items() if name not in _NO_FIELDS}
+        fields = {
+            name: one
+            for name, one in schema["properties"].items()
+            if name not in _FIELDS_NOT_FROM_MODEL
+        }
         texts = [name for name, one in fields.items() if one.get("type") == "string"]
         self._text_field = texts[0] if len(fields) == len(texts) == 1 else None
         self._how = f"Reply with <action>JSON</action>, an object of {json.dumps(fields)}."
@@ -68,7 +72,9 @@ class OpenEnvGym(Gym):
 
 def describe(observation: dict[str, Any]) -> str:
     """An observation as the model sees it."""
-    shown = {name: one for name, one in observation.items() if name not in _NOT_SHOWN}
+    shown = {
+        name: one for name, one in observation.items() if name not in _HIDDEN_OBSERVATION_FIELDS
+    }
     texts = list(shown.values())
     return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown)
 

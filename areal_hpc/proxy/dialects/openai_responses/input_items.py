@@ -93,7 +93,7 @@ def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
         _require_supported_complete_item(item, i)
-        said = _read_assistant_item(item, i)
+        said = _read_assistant_fields(item, i)
         if said is None or not _continues_assistant_message(reply, said):
             if reply:
                 yield _build_assistant_message(reply)
@@ -131,7 +131,7 @@ def _require_supported_complete_item(item: InputItem, i: int) -> None:
             raise ProxyRequestError(400, problem, key=f"input[{i}].{name}")
 
 
-def _read_assistant_item(item: InputItem, i: int) -> dict[str, Any] | None:
+def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
     """What an item adds to a message of the assistant; None if it is not the assistant's."""
     if item.type == "reasoning":
         parts = item.content or item.summary or []
