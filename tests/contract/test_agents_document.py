@@ -7,7 +7,7 @@ from tests.support.environments import CHECKOUT
 
 SOURCES = [
     path.read_text()
-    for folder in ("examples", "tests/integration")
+    for folder in ("examples", "tests/contract", "tests/integration")
     for path in sorted((CHECKOUT / folder).rglob("*.py"))
 ]
 RECIPES = [path.read_text() for path in sorted((CHECKOUT / "tests").rglob("*.yaml"))]

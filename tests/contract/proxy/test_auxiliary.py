@@ -20,7 +20,7 @@ from tests.support.scripted_sglang import Script
 
 HERE = "tests.contract.proxy.test_auxiliary"
 TITLE = "You are a title generator. You output a title and nothing else."
-RULES = ["drop", f"{HERE}:name_titles"]
+RULES = ["drop", f"{HERE}:find_auxiliary"]
 
 
 @pytest.fixture
@@ -29,7 +29,7 @@ def stage(small_stage: Stage) -> Stage:
     return small_stage
 
 
-def name_titles(conversation: dict[str, Any]) -> str | None:
+def find_auxiliary(conversation: dict[str, Any]) -> str | None:
     return "a title" if "title" in conversation["messages"][0]["content"] else None
 
 
