@@ -10,7 +10,11 @@ from areal_hpc.errors import ShardError
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.trainer.batch.episode_metrics import EpisodeRecord, merge_rows_into_episode
+from areal_hpc.trainer.batch.episode_metrics import (
+    EpisodeRecord,
+    merge_rows_into_episode,
+    merge_spans,
+)
 from areal_hpc.view.transcripts.conversation import get_messages, get_tool_calls, locate_calls
 from areal_hpc.wire.ledger import SealedTicket
 from areal_hpc.wire.row_record import CallRecord
@@ -61,17 +65,6 @@ class BatchEpisode:
     def call_spans(self) -> list[tuple[float, float]]:
         """The times in which a model call of it was under way."""
         return merge_spans((one.asked_at, one.answered_at) for one in self.timed_calls)
-
-
-def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """The times that at least one span covers, as spans that do not touch one another."""
-    merged: list[tuple[float, float]] = []
-    for begin, end in sorted(spans):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = merged[-1][0], max(end, merged[-1][1])
-        else:
-            merged.append((begin, end))
-    return merged
 
 
 def read_batch_episodes(

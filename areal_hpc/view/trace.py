@@ -19,7 +19,8 @@ from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.view.batch_episodes import BatchEpisode, merge_spans, read_batch_episodes
+from areal_hpc.trainer.batch.episode_metrics import merge_spans
+from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.metric_values import get_number
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 

@@ -96,13 +96,20 @@ def get_call_span(call: CallRecord) -> tuple[float, float]:
     return call.asked_at, call.answered_at
 
 
+def merge_spans(spans: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """The times that at least one span covers, as spans that do not touch one another."""
+    merged: list[tuple[float, float]] = []
+    for begin, end in sorted(spans):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((begin, end))
+    return merged
+
+
 def measure_covered_s(spans: Iterable[tuple[float, float]]) -> float:
     """The time that at least one of the spans covers."""
-    covered_s, end = 0.0, -np.inf
-    for begin, until in sorted(spans):
-        covered_s += max(0.0, until - max(begin, end))
-        end = max(end, until)
-    return float(covered_s)
+    return sum(end - begin for begin, end in merge_spans(spans))
 
 
 def _summarize_generation(calls: Sequence[CallRecord]) -> dict[str, float]:
