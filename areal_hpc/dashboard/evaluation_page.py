@@ -3,11 +3,9 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.errors import ShardError
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
-from areal_hpc.evaluation.ticket_numbers import get_ticket_id
-from areal_hpc.recipe.sections.evaluation import VALID_SET
-from areal_hpc.rundir.manifests import EvaluationResult, list_evaluations
+from areal_hpc.evaluation.ticket_numbers import VALID_SET, get_ticket_id
+from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 
@@ -23,19 +21,14 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
     Raises:
         RecipeError: The run's recipe is damaged.
     """
-    results: dict[str, list[EvaluationResult]] = {}
-    problem = ""
-    try:
-        for name, result in list_evaluations(paths, VALID_SET):
-            results.setdefault(name, []).append(result)
-    except ShardError as error:
-        problem = str(error)
+    problems: list[str] = []
+    results = read_evaluations_by_set(paths, VALID_SET, problems)
     first_tickets = _list_first_tickets(read_run_recipe(paths.recipe))
     sets = [
         _describe_set(name, found[-MAX_SHOWN_EVALUATIONS:], first_tickets.get(name))
         for name, found in results.items()
     ]
-    return {"sets": sets, "problem": problem}
+    return {"sets": sets, "problem": "; ".join(problems)}
 
 
 def _list_first_tickets(recipe: Mapping[str, Any]) -> dict[str, int]:

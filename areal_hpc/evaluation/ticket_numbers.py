@@ -1,6 +1,8 @@
 """Numbers of evaluation tickets: each set has a range of its own."""
 
 TICKETS_PER_SET = 1_000_000
+VALID_SET = "valid"
+"""The set of `valid_dataset`, which has number 0."""
 
 
 def get_ticket_id(set_number: int, task_index: int) -> int:

@@ -5,8 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_hpc.evaluation.set_metrics import BOUND_SUFFIXES, METRIC_GROUP
+from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.metrics.limit import compute_limit_shares
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, MAIN_EVALUATION_SET
+from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 
 MAX_PACE_STEPS = 20
 """Steps, the last ones, whose time is taken for that of the next."""
@@ -63,7 +64,7 @@ def format_set_metrics(row: MetricRow) -> Iterator[str]:
         if not name.startswith(METRIC_GROUP) or name.endswith(BOUND_SUFFIXES):
             continue
         set_name, _, metric = name.removeprefix(METRIC_GROUP).partition("/")
-        if set_name == MAIN_EVALUATION_SET and metric == "avg@1":
+        if set_name == VALID_SET and metric == "avg@1":
             continue
         low, high = (row.get(f"{name}{suffix}") for suffix in BOUND_SUFFIXES)
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"

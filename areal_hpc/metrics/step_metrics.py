@@ -7,12 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.evaluation.set_metrics import METRIC_GROUP
+from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.rundir.jsonl import read_lines
 
 EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the set `valid`."""
-MAIN_EVALUATION_SET = "valid"
-"""The evaluation set whose mean reward is that metric."""
 IDLE_CELLS_METRIC = "cells/idle_s"
 """Seconds for which cells had no ticket before a step's batch, added up over cells."""
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
@@ -22,7 +21,7 @@ CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
     """The evaluation sets of which a row has metrics."""
     found = {name.split("/")[1] for name in row if name.startswith(METRIC_GROUP)}
-    return found | ({MAIN_EVALUATION_SET} if EVAL_REWARD_METRIC in row else set())
+    return found | ({VALID_SET} if EVAL_REWARD_METRIC in row else set())
 
 
 def select_evaluation(row: Mapping[str, Any]) -> dict[str, Any]:

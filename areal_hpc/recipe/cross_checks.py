@@ -7,8 +7,9 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.evaluation.set_metrics import find_k
+from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.evaluation import VALID_SET, resolve_keep_best
+from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig

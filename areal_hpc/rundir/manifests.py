@@ -169,6 +169,19 @@ def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, Eval
                 yield name, result
 
 
+def read_evaluations_by_set(
+    paths: RunPaths, main_set: str, problems: list[str]
+) -> dict[str, list[EvaluationResult]]:
+    """Every result by set and step, up to one that is damaged, which is named in `problems`."""
+    found: dict[str, list[EvaluationResult]] = {}
+    try:
+        for name, result in list_evaluations(paths, main_set):
+            found.setdefault(name, []).append(result)
+    except ShardError as error:
+        problems.append(str(error))
+    return found
+
+
 def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 

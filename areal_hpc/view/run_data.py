@@ -18,7 +18,8 @@ from areal_hpc.evaluation.set_metrics import (
     compute_task_values,
 )
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
-from areal_hpc.metrics.step_metrics import MAIN_EVALUATION_SET, read_metrics
+from areal_hpc.evaluation.ticket_numbers import VALID_SET
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
@@ -163,7 +164,7 @@ class RunData:
                 "reward": reward,
                 "answer": result.answers[task][sample] if result.answers else "",
             }
-            for name, result in list_evaluations(self._paths, MAIN_EVALUATION_SET)
+            for name, result in list_evaluations(self._paths, VALID_SET)
             for task, rewards in enumerate(result.list_samples())
             for sample, reward in enumerate(rewards)
         ]

@@ -11,14 +11,12 @@ from areal_hpc.evaluation.set_metrics import (
     format_metric_name,
     list_metric_names,
 )
-from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET
+from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, VALID_SET
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.sections.rollout import SamplingConfig
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
-VALID_SET = "valid"
-"""The set that `valid_dataset` makes."""
 MAX_SAMPLES = 1024
 MAX_SET_TASKS = TICKETS_PER_SET
 """Tasks of one evaluation of a set: each has a ticket."""

@@ -10,8 +10,10 @@ import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError
+from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import format_metric
+from areal_hpc.rundir.manifests import read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.collapse import explain_collapse
@@ -27,7 +29,6 @@ from areal_hpc.view.report.examples import ShownEpisode, choose_examples
 from areal_hpc.view.report.held_out import (
     PairedDifference,
     compare_evaluations,
-    read_evaluations,
 )
 from areal_hpc.view.report.recipe_differences import (
     find_changed_keys,
@@ -100,7 +101,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     recipes = [progress.recipe for progress in progress_by_run]
     problems: list[str] = []
     evaluations = [
-        (name, read_evaluations(paths, problems), _get_held_out_keys(recipe))
+        (name, read_evaluations_by_set(paths, VALID_SET, problems), _get_held_out_keys(recipe))
         for name, paths, recipe in zip(names, runs, recipes, strict=True)
     ]
     flat = [flatten_public(recipe) for recipe in recipes]

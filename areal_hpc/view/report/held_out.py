@@ -3,11 +3,9 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.errors import ShardError
 from areal_hpc.evaluation.statistics import Estimate, compare_paired
-from areal_hpc.recipe.sections.evaluation import VALID_SET
-from areal_hpc.rundir.manifests import EvaluationResult, list_evaluations
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.evaluation.ticket_numbers import VALID_SET
+from areal_hpc.rundir.manifests import EvaluationResult
 
 MIN_TASKS = 2
 ResultsBySet = Mapping[str, Sequence[EvaluationResult]]
@@ -29,17 +27,6 @@ class PairedDifference:
         if self.difference.low <= 0 <= self.difference.high:
             return "no difference is shown"
         return "better" if self.difference.value > 0 else "worse"
-
-
-def read_evaluations(paths: RunPaths, problems: list[str]) -> dict[str, list[EvaluationResult]]:
-    """The evaluations of a run by set and step; one that cannot be read ends with `problems`."""
-    found: dict[str, list[EvaluationResult]] = {}
-    try:
-        for name, result in list_evaluations(paths, VALID_SET):
-            found.setdefault(name, []).append(result)
-    except ShardError as error:
-        problems.append(str(error))
-    return found
 
 
 def compare_evaluations(
