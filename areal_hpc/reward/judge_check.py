@@ -107,7 +107,10 @@ def read_labels(path: Path) -> list[LabeledReply]:
     try:
         lines = path.read_bytes().splitlines()
     except OSError as error:
-        raise RecipeError(f"the labels cannot be read: {error}", key=str(path)) from error
+        hint = "name a file of JSON lines"
+        raise RecipeError(
+            f"the labels cannot be read: {error}", key=str(path), hint=hint
+        ) from error
     labeled, problems = [], []
     for number, line in enumerate(lines, 1):
         try:

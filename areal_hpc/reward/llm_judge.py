@@ -49,7 +49,7 @@ class LlmJudge:
     (`areal-hpc check-judge`), and read what it rewards.
 
     Args:
-        rubric: Text of the rubric, or a file with it.
+        rubric: Text of the rubric; or a file with it: a Path, or a name that ends in .md or .txt.
         base_url: The endpoint, as the OpenAI SDK has it.
         model: Name of the judging model there.
         api_key_variable: Environment variable with the key; without one the key is `none`.
@@ -217,7 +217,11 @@ def _read_rubric(rubric: str | Path) -> str:
     try:
         text = path.read_text() if is_file else str(rubric)
     except (OSError, UnicodeDecodeError) as error:
-        raise RecipeError(f"the rubric cannot be read: {error}", key=str(rubric)) from error
+        raise RecipeError(
+            f"the rubric cannot be read: {error}",
+            key=str(rubric),
+            hint="name a text file that every node can read, or give the text itself",
+        ) from error
     if not text.strip():
         raise RecipeError(
             "the rubric is empty", key=str(rubric), hint="say what is graded, and how"

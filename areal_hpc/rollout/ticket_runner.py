@@ -223,7 +223,7 @@ class TicketRunner:
             if outcome.status == "ok":
                 self._tickets.end_episode(grant.ref)
                 return outcome
-            self._record_failed_episode(grant, episode, outcome, is_training=split == "train")
+            self._record_failed_episode(grant, episode, outcome, is_training=split == TRAIN)
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
@@ -235,7 +235,7 @@ class TicketRunner:
             await self._have_failed_episode_sealed(outcome)
             failures += 1
             tries = self._rollout.max_episode_tries
-            if failures == (self._rollout.tries_per_episode if split == "train" else tries):
+            if failures == (self._rollout.tries_per_episode if split == TRAIN else tries):
                 self._tickets.end_episode(grant.ref)
                 raise _build_last_error(outcome.error, episode, grant.task_index, failures)
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
@@ -310,9 +310,9 @@ class TicketRunner:
             task_index=grant.task_index,
             sampling_from=self._rollout.agent.sampling,
             rights="all" if self._records_calls[split] else "calls",
-            records_sampling_mask=self._rollout.record_sampling_mask and split == "train",
+            records_sampling_mask=self._rollout.record_sampling_mask and split == TRAIN,
         )
-        failure_reward = self._rollout.failure_reward if split == "train" else None
+        failure_reward = self._rollout.failure_reward if split == TRAIN else None
         return EpisodeSpec(session, task, limits.timeout_s, failure_reward, self._auxiliary)
 
     async def _finish_ticket_and_close_other_sessions(
