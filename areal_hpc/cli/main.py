@@ -25,7 +25,8 @@ from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, trial, doctor, prepare, tasks, proxy),
+    "run": (run, trial, doctor, proxy),
+    "prepare": (prepare, tasks),
     "inspect": (inspect, why, view, report),
     "operate": (operate,),
     "develop": (develop, completion),
@@ -76,12 +77,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser.set_defaults(all_commands=parser)
     parser.add_argument("--version", action="version", version=__version__)
     subparsers = parser.add_subparsers(required=True, metavar="COMMAND", help="see below")
-    lines = []
-    for title, modules in COMMAND_MODULES.items():
-        group = CommandGroup(subparsers)
-        for module in modules:
+    groups = {title: CommandGroup(subparsers) for title in COMMAND_MODULES}
+    for title, group in groups.items():
+        for module in COMMAND_MODULES[title]:
             module.add_commands(group)
+    width = max(len(name) for group in groups.values() for name in group.help_by_command)
+    lines = []
+    for title, group in groups.items():
         lines += ["", f"{title}:"]
-        lines += [f"  {name:<17}{text}" for name, text in group.help_by_command.items()]
+        lines += [f"  {name:<{width}}  {text}" for name, text in group.help_by_command.items()]
     parser.epilog = "\n".join(lines[1:])
     return parser
