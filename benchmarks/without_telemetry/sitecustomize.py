@@ -46,7 +46,7 @@ def _train_without_entropy(train_step: Any, *values: Any, measures_entropy: bool
 REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.events": {"EventLog.record": _do_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
-    "areal_hpc.rollout.ticket_runner": {"TicketRunner._keep_evaluation": _keep_nothing},
+    "areal_hpc.rollout.ticket_runner": {"TicketRunner._have_evaluation_sealed": _keep_nothing},
     "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_step": _do_nothing},
     "areal_hpc.trainer.learner": {
         "summarize_replies": _measure_nothing,
