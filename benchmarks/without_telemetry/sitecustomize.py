@@ -39,8 +39,10 @@ def _leave_out_entropy(module: ModuleType) -> None:
     module.train_step = partial(_train_without_entropy, module.train_step)  # type: ignore[attr-defined]
 
 
-def _train_without_entropy(train_step: Any, *values: Any, measures_entropy: bool) -> Any:
-    return train_step(*values, measures_entropy=False)
+def _train_without_entropy(
+    train_step: Any, *values: Any, measures_entropy: bool, **named: Any
+) -> Any:
+    return train_step(*values, measures_entropy=False, **named)
 
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {

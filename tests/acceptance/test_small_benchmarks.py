@@ -1,4 +1,4 @@
-"""Small benchmarks of the trainer and of checkpoints: they run, and print their figures."""
+"""Small benchmarks of trainer, checkpoints and telemetry: they run, and print their figures."""
 
 import json
 import sys
@@ -30,3 +30,11 @@ def test_the_checkpoint_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     found = figures(tmp_path, sys.executable, "-m", "benchmarks.checkpoint", *rounds)
     assert {"stall_s", "step_s", "stall_over_step", "in_process_s"} <= set(found)
     assert found["state_bytes"] > 1e6
+
+
+def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
+    out = tmp_path / "figures.json"
+    command = (sys.executable, "-m", "benchmarks.telemetry", "--pairs", "1", "--steps", "2")
+    said_by(run_program(*command, "--out", out, timeout_s=400))
+    found = json.loads(out.read_text())
+    assert min(found["cpu_with_over_without"], found["wall_with_over_without"]) > 0

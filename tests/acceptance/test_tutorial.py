@@ -20,8 +20,9 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.timeout(900)
 def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
-    (agent,), (recipe,) = blocks("python"), blocks("yaml")
+    (agent, broken_agent), (recipe,) = blocks("python"), blocks("yaml")
     (tmp_path / "my_agent.py").write_text(agent)
+    (tmp_path / "broken_agent.py").write_text(broken_agent)
     (tmp_path / "my_recipe.yaml").write_text(recipe)
     set_up, *commands = blocks("bash")
     assert "make setup" in set_up
