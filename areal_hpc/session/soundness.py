@@ -97,8 +97,10 @@ def _find_token_defect(call: Interaction, tree: InteractionTree, vocab_size: int
     prompt_tokens = prior_tokens + len(call.new_ids) // 4
     if call.prompt_tokens != prompt_tokens or prompt_tokens < 1:
         return f"expected a prompt of {max(prompt_tokens, 1)} tokens, got {call.prompt_tokens}"
-    for ids in (unpack_ids(call.new_ids), unpack_ids(call.output_ids)):
-        if len(ids) and (int(ids.min()) < 0 or int(ids.max()) >= vocab_size):
+    for packed in (call.new_ids, call.output_ids):
+        # As unsigned numbers, those below 0 are the largest: one look for both.
+        if packed and int(np.frombuffer(packed, "<u4").max()) >= vocab_size:
+            ids = unpack_ids(packed)
             odd = int(ids.min()) if int(ids.min()) < 0 else int(ids.max())
             return f"expected token ids from 0 to {vocab_size - 1}, got {odd}"
     if call.kept_counts or call.kept_ids:

@@ -3,7 +3,6 @@
 import asyncio
 import hashlib
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -19,6 +18,7 @@ from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
+from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
@@ -67,7 +67,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
         return GenerateRequest(
-            os.urandom(16).hex(),
+            make_random_id(16),
             self.prompt_json,
             self._get_choice_sampling(choice),
             self.top_logprobs,

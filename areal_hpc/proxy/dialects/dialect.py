@@ -1,6 +1,5 @@
 """Interface of a dialect, as the routes use it."""
 
-import os
 import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Callable, Sequence
@@ -12,6 +11,7 @@ import msgspec
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyStream
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 
 
@@ -27,7 +27,7 @@ class Exchange(ABC):
     ) -> None:
         self.call = call
         self.model = model
-        self.answer_id = id_prefix + os.urandom(14).hex()
+        self.answer_id = id_prefix + make_random_id(14)
         """Of the reply and of its first interaction."""
         self.streams = bool(streams)
         self.created_at = int(time.time())

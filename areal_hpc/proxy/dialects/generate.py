@@ -4,7 +4,6 @@ What SGLang reads is written by the proxy, from the fields and within the bounds
 itself knows many more: some end its scheduler, and a request's name reaches into those of others.
 """
 
-import os
 from typing import Annotated
 
 from msgspec import Meta, Struct
@@ -25,6 +24,7 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import refuse_oversized_sampling
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
+from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.session.tree import ids_to_json
 
 
@@ -96,7 +96,7 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
         raise ProxyRequestError(400, f"{names} cannot be combined", key="sampling_params")
     refuse_oversized_sampling(sampling)
     return GenerateRequest(
-        rid=os.urandom(16).hex(),
+        rid=make_random_id(16),
         prompt_json=ids_to_json(body.input_ids),
         sampling=sampling,
         top_logprobs=body.top_logprobs_num,

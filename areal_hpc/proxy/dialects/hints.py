@@ -20,19 +20,27 @@ _type_info = cache(inspect.type_info)
 
 def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `inside`."""
-    for field in _list_struct_fields(type(request)):
-        value = getattr(request, field.name)
+    for name, encode_name, is_hint in _list_fields_of_hints(type(request)):
+        value = getattr(request, name)
+        if value is None:
+            continue
         if isinstance(value, Struct):
-            yield from list_ignored_params(value, f"{inside}{field.encode_name}.")
-        elif value is not None and is_ignored_param(field.type):
-            yield inside + field.encode_name
+            yield from list_ignored_params(value, f"{inside}{encode_name}.")
+        elif is_hint:
+            yield inside + encode_name
 
 
 @cache
-def _list_struct_fields(form: type[Struct]) -> tuple[inspect.Field, ...]:
+def _list_fields_of_hints(form: type[Struct]) -> list[tuple[str, str, bool]]:
+    """Of each field that is a hint, or may be an object with hints: both names, whether a hint."""
     declared = inspect.type_info(form)
     assert isinstance(declared, inspect.StructType)
-    return declared.fields
+    fields = [(one, is_ignored_param(one.type)) for one in declared.fields]
+    return [
+        (one.name, one.encode_name, is_hint)
+        for one, is_hint in fields
+        if is_hint or list_structs(one.type)
+    ]
 
 
 def is_ignored_param(form: inspect.Type) -> bool:

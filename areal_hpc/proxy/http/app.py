@@ -3,7 +3,6 @@
 import asyncio
 import hmac
 import inspect
-import os
 import re
 from collections.abc import (
     Awaitable,
@@ -36,6 +35,7 @@ from areal_hpc.proxy.http.routes import (
     Routes,
     render_openapi,
 )
+from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
@@ -157,7 +157,7 @@ class ProxyApp:
         headers = [
             (b"content-type", form.encode()),
             (b"content-length", str(len(content)).encode()),
-            *(extra_headers or _build_id_headers(f"req_{os.urandom(14).hex()}")),
+            *(extra_headers or _build_id_headers(f"req_{make_random_id(14)}")),
         ]
         if status == 405:
             headers.append((b"allow", allowed.encode()))
