@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -29,8 +30,23 @@ def test_a_newcomer_trains_an_agent_of_their_own(tmp_path: Path) -> None:
     path = f"{python_of('agents').parent}:{os.environ['PATH']}"
     environ = {**os.environ, "PATH": path, "PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1"}
     for command in commands:
+        if "BrokenAgent" in command:
+            expect_the_mistake_to_be_named(command.splitlines(), tmp_path, environ)
+            continue
         shell = ("bash", "-ec", command)
         said_by(run_program(*shell, folder=tmp_path, environ=environ, timeout_s=None))
     evaluations = read_run_snapshot(RunPaths(tmp_path / "runs" / "tutorial" / "first")).evaluations
     assert evaluations[0][1] <= 0.3
     assert evaluations[-1][1] >= 0.9
+
+
+def expect_the_mistake_to_be_named(
+    lines: Sequence[str], folder: Path, environ: Mapping[str, str]
+) -> None:
+    """The agent's trial, a run of it and `why` name line and error, and exit as documented."""
+    for line, exit_code in zip(lines, (70, 70, 1), strict=True):
+        answer = run_program(*line.split(), folder=folder, environ=environ, timeout_s=200)
+        said = answer.stdout + answer.stderr
+        assert answer.returncode == exit_code, said
+        assert re.search(r"broken_agent\.py\D+17", said), said
+        assert "'list' object has no attribute 'message'" in said
