@@ -121,7 +121,7 @@ def describe_metrics(paths: RunPaths) -> JsonObject:
             for name, column in columns.items()
             if any(value is not None for value in column)
         },
-        "catalogue": {name: _describe_metric(name) for name in names},
+        "catalogue": {name: _get_metric_unit_and_meaning(name) for name in names},
         "restarts": _list_restart_steps(rows),
     }
 
@@ -131,7 +131,7 @@ def _get_finite_number(value: object) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
-def _describe_metric(name: str) -> dict[str, str]:
+def _get_metric_unit_and_meaning(name: str) -> dict[str, str]:
     metric = find_metric(name)
     return (
         {"unit": metric.unit, "meaning": metric.meaning} if metric else UNKNOWN_METRIC_DESCRIPTION

@@ -204,7 +204,7 @@ class LocalLauncher:
             for spec in stage.jobs:
                 handle = self._submit_job(spec)
                 self._jobs.append(_Job(spec, handle, self._read_last_step(), time.monotonic()))
-            self._watch_jobs(stage)
+            self._wait_for_jobs_and_resubmit_failed(stage)
         finally:
             stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
 
@@ -226,7 +226,7 @@ class LocalLauncher:
         rows = read_metrics(self._paths.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
-    def _watch_jobs(self, stage: JobStage) -> None:
+    def _wait_for_jobs_and_resubmit_failed(self, stage: JobStage) -> None:
         storage = StorageErrorTolerance()
         is_over = False
         while not is_over:

@@ -12,8 +12,8 @@ from areal_hpc.rundir.manifests import list_manifest_steps
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import (
     delete_quarantine,
+    quarantine_batch_once,
     read_quarantine,
-    write_quarantine,
 )
 from areal_hpc.view.run_state import read_run_snapshot
 
@@ -56,7 +56,7 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
             key="BATCH",
             hint=_build_cancel_hint(paths),
         )
-    write_quarantine(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
+    quarantine_batch_once(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
     effect = _describe_quarantine_effect(step, trained_step, "sets it aside")
     return f"batch {step} is quarantined: {effect}"
 

@@ -27,7 +27,7 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
-from areal_hpc.rundir.quarantine import read_quarantined_batches, write_quarantine
+from areal_hpc.rundir.quarantine import quarantine_batch_once, read_quarantined_batches
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import find_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
@@ -137,7 +137,7 @@ class ReplayRun:
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
             if self.start.step < step <= self._last_step:
-                write_quarantine(out, record)
+                quarantine_batch_once(out, record)
         links[out.sft_export] = run.sft_export
         if run.references_dir.is_dir():  # of steps before the start
             for folder in run.references_dir.iterdir():

@@ -56,8 +56,8 @@ from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
 from areal_hpc.slurm.submit import (
     SubmittedJob,
+    submit_held_successor,
     submit_slurm,
-    submit_successor,
     write_job_files,
     write_member_payload,
 )
@@ -154,7 +154,9 @@ class _RunSubmission:
         before = len(chain)
         while len(chain) <= request.successors:
             place += 1
-            self._record(request, submit_successor(request, script, tuple(chain), place, self._say))
+            self._record(
+                request, submit_held_successor(request, script, tuple(chain), place, self._say)
+            )
         if len(chain) > before:
             numbers = ", ".join(chain[before:])
             self._say(f"         {request.job:<10} {numbers}: each starts if those before it fail")

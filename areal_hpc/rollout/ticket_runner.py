@@ -12,7 +12,7 @@ from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
-from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
@@ -102,7 +102,7 @@ class TicketRunner:
             for split, is_workflow in self._records_calls.items()
         }
         self._acceptance = GroupFilter(job.rollout)
-        self._auxiliary = load_auxiliary_rule(job.rollout.agent.auxiliary)
+        self._auxiliary = load_auxiliary_rule_unless_keep(job.rollout.agent.auxiliary)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
         self._gate, self._watch, self._sandboxes = gate, watch, sandboxes

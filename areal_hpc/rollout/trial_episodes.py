@@ -7,7 +7,7 @@ from typing import Any
 from areal_hpc.errors import AgentError, Problem
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent
-from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule
+from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
@@ -59,7 +59,7 @@ async def play_trial_episode(
         sampling_from=rollout.agent.sampling,
         records_sampling_mask=rollout.record_sampling_mask,
     )
-    rule = load_auxiliary_rule(rollout.agent.auxiliary)
+    rule = load_auxiliary_rule_unless_keep(rollout.agent.auxiliary)
     own_task = {**task}  # another try gets its own
     spec = EpisodeSpec(session, own_task, limits.timeout_s, auxiliary=rule)
     return await run_episode(spec, agent, proxy, http_client, sandboxes)

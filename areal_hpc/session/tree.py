@@ -277,7 +277,7 @@ class InteractionTree:
             if entry.own_json is None:
                 entry.own_json = ids_to_json(unpack_ids(one.new_ids + one.output_ids).tolist())
             parts.append(entry.own_json)
-        return join_ids_json(*parts, then)
+        return join_json_array_insides(*parts, then)
 
     def get_path_to(self, interaction: Interaction) -> list[Interaction]:
         """The interactions whose sequences `interaction` extends, first to last, and itself."""
@@ -322,7 +322,7 @@ def ids_to_json(ids: Sequence[int]) -> bytes:
     return msgspec.json.encode(ids)[1:-1]
 
 
-def join_ids_json(*parts: bytes) -> bytes:
+def join_json_array_insides(*parts: bytes) -> bytes:
     """The insides of JSON arrays as that of one."""
     return b",".join(part for part in parts if part)
 

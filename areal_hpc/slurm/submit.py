@@ -32,7 +32,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.submission import JobIdentity, submit_script
-from areal_hpc.slurm.successors import build_successor_options
+from areal_hpc.slurm.successors import build_options_to_start_after_failure
 from areal_hpc.wire.fault_points import fault_point
 
 Entry: TypeAlias = Callable[[str], None]
@@ -212,7 +212,7 @@ def submit_slurm(
     return _submit_held(request, job.script, report_outage)
 
 
-def submit_successor(
+def submit_held_successor(
     request: JobRequest,
     script: Path,
     awaited: Sequence[str],
@@ -225,7 +225,7 @@ def submit_successor(
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
-    options = build_successor_options(awaited, request.dependency)
+    options = build_options_to_start_after_failure(awaited, request.dependency)
     return _submit_held(request, script, report_outage, options, place)
 
 

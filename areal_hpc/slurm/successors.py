@@ -7,7 +7,7 @@ Slurm for nothing: where sbatch is forbidden on compute nodes (AllocNodes), and 
 from collections.abc import Sequence
 
 
-def build_successor_options(awaited: Sequence[str], dependency: str = "") -> list[str]:
+def build_options_to_start_after_failure(awaited: Sequence[str], dependency: str = "") -> list[str]:
     """Options of sbatch for a job that starts once all `awaited` jobs have failed. Pure.
 
     `awaited` are the job and the successors before this one: when one of them ends well, Slurm

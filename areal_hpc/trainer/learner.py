@@ -17,7 +17,7 @@ from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.quarantine import write_quarantine
+from areal_hpc.rundir.quarantine import quarantine_batch_once
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import (
     extend_reward_range,
@@ -252,7 +252,7 @@ class Learner:
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it
             try:
-                record = write_quarantine(self._paths, record)
+                record = quarantine_batch_once(self._paths, record)
             except (OSError, ShardError) as error:
                 path = self._paths.quarantine(step)
                 trouble = ClusterError(

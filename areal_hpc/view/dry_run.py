@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.script import JobRequest
 from areal_hpc.slurm.submit import render_script
-from areal_hpc.slurm.successors import build_successor_options, name_unknown_job_ids
+from areal_hpc.slurm.successors import build_options_to_start_after_failure, name_unknown_job_ids
 
 
 def format_dry_run(
@@ -32,7 +32,11 @@ def _describe_successors(request: JobRequest, script: Path) -> list[str]:
     ids = name_unknown_job_ids(request.job, request.successors)
     commands = [
         shlex.join(
-            ["sbatch", *build_successor_options(ids[:place], request.dependency), str(script)]
+            [
+                "sbatch",
+                *build_options_to_start_after_failure(ids[:place], request.dependency),
+                str(script),
+            ]
         )
         for place in range(1, len(ids))
     ]

@@ -12,7 +12,7 @@ import pytest
 from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.rundir.jobs import Submission, list_successors, read_submissions, record_submission
 from areal_hpc.slurm.submission import JobIdentity, submit_script
-from areal_hpc.slurm.successors import build_successor_options
+from areal_hpc.slurm.successors import build_options_to_start_after_failure
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, light_overrides
@@ -59,7 +59,7 @@ def submit_with_successors(
     chain = [job.job_id]
     for place in range(1, successors + 1):
         identity = JobIdentity.create(job.name, str(job.run.root), place)
-        told = ["--hold", *build_successor_options(chain)]
+        told = ["--hold", *build_options_to_start_after_failure(chain)]
         job_id = submit_script(job.files.script, identity, told, environ=job.cluster.environ)
         record_submission(
             job.run.submissions,

@@ -30,7 +30,7 @@ from areal_hpc.proxy.sessions.events import InteractionAdded
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.tree import ABORT_FINISH_REASON, ids_to_json, join_ids_json
+from areal_hpc.session.tree import ABORT_FINISH_REASON, ids_to_json, join_json_array_insides
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
@@ -254,7 +254,9 @@ class CompletionService:
         self._router.update_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )
-        own_json = join_ids_json(prompt.new_json, ids_to_json(answer.generation.output_ids))
+        own_json = join_json_array_insides(
+            prompt.new_json, ids_to_json(answer.generation.output_ids)
+        )
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
         return RecordedReply(choice, interaction, answer.generation, said)
 

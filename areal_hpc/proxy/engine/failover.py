@@ -11,7 +11,7 @@ from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_char
 from areal_hpc.proxy.engine.router import pack_weight_version
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import VersionSpan, ids_to_json, join_ids_json
+from areal_hpc.session.tree import VersionSpan, ids_to_json, join_json_array_insides
 from areal_hpc.wire.replicas import ReplicaView
 
 
@@ -32,7 +32,7 @@ class ReplyFailover:
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
-            prompt_json=join_ids_json(request.prompt_json, ids_to_json(ids)),
+            prompt_json=join_json_array_insides(request.prompt_json, ids_to_json(ids)),
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
 

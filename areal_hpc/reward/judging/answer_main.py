@@ -67,7 +67,7 @@ class AnswerProgram:
 
 def main() -> None:
     """Run the answer, then work until the tests have ended."""
-    channel = literals.Channel(int(sys.argv[3]))
+    channel = literals.JsonLineSocket(int(sys.argv[3]))
     try:
         answer = AnswerProgram(Path(sys.argv[2]).read_text(encoding="utf-8"))
         channel.send({"names": [name for name in answer.names if not name.startswith("__")]})

@@ -65,12 +65,12 @@ class RemoteObject:
 class AnswerClient:
     """The tests' side of the channel."""
 
-    def __init__(self, channel: literals.Channel) -> None:
+    def __init__(self, channel: literals.JsonLineSocket) -> None:
         self._channel = channel
         started = channel.receive()
         self._raise_if_failed(started)
         self.names = {
-            name: self._import_stdlib_module_or_make_remote(name)
+            name: self._resolve_answer_name(name)
             for name in map(str, started["names"])
             if not hasattr(builtins, name)
         }
@@ -100,7 +100,7 @@ class AnswerClient:
             self._update_in_place(mine, literals.decode(changed, self._make_remote))
         return literals.decode(reply["value"], self._make_remote)
 
-    def _import_stdlib_module_or_make_remote(self, name: str) -> Any:
+    def _resolve_answer_name(self, name: str) -> Any:
         """The library's own module for a name of it: an answer's `math` judges nothing."""
         if name in sys.stdlib_module_names:
             return importlib.import_module(name)
@@ -136,7 +136,7 @@ class AnswerClient:
 
 def main() -> None:
     """Run the tests, and say so if all of them passed."""
-    judge = AnswerClient(literals.Channel(int(sys.argv[3])))
+    judge = AnswerClient(literals.JsonLineSocket(int(sys.argv[3])))
     tests = compile(Path(sys.argv[2]).read_text(encoding="utf-8"), "tests.py", "exec")
     module = types.ModuleType("__main__")  # as `unittest.main` looks for it
     vars(module).update(judge.names)

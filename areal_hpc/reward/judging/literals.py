@@ -57,7 +57,7 @@ def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
     raise ClosedChannelError("what was sent is no value")
 
 
-class Channel:
+class JsonLineSocket:
     """One end of the socket between the two: a JSON document on each line, of limited size."""
 
     def __init__(self, descriptor: int) -> None:

@@ -39,7 +39,7 @@ AUXILIARY_CALLS = (AuxiliaryCall("OpenCode", "title of the session", "You are a 
 """A call that looks like none of these counts as the task's."""
 
 
-def load_auxiliary_rule(name: str) -> AuxiliaryRule | None:
+def load_auxiliary_rule_unless_keep(name: str) -> AuxiliaryRule | None:
     """The rule that a recipe names; None for `keep`, by which no conversation is auxiliary.
 
     Raises:

@@ -17,8 +17,9 @@ One turn of `run_loop` is one command. For each version of the weights they come
                                                         the next batch
     StopCommand            leave the loop
 
-`Coordinator._decide_command` is this order in code. While rank 0 waits it looks once a second for
-replicas that came late, and every turn for a stop and for the checkpoint being written.
+`Coordinator._advance_step_and_pick_command` is this order in code. While rank 0 waits it looks once
+a second for replicas that came late, and every turn for a stop and for the checkpoint being
+written.
 
 The next step is not trained before the evaluation is over: a replica that restarts meanwhile can
 then still be given the weights under evaluation. With an evaluation cell it is: that cell keeps the
@@ -286,7 +287,7 @@ class Coordinator:
         is_idle = self.source.lacks_cells_too_long()
         if not self._stop.requested and not is_idle:
             try:
-                return self._decide_command()
+                return self._advance_step_and_pick_command()
             except ClusterError:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
@@ -296,7 +297,7 @@ class Coordinator:
             raise IdleError("no cell has been there for long: the trainer gives its nodes back")
         return command
 
-    def _decide_command(self) -> RankCommand:
+    def _advance_step_and_pick_command(self) -> RankCommand:
         step = self._record.version.step
         match self.source.poll_publish_state():
             case "publish":

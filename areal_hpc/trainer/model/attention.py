@@ -53,7 +53,7 @@ def plan_attention(
     )
 
 
-class PackedCausalAttention(MegatronModule):  # type: ignore[misc]
+class RotaryPackedCausalAttention(MegatronModule):  # type: ignore[misc]
     """The `core_attention` of a layer: rotary embedding, then causal attention within sequences.
 
     Under context parallelism keys and values are gathered from all ranks of the group.

@@ -26,7 +26,7 @@ from areal_hpc.trainer.megatron_private import (
     ScoredTokenGPT,
     enable_norm_recompute,
 )
-from areal_hpc.trainer.model.attention import PackedCausalAttention
+from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
 from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
@@ -193,7 +193,7 @@ def build_network(
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
         share_embeddings_and_output_weights=arch.tied,
-        # PackedCausalAttention rotates queries and keys itself.
+        # RotaryPackedCausalAttention rotates queries and keys itself.
         position_embedding_type="none",
     ).to(device=device, dtype=dtype)
     if arch.experts is not None:
@@ -344,7 +344,7 @@ def _build_block_spec(config: TransformerConfig) -> TransformerBlockSubmodules:
         moe_grouped_gemm=False,
     )
     attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedCausalAttention
+    attention.core_attention = RotaryPackedCausalAttention
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     mlp = spec.submodules.mlp.submodules

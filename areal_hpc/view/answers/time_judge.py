@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_hpc.metrics.step_metrics import IDLE_CELLS_METRIC
 from areal_hpc.view.answers.answer import Finding, build_page, get_recipe_value, name_keys
-from areal_hpc.view.answers.speeds import (
+from areal_hpc.view.answers.slow_parts import (
     Outlier,
     find_slow_receiver,
     find_slow_replica,

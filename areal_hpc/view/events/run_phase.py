@@ -80,7 +80,7 @@ class RunPhase:
             return "the cells start"
         if not self._has_weights:
             return f"replicas get the trainer's weights, {_format_age(self._trainer_since)}"
-        return describe_ledger_work(ledger) if ledger is not None else ""
+        return describe_phase_by_ledger_counts(ledger) if ledger is not None else ""
 
     def _describe_starting_server(self) -> str:
         (cell, number), server = min(self._starting.items(), key=lambda item: item[1].since)
@@ -101,7 +101,7 @@ def read_server_phase(log: Path) -> str:
     return words if at >= 0 else "starts"
 
 
-def describe_ledger_work(ledger: LedgerStatus) -> str:
+def describe_phase_by_ledger_counts(ledger: LedgerStatus) -> str:
     """What a run at work does, by its ledger."""
     slowest = (
         f", slowest {format_duration(ledger.slowest_episode_s)}"

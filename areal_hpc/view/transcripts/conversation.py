@@ -116,7 +116,7 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
     title = str(message.get("role", "?"))
     if name := message.get("name"):
         title += f" {name}"
-    facts = _describe_call(call) if call else []
+    facts = _list_call_facts(call) if call else []
     yield from _wrap_without_controls(f"{title}  ({', '.join(facts)})" if facts else title, width)
     if reasoning := message.get("reasoning_content"):
         yield from _wrap_without_controls(f"[reasoning] {reasoning}", width, INDENT)
@@ -142,7 +142,7 @@ def format_tool_call(called: object) -> str:
     return f"{function.get('name')}({extract_text(function.get('arguments'))})"
 
 
-def _describe_call(call: CallRecord) -> list[str]:
+def _list_call_facts(call: CallRecord) -> list[str]:
     facts = []
     if call.answered_at:
         facts.append(f"{call.answered_at - call.asked_at:.2f} s")

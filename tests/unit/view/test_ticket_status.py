@@ -11,7 +11,7 @@ import pytest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import write_quarantine
+from areal_hpc.rundir.quarantine import quarantine_batch_once
 from areal_hpc.shards.index import SealedShard, UntrainedEpisode, append_to_index
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
@@ -72,7 +72,7 @@ def all_of(*changes: Change) -> Change:
 
 def order(record: UntrainedRecord) -> Change:
     """Somebody, or the trainer, sets a batch aside."""
-    return lambda run: write_quarantine(run.paths, record)
+    return lambda run: quarantine_batch_once(run.paths, record)
 
 
 UNDER_WAY = all_of(lambda run: run.hand_out(4, run.seal(7, 8)), lambda run: run.seal(10))
