@@ -24,7 +24,7 @@ from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key
+from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import format_shard_name
 from areal_hpc.shards.writer import write_sealed_shard
@@ -267,7 +267,7 @@ async def run_cells(
 
 def to_ledger(paths: RunPaths) -> ServiceClient:
     """A connection of its own."""
-    return ServiceClient(paths.rendezvous_dir, "ledger", ensure_admin_key(paths.admin_key))
+    return ServiceClient(paths.rendezvous_dir, "ledger", ensure_service_key(paths.service_key))
 
 
 async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tally) -> None:

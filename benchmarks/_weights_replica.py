@@ -26,7 +26,9 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
 
 START_TIMEOUT_S = 300.0
@@ -132,7 +134,7 @@ class Replica:
                 WeightsConfig(bucket_bytes=bucket_bytes, **settings),
                 paths.rendezvous_dir,
                 1,
-                paths.admin_key.read_text(),
+                paths.service_key.read_text(),
                 "nccl" if device.type == "cuda" else "gloo",
                 device,
                 paths.weights_dir,
@@ -157,10 +159,9 @@ class Replica:
             report = publisher.publish(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
         relay = rendezvous.await_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
-        key = self._paths.admin_key.read_text()
-        answer = httpx.get(
-            f"{relay.url}/replicas", headers={"authorization": f"Bearer {key}"}, trust_env=False
-        )
+        signer = RequestSigner(self._paths.service_key.read_text(), "control-cell-0")
+        auth = SignedAuth(signer)
+        answer = httpx.get(f"{relay.url}/replicas", auth=auth, trust_env=False)
         return msgspec.json.decode(answer.content, type=ReplicaList).replicas[0]
 
     def update(self, transport: str, streams: Streams) -> Update:
@@ -200,7 +201,7 @@ def running_replica(
 ) -> Iterator[Replica]:
     """A cell that serves the model in `run_dir`, with random weights at first."""
     paths = RunPaths(run_dir)
-    rendezvous.ensure_admin_key(paths.admin_key)
+    rendezvous.ensure_service_key(paths.service_key)
     config = {
         "run_dir": str(run_dir),
         "cell": "cell-0",

@@ -1,8 +1,9 @@
 """Authenticated control proxy in front of a cell's SGLang servers.
 
-SGLang listens on loopback and asks for keys that are new with each start; who has the run's admin
-key is told them with the list of replicas. The control proxy listens on the advertised host, wants
-that admin key, and lets through the routes of `wire.replicas` and no others.
+SGLang listens on loopback and asks for keys that are new with each start; a caller on the same node
+is told them with the list of replicas. The control proxy listens on the advertised host, wants
+requests that are signed with the run's service key, and lets through the routes of `wire.replicas`
+and no others.
 """
 
 import asyncio
@@ -16,6 +17,7 @@ from typing import TypeVar
 
 import aiohttp
 import msgspec
+from msgspec import structs
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
@@ -23,18 +25,28 @@ from areal_hpc.errors import ControlCallRefusedError
 from areal_hpc.inference.replica import ControlCaller, Replica
 from areal_hpc.inference.server.sglang_server import SGLangServer
 from areal_hpc.inference.update_pause import UpdatePauseTimer
-from areal_hpc.wire.asgi import JsonApp, ServiceServer, decode_body, is_authorized, read_body
+from areal_hpc.rundir.rendezvous import format_control_proxy_name
+from areal_hpc.wire.asgi import (
+    JsonApp,
+    ServiceServer,
+    decode_body,
+    read_signed_body,
+    require_signature,
+)
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
     INCARNATION_HEADER,
+    NO_KEYS,
     SENDER_TIMEOUT_HEADER,
     TRAINER_GENERATION_HEADER,
     FenceRequest,
     FollowerPollRequest,
     LoadWeightsRequest,
     ReplicaList,
+    ReplicaView,
     ServeRequest,
 )
+from areal_hpc.wire.signing import RequestVerifier
 
 RequestT = TypeVar("RequestT")
 
@@ -57,11 +69,11 @@ class ControlProxyApp(JsonApp):
     """The ASGI application. Replicas may be told to load weights from `weights_dir` alone."""
 
     def __init__(
-        self, cell: str, replicas: Sequence[Replica], admin_key: str, weights_dir: Path
+        self, cell: str, replicas: Sequence[Replica], service_key: str, weights_dir: Path
     ) -> None:
         self._cell = cell
         self._replicas = replicas
-        self._admin_key = admin_key
+        self._verifier = RequestVerifier(service_key, format_control_proxy_name(cell))
         self._weights_dir = weights_dir
         self._pauses = [UpdatePauseTimer(replica, self._fetch_server_load) for replica in replicas]
         self._upstream: aiohttp.ClientSession | None = None
@@ -73,14 +85,11 @@ class ControlProxyApp(JsonApp):
         return super().get_error_status_and_text(request, error)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Check the key, then act or ask SGLang."""
-        if not is_authorized(request, self._admin_key):
-            raise HTTPException(401, "the admin key of the run is required")
+        """Check the signature, then act or ask SGLang."""
+        require_signature(request, self._verifier)
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
-                return _encode_reply(
-                    ReplicaList(self._cell, [one.build_view() for one in self._replicas])
-                )
+                return _encode_reply(ReplicaList(self._cell, self._list_views(request)))
             case "POST", ["follow"]:
                 part = await _decode_body(request, FollowerPollRequest)
                 try:
@@ -111,6 +120,14 @@ class ControlProxyApp(JsonApp):
                 body = await _read_json_object_body(request)
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
+
+    def _list_views(self, request: Request) -> list[ReplicaView]:
+        """Every replica; keys of servers leave the node with none, for nobody else reaches them."""
+        views = [one.build_view() for one in self._replicas]
+        client, server = request.scope["client"], request.scope["server"]
+        if client and server and client[0] == server[0]:
+            return views
+        return [structs.replace(one, keys=NO_KEYS) for one in views]
 
     def _find_replica(self, index: str) -> Replica:
         if not index.isdecimal() or int(index) >= len(self._replicas):
@@ -270,7 +287,7 @@ def _read_number_header(request: Request, name: str, default: str = "") -> float
 
 async def _read_body(request: Request) -> bytes:
     too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
-    return await read_body(request, MAX_BODY_BYTES, too_large)
+    return await read_signed_body(request, MAX_BODY_BYTES, too_large)
 
 
 class ControlProxyServer:

@@ -43,8 +43,8 @@ def run(config: dict[str, Any]) -> None:
         )
         for index in range(job.inference.replicas_per_cell)
     ]
-    admin_key = rendezvous.ensure_admin_key(paths.admin_key)
-    app = ControlProxyApp(job.cell, replicas, admin_key, paths.weights_dir)
+    service_key = rendezvous.ensure_service_key(paths.service_key)
+    app = ControlProxyApp(job.cell, replicas, service_key, paths.weights_dir)
     control_proxy = ControlProxyServer(app, get_advertised_host())
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)

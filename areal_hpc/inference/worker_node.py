@@ -22,6 +22,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
+from areal_hpc.wire.signing import RequestSigner
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +43,7 @@ def run(config: dict[str, Any]) -> None:
         launch=partial(build_server_command, job, 0),
         cell=job.cell,
         rendezvous_dir=paths.rendezvous_dir,
-        admin_key=rendezvous.ensure_admin_key(paths.admin_key),
+        service_key=rendezvous.ensure_service_key(paths.service_key),
         log_dir=get_server_log_dir(job, paths),
     )
     try:
@@ -68,7 +69,7 @@ class WorkerNode:
         launch: BuildPartCommand,
         cell: str,
         rendezvous_dir: Path,
-        admin_key: str,
+        service_key: str,
         log_dir: Path,
         patience_s: float = NODE_TIMEOUT_S,
     ) -> None:
@@ -77,7 +78,8 @@ class WorkerNode:
         self._launch = launch
         self._cell = cell
         self._rendezvous_dir = rendezvous_dir
-        self._client = WireClient("", admin_key, timeout_s=CALL_TIMEOUT_S)
+        signer = RequestSigner(service_key, rendezvous.format_control_proxy_name(cell))
+        self._client = WireClient("", signer, timeout_s=CALL_TIMEOUT_S)
         self._log_dir = log_dir
         self._patience_s = patience_s
         self._clock = AwakeClock()

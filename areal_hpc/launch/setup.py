@@ -20,7 +20,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key
+from areal_hpc.rundir.rendezvous import ensure_admin_key, ensure_service_key
 
 MAX_TOKENIZER_TRAINING_ROWS = 2000
 """Demonstrations the tiny model's tokenizer is trained on."""
@@ -77,6 +77,7 @@ def set_up_run_dir(
         cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
         paths.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(paths.admin_key)
+    ensure_service_key(paths.service_key)
     return LaunchFacts(
         train_tasks=count_materialized_rows(train),
         tasks_by_evaluation_set={

@@ -1,8 +1,9 @@
 """HTTP application of the ledger.
 
-Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401 (key),
-404, 405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 500 (damaged
-run directory, or a defect) or 503 (the file system refused; try again).
+Errors are `{"error": "..."}` with status 400 (unreadable or impossible request), 401
+(signature), 404, 405, 409 (a superseded trainer, or one that opened no generation), 413 (size), 425
+(signed at another time), 500 (damaged run directory, or a defect) or 503 (the file system refused;
+try again).
 """
 
 import asyncio
@@ -16,9 +17,10 @@ from starlette.requests import Request
 from areal_hpc.errors import LedgerRequestError
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
-from areal_hpc.rundir.paths import ADMIN_KEY_FILE
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, decode_body, is_authorized, read_body
+from areal_hpc.wire.asgi import JsonApp, decode_body, read_signed_body, require_signature
+from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
 
@@ -31,8 +33,10 @@ RouteHandler = Callable[[Any, LongPoll], Awaitable[msgspec.Struct]]
 class LedgerApp(JsonApp):
     """The ASGI application of the ledger."""
 
-    def __init__(self, service: LedgerService, admin_key: str, clock: Callable[[], float]) -> None:
-        self._admin_key = admin_key
+    def __init__(
+        self, service: LedgerService, service_key: str, clock: Callable[[], float]
+    ) -> None:
+        self._verifier = RequestVerifier(service_key, LEDGER_SERVICE)
         self._clock = clock
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
@@ -54,17 +58,15 @@ class LedgerApp(JsonApp):
             self._closing.set_result(None)
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        """Check the key, decode, let the service answer, encode."""
+        """Check the signature, decode, let the service answer, encode."""
         path = request.scope["path"]
-        if not is_authorized(request, self._admin_key):
-            hint = f"read {ADMIN_KEY_FILE}"
-            raise LedgerRequestError(401, "the admin key is missing or wrong", hint=hint)
+        require_signature(request, self._verifier)
         if path not in self._routes:
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
         if request.method != "POST":
             raise LedgerRequestError(405, f"{path} takes POST, got {request.method}")
         too_large = LedgerRequestError(413, f"{path} takes at most {MAX_REQUEST_BYTES} bytes")
-        body = await read_body(request, MAX_REQUEST_BYTES, too_large)
+        body = await read_signed_body(request, MAX_REQUEST_BYTES, too_large)
         form, handler = self._routes[path]
         try:
             decoded = decode_body(body, form)

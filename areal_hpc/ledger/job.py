@@ -64,7 +64,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
             evaluation_sets=config.evaluation_sets,
             clock=time.monotonic,
         )
-        key = rendezvous.ensure_admin_key(paths.admin_key)
+        key = rendezvous.ensure_service_key(paths.service_key)
     except OSError as error:
         raise ClusterError(
             f"the ledger cannot write to the run directory: {error}",

@@ -23,6 +23,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +47,8 @@ def run(config: dict[str, Any]) -> None:
 async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     paths = RunPaths(job.run_dir)
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
+    service_key = rendezvous.ensure_service_key(paths.service_key)
+    name = rendezvous.format_proxy_name(job.cell)
     model = ServedModel.load(
         job.model_name,
         job.model_path,
@@ -55,13 +58,20 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     )
     journal = prepare_journal_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
-    sealer = TicketSealer(recorder, paths, job.cell, job.shards, admin_key)
+    sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
     sealer.record_already_sealed()
-    source = CellReplicaSource(paths.rendezvous_dir, job.cell, admin_key)
+    source = CellReplicaSource(paths.rendezvous_dir, job.cell, service_key)
     service = ProxyService(
-        job.proxy, model, job.serve_python, admin_key, recorder, source, sealer, online=job.online
+        job.proxy,
+        model,
+        job.serve_python,
+        admin_key,
+        recorder,
+        source,
+        sealer,
+        verifier=RequestVerifier(service_key, name),
+        online=job.online,
     )
-    name = rendezvous.format_proxy_name(job.cell)
     listener = _open_listener(paths.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:

@@ -29,6 +29,7 @@ from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
+from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
 
@@ -52,6 +53,7 @@ class ProxyService:
         source: ReplicaSource,
         sealer: TicketSealer | None = None,
         *,
+        verifier: RequestVerifier | None = None,
         online: bool = False,
     ) -> None:
         model = replace(
@@ -82,6 +84,7 @@ class ProxyService:
         )
         self._app = ProxyApp(
             admin_key=admin_key,
+            verifier=verifier,
             max_request_bytes=limits.max_request_bytes,
             model=model,
             store=recorder.store,

@@ -226,12 +226,12 @@ def _find_sandbox_conflicts(recipe: Recipe) -> Iterator[Problem]:
 def _find_agent_python_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """Another Python runs the agent alone, which is handed no objects."""
     agent = recipe.rollout.agent
-    if agent.variables and not agent.python:
+    if agent.variables and agent.mode != "subproc":
         yield Problem(
-            "rollout.agent.variables chooses what an agent of rollout.agent.python sees, and there "
-            "is no such Python",
+            "rollout.agent.variables chooses what agents in processes of their own see, and mode="
+            f"{agent.mode} has none",
             "rollout.agent.variables",
-            "remove it; other agents see the environment of the job",
+            "use rollout.agent.mode=subproc, or remove it: other agents see the whole environment",
         )
     if agent.python and agent.mode != "subproc":
         yield Problem(

@@ -27,7 +27,7 @@ from areal_hpc.rollout.trial_episodes import play_trial_tasks
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_admin_key, format_proxy_name
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
 
 log = logging.getLogger(__name__)
 
@@ -80,7 +80,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await trial.close()
     if sandboxes is not None:
         await sandboxes.start_first_and_refill()
-    key = ensure_admin_key(paths.admin_key)
+    key = ensure_service_key(paths.service_key)
     services = ServiceClients(
         ledger=ServiceClient(paths.rendezvous_dir, LEDGER_SERVICE, key),
         proxy=ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key),

@@ -53,9 +53,9 @@ class RolloutWorkflow(ABC):
         request = RecordCallsRequest(
             [msgspec.Raw(msgspec.json.encode(one)) for one in interactions]
         )
-        client = AsyncWireClient(url, key, timeout_s=RECORD_TIMEOUT_S)
+        client = AsyncWireClient(url, timeout_s=RECORD_TIMEOUT_S)
         try:
-            await client.call("/rl/record", request, RecordCallsReply)
+            await client.call("/rl/record", request, RecordCallsReply, key=key)
         finally:
             await client.close()
         return {name: _build_reward(one) for name, one in exported.items()}

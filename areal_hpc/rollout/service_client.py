@@ -12,6 +12,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import BACKOFF, RETRYABLE_STATUSES, AsyncWireClient
+from areal_hpc.wire.signing import RequestSigner
 
 log = logging.getLogger(__name__)
 
@@ -21,10 +22,10 @@ ReplyT = TypeVar("ReplyT")
 class ServiceClient:
     """Calls that outlast a restart of the peer, which comes back at another address."""
 
-    def __init__(self, directory: Path, name: str, key: str) -> None:
+    def __init__(self, directory: Path, name: str, service_key: str) -> None:
         self._directory = directory
         self._name = name
-        self._client = AsyncWireClient("", key)
+        self._client = AsyncWireClient("", RequestSigner(service_key, name))
         self._endpoint: rendezvous.ServiceEndpoint | None = None
         self._answered_at = time.monotonic()
 
@@ -54,7 +55,7 @@ class ServiceClient:
     ) -> ReplyT:
         """POST `request`, or GET where there is none, until the peer answers.
 
-        A session's `key` replaces the run's; `timeout_s` limits one try.
+        A session's `key` goes in place of a signature; `timeout_s` limits one try.
 
         Raises:
             HttpStatusError: The peer answered with an error that repeating will not fix.

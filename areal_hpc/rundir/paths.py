@@ -11,6 +11,7 @@ ROLES = ("serve", "train", "agents")
 """The three environments a process can run in."""
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
+SERVICE_KEY_FILE = "rendezvous/services.key"
 HELD_NOTES_DIR = "held"
 """The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
@@ -66,7 +67,9 @@ class RunPaths(_Folder):
     rendezvous_dir = _PathDescriptor("rendezvous")
     """One file per live role, mode 0600."""
     admin_key = _PathDescriptor(ADMIN_KEY_FILE)
-    """The run's secret for control routes, mode 0600. Agents never see it."""
+    """Opens sessions at the run's proxies, for programs of the user's; mode 0600."""
+    service_key = _PathDescriptor(SERVICE_KEY_FILE)
+    """The run's own processes sign with it what they ask of one another; mode 0600."""
     shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""
     index_dir = _PathDescriptor("index")

@@ -18,7 +18,7 @@ LEDGER_SERVICE = "ledger"
 """The service that every driver, proxy and trainer asks."""
 RANK_STORE_SERVICE = "trainer-store"
 """The store through which the ranks of a trainer find one another."""
-MIN_ADMIN_KEY_CHARS, MAX_ADMIN_KEY_CHARS = 32, 1024
+MIN_KEY_CHARS, MAX_KEY_CHARS = 32, 1024
 CELL_PREFIX = "cell-"
 """Names of the cells that play training tasks, and of their jobs, are this and a number."""
 SHARED_JOB_PREFIX = "cells-"
@@ -127,17 +127,30 @@ def remove_endpoint(directory: Path, name: str) -> None:
 
 
 def ensure_admin_key(path: Path) -> str:
-    """The secret for control routes in a file, made on first use.
+    """The key that opens sessions, in a file, made on first use.
 
     Raises:
         RecipeError: The key is too short, or others may read it.
     """
+    return _ensure_key(path, "an admin key")
+
+
+def ensure_service_key(path: Path) -> str:
+    """The key that requests between services are signed with, in a file, made on first use.
+
+    Raises:
+        RecipeError: As of the admin key.
+    """
+    return _ensure_key(path, "a service key")
+
+
+def _ensure_key(path: Path, name: str) -> str:
     if not path.exists():
-        _create_admin_key(path)
-    return _read_admin_key(path)
+        _create_key(path)
+    return _read_key(path, name)
 
 
-def _create_admin_key(path: Path) -> None:
+def _create_key(path: Path) -> None:
     """Make the key. Of processes that do so at the same time one succeeds, and all read its key."""
     own_name = path.with_name(f"{path.name}.{secrets.token_hex(8)}")
     made = write_temporary(own_name, secrets.token_urlsafe(32).encode(), mode=0o600)
@@ -150,7 +163,7 @@ def _create_admin_key(path: Path) -> None:
     fsync_path(path.parent)
 
 
-def _read_admin_key(path: Path) -> str:
+def _read_key(path: Path, name: str) -> str:
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor) as stream:
         status = os.fstat(descriptor)
@@ -165,11 +178,11 @@ def _read_admin_key(path: Path) -> str:
                 f"expected mode 0600, got {stat.S_IMODE(status.st_mode):04o}: others may read it"
             )
         if problem:
-            raise RecipeError(f"the admin key is not safe: {problem}", key=str(path), hint=hint)
-        key = stream.read(MAX_ADMIN_KEY_CHARS + 1).strip()
-    if not MIN_ADMIN_KEY_CHARS <= len(key) <= MAX_ADMIN_KEY_CHARS or not key.isascii():
+            raise RecipeError(f"{name} is not safe: {problem}", key=str(path), hint=hint)
+        key = stream.read(MAX_KEY_CHARS + 1).strip()
+    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS or not key.isascii():
         raise RecipeError(
-            f"expected an admin key of {MIN_ADMIN_KEY_CHARS} to {MAX_ADMIN_KEY_CHARS} ASCII "
+            f"expected {name} of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} ASCII "
             f"characters, got {len(key)}",
             key=str(path),
             hint="remove the file: a key is made when it is missing",

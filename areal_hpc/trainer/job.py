@@ -112,9 +112,9 @@ def _open_generation_and_make_coordinator(
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_step
     )
-    admin_key = rendezvous.ensure_admin_key(paths.admin_key)
+    service_key = rendezvous.ensure_service_key(paths.service_key)
     ledger = LedgerClient(
-        paths.rendezvous_dir, admin_key, version.generation, lambda: stop.requested
+        paths.rendezvous_dir, service_key, version.generation, lambda: stop.requested
     )
     evaluation = (
         AsyncEvaluationTracker(job.schedule, metrics.judged_step) if job.evaluation_cell else None
@@ -128,7 +128,7 @@ def _open_generation_and_make_coordinator(
             job.weights,
             paths.rendezvous_dir,
             job.cells,
-            admin_key,
+            service_key,
             "nccl" if device.type == "cuda" else "gloo",
             device,
             paths.weights_dir,

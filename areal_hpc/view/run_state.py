@@ -13,6 +13,7 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
+from areal_hpc.wire.signing import RequestSigner
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,11 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
     if endpoint is None:
         return None
     try:
-        key = paths.admin_key.read_text()
+        key = paths.service_key.read_text()
     except OSError:
         return None  # another user's run: its files may be read, its services not asked
-    client = WireClient(endpoint.url, key, timeout_s=0.5)
+    signer = RequestSigner(key.strip(), rendezvous.LEDGER_SERVICE)
+    client = WireClient(endpoint.url, signer, timeout_s=0.5)
     try:
         return client.call("/status", Empty(), LedgerStatus)
     except ClusterError:

@@ -14,6 +14,7 @@ from areal_hpc.rundir.rendezvous import (
 )
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 
 log = logging.getLogger(__name__)
 
@@ -52,12 +53,13 @@ class ReplicaDiscovery:
     """Asks control proxies without letting one that has vanished delay its caller."""
 
     def __init__(
-        self, rendezvous_dir: Path, cells: int, admin_key: str, *, evaluation_cell: bool = False
+        self, rendezvous_dir: Path, cells: int, service_key: str, *, evaluation_cell: bool = False
     ) -> None:
         self._rendezvous_dir = rendezvous_dir
         self._cells = [format_cell_name(index) for index in range(cells)]
         self._cells += [EVALUATION_CELL] if evaluation_cell else []
-        self._client = WireClient("", admin_key, timeout_s=_CELL_TIMEOUT_S)
+        self._service_key = service_key
+        self._client = WireClient("", timeout_s=_CELL_TIMEOUT_S)
         self._pool = ThreadPoolExecutor(
             min(_MAX_CONCURRENT_QUERIES, max(1, len(self._cells))), thread_name_prefix="discovery"
         )
@@ -91,11 +93,13 @@ class ReplicaDiscovery:
 
     def _fetch_cell_replicas(self, cell: str) -> DiscoveredReplicas | None:
         """The cell's replicas; None when it does not answer."""
-        endpoint = find_endpoint(self._rendezvous_dir, format_control_proxy_name(cell))
+        service = format_control_proxy_name(cell)
+        endpoint = find_endpoint(self._rendezvous_dir, service)
         if endpoint is None:
             return []
         try:
-            replicas = self._client.call(f"{endpoint.url}/replicas", None, ReplicaList).replicas
+            url, signer = f"{endpoint.url}/replicas", RequestSigner(self._service_key, service)
+            replicas = self._client.call(url, None, ReplicaList, signer=signer).replicas
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None

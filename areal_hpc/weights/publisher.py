@@ -53,7 +53,7 @@ class Publisher:
         config: WeightsConfig,
         rendezvous_dir: Path,
         cells: int,
-        admin_key: str,
+        service_key: str,
         backend: str,
         device: torch.device,
         weights_dir: Path,
@@ -62,12 +62,12 @@ class Publisher:
     ) -> None:
         self._bucket_bytes = get_bucket_bytes(config.bucket_bytes, device.type)
         self._discovery = ReplicaDiscovery(
-            rendezvous_dir, cells, admin_key, evaluation_cell=evaluation_cell
+            rendezvous_dir, cells, service_key, evaluation_cell=evaluation_cell
         )
         self._transport: Transport[Any] = (
-            DiskTransport(config, admin_key, device, weights_dir)
+            DiskTransport(config, service_key, device, weights_dir)
             if config.transport == "disk"
-            else BroadcastTransport(config, admin_key, device, backend)
+            else BroadcastTransport(config, service_key, device, backend)
         )
         # The specs of all updates are the same.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)

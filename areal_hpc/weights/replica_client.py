@@ -9,14 +9,17 @@ import httpx
 import msgspec
 
 from areal_hpc.errors import WeightSyncError
+from areal_hpc.rundir.rendezvous import format_control_proxy_name
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.discovery import ReplicaKey
+from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,
     SENDER_TIMEOUT_HEADER,
     TRAINER_GENERATION_HEADER,
     FenceRequest,
 )
+from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
 
 ReplyT = TypeVar("ReplyT")
@@ -75,13 +78,13 @@ class ReplicaClient:
     """
 
     def __init__(
-        self, key: ReplicaKey, admin_key: str, generation: int, update_timeout_s: float
+        self, key: ReplicaKey, service_key: str, generation: int, update_timeout_s: float
     ) -> None:
         self.key = key
         self._client = httpx.Client(
             base_url=f"{key.control_url}/replicas/{key.index}",
+            auth=SignedAuth(RequestSigner(service_key, format_control_proxy_name(key.cell))),
             headers={
-                "Authorization": f"Bearer {admin_key}",
                 INCARNATION_HEADER: str(key.incarnation),
                 TRAINER_GENERATION_HEADER: str(generation),
                 SENDER_TIMEOUT_HEADER: str(get_sender_silence_limit_s(update_timeout_s)),

@@ -1,10 +1,9 @@
-"""ASGI shell of the run's services: key, body limit, JSON answers and errors, the server.
+"""ASGI shell of the run's services: signatures, body limit, JSON answers and errors, the server.
 
 Of Starlette it uses what reads requests and writes responses. Its routing and its error middleware
 are not used: the latter raises a handled exception again, at which uvicorn closes the connection.
 """
 
-import hmac
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
@@ -18,15 +17,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
+from areal_hpc.wire.signing import RequestVerifier, SignatureError, check_body
 
 log = logging.getLogger(__name__)
 FormT = TypeVar("FormT")
+_BODY_SHA256 = "areal_hpc.body_sha256"
+"""Name in the scope of a request whose signature was verified."""
 
 
-def is_authorized(request: Request, key: str) -> bool:
-    """True if a request carries the bearer key; takes equally long for every wrong one."""
-    given = request.headers.get("authorization", "").encode("latin-1")
-    return hmac.compare_digest(given, f"Bearer {key}".encode())
+def require_signature(request: Request, verifier: RequestVerifier) -> None:
+    """Let a request of the run's own pass; `read_signed_body` then takes no other body.
+
+    Raises:
+        SignatureError: It is none.
+    """
+    request.scope[_BODY_SHA256] = verifier.verify(request.scope)
 
 
 async def read_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
@@ -45,6 +50,17 @@ async def read_body(request: Request, max_bytes: int, too_large: Exception) -> b
         if len(body) > max_bytes:
             raise too_large
     return bytes(body)
+
+
+async def read_signed_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
+    """The body of a request whose signature was required, as `read_body` gives it.
+
+    Raises:
+        SignatureError: It is not the one that was signed.
+    """
+    body = await read_body(request, max_bytes, too_large)
+    check_body(body, request.scope[_BODY_SHA256])
+    return body
 
 
 def decode_body(body: bytes, form: type[FormT]) -> FormT:
@@ -72,6 +88,8 @@ class JsonApp(ABC):
         """Status and text for what `answer` has raised."""
         if isinstance(error, HTTPException):
             return error.status_code, error.detail
+        if isinstance(error, SignatureError):
+            return error.status, str(error)
         log.error("%s failed", request.scope["path"], exc_info=error)
         return 500, f"{type(error).__name__}: {error}"
 

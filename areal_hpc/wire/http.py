@@ -1,7 +1,9 @@
 """One JSON call over HTTP: msgspec in, msgspec out, errors with a name."""
 
 import time
+from collections.abc import Generator
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import aiohttp
 import httpx
@@ -9,6 +11,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.wire.backoff import Backoff
+from areal_hpc.wire.signing import TOO_OLD_STATUS, RequestSigner
 
 ReplyT = TypeVar("ReplyT")
 SERVER_KEEP_ALIVE_S = 75
@@ -40,19 +43,38 @@ def _build_key_header(key: str) -> dict[str, str]:
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
+class SignedAuth(httpx.Auth):
+    """Signs each request of an httpx client, and once more if it came too late."""
+
+    requires_request_body = True
+
+    def __init__(self, signer: RequestSigner) -> None:
+        self._signer = signer
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        """Sign, send, and repeat if need be."""
+        for _ in range(2):
+            target = request.url.raw_path.decode("ascii")
+            signature = self._signer.sign(request.method, target, request.content)
+            request.headers["Authorization"] = signature
+            answer = yield request
+            if answer.status_code != TOO_OLD_STATUS:
+                return
+
+
 class WireClient:
     """Blocking JSON calls, retried until a deadline while the peer is away.
 
-    `base_url` is empty for a peer that moves: each route is then a whole URL.
+    `base_url` is empty for a peer that moves: each route is then a whole URL. `signer` may be left
+    to each call.
     """
 
-    def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, base_url: str, signer: RequestSigner | None = None, *, timeout_s: float = 30.0
+    ) -> None:
         self._base_url = base_url
-        self._client = httpx.Client(
-            headers={"Authorization": f"Bearer {key}"},
-            timeout=timeout_s,
-            trust_env=False,
-        )
+        self._auth = SignedAuth(signer) if signer else None
+        self._client = httpx.Client(timeout=timeout_s, trust_env=False)
 
     def call(
         self,
@@ -60,6 +82,7 @@ class WireClient:
         request: msgspec.Struct | None,
         reply: type[ReplyT],
         *,
+        signer: RequestSigner | None = None,
         patience_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> ReplyT:
@@ -74,12 +97,13 @@ class WireClient:
         """
         url = f"{self._base_url}{route}"
         method, body = _build_method_and_body(request)
+        auth = SignedAuth(signer) if signer else self._auth
         limit = timeout_s or self._client.timeout
         give_up_at = time.monotonic() + patience_s
         pauses = iter(BACKOFF)
         while True:
             try:
-                answer = self._client.request(method, url, content=body, timeout=limit)
+                answer = self._client.request(method, url, content=body, auth=auth, timeout=limit)
                 if answer.status_code not in RETRYABLE_STATUSES:
                     return _decode_answer(answer.status_code, url, answer.content, reply)
                 trouble = f"answered {answer.status_code}: {answer.text[:200]}"
@@ -101,9 +125,11 @@ class WireClient:
 class AsyncWireClient:
     """Client for event loops, on one aiohttp session; each call is made once."""
 
-    def __init__(self, base_url: str, key: str, *, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, base_url: str, signer: RequestSigner | None = None, *, timeout_s: float = 30.0
+    ) -> None:
         self._base_url = base_url.rstrip("/")
-        self._key = key
+        self._signer = signer
         self._timeout_s = timeout_s
         self._session: aiohttp.ClientSession | None = None  # needs a running loop
 
@@ -118,7 +144,7 @@ class AsyncWireClient:
     ) -> ReplyT:
         """POST `request` once, or GET where there is none, and decode the reply.
 
-        A `key` replaces the client's own (a session's); `timeout_s` limits this call.
+        A session's `key` goes in place of a signature; `timeout_s` limits this call.
 
         Raises:
             HttpStatusError: The peer answered with an error.
@@ -126,19 +152,31 @@ class AsyncWireClient:
         """
         method, body = _build_method_and_body(request)
         url = f"{self._base_url}{route}"
-        headers = {"Authorization": f"Bearer {key or self._key}"}
-        limit = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
+        limit = timeout_s or self._timeout_s
+        status, content = await self._request(method, url, body, key, limit)
+        if status == TOO_OLD_STATUS:
+            status, content = await self._request(method, url, body, key, limit)
+        return _decode_answer(status, url, content, reply)
+
+    async def _request(
+        self, method: str, url: str, body: bytes | None, key: str | None, timeout_s: float
+    ) -> tuple[int, bytes]:
+        headers = _build_key_header(key or "")
+        if not key and self._signer is not None:
+            place = urlsplit(url)
+            target = f"{place.path or '/'}{'?' if place.query else ''}{place.query}"
+            headers = {"Authorization": self._signer.sign(method, target, body)}
+        limit = aiohttp.ClientTimeout(total=timeout_s)
         if self._session is None:
             self._session = aiohttp.ClientSession()
         try:
             async with self._session.request(
                 method, url, data=body, headers=headers, timeout=limit
             ) as answer:
-                content = await answer.read()
+                return answer.status, await answer.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             reason = f"{type(error).__name__}: {error}"
             raise ClusterError(f"{url} is unreachable ({reason})") from error
-        return _decode_answer(answer.status, url, content, reply)
 
     async def close(self) -> None:
         """Close pooled connections."""

@@ -1,7 +1,7 @@
 """Messages of drivers, proxies and the trainer to the ledger.
 
 A restarted ledger grants no training tickets before it has heard from the trainer.
-All routes are POST with a JSON body and `Authorization: Bearer <admin key>`.
+All routes are POST with a JSON body, and signed (`wire.signing`).
 
 | route        | request          | reply          | caller        |
 |--------------|------------------|----------------|---------------|

@@ -1,9 +1,9 @@
 """Messages of drivers to the proxy of their cell.
 
-Admin routes carry the run's admin key, session routes the session's own key (Bearer or
-`x-api-key`). The agent needs only `base_url` and its session key. Programs outside a run may open
-sessions of their own, end them and export them; those routes and names are AReaL's
-(`areal/experimental/openai/proxy`).
+Drivers sign their requests (`wire.signing`). Admin routes take the run's admin key as well, session
+routes the session's own key (Bearer or `x-api-key`). The agent needs only `base_url` and its
+session key. Programs outside a run may open sessions of their own, end them and export them; those
+routes and names are AReaL's (`areal/experimental/openai/proxy`).
 
 | route              | key     | request             | reply               |
 |--------------------|---------|---------------------|---------------------|
@@ -11,13 +11,13 @@ sessions of their own, end them and export them; those routes and names are ARea
 | /rl/set_reward     | session | SetRewardRequest    | SetRewardReply      |
 | /rl/record         | session with `records_calls` | RecordCallsRequest | RecordCallsReply |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
-| /rl/offer_episode  | admin   | OfferEpisodeRequest        | OfferEpisodeReply          |
-| /rl/await_session  | admin   | AwaitSessionRequest | AwaitSessionReply   |
-| /rl/finish_ticket  | admin   | FinishTicketRequest | FinishTicketReply   |
-| /rl/keep_failed    | admin   | KeepFailedRequest   | KeepFailedReply     |
-| /rl/list_conversations | admin | ListConversationsRequest | ListConversationsReply |
-| /rl/mark_auxiliary | admin   | MarkAuxiliaryRequest | MarkAuxiliaryReply |
-| /rl/seal           | admin   | Empty               | SealReply           |
+| /rl/offer_episode  | driver  | OfferEpisodeRequest        | OfferEpisodeReply          |
+| /rl/await_session  | driver  | AwaitSessionRequest | AwaitSessionReply   |
+| /rl/finish_ticket  | driver  | FinishTicketRequest | FinishTicketReply   |
+| /rl/keep_failed    | driver  | KeepFailedRequest   | KeepFailedReply     |
+| /rl/list_conversations | driver | ListConversationsRequest | ListConversationsReply |
+| /rl/mark_auxiliary | driver  | MarkAuxiliaryRequest | MarkAuxiliaryReply |
+| /rl/seal           | driver  | Empty               | SealReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
 | /grant_capacity    | admin   | Empty               | GrantCapacityReply          |
 | /healthz (GET)     | none    |                     | ProxyHealth         |

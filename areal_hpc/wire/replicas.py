@@ -1,6 +1,6 @@
 """Messages to a cell's control proxy, which guards its SGLang servers.
 
-All routes need the admin key. A call about one replica also says who calls, in headers:
+All requests are signed (`wire.signing`). A call about one replica also says who calls, in headers:
 
 | header             | meaning                                                                     |
 |--------------------|-----------------------------------------------------------------------------|
@@ -10,7 +10,7 @@ All routes need the admin key. A call about one replica also says who calls, in 
 
 | route                             | reply         | meaning                                     |
 |-----------------------------------|---------------|---------------------------------------------|
-| GET  /replicas                    | ReplicaList   | every replica of the cell and its state     |
+| GET  /replicas                    | ReplicaList   | all; with their keys to callers on this node|
 | POST /follow                      | FollowerPollReply | FollowerPollRequest, from other nodes   |
 | POST /replicas/<i>/fence          | ReplicaView   | FenceRequest: out of service (SGLang unasked)|
 | POST /replicas/<i>/serve          | ReplicaView   | ServeRequest: weights verified, open again  |

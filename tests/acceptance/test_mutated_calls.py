@@ -21,6 +21,7 @@ from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.quarantine import read_quarantine_files
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
+from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import FORWARDED_ROUTES
 from areal_hpc.wire.trajectory import find_defect
 from tests.support.commands import audit_of
@@ -87,8 +88,8 @@ def assert_every_route_is_called(run: LightRun) -> None:
         for path, methods in document["paths"].items()
         for method in methods
     }
-    headers = {"authorization": f"Bearer {run.admin_key}"}
-    refused = run.http.post(f"{run.url('ledger')}/unknown", headers=headers).json()["error"]
+    auth = SignedAuth(run.signer("ledger"))
+    refused = run.http.post(f"{run.url('ledger')}/unknown", auth=auth).json()["error"]
     listed = refused.splitlines()[0].partition("routes: ")[2].split()
     assert called["ledger"] == {("POST", path) for path in listed}
     assert {path.rpartition("/")[2] for _, path in called["inference"]} > FORWARDED_ROUTES

@@ -73,7 +73,7 @@ class Field:
         return Sender(
             self._directory,
             CELLS,
-            self.cells[0].admin_key,
+            self.cells[0].service_key,
             next(self._generations),
             update_timeout_s=UPDATE_TIMEOUT_S,
         )

@@ -18,7 +18,9 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
+from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 from tests.support.chatml import write_model_dir
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
 
@@ -81,10 +83,10 @@ class Cell:
         except ClusterError:
             self.stop()
             raise
-        self.admin_key = paths.admin_key.read_text()
+        self.service_key = paths.service_key.read_text()
         self.relay = httpx.Client(
             base_url=endpoint.url,
-            headers={"Authorization": f"Bearer {self.admin_key}"},
+            auth=SignedAuth(RequestSigner(self.service_key, f"control-{self.name}")),
             timeout=30,
             trust_env=False,
         )

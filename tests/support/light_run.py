@@ -24,9 +24,10 @@ from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire
-from areal_hpc.wire.http import WireClient
+from areal_hpc.wire.http import SignedAuth, WireClient
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import write_program
 from tests.support.process_commands import start_job_process
@@ -91,8 +92,8 @@ class LightRun:
         make_tiny_model(self.paths.tiny_model_dir, ["one two three"], vocab=320, **SIZES)
         schedule = {"total_steps": total_steps, "batch_size": BATCH_TICKETS}
         write_recipe(self.paths, {**TRAINER, **schedule})
-        self.admin_key = rendezvous.ensure_admin_key(self.paths.admin_key)
-        self._client = WireClient("", self.admin_key, timeout_s=CALL_TIMEOUT_S)
+        self._service_key = rendezvous.ensure_service_key(self.paths.service_key)
+        self._client = WireClient("", timeout_s=CALL_TIMEOUT_S)
         self.http = httpx.Client(timeout=CALL_TIMEOUT_S, trust_env=False)
         for service, config in self._build_configs(proxy or {}).items():
             self._config_path(service).write_text(json.dumps(config))
@@ -180,6 +181,9 @@ class LightRun:
         self.http.close()
         self._client.close()
 
+    def signer(self, service: str) -> RequestSigner:
+        return RequestSigner(self._service_key, ENDPOINTS[service])
+
     def url(self, service: str) -> str:
         name = ENDPOINTS[service]
         endpoint = rendezvous.find_endpoint(self.paths.rendezvous_dir, name)
@@ -203,11 +207,12 @@ class LightRun:
     def call(
         self, service: str, route: str, request: msgspec.Struct | None, reply: type[ReplyT]
     ) -> ReplyT:
-        """A call with the admin key, repeated while the service is away."""
+        """A signed call, repeated while the service is away."""
         give_up_at = time.monotonic() + PATIENCE_S
         while True:
             try:
-                return self._client.call(f"{self.url(service)}{route}", request, reply)
+                url = f"{self.url(service)}{route}"
+                return self._client.call(url, request, reply, signer=self.signer(service))
             except (ClusterError, OSError) as error:
                 status = getattr(error, "status", 503)
                 if time.monotonic() > give_up_at or status < 500:
@@ -305,8 +310,8 @@ class LightRun:
         answer = self.http.post(
             f"{self.url('inference')}/replicas/{replica.index}/{route}",
             json=body,
+            auth=SignedAuth(self.signer("inference")),
             headers={
-                "authorization": f"Bearer {self.admin_key}",
                 "x-areal-incarnation": str(replica.incarnation),
                 "x-areal-generation": str(self.version.generation),
             },

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from areal_hpc.wire.signing import RequestSigner
+
 HANG_S = 20.0
 """A call that was not to wait takes milliseconds; one that takes longer hangs."""
 LEFT_AFTER_S = 0.3
@@ -48,7 +50,8 @@ class Call:
     method: str
     path: str
     body: Any = None
-    key: str = ""
+    key: str | RequestSigner = ""
+    """A session's key, or what signs the calls of the run's own processes."""
     headers: tuple[tuple[str, str], ...] = ()
     """Beside that of the key; their values may be made wrong, too."""
 
@@ -154,7 +157,8 @@ class Mutator:
         return self.chance.random() < 0.3
 
     def _encode(self, call: Call, body: Any) -> RawCall:
-        key = (("authorization", f"Bearer {call.key}"),) if call.key else ()
+        has_key = isinstance(call.key, str) and call.key
+        key = (("authorization", f"Bearer {call.key}"),) if has_key else ()
         content = b"" if call.method == "GET" else json.dumps(body).encode()
         headers = (*key, *call.headers)
         waits = isinstance(call.body, dict) and "wait_s" in call.body
@@ -192,6 +196,10 @@ class Sender:
 
     def _encode(self, raw: RawCall) -> bytes:
         headers = [("host", self._address.netloc), *raw.headers]
+        if isinstance(raw.call.key, RequestSigner):
+            # Of what is sent, so that what is wrong with it is found further in.
+            signature = raw.call.key.sign(raw.method, raw.path, raw.content)
+            headers.append(("authorization", signature))
         if not any(name in ("content-length", "transfer-encoding") for name, _ in headers):
             headers.append(("content-length", str(len(raw.content))))
         lines = [

@@ -32,6 +32,7 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 from areal_hpc.wire.replicas import ReplicaState
+from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
 from tests.support.process_commands import start_job_process
@@ -67,12 +68,14 @@ class Stage:
         self._max_open_files = max_open_files
         self.paths = RunPaths(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.paths.admin_key)
+        self.service_key = rendezvous.ensure_service_key(self.paths.service_key)
+        self.signer = RequestSigner(self.service_key, f"proxy-{CELL}")
         self.model_dir = model_dir or write_model_dir(root / "model")
         self.journal_dir = root / "journal"
         self.tokenizer = byte_level_tokenizer()
         self.loop = LoopThread()
         self.sglang = ScriptedSGLang(self.tokenizer)
-        self.relay = StandInRelay(self.paths.rendezvous_dir, self.admin_key)
+        self.relay = StandInRelay(self.paths.rendezvous_dir, self.service_key)
         self.ledger = StandInLedger(self.paths.rendezvous_dir)
         for part in (self.sglang, self.relay, self.ledger):
             self.loop.run(part.start())
@@ -234,18 +237,21 @@ class Stage:
     # A driver's calls -----------------------------------------------------------------------
 
     def post(self, route: str, body: Any, key: str | None = None) -> httpx.Response:
-        return self.http.post(
-            f"{self.url}{route}",
-            content=msgspec.json.encode(body),
-            headers={"authorization": f"Bearer {key or self.admin_key}"},
-        )
+        """A call with a key, or one that is signed as a driver's."""
+        content = msgspec.json.encode(body)
+        headers = {"authorization": self.authorize(route, content, key)}
+        return self.http.post(f"{self.url}{route}", content=content, headers=headers)
+
+    def authorize(self, route: str, content: bytes, key: str | None = None) -> str:
+        return f"Bearer {key}" if key else self.signer.sign("POST", route, content)
 
     def begin(self, route: str, body: Any, key: str | None = None) -> http.client.HTTPConnection:
         """A call that waits at the proxy on return; its answer comes by this connection."""
         parts = urlsplit(self.url)
         connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)
-        headers = {"authorization": f"Bearer {key or self.admin_key}"}
-        connection.request("POST", route, msgspec.json.encode(body), headers)
+        content = msgspec.json.encode(body)
+        headers = {"authorization": self.authorize(route, content, key)}
+        connection.request("POST", route, content, headers)
         self.catch_up()
         return connection
 

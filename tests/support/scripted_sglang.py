@@ -18,6 +18,7 @@ from tokenizers import Tokenizer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.ledger import Acknowledged, DropRequest, SealedTicket, SettleRequest
 from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
+from areal_hpc.wire.signing import RequestVerifier
 
 CELL = "cell-0"
 Result = TypeVar("Result")
@@ -242,9 +243,9 @@ class StandInRelay(StandIn):
 
     endpoint = f"control-{CELL}"
 
-    def __init__(self, directory: Path, admin_key: str) -> None:
+    def __init__(self, directory: Path, service_key: str) -> None:
         super().__init__(directory)
-        self._admin_key = admin_key
+        self._verifier = RequestVerifier(service_key, self.endpoint)
         self.replicas: list[ReplicaView] = []
         self.polls = 0
 
@@ -256,8 +257,8 @@ class StandInRelay(StandIn):
 
     async def _list(self, request: web.Request) -> web.Response:
         self.polls += 1
-        if request.headers["authorization"] != f"Bearer {self._admin_key}":
-            return web.Response(status=401)
+        headers = [(b"authorization", request.headers["authorization"].encode())]
+        self._verifier.verify({"method": "GET", "path": "/replicas", "headers": headers})
         return web.Response(body=msgspec.json.encode(ReplicaList(CELL, self.replicas)))
 
 

@@ -27,7 +27,7 @@ from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key
+from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from tests.support.chatml import write_model_dir
 from tests.support.scripted_sglang import CELL, Script, ScriptedSGLang, StandInRelay
@@ -61,7 +61,7 @@ async def _serve_script(paths: RunPaths, model: Path) -> None:
     delay_s = float(os.environ.get(REPLY_VARIABLE, "0"))
     tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
     sglang = ScriptedSGLang(tokenizer, lambda request: Script("1 2", delay_s=delay_s))
-    relay = StandInRelay(paths.rendezvous_dir, ensure_admin_key(paths.admin_key))
+    relay = StandInRelay(paths.rendezvous_dir, ensure_service_key(paths.service_key))
     events.record("replica_started", replica=0, incarnation=1, log="")
     await asyncio.gather(sglang.start(), relay.start())
     await asyncio.sleep(float(os.environ.get(SERVER_START_VARIABLE, "0")))
@@ -76,7 +76,7 @@ def take_batches(config: dict[str, Any]) -> None:
     paths, stop = RunPaths(Path(config["run_dir"])), StopRequest.install()
     events, steps = EventLog(paths.events, "trainer"), config["trainer"]["total_steps"]
     generation = claim_next_number(paths.generations_dir)
-    key = ensure_admin_key(paths.admin_key)
+    key = ensure_service_key(paths.service_key)
     ledger = LedgerClient(paths.rendezvous_dir, key, generation, lambda: stop.requested)
     ledger.open_generation(0)
     for event in ("ranks_joined", "state_loaded"):

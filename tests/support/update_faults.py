@@ -139,14 +139,14 @@ class Sender:
     """A process that publishes through the gates, one generation of a trainer."""
 
     def __init__(
-        self, directory: Path, cells: int, admin_key: str, generation: int, **weights: Any
+        self, directory: Path, cells: int, service_key: str, generation: int, **weights: Any
     ) -> None:
         self.generation = generation
         self._is_ready = False
         config = {
             "rendezvous_dir": str(directory),
             "cells": cells,
-            "admin_key": admin_key,
+            "service_key": service_key,
             "generation": generation,
             "weights": {"bucket_bytes": 100_000, **weights},
         }

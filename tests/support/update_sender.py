@@ -17,7 +17,7 @@ from tests.support.weight_updates import await_outdated, publishing, specs_of
 def main() -> None:
     """Publish as told until standard input ends."""
     config = json.loads(sys.argv[1])
-    place = (Path(config["rendezvous_dir"]), config["admin_key"])
+    place = (Path(config["rendezvous_dir"]), config["service_key"])
     with publishing(*place, cells=config["cells"], **config["weights"]) as publisher:
         print(json.dumps({"ready": True}), flush=True)
         for line in sys.stdin:

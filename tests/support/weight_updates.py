@@ -29,7 +29,7 @@ def specs_of(weights: Mapping[str, torch.Tensor]) -> list[TensorSpec]:
 @contextmanager
 def publishing(
     rendezvous_dir: Path,
-    admin_key: str = "key",
+    service_key: str = "key",
     *,
     cells: int = 1,
     weights_dir: Path | None = None,
@@ -41,7 +41,7 @@ def publishing(
         WeightsConfig(**weights),
         rendezvous_dir,
         cells,
-        admin_key,
+        service_key,
         backend,
         torch.device("cpu"),
         weights_dir or rendezvous_dir.parent / "weights",

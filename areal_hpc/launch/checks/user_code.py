@@ -18,15 +18,21 @@ AGENT_WORKER = Path(__file__).parents[2] / "rollout" / "execution" / "agent_work
 """The program that runs agents of `rollout.agent.python`."""
 
 _LOAD_USER_CODE_SCRIPT = """
-import json, sys
+import json, os, sys
 from areal_hpc.errors import ArealError
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import EXTRA_KWARG_NAMES, load_agent
 request = json.load(sys.stdin)
 sys.path[:0] = request["sys_path"]
+environ = dict(os.environ)
 try:
+    if request["mode"] == "subproc":
+        from areal_hpc.rollout.execution.subprocess_agent import select_agent_variables
+        os.environ.clear()
+        os.environ.update(select_agent_variables(environ, request["variables"]))
     for dotted, kwargs in request["agents"]:
         load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
+    os.environ.update(environ)
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
     if request["objective"]:
@@ -68,6 +74,7 @@ def find_user_code_problems(
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
+    asked["variables"] = rollout.agent.variables
     for python, named, name, key, what in (
         (pythons["agents"], agents, "should_accept", "rollout.workflow", "the agent"),
         (pythons["train"], [], "curriculum", "rollout.curriculum", "the curriculum"),

@@ -32,6 +32,7 @@ from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.asgi import ServiceServer
+from areal_hpc.wire.signing import RequestVerifier
 
 LOOPBACK_HOST = "127.0.0.1"
 PROBE_TIMEOUT_S = 5.0
@@ -109,6 +110,10 @@ class TrialCell:
                 rendezvous.ensure_admin_key(paths.admin_key),
                 recorder,
                 StaticReplicaSource([url]),
+                verifier=RequestVerifier(
+                    rendezvous.ensure_service_key(paths.service_key),
+                    rendezvous.format_proxy_name(job.cell),
+                ),
             )
             try:
                 listener = socket.create_server((LOOPBACK_HOST, 0), backlog=LISTEN_BACKLOG)

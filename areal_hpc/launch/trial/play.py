@@ -19,7 +19,7 @@ from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.trial_episodes import play_trial_episode
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key, format_proxy_name
+from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
 
 
 def main() -> None:
@@ -54,7 +54,7 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     job, paths = config.driver, RunPaths(config.driver.run_dir)
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()
-    key = ensure_admin_key(paths.admin_key)
+    key = ensure_service_key(paths.service_key)
     proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(job.rollout.episode_timeout_s)
     tasks = TaskSet.read(paths.dataset("train"))

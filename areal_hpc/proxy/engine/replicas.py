@@ -11,6 +11,7 @@ import msgspec
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 
 CONTROL_PROXY_TIMEOUT_S = 5.0
 PROBE_TIMEOUT_S = 5.0
@@ -33,10 +34,11 @@ class ReplicaSource(Protocol):
 class CellReplicaSource:
     """The replicas of a cell, as its control proxy knows them."""
 
-    def __init__(self, rendezvous_dir: Path, cell: str, admin_key: str) -> None:
+    def __init__(self, rendezvous_dir: Path, cell: str, service_key: str) -> None:
         self._directory = rendezvous_dir
         self._control_proxy_name = rendezvous.format_control_proxy_name(cell)
-        self._client = AsyncWireClient("", admin_key, timeout_s=CONTROL_PROXY_TIMEOUT_S)
+        signer = RequestSigner(service_key, self._control_proxy_name)
+        self._client = AsyncWireClient("", signer, timeout_s=CONTROL_PROXY_TIMEOUT_S)
 
     async def fetch_replicas(self) -> list[ReplicaView]:
         """Replicas that the control proxy reports; none before it has been published."""

@@ -39,6 +39,7 @@ from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
+from areal_hpc.wire.signing import RequestVerifier, check_body, is_signed
 
 RETRY_AFTER_S = 1
 """When a request that came at a busy moment (429, 503) may be repeated."""
@@ -65,6 +66,7 @@ class ProxyApp:
         self,
         *,
         admin_key: str,
+        verifier: RequestVerifier | None = None,
         max_request_bytes: int,
         model: ServedModel,
         store: SessionStore,
@@ -73,6 +75,7 @@ class ProxyApp:
         passthrough: GeneratePassthrough | None = None,
     ) -> None:
         self._admin_key = admin_key.encode()
+        self._verifier = verifier
         self._max_request_bytes = max_request_bytes
         self._body_budget = ByteBudget(MAX_BODIES_AT_ONCE * max_request_bytes)
         self._model = model
@@ -130,11 +133,16 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
-            session = self._authenticate(route, key)  # without a key no memory for a body
+            session, digest = self._authenticate(route, key, scope)  # before memory for a body
             if session is not None:
                 session.client = client
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
-            result = route.answer(*self._list_handler_arguments(route, session, named, body, scope))
+            if digest:
+                check_body(body, digest)
+            arguments = [*self._list_handler_arguments(route, session, named, body, scope)]
+            if route.opened_by == "admin" and not digest:
+                _refuse_ticket(arguments)
+            result = route.answer(*arguments)
             if inspect.iscoroutine(result):
                 result = await cancel_on_disconnect(receive, result)
             if isinstance(result, ModelAnswer):
@@ -203,14 +211,26 @@ class ProxyApp:
             if session is not None:
                 session.receiving_bytes -= count
 
-    def _authenticate(self, route: Route, key: str) -> Session | None:
-        """The session that a key opens, if the route is one of sessions."""
-        if route.opened_by == "admin" and not hmac.compare_digest(
+    def _authenticate(self, route: Route, key: str, scope: Scope) -> tuple[Session | None, str]:
+        """The session that a key opens, or the digest of a signed request's body; or neither."""
+        if route.opened_by == "anyone":
+            return None, ""
+        if route.opened_by == "admin" and hmac.compare_digest(
             key.encode("latin-1"), self._admin_key
         ):
+            return None, ""
+        if route.opened_by in ("admin", "driver"):
+            return None, self._verify_signature(route, scope)
+        return self._find_session(route, key), ""
+
+    def _verify_signature(self, route: Route, scope: Scope) -> str:
+        if self._verifier is None and route.opened_by == "driver":
+            raise ProxyRequestError(401, "this route is for a run's driver; there is no run here")
+        if self._verifier is None or (route.opened_by == "admin" and not is_signed(scope)):
             raise ProxyRequestError(401, "this route requires the admin key")
-        if route.opened_by in ("admin", "anyone"):
-            return None
+        return self._verifier.verify(scope)
+
+    def _find_session(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":
             session = self._store.find_session_by_key(key)
         else:
@@ -253,21 +273,31 @@ class ProxyApp:
             yield decode_json(body, route.request)
 
 
+def _refuse_ticket(arguments: list[object]) -> None:
+    """Who has the admin key opens sessions of its own, and none of a ticket's."""
+    if any(isinstance(one, wire.StartSessionRequest) and one.ref is not None for one in arguments):
+        problem = "sessions of a run's tickets are opened by its driver alone"
+        raise ProxyRequestError(403, problem, key="ref")
+
+
 def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
     def admin(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
         return Route("POST", path, "admin", answer, request)
 
+    def driver(path: str, answer: Any, request: type[msgspec.Struct] | None = None) -> Route:
+        return Route("POST", path, "driver", answer, request)
+
     return (
         admin("/rl/start_session", driver_api.start_session, wire.StartSessionRequest),
-        admin("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
-        admin("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionRequest),
-        admin("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
-        admin("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedRequest),
-        admin(
+        driver("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
+        driver("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionRequest),
+        driver("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
+        driver("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedRequest),
+        driver(
             "/rl/list_conversations", driver_api.list_conversations, wire.ListConversationsRequest
         ),
-        admin("/rl/mark_auxiliary", driver_api.mark_auxiliary, wire.MarkAuxiliaryRequest),
-        admin("/rl/seal", driver_api.seal_tickets),
+        driver("/rl/mark_auxiliary", driver_api.mark_auxiliary, wire.MarkAuxiliaryRequest),
+        driver("/rl/seal", driver_api.seal_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
         admin("/grant_capacity", driver_api.grant_capacity),
         Route("POST", "/rl/set_reward", "control", driver_api.set_reward, wire.SetRewardRequest),

@@ -14,6 +14,7 @@ from typing import Any
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
+from areal_hpc.wire.signing import SignatureError
 
 log = logging.getLogger(__name__)
 
@@ -86,5 +87,7 @@ def to_request_error(caught: Exception) -> ProxyRequestError:
     """An error as its client is told of it."""
     if isinstance(caught, ProxyRequestError):
         return caught
+    if isinstance(caught, SignatureError):
+        return ProxyRequestError(caught.status, str(caught))
     log.error("a request failed", exc_info=caught)
     return ProxyRequestError(500, "internal error of the proxy; see its log")

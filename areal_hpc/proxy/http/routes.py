@@ -35,9 +35,10 @@ class Route:
     method: Literal["GET", "POST", "DELETE"]
     path: str
     """One part may be a `{name}`: anything but empty, with slashes where it ends the path."""
-    opened_by: Literal["admin", "session", "control", "anyone"]
-    """Key that opens it, checked before the request's body is read. `session`: that of an agent;
-    `control`: that of who opened the session, which may be the same."""
+    opened_by: Literal["driver", "admin", "session", "control", "anyone"]
+    """What opens it, checked before the request's body is read. `driver`: a signature of the run's
+    own (`wire.signing`); `admin`: that or the admin key; `session`: the key of an agent; `control`:
+    that of who opened the session, which may be the same."""
     answer: Callable[..., RouteResult | Coroutine[Any, Any, RouteResult]]
     """Takes the session that the key opened, if one did; then the name in the path and the query's
     parameters, or the request, if there is one."""
@@ -117,6 +118,8 @@ _SECURITY_SCHEMES: dict[str, dict[str, Any]] = {
     "x-api-key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
     "x-goog-api-key": {"type": "apiKey", "in": "header", "name": "x-goog-api-key"},
 }
+_SIGNATURE_SCHEME = {"signature": {"type": "apiKey", "in": "header", "name": "authorization"}}
+"""Of routes that a run's own processes ask (`wire.signing`)."""
 _ERROR_SCHEMA = {
     "type": "object",
     "required": ["error"],
@@ -149,7 +152,7 @@ def render_openapi(routes: Iterable[Route]) -> bytes:
             "paths": paths,
             "components": {
                 "schemas": {**components, "Refusal": _ERROR_SCHEMA},
-                "securitySchemes": _SECURITY_SCHEMES,
+                "securitySchemes": _SECURITY_SCHEMES | _SIGNATURE_SCHEME,
             },
         }
     )
@@ -170,7 +173,8 @@ def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, 
         },
     }
     if route.opened_by != "anyone":
-        operation["security"] = [{name: []} for name in _SECURITY_SCHEMES]
+        schemes = _SECURITY_SCHEMES if route.opened_by != "driver" else ["signature"]
+        operation["security"] = [{name: []} for name in schemes]
     if name := route.path_parameter:
         place = {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         operation["parameters"] = [place]

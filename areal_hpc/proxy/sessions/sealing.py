@@ -38,6 +38,7 @@ from areal_hpc.wire.ledger import (
     TicketRef,
 )
 from areal_hpc.wire.proxy import KeepFailedRequest
+from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_defect
 
 log = logging.getLogger(__name__)
@@ -56,14 +57,15 @@ class TicketSealer:
         paths: RunPaths,
         cell: str,
         config: ShardConfig,
-        admin_key: str,
+        service_key: str,
     ) -> None:
         self._recorder = recorder
         self._store = recorder.store
         self._paths = paths
         self._cell = cell
         self._config = config
-        self._ledger = AsyncWireClient("", admin_key, timeout_s=LEDGER_TIMEOUT_S)
+        signer = RequestSigner(service_key, rendezvous.LEDGER_SERVICE)
+        self._ledger = AsyncWireClient("", signer, timeout_s=LEDGER_TIMEOUT_S)
         self._untrained = UntrainedSealer(recorder, paths, cell, config)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()

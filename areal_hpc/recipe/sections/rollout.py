@@ -41,7 +41,7 @@ class AgentExecutionConfig(BaseConfig):
     python: str = ""
     """Python that runs the agent in mode `subproc`, without areal_hpc; empty: the driver's."""
     variables: tuple[str, ...] = ()
-    """Further variables of the job that an agent of `python` sees, such as `SEARCH_*`."""
+    """Variables of the job that agents in mode `subproc` see, besides `PATH` and such."""
     isolation: AgentIsolation | None = None
     """What `data["sandbox"]` is, where commands run; `none`: as you do; null: there is none."""
     sandbox: SandboxConfig = SandboxConfig()

@@ -6,12 +6,16 @@ The standard pools lose every call in flight when one process dies, and keep a h
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import json
 import multiprocessing
 import os
 import signal
 import socket
+import subprocess
+import sys
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from multiprocessing.connection import Connection
 from typing import Any
@@ -31,7 +35,14 @@ from areal_hpc.rollout.execution.answers import (
     encode_returned,
 )
 
-_SPAWN_CONTEXT = multiprocessing.get_context("spawn")  # `fork` would copy locks that threads hold
+_SERVE_SCRIPT = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from areal_hpc.rollout.execution.process_pool import serve_calls
+serve_calls(*map(int, sys.argv[2:]))
+"""
+"""The child imports from where its parent does, whatever its environment says."""
+_EXIT_TIMEOUT_S = 1.0
 
 
 class ProcessPool:
@@ -39,10 +50,11 @@ class ProcessPool:
 
     Calls are plain functions; they and their arguments must be picklable, and travel to the process
     over a pipe. What comes back is JSON (`answers.py`). Processes that a call started are killed at
-    its end.
+    its end. Their environment is `environ`; None: that of this process.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, environ: Mapping[str, str] | None = None) -> None:
+        self._environ = environ
         self._idle: list[_Process] = []
         self._places = asyncio.Semaphore(size)
 
@@ -50,7 +62,7 @@ class ProcessPool:
     async def acquire(self) -> AsyncIterator[_Process]:
         """A process to oneself; waits while all are taken."""
         async with self._places:
-            process = self._idle.pop() if self._idle else _Process()
+            process = self._idle.pop() if self._idle else _Process(self._environ)
             try:
                 yield process
             finally:
@@ -78,22 +90,28 @@ class ProcessPool:
 class _Process:
     """One child, the pipe of calls to it, and the socket of its answers."""
 
-    def __init__(self) -> None:
-        calls, self._pipe = _SPAWN_CONTEXT.Pipe(duplex=False)
+    def __init__(self, environ: Mapping[str, str] | None) -> None:
+        calls, self._pipe = multiprocessing.Pipe(duplex=False)
         self._answers, answering = socket.socketpair()
         self._answers.setblocking(False)
-        weakref.finalize(self, self._answers.close)  # of a pool that nobody closed
-        self._child = _SPAWN_CONTEXT.Process(
-            target=_serve_calls, args=(calls, answering, os.getpid()), daemon=True
-        )
         with calls, answering:
-            self._child.start()
+            links = (calls.fileno(), answering.fileno())
+            script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps(sys.path)]
+            self._child = subprocess.Popen(
+                [*script, *map(str, links), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=links,
+                env=environ,
+                start_new_session=True,
+            )
+        # Of a pool that nobody closed, and at the end of this process.
+        weakref.finalize(self, _end_child, self._child, self._answers)
         self._answering = False
 
     @property
     def is_usable(self) -> bool:
         """Alive, and not in the middle of a call."""
-        return not self._answering and self._child.is_alive()
+        return not self._answering and self._child.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `ProcessPool.call`."""
@@ -102,9 +120,10 @@ class _Process:
             self._pipe.send((function, args, kwargs))
             line = await self._read_answer()
         except (EOFError, OSError) as error:
-            self._child.join(1.0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(_EXIT_TIMEOUT_S)
             raise WorkerLostError(
-                f"the worker process exited with code {self._child.exitcode} during the call"
+                f"the worker process exited with code {self._child.returncode} during the call"
             ) from error
         self._answering = False
         return decode_answer(line)
@@ -126,18 +145,31 @@ class _Process:
 
     def kill(self) -> None:
         """End the child, whatever it does, and all that it started."""
-        pid = self._child.pid
-        below = list_descendants(pid) if pid is not None else []
-        self._child.kill()
-        self._child.join()
+        below = list_descendants(self._child.pid)
+        _end_child(self._child, self._answers)
         for one in below:
             kill_and_reap_process(one)
         self._pipe.close()
-        self._answers.close()
+
+
+def _end_child(child: subprocess.Popen[bytes], answers: socket.socket) -> None:
+    """Kill a child with its process group."""
+    if child.poll() is None:  # else its number may be another's
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    answers.close()
+
+
+def serve_calls(calls_fd: int, answers_fd: int, parent: int) -> None:
+    """The child: answer calls until the pipe closes."""
+    with Connection(calls_fd, writable=False) as calls, socket.socket(fileno=answers_fd) as answers:
+        os.set_inheritable(calls_fd, False)
+        os.set_inheritable(answers_fd, False)
+        _serve_calls(calls, answers, parent)
 
 
 def _serve_calls(calls: Connection, answers: socket.socket, parent: int) -> None:
-    """The child: answer calls until the pipe closes."""
     die_with_parent(signal.SIGKILL)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us

@@ -6,12 +6,13 @@ has its process to itself; one that hangs or crashes is replaced and costs that 
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 from typing import Any
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.agent_errors import build_agent_error
@@ -21,7 +22,20 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
     make_agent_sandboxes,
 )
 from areal_hpc.rollout.execution.foreign_agent import ForeignAgentPool
+from areal_hpc.rollout.execution.line_process import select_variables
 from areal_hpc.rollout.execution.process_pool import ProcessPool
+
+OWN_PYTHON_VARIABLES = (
+    *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV"),
+    ISOLATION_VARIABLE,
+    *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
+)
+"""Seen besides by agents that run with the driver's Python; none of them holds a secret."""
+
+
+def select_agent_variables(environ: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+    """The variables that an agent sees which runs with the driver's Python in another process."""
+    return select_variables(environ, (*OWN_PYTHON_VARIABLES, *named))
 
 
 class SubprocessAgent:
@@ -37,7 +51,8 @@ class SubprocessAgent:
         self._workflow = workflow
         self._kwargs = dict(kwargs)
         self._how = how
-        self._pool = ProcessPool(size)
+        named = how.variables if how is not None else ()
+        self._pool = ProcessPool(size, select_agent_variables(os.environ, named))
         self._foreign = (
             ForeignAgentPool(how.python, workflow, kwargs, size, how.variables)
             if how is not None and how.python

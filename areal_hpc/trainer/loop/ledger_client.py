@@ -21,6 +21,7 @@ from areal_hpc.wire.ledger import (
     OpenGenerationRequest,
     WeightsPublishedRequest,
 )
+from areal_hpc.wire.signing import RequestSigner
 
 logger = logging.getLogger(__name__)
 
@@ -44,10 +45,14 @@ class LedgerClient:
     """
 
     def __init__(
-        self, rendezvous_dir: Path, admin_key: str, generation: int, is_stopping: Callable[[], bool]
+        self,
+        rendezvous_dir: Path,
+        service_key: str,
+        generation: int,
+        is_stopping: Callable[[], bool],
     ) -> None:
         self._dir = rendezvous_dir
-        self._client = WireClient("", admin_key)
+        self._client = WireClient("", RequestSigner(service_key, rendezvous.LEDGER_SERVICE))
         self._url = ""
         self._generation = generation
         self._is_stopping = is_stopping

@@ -18,7 +18,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key
+from areal_hpc.rundir.rendezvous import ensure_service_key
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
@@ -66,13 +66,13 @@ class SampledReply(Struct, frozen=True):
     logprobs: list[float]
 
 
-def await_replica(order: EngineOrder, admin_key: str) -> ReplicaView:
+def await_replica(order: EngineOrder, service_key: str) -> ReplicaView:
     """The cell's first replica, once it is up.
 
     Raises:
         ClusterError: That took too long.
     """
-    discovery = ReplicaDiscovery(RunPaths(Path(order.run_dir)).rendezvous_dir, 1, admin_key)
+    discovery = ReplicaDiscovery(RunPaths(Path(order.run_dir)).rendezvous_dir, 1, service_key)
     give_up_at = time.monotonic() + order.start_timeout_s
     try:
         while time.monotonic() < give_up_at:
@@ -124,14 +124,14 @@ def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[fl
     ]
 
 
-def publish_to_replica(order: EngineOrder, policy: Policy, admin_key: str) -> UpdateReport:
+def publish_to_replica(order: EngineOrder, policy: Policy, service_key: str) -> UpdateReport:
     """Send the policy's weights to the replica, which proves their checksum."""
     paths, version = RunPaths(Path(order.run_dir)), WeightVersion(1, 1)
     publisher = Publisher(
         WeightsConfig(transport=order.transport),
         paths.rendezvous_dir,
         1,
-        admin_key,
+        service_key,
         "nccl" if policy.device.type == "cuda" else "gloo",
         policy.device,
         paths.weights_dir,
@@ -149,9 +149,9 @@ def publish_to_replica(order: EngineOrder, policy: Policy, admin_key: str) -> Up
 
 def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
     """All of it, on a replica that serves the policy's weights."""
-    admin_key = ensure_admin_key(RunPaths(Path(order.run_dir)).admin_key)
+    service_key = ensure_service_key(RunPaths(Path(order.run_dir)).service_key)
     began = time.monotonic()
-    server = await_replica(order, admin_key)
+    server = await_replica(order, service_key)
     start_s = time.monotonic() - began
     reply_tokens = max(1, min(REPLY_TOKENS, order.context_tokens - PROMPT_TOKENS - 1))
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
@@ -159,7 +159,7 @@ def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
     before = [score_row(policy, sample.row) for sample in first]
     take_adamw_step(policy, [sample.row for sample in first], LEARNING_RATE)
     after = [score_row(policy, sample.row) for sample in first]
-    update = publish_to_replica(order, policy, admin_key)
+    update = publish_to_replica(order, policy, service_key)
     trouble = "; ".join(map(str, update.failed.values()))
     if not update.ok:
         trouble = trouble or "the replica was not found any more"

@@ -182,9 +182,9 @@ class BroadcastTransport(Transport[BroadcastSession]):
     """Keeps the groups of replicas that are well from one update to the next."""
 
     def __init__(
-        self, config: WeightsConfig, admin_key: str, device: torch.device, backend: str
+        self, config: WeightsConfig, service_key: str, device: torch.device, backend: str
     ) -> None:
-        super().__init__(config, admin_key, "cuda" if backend == "nccl" else "cpu")
+        super().__init__(config, service_key, "cuda" if backend == "nccl" else "cpu")
         self._backend = backend
         if backend != "gloo":
             exempt_update_groups_from_nccl_watchdog()

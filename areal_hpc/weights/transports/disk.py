@@ -117,9 +117,9 @@ class DiskTransport(Transport[DiskSession]):
     """
 
     def __init__(
-        self, config: WeightsConfig, admin_key: str, device: torch.device, root: Path
+        self, config: WeightsConfig, service_key: str, device: torch.device, root: Path
     ) -> None:
-        super().__init__(config, admin_key, device.type)
+        super().__init__(config, service_key, device.type)
         self._root = root
         self._buffers = PackingBuffers(device)
         self._serial = itertools.count()

@@ -56,9 +56,9 @@ class Transport(ABC, Generic[SessionT]):
     `replica_device`, `cpu` or `cuda`, decides the kind of hash that replicas report.
     """
 
-    def __init__(self, config: WeightsConfig, admin_key: str, replica_device: str) -> None:
+    def __init__(self, config: WeightsConfig, service_key: str, replica_device: str) -> None:
         self._config = config
-        self._admin_key = admin_key
+        self._service_key = service_key
         self._replica_device = replica_device
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
@@ -131,7 +131,7 @@ class Transport(ABC, Generic[SessionT]):
 
     def _build_replica_client(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
         return ReplicaClient(
-            key, self._admin_key, version.generation, self._config.update_timeout_s
+            key, self._service_key, version.generation, self._config.update_timeout_s
         )
 
     def close(self) -> None:

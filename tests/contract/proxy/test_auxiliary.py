@@ -69,7 +69,7 @@ class TitledAgent:
 
 def play(stage: Stage, ref: TicketRef, rule: str, **more: Any) -> EpisodeOutcome:
     async def run() -> EpisodeOutcome:
-        proxy = ServiceClient(stage.paths.rendezvous_dir, "proxy-cell-0", stage.admin_key)
+        proxy = ServiceClient(stage.paths.rendezvous_dir, "proxy-cell-0", stage.service_key)
         http_client = make_http_client(60.0)
         session = StartSessionRequest("task", ref, rights="calls")
         spec = EpisodeSpec(

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.signing import RequestSigner
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.proxy_stage import Stage
 
@@ -102,6 +103,37 @@ def test_a_session_survives_the_proxy_and_its_key_is_not_written_down(stage: Sta
     assert KEY.encode() not in stage.journal.read_bytes()
     stage.finish_session(KEY, 1.0)
     assert list(export(stage, session_id).json()["interactions"]) == [first, second]
+
+
+def test_the_admin_key_opens_sessions_and_nothing_of_a_driver(stage: Stage) -> None:
+    opened = stage.post("/rl/start_session", {"task_id": "try"}, stage.admin_key)
+    session_id, key = opened.json()["session_id"], opened.json()["api_key"]
+    stage.ask(key, "hi")
+    stage.finish_session(key, 1.0)
+    exported = stage.post("/export_trajectories", {"session_id": session_id}, stage.admin_key)
+    assert len(exported.json()["interactions"]) == 1
+    assert stage.post("/grant_capacity", {}, stage.admin_key).status_code == 200
+    ticket = {"task_id": "try", "ref": {"ticket_id": 7, "attempt": 0}}
+    assert stage.post("/rl/start_session", ticket, stage.admin_key).status_code == 403
+    for route in ("offer_episode", "await_session", "finish_ticket", "keep_failed", "seal"):
+        assert stage.post(f"/rl/{route}", {}, stage.admin_key).status_code == 401
+
+
+def test_a_drivers_request_counts_once_and_for_its_own_proxy(stage: Stage) -> None:
+    def send(content: bytes, authorization: str) -> int:
+        headers = {"authorization": authorization}
+        answer = stage.http.post(f"{stage.url}/rl/seal", content=content, headers=headers)
+        return answer.status_code
+
+    signed = stage.signer.sign("POST", "/rl/seal", b"{}")
+    assert [send(b"{}", signed), send(b"{}", signed)] == [200, 401]
+    assert send(b'{"a": 1}', stage.signer.sign("POST", "/rl/seal", b"{}")) == 401
+    for signer in (
+        RequestSigner(stage.service_key, "proxy-cell-1"),
+        RequestSigner(stage.service_key, "ledger"),
+        RequestSigner(stage.admin_key, "proxy-cell-0"),
+    ):
+        assert send(b"{}", signer.sign("POST", "/rl/seal", b"{}")) == 401
 
 
 def test_only_the_admin_key_opens_exports_and_grants(stage: Stage) -> None:

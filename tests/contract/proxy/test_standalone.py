@@ -86,8 +86,9 @@ def test_it_records_what_an_agent_says_exports_it_and_knows_no_tickets(
     ref = {"ticket_id": 1, "attempt": 0}
     opened = proxy.post("/rl/start_session", {"task_id": "try", "ref": ref})
     finished = proxy.post("/rl/finish_ticket", {"ref": ref, "session_ids": ["x"]})
-    assert [opened.status_code, finished.status_code] == [404, 404]
-    assert "no tickets" in opened.text
+    assert [opened.status_code, finished.status_code] == [403, 401]
+    assert "opened by its driver alone" in opened.text
+    assert "there is no run here" in finished.text
 
 
 def test_streams_change_the_upstream(proxy: LoneProxy, servers: list[ScriptedSGLang]) -> None:

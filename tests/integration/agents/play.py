@@ -43,7 +43,7 @@ class Place(msgspec.Struct):
 
     run_dir: str
     cell: str
-    admin_key: str
+    service_key: str
 
 
 class Order(Place):
@@ -68,7 +68,7 @@ async def play(
 ) -> EpisodeOutcome:
     """One episode, as a driver runs it; closes the agent."""
     paths = RunPaths(Path(place.run_dir))
-    peer = ServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.admin_key)
+    peer = ServiceClient(paths.rendezvous_dir, f"proxy-{place.cell}", place.service_key)
     http_client = make_http_client(TIMEOUT_S)
     try:
         return await run_episode(EpisodeSpec(session, data, TIMEOUT_S), agent, peer, http_client)

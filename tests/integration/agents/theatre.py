@@ -141,7 +141,7 @@ class Theatre:
         paths = self.stage.paths
         if (environment, script) not in self._players:
             self._players[environment, script] = Player(environment, script, paths.root)
-        place = {"run_dir": str(paths.root), "cell": CELL, "admin_key": self.stage.admin_key}
+        place = {"run_dir": str(paths.root), "cell": CELL, "service_key": self.stage.service_key}
         return self._players[environment, script].report({**place, **order}, timeout_s)
 
     def close(self) -> None:

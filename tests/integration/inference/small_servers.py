@@ -15,10 +15,12 @@ from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.events import EventLog
+from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 from tests.support.waiting import wait_for
 
-KEY = "the admin key"
+KEY = "the service key"
 SILENT_S = 0.4
 """What the server takes from the order to go on until its first batch."""
 SERVER = """
@@ -113,12 +115,12 @@ def call(
 ) -> httpx.Response:
     """One call, as the trainer makes it to the first incarnation."""
     headers = {
-        "authorization": f"Bearer {KEY}",
         "x-areal-incarnation": "1",
         "x-areal-generation": "1",
         "x-areal-deadline-s": "100",
     }
-    with httpx.Client(headers=headers, timeout=timeout_s, trust_env=False) as client:
+    auth = SignedAuth(RequestSigner(KEY, "control-cell-0"))
+    with httpx.Client(headers=headers, auth=auth, timeout=timeout_s, trust_env=False) as client:
         return client.post(f"{proxy.url}/{route}", json=body or {})
 
 

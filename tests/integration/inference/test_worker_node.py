@@ -41,7 +41,7 @@ class Pair:
             launch=self._launch,
             cell="cell-0",
             rendezvous_dir=folder,
-            admin_key=KEY,
+            service_key=KEY,
             log_dir=folder,
             patience_s=PATIENCE_S,
         )

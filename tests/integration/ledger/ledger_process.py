@@ -41,6 +41,7 @@ from areal_hpc.wire.ledger import (
     TicketRef,
     WeightsPublishedRequest,
 )
+from areal_hpc.wire.signing import RequestSigner
 
 Reply = TypeVar("Reply")
 
@@ -95,9 +96,13 @@ class LedgerProcess:
         except BaseException:
             self.kill()
             raise
-        self.client = WireClient(self.url, self.paths.admin_key.read_text(), timeout_s=PATIENCE_S)
+        self.client = WireClient(self.url, self.signer, timeout_s=PATIENCE_S)
         # Not closed before the end: another thread may be in the middle of a call.
         self.clients.append(self.client)
+
+    @property
+    def signer(self) -> RequestSigner:
+        return RequestSigner(self.paths.service_key.read_text(), "ledger")
 
     def _await_url(self) -> str:
         endpoint = None
@@ -141,8 +146,9 @@ class LedgerProcess:
     def begin(self, route: str, request: msgspec.Struct) -> http.client.HTTPConnection:
         """A call that waits at the ledger on return; its answer comes by this connection."""
         connection = http.client.HTTPConnection(urlsplit(self.url).netloc, timeout=PATIENCE_S)
-        headers = {"authorization": f"Bearer {self.paths.admin_key.read_text()}"}
-        connection.request("POST", route, msgspec.json.encode(request), headers)
+        body = msgspec.json.encode(request)
+        headers = {"authorization": self.signer.sign("POST", route, body)}
+        connection.request("POST", route, body, headers)
         self.catch_up()
         return connection
 

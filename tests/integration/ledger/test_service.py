@@ -25,6 +25,7 @@ from areal_hpc.wire.ledger import (
     SettleRequest,
     TicketRef,
 )
+from areal_hpc.wire.signing import RequestSigner
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger, config_of
 
 WAIT_S = 50.0
@@ -50,9 +51,10 @@ def idle_ledger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LedgerProc
         yield process
 
 
-def post(ledger: LedgerProcess, route: str, content: bytes, key: str = "") -> httpx.Response:
-    key = key or ledger.paths.admin_key.read_text()
-    headers = {"Authorization": f"Bearer {key}"}
+def post(
+    ledger: LedgerProcess, route: str, content: bytes, signer: RequestSigner | None = None
+) -> httpx.Response:
+    headers = {"Authorization": (signer or ledger.signer).sign("POST", route, content)}
     return httpx.post(f"{ledger.url}{route}", content=content, headers=headers, trust_env=False)
 
 
@@ -183,10 +185,42 @@ def test_a_wrong_request_is_told_what_is_wrong(
     assert words in answer.json()["error"]
 
 
-def test_the_admin_key_is_needed_for_every_route(idle_ledger: LedgerProcess) -> None:
-    for route in ("/status", "/lease", "/no_such_route"):
-        assert post(idle_ledger, route, b"{}", key="wrong").status_code == 401
-    assert httpx.post(f"{idle_ledger.url}/status", trust_env=False).status_code == 401
+def test_every_route_takes_signed_requests_alone(idle_ledger: LedgerProcess) -> None:
+    key = idle_ledger.paths.service_key.read_text()
+    for signer in (RequestSigner("wrong", "ledger"), RequestSigner(key, "control-cell-0")):
+        for route in ("/status", "/lease", "/no_such_route"):
+            assert post(idle_ledger, route, b"{}", signer).status_code == 401
+    for headers in ({}, {"authorization": f"Bearer {key}"}):
+        url = f"{idle_ledger.url}/status"
+        refused = httpx.post(url, content=b"{}", headers=headers, trust_env=False)
+        assert refused.status_code == 401
+
+
+def test_a_request_is_taken_once_and_as_it_was_signed(idle_ledger: LedgerProcess) -> None:
+    headers = {"authorization": idle_ledger.signer.sign("POST", "/status", b"{}")}
+
+    def send(content: bytes) -> tuple[int, str]:
+        url = f"{idle_ledger.url}/status"
+        answer = httpx.post(url, content=content, headers=headers, trust_env=False)
+        return answer.status_code, answer.text
+
+    assert send(b"{}")[0] == 200
+    status, text = send(b"{}")
+    assert (status, "has been here before" in text) == (401, True)
+    headers = {"authorization": idle_ledger.signer.sign("POST", "/status", b"{}")}
+    assert send(b'{"cell": "cell-0"}')[0] == 401
+
+
+def test_a_request_of_another_time_is_refused_with_what_to_do(idle_ledger: LedgerProcess) -> None:
+    key = idle_ledger.paths.service_key.read_text()
+    early = RequestSigner(key, "ledger", clock=lambda: time.time() - 600)
+    late = RequestSigner(key, "ledger", clock=lambda: time.time() + 600)
+    for signer in (early, late):
+        answer = post(idle_ledger, "/status", b"{}", signer)
+        assert answer.status_code == 425
+        assert "set the nodes' clocks" in answer.json()["error"]
+    near = RequestSigner(key, "ledger", clock=lambda: time.time() - 30)
+    assert post(idle_ledger, "/status", b"{}", near).status_code == 200
 
 
 def test_rows_without_rewards_are_refused_whole(ledger: LedgerProcess) -> None:

@@ -42,6 +42,8 @@ class Blocking:
             case "environment":
                 names = [name for name in os.environ if name.split("_")[0] in _SDKS]
                 Path(data["note"]).write_text("\n".join(f"{n}={os.environ[n]}" for n in names))
+            case "first environment":
+                Path(data["note"]).write_bytes(Path("/proc/self/environ").read_bytes())
             case "overlap":
                 _write(data["note"], "begin")
                 await asyncio.sleep(0.2)

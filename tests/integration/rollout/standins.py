@@ -39,8 +39,9 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.signing import RequestVerifier, check_body
 
-KEY = "stand-in-admin-key-of-more-than-32-characters"
+KEY = "stand-in-service-key-of-more-than-32-characters"
 Handler = Callable[[str, Any], Awaitable[object]]
 """(key of the caller, the request) to the reply."""
 Look = Callable[[web.Request], Awaitable[web.Response]]
@@ -63,8 +64,9 @@ class Service:
 
     async def start(self) -> None:
         app = web.Application()
+        verifier = RequestVerifier(KEY, self._name)
         for path, (form, handler) in self.routes().items():
-            app.router.add_post(path, partial(answer, form, handler))
+            app.router.add_post(path, partial(answer, verifier, form, handler))
         for path, get in self.looks().items():
             app.router.add_get(path, get)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=0.05)  # 0: none
@@ -86,9 +88,16 @@ class Service:
         await self.kill()
 
 
-async def answer(form: type, handler: Handler, request: web.Request) -> web.Response:
-    key = request.headers["Authorization"].removeprefix("Bearer ")
-    reply = await handler(key, msgspec.json.decode(await request.read(), type=form))
+async def answer(
+    verifier: RequestVerifier, form: type, handler: Handler, request: web.Request
+) -> web.Response:
+    key, body = request.headers["Authorization"].removeprefix("Bearer "), await request.read()
+    if key == request.headers["Authorization"]:
+        headers = [(b"authorization", key.encode())]
+        signed = {"method": request.method, "path": request.path, "headers": headers}
+        check_body(body, verifier.verify(signed))
+        key = KEY
+    reply = await handler(key, msgspec.json.decode(body, type=form))
     return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
 
 

@@ -179,10 +179,10 @@ def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:
 def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did(tmp_path: Path) -> None:
     async def incarnations() -> list[float]:
         found = []
-        async with StandInProxy(tmp_path), driving(tmp_path, "no session's key") as (peer, _):
+        async with StandInProxy(tmp_path), driving(tmp_path) as (peer, _):
             for _ in range(2):
                 with pytest.raises(HttpStatusError, match="no such session"):
-                    await peer.call("/rl/end_session", Empty(), EndSessionReply)
+                    await peer.call("/rl/end_session", Empty(), EndSessionReply, key="none")
                 found.append(peer.peer_started_at)
                 rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", peer.url)
         return found

@@ -36,8 +36,8 @@ def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     for folder in (paths.data_dir, paths.rendezvous_dir):
         folder.mkdir(parents=True)
-    paths.admin_key.touch(0o600)
-    paths.admin_key.write_text(KEY)
+    paths.service_key.touch(0o600)
+    paths.service_key.write_text(KEY)
     lines = "".join(json.dumps(task) + "\n" for task in train_tasks(4, 1))
     paths.dataset("train").write_text(lines)
     return paths

@@ -9,6 +9,7 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.wire.reward import Reward
@@ -69,6 +70,22 @@ def test_an_agent_given_in_any_way_runs_in_a_process_whose_environment_leads_sdk
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": key,
     }
+
+
+def test_an_agent_sees_of_the_environment_what_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    monkeypatch.setenv("SEARCH_KEY", "k")
+    how = AgentExecutionConfig(mode="subproc", variables=("SEARCH_*",))
+    note = tmp_path / "note"
+    task = {"then": "first environment", "note": str(note)}
+    outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 1, how), task))
+    assert outcomes[0].status == "ok", outcomes[0].reason
+    # As the process began: what was taken out later could be read there.
+    began = {line.split("=", 1)[0] for line in note.read_text().split("\0")}
+    assert {"SEARCH_KEY", "PATH"} <= began
+    assert not {"HF_TOKEN", "PYTEST_VERSION"} & began
 
 
 def test_the_blocking_sdk_needs_no_arguments(tmp_path: Path) -> None:

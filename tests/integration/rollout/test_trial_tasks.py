@@ -21,7 +21,7 @@ from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import ensure_admin_key, format_proxy_name
+from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
 from tests.integration.rollout.test_episode import ask
 
 TASKS = [{"messages": [{"role": "user", "content": "hello"}], "number": n} for n in range(8)]
@@ -63,7 +63,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
     paths = RunPaths(config.driver.run_dir)
 
     async def play_tasks() -> None:
-        key = ensure_admin_key(paths.admin_key)
+        key = ensure_service_key(paths.service_key)
         proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name("cell-0"), key)
         http_client = make_http_client(60.0)
         tasks = TaskSet(Path("tasks.jsonl"), [json.dumps(task).encode() for task in TASKS])

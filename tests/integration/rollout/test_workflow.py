@@ -37,7 +37,7 @@ def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
     spec = EpisodeSpec(session, dict(TASK), timeout_s=60.0)
 
     async def episode() -> EpisodeOutcome:
-        directory, key = stage.paths.rendezvous_dir, stage.admin_key
+        directory, key = stage.paths.rendezvous_dir, stage.service_key
         async with driving(directory, key) as (peer, http_client):
             return await run_episode(spec, agent, peer, http_client)
 

@@ -85,7 +85,7 @@ class Court:
         """The version that the evaluation cell serves."""
         endpoint = rendezvous.find_endpoint(self.directory, CELL)
         assert endpoint is not None
-        with closing(WireClient(endpoint.url, "key", timeout_s=5.0)) as client:
+        with closing(WireClient(endpoint.url, timeout_s=5.0)) as client:
             return client.call("/replicas", None, ReplicaList).replicas[0].version
 
     def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:

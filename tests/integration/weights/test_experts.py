@@ -62,7 +62,7 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
     weights = by_checkpoint_name(dict(model.state_dict()))
     version = WeightVersion(1, 0)
     with publishing(
-        cell.paths.rendezvous_dir, cell.admin_key, bucket_bytes=50_000, update_timeout_s=20
+        cell.paths.rendezvous_dir, cell.service_key, bucket_bytes=50_000, update_timeout_s=20
     ) as publisher:
         (key,) = publisher.discover_outdated_replicas(version)
         buckets = plan_buckets(specs_of(weights), 1 << 30)
@@ -76,7 +76,7 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
         packed.tensors[DAMAGED].view(torch.uint8)[0, 0] ^= 1
         session = BroadcastSession(
             UpdateProcessGroup("damaged", "127.0.0.1", 2, "gloo", 20),
-            [ReplicaClient(key, cell.admin_key, 1, 20)],
+            [ReplicaClient(key, cell.service_key, 1, 20)],
             WeightsConfig(),
         )
         session.form_group()

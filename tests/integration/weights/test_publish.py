@@ -61,7 +61,7 @@ def trainer(
     cell.generation += 1
     return publishing(
         directory or cell.paths.rendezvous_dir,
-        cell.admin_key,
+        cell.service_key,
         weights_dir=cell.paths.weights_dir,
         **{"bucket_bytes": 100_000, "update_timeout_s": 20, **weights},
     )
@@ -244,7 +244,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
         key = next(key for key in publisher.discover_outdated_replicas(version) if key.index == 0)
         session = BroadcastSession(
             UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20),
-            [ReplicaClient(key, cell.admin_key, cell.generation, 20)],
+            [ReplicaClient(key, cell.service_key, cell.generation, 20)],
             WeightsConfig(),
         )
         session.form_group()
@@ -316,7 +316,7 @@ def test_half_loaded_weights_never_answer_and_are_sent_again(cell: Cell, tmp_pat
     save_file(new.state_dict(), tmp_path / "new.safetensors")
     directory = tmp_path / "gates"
     with gates([cell], directory) as (gate,):
-        sender = Sender(directory, 1, cell.admin_key, cell.generation + 2, update_timeout_s=30)
+        sender = Sender(directory, 1, cell.service_key, cell.generation + 2, update_timeout_s=30)
         with trainer(cell, directory) as publisher:
             update(cell, publisher, 0, old)
         sender.await_ready()

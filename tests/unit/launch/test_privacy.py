@@ -57,7 +57,7 @@ def test_no_file_of_a_run_allows_more_than_was_asked(
     assert modes[paths.root] == 0o777 & ~forbidden
     secret = [path for path in files if path.is_file() and SECRET in path.read_text("latin-1")]
     assert secret
-    assert {modes[path] for path in (*secret, paths.admin_key)} == {0o600}
+    assert {modes[path] for path in (*secret, paths.admin_key, paths.service_key)} == {0o600}
 
 
 def test_a_secret_is_written_once_and_reaches_its_processes(

@@ -85,7 +85,7 @@ REFUSED = [
         "rollout.agent.python rollout.agent.isolation",
         "cannot be used with mode=inline|gets no sandbox",
     ),
-    ("rollout.agent.variables=[SEARCH_*]", "rollout.agent.variables", "there is no such Python"),
+    ("rollout.agent.variables=[SEARCH_*]", "rollout.agent.variables", "mode=inline has none"),
     (
         "train_dataset={generator: null, kwargs: {}, harbor: tasks}",
         "train_dataset.harbor",

@@ -21,7 +21,7 @@ from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, make_tiny_mod
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
-from areal_hpc.rundir.rendezvous import ensure_admin_key, format_cell_name
+from areal_hpc.rundir.rendezvous import ensure_service_key, format_cell_name
 from areal_hpc.trainer.self_test.messages import (
     COLLECTIVES_MODULE,
     ENGINE_MODULE,
@@ -151,7 +151,7 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
     _check_server_flags(plan, inference)
     paths = RunPaths(folder)
     paths.rendezvous_dir.mkdir(parents=True)
-    ensure_admin_key(paths.admin_key)
+    ensure_service_key(paths.service_key)
     model_dir = write_test_model(paths.tiny_model_dir, inference.tp, inference.context_length)
     # The trainer has a GPU to itself where there are enough: NCCL takes no GPU twice.
     is_apart = plan.device == "cpu" or len(gpus) > inference.tp
