@@ -39,12 +39,16 @@ def _leave_out_entropy(module: ModuleType) -> None:
     module.train_step = partial(_train_without_entropy, module.train_step)  # type: ignore[attr-defined]
 
 
-def _train_without_entropy(train_step: Any, *values: Any, measures_entropy: bool) -> Any:
+def _train_without_entropy(
+    train_step: Any, *values: Any, measures_entropy: bool, entropy_loss: Any, note_entropies: Any
+) -> Any:
     return train_step(*values, measures_entropy=False)
 
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.events": {"EventLog.record": _do_nothing},
+    "areal_hpc.rundir.spans": {"SpanLog.add": _do_nothing, "SpanLog._run": _do_nothing},
+    "areal_hpc.trainer.batch.token_annotator": {"choose_rows": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
     "areal_hpc.rollout.ticket_runner": {"TicketRunner._have_evaluation_sealed": _keep_nothing},
     "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_step": _do_nothing},
