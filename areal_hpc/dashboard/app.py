@@ -23,8 +23,10 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
+from areal_hpc.dashboard.timeline_page import describe_timeline
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, find_runs
 
@@ -36,6 +38,7 @@ STATIC_TYPES = {
     "data.js": "text/javascript; charset=utf-8",
     "run_list.js": "text/javascript; charset=utf-8",
     "run_page.js": "text/javascript; charset=utf-8",
+    "timeline.js": "text/javascript; charset=utf-8",
     "evaluations.js": "text/javascript; charset=utf-8",
     "trajectories.js": "text/javascript; charset=utf-8",
     "router.js": "text/javascript; charset=utf-8",
@@ -83,6 +86,7 @@ class DashboardApp:
             "data/overview": self._describe_overview,
             "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
             "data/evaluations": lambda query: describe_evaluations(self._find_run(query)),
+            "data/timeline": lambda query: describe_timeline(self._find_run(query), query),
             "data/rows": self._find_row_page,
             "data/failures": self._count_failure_causes,
             "data/trajectory": self._describe_trajectory,
@@ -180,7 +184,8 @@ class DashboardApp:
         run = self._find_run(query)
         shard, row = run_pages.parse_row_name(query.get("row", ""))
         related = self._open_refreshed_index(run).list_related_rows(shard, row)
-        return run_pages.describe_trajectory(run, shard, row) | related
+        found = run_pages.describe_trajectory(run, shard, row) | related
+        return found | {"annotation": describe_annotation(run, related["group"], found)}
 
     async def _stream_change_events(self, request: Request) -> Response:
         """Server-sent events: the files of one run, or of any run, have changed."""

@@ -6,8 +6,10 @@ from typing import Any
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import STATIC_TYPES, encode_browser_json, read_static_file
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
+from areal_hpc.dashboard.timeline_page import describe_timeline
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 
@@ -35,6 +37,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
             name = f"{row['shard']}/{row['row']}"
             content = run_pages.describe_trajectory(run, row["shard"], row["row"])
             content |= index.list_related_rows(row["shard"], row["row"])
+            content["annotation"] = describe_annotation(run, content["group"], content)
             _write_json_as_script(
                 folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content
             )
@@ -42,6 +45,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         index.close()
     (state,) = RunStateCache().get_states([run])
     pages: dict[str, Any] = {
+        "timeline": _describe_timeline_if_known(run),
         "runs": {"place": "", "runs": run_pages.describe_runs([run], [state])},
         "overview": run_pages.describe_run_overview(run, state),
         "metrics": run_pages.describe_metrics(run),
@@ -64,6 +68,14 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         "  window.bundle[name] = content;\n};\n"
     )
     return len(rows)
+
+
+def _describe_timeline_if_known(run: RunPaths) -> dict[str, Any]:
+    """The timeline of the last steps; the reason where none is known."""
+    try:
+        return describe_timeline(run, {})
+    except RecipeError as error:
+        return {"error": str(error)}
 
 
 def _write_json_as_script(path: Path, name: str, content: Any) -> None:

@@ -15,6 +15,7 @@ from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import BackgroundEventLog
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.spans import enter_state
 
 REPLICA_POLL_S = 0.1
 
@@ -49,6 +50,7 @@ def run(config: dict[str, Any]) -> None:
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
     rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)
+    enter_state("serve")
     try:
         while not stop.requested:
             for replica in replicas:

@@ -8,6 +8,7 @@ starting -> ready -> serving
 import logging
 import re
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
+from areal_hpc.rundir.spans import record_span
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     NO_KEYS,
@@ -92,6 +94,8 @@ class Replica:
         self._generation = 0
         self._probe: HealthProbe | None = None
         self._ready_at = 0.0
+        self._fenced_at = 0.0
+        """When an update that is under way began; 0 without one."""
         self._crashes = 0
         self._port_races = 0
         self._failures_in_a_row = 0
@@ -176,6 +180,7 @@ class Replica:
             self._ready_at = now
             self._failures_in_a_row = 0
             self._record_event("replica_ready", seconds=round(waited_s, 2))
+            self._record_span("server start", waited_s)
         elif waited_s > timeout_s:
             self._end_server_and_plan_restart(server, f"was not ready within {timeout_s:.0f} s")
         elif server.failed_to_bind(now):
@@ -220,6 +225,7 @@ class Replica:
         )
         with self._lock:
             self._server, self._state, self._update_state = None, "starting", WeightUpdateState()
+            self._fenced_at = 0.0
         if starting and usage_error:
             raise RecipeError(
                 f"SGLang rejected its command line:\n{server.read_log_tail(3)}",
@@ -262,6 +268,11 @@ class Replica:
     def _record_event(self, event: str, **facts: object) -> None:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
 
+    def _record_span(self, name: str, seconds: float, **facts: object) -> None:
+        """Note what took so long and ends now."""
+        now = time.time()
+        record_span(name, now - seconds, now, f"replica {self.index}", **facts)
+
     # -- the control proxy's thread ------------------------------------
     # Each method raises ControlCallRefusedError when the caller means another incarnation, when the
     # replica is not up, and when a newer generation of the trainer has been here.
@@ -271,6 +282,7 @@ class Replica:
         with self._lock:
             self._require_current_caller(caller)
             self._update_state.mark_fenced(self.clock.now(), caller.deadline_s, stays=request.stays)
+            self._fenced_at = self._fenced_at or self.clock.now()
             return self.build_view()
 
     def start_serving(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
@@ -278,6 +290,10 @@ class Replica:
         with self._lock:
             self._require_current_caller(caller)
             self._update_state.mark_serving(request.version)
+            if self._fenced_at:
+                took_s = self.clock.now() - self._fenced_at
+                self._record_span("weight update", took_s, version=request.version)
+            self._fenced_at = 0.0
             return self.build_view()
 
     def begin_control_call(self, caller: ControlCaller, route: str) -> SGLangServer:

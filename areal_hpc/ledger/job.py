@@ -23,6 +23,7 @@ from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.spans import enter_state
 from areal_hpc.wire.asgi import ServiceServer
 
 log = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     rendezvous.publish_endpoint(
         paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, f"http://{host}:{port}"
     )
+    enter_state("serve")
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = time.monotonic()

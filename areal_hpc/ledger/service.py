@@ -5,6 +5,7 @@ be durable is written before it is answered, by blocking writes: a few per train
 """
 
 import logging
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -90,6 +91,7 @@ class LedgerService:
         self, request: wire.LeaseRequest, patience: LongPoll
     ) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
+        received_at = time.time()
         self._apply_heartbeat(request)
         until_s = self._clock() + min(request.wait_s, self._policy.max_report_interval_s)
         while not self._stopped:
@@ -100,7 +102,12 @@ class LedgerService:
             if grants or seal_now or not await patience.wait_for(self._work, until_s):
                 over = self._tickets.filter_settled_or_dropped(request.finished)
                 return wire.LeaseReply(
-                    grants, seal_now, over=over, pause_s=self._cells.heartbeat_interval_s
+                    grants,
+                    seal_now,
+                    over=over,
+                    pause_s=self._cells.heartbeat_interval_s,
+                    received_at=received_at,
+                    answered_at=time.time(),
                 )
         return wire.LeaseReply(stop=True)
 

@@ -9,6 +9,7 @@ from typing import Any
 from areal_hpc.evaluation.set_metrics import METRIC_GROUP
 from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.spans import record_span
 
 EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the set `valid`."""
@@ -54,10 +55,11 @@ def find_best_step(path: Path, metric: str, steps: Sequence[int]) -> int | None:
 
 
 class PhaseTimer:
-    """Adds up wall time per named phase of a step."""
+    """Adds up wall time per named phase of a step; `records_spans` also notes when each was."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, records_spans: bool = False) -> None:
         self.seconds: dict[str, float] = {}
+        self._records_spans = records_spans
 
     @contextmanager
     def time_phase(self, name: str) -> Iterator[None]:
@@ -69,8 +71,11 @@ class PhaseTimer:
             self.add_seconds(name, time.perf_counter() - began)
 
     def add_seconds(self, name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere under `name`."""
+        """Count time that was measured elsewhere, and ends now, under `name`."""
         self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        if self._records_spans:
+            now = time.time()
+            record_span(name, now - seconds, now)
 
     def build_metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""

@@ -23,6 +23,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.spans import enter_state
 from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
@@ -76,6 +77,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     host, port = listener.getsockname()[:2]
     try:
         rendezvous.publish_endpoint(paths.rendezvous_dir, name, f"http://{host}:{port}")
+        enter_state("serve")
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):

@@ -28,6 +28,7 @@ from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
+from areal_hpc.rundir.spans import enter_state
 
 log = logging.getLogger(__name__)
 
@@ -118,9 +119,11 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         agent = agents[TRAIN]
         if job.plays_trials and agent is not None and not paths.metrics.exists():
             tasks, proxy = TaskSet.read(paths.dataset(TRAIN)), services.proxy
+            enter_state("trial")
             await play_trial_tasks(job.rollout, agent, tasks, proxy, http_client, events, sandboxes)
         await loop.run()
 
+    enter_state("idle")
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import logging
+import time
 
 from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.leased_tickets import LeasedTickets
+from areal_hpc.rollout.ledger_clock import LedgerClock
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
+from areal_hpc.rundir.spans import enter_state
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealReply
 
@@ -51,6 +54,7 @@ class LeaseLoop:
         self._ledger, self._proxy = services.ledger, services.proxy
         self._gate, self._watch = gate, watch
         self._seal: asyncio.Task[None] | None = None
+        self._clock = LedgerClock()
 
     async def run(self) -> None:
         """Lease tickets and start them until told to stop. Cancelling it cancels every episode.
@@ -67,17 +71,25 @@ class LeaseLoop:
                     if self._tickets.hold_granted(grant):
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
+                self._note_state()
                 if reply.seal_now and not self._is_sealing:
                     self._seal = group.create_task(self._request_seal())
                 await self._wait_for_ticket_change_or_heartbeat(
                     reply.pause_s if self._is_busy else IDLE_LEASE_PAUSE_S
                 )
+                self._note_state()
             for task in (*watching, *under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
     def is_idle_without_ledger(self, for_s: float) -> bool:
         """True without an episode under way and without a word of the ledger for so long."""
         return self._tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
+
+    def _note_state(self) -> None:
+        if not self._tickets.has_no_open_episodes:
+            enter_state("episodes")
+        else:
+            enter_state("idle" if self._gate.is_open else "no replica")
 
     @property
     def _is_sealing(self) -> bool:
@@ -100,9 +112,12 @@ class LeaseLoop:
             ended_episodes=self._tickets.ended_episodes,
             slowest_episode_s=self._watch.slowest_s,
         )
-        return await self._ledger.call(
+        sent_at = time.time()
+        reply = await self._ledger.call(
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
         )
+        self._clock.compare(sent_at, reply.received_at, reply.answered_at, time.time())
+        return reply
 
     async def _wait_for_ticket_change_or_heartbeat(self, pause_s: float) -> None:
         """Wait for news from a ticket, or until the next heartbeat is due."""

@@ -29,6 +29,7 @@ from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.spans import time_span
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.ledger import (
     Acknowledged,
@@ -244,6 +245,15 @@ class TicketRunner:
         self, grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         """Run an episode once, while the watch knows of it."""
+        facts = {**_build_ticket_facts(grant), "episode": spec.session.episode}
+        with time_span("episode", "episodes", **facts) as found:
+            outcome = await self._run_episode(grant, split, spec)
+            found["status"] = outcome.status
+        return outcome
+
+    async def _run_episode(
+        self, grant: TicketGrant, split: str, spec: EpisodeSpec
+    ) -> EpisodeOutcome:
         agent = self._agents[split]
         if agent is None:
             return await run_online_episode(spec, self._proxy)

@@ -36,13 +36,23 @@ def append_line(path: Path, record: object, *, sync: bool = False) -> None:
         OSError: The storage refused, or took a part of the line only. What it took is a fragment
             that the next append ends and that readers leave out.
     """
+    append_lines(path, [record], sync=sync)
+
+
+def append_lines(path: Path, records: Iterable[object], *, sync: bool = False) -> None:
+    """Append records in a single write, as `append_line` does one.
+
+    Raises:
+        OSError: As there. Of the records the first ones may be there.
+    """
+    lines = b"".join(_encode_record(record) + b"\n" for record in records)
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
     try:
         size_bytes = os.fstat(descriptor).st_size
         is_torn = size_bytes > 0 and os.pread(descriptor, 1, size_bytes - 1) != b"\n"
-        line = b"\n" * is_torn + _encode_record(record) + b"\n"
-        if (taken_bytes := os.write(descriptor, line)) != len(line):
-            raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(line)} bytes")
+        content = b"\n" * is_torn + lines
+        if (taken_bytes := os.write(descriptor, content)) != len(content):
+            raise OSError(errno.ENOSPC, f"{path} took {taken_bytes} of {len(content)} bytes")
         if sync:
             os.fsync(descriptor)
     finally:

@@ -104,6 +104,10 @@ class RunPaths(_Folder):
     """For TensorBoard's `--logdir`: one folder of event files."""
     events = _PathDescriptor("events.jsonl")
     """What happened, by any role: one JSON object a line."""
+    spans_dir = _PathDescriptor("spans")
+    """What each process did from when to when: a file a process. It may be removed."""
+    annotations_dir = _PathDescriptor("annotations")
+    """What the trainer found of tokens that it learned from: a file a step. It may be removed."""
     learning_curve = _PathDescriptor("learning_curve.png")
     """The learning curve as a picture."""
     replay = _PathDescriptor("replay.json")
@@ -151,6 +155,14 @@ class RunPaths(_Folder):
     def evaluation_tasks(self, set_name: str) -> Path:
         """The tasks of an evaluation set."""
         return self.dataset(set_name if set_name == "valid" else f"evaluation-{set_name}")
+
+    def spans(self, process: str) -> Path:
+        """The spans of a process, `<job>-<process>`."""
+        return self.spans_dir / f"{process}.jsonl"
+
+    def annotation(self, step: int) -> Path:
+        """What the trainer found of tokens of the batch that led to `step`."""
+        return self.annotations_dir / f"{format_step_dir(step)}.msgpack"
 
     def export_dir(self, name: str) -> Path:
         """A model in Hugging Face format, under a name such as `step_00000040`."""

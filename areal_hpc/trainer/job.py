@@ -26,6 +26,7 @@ from areal_hpc.rundir.generations import claim_next_number, make_generation_chec
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
+from areal_hpc.rundir.spans import enter_state
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
@@ -80,7 +81,9 @@ def _run_training(
             job, paths, learner, device, stop, check_generation, events
         )
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
+    enter_state("")  # phases say from here what is done
     finished = run_loop(learner, coordinator, stop)
+    enter_state("end")
     if finished and coordinator:
         check_generation()
         paths.finished_marker.touch()
@@ -89,7 +92,7 @@ def _run_training(
         coordinator.source.report_run_finished()
     if coordinator:
         coordinator.close()
-    learner.checkpoints.close()
+    learner.close()
     return finished
 
 

@@ -69,6 +69,7 @@ from areal_hpc.trainer.step import (
     run_forward_backward,
     train_step,
 )
+from areal_hpc.trainer.step_annotator import StepAnnotator
 from areal_hpc.trainer.untrained import (
     build_damaged_batch_record,
     build_nonfinite_records,
@@ -112,6 +113,7 @@ class Learner:
         self._check_generation = check_generation
         self._model_path = model_path
         self._events = EventLog(paths.events, "trainer")
+        self._annotator = StepAnnotator(config, paths)
         self.checkpoints = CheckpointStore(
             paths.checkpoints_dir,
             config.keep_checkpoints,
@@ -162,7 +164,7 @@ class Learner:
             UntrainableBatchError: Most of it was not sampled from what is trained.
         """
         fault_point("train.before_step")
-        timer, config = PhaseTimer(), self._config
+        timer, config = PhaseTimer(records_spans=True), self._config
         enter_place(f"reading of batch {manifest.step}")
         with timer.time_phase("read"):
             batch, untrained = self._read_sound_rows(manifest, quarantine)
@@ -185,10 +187,13 @@ class Learner:
                 )
                 for part in minibatches
             ]
+        self._annotator.begin_step(batch, rows, len(parts), self.state)
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
             with explain_out_of_memory(self.policy, config, "trainer"):
                 stats, norms = self._take_optimizer_steps(parts, factors, rate)
+        with timer.time_phase("measure"):
+            self._annotator.end_step(manifest, untrained, norms, self.version.generation)
         untrained += self._build_nonfinite_records(norms, manifest.step)
         self._advance_state(manifest, untrained)
         with timer.time_phase("score"):
@@ -295,7 +300,9 @@ class Learner:
             )
         norms = []
         for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
-            loss = partial(self._compute_loss, taken=number / len(parts), factor=factor)
+            loss = partial(
+                self._compute_loss, part=number, taken=number / len(parts), factor=factor
+            )
             entropy_loss = partial(self._compute_entropy_loss, factor=factor)
             seen, norm = train_step(
                 self.policy,
@@ -305,6 +312,7 @@ class Learner:
                 rate,
                 measures_entropy=True,
                 entropy_loss=entropy_loss if objective.entropy_coef else None,
+                note_entropies=partial(self._annotator.note_entropies, number),
             )
             stats.add(seen)
             norms.append(norm)
@@ -319,13 +327,15 @@ class Learner:
         return logprobs_N.sum(), _compare_with_engine(batch, logprobs_N)
 
     def _compute_loss(
-        self, batch: MicroBatch, logprobs_N: torch.Tensor, taken: float, factor: float
+        self, batch: MicroBatch, logprobs_N: torch.Tensor, part: int, taken: float, factor: float
     ) -> tuple[torch.Tensor, LossStats]:
-        """The loss of a micro-batch after the share `taken` of the step's updates."""
+        """The loss of a micro-batch of `part`, after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
+        proximal_N = self._compute_proximal_logprobs(batch, held_N, taken)
+        self._annotator.note_tokens(part, batch, held_N, proximal_N)
         total, sums, weight_max = compute_policy_loss(
             logprobs_N,
-            self._compute_proximal_logprobs(batch, held_N, taken),
+            proximal_N,
             batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
             batch.channels_N[ADVANTAGE_CHANNEL],
             batch.rows,
@@ -383,6 +393,11 @@ class Learner:
                     of = f"quarantined ({one.quarantine}) "
                 logger.warning("untrained: %sbatch %d: %s", of, one.step, one.reason)
                 self._events.record("untrained", **msgspec.structs.asdict(one))
+
+    def close(self) -> None:
+        """Leave the files."""
+        self._annotator.close()
+        self.checkpoints.close()
 
     def begin_checkpoint(self, row: FlatRow) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.

@@ -28,7 +28,12 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.collectives import raise_if_peer_lost, report_first_failure
+from areal_hpc.rundir.spans import record_clock_sample
+from areal_hpc.trainer.collectives import (
+    compare_clock_with_first_rank,
+    raise_if_peer_lost,
+    report_first_failure,
+)
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.megatron_replacements import raise_if_megatron_is_replaced
 from areal_hpc.trainer.model.cpu import megatron_cpu
@@ -78,6 +83,7 @@ def run_rank(
         raise
     _start_watching_for_hanging_ranks(paths)
     with report_first_failure():
+        record_clock_sample(*compare_clock_with_first_rank())
         finished = train(job, paths, device, stop)
     stop_watching_ranks()
     destroy_process_groups()

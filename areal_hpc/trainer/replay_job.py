@@ -50,7 +50,7 @@ def _run_replay(
             learner, paths, job.trainer, job.first_step, job.last_step, stop
         )
     finished = run_loop(learner, coordinator, stop)
-    learner.checkpoints.close()
+    learner.close()
     return finished
 
 

@@ -13,6 +13,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.spans import enter_state
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import SftJobConfig
@@ -55,7 +56,9 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
     policy = build_policy(arch, job.parallel, dtype, device, job.activations)
     trainer = SftTrainer(job, paths, policy)
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
+    enter_state("train")
     finished = trainer.train(stop)
+    enter_state("end")
     if finished:
         save_hf_model(policy, job.model_path, paths.sft_export)
     trainer.checkpoints.close()

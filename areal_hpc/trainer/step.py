@@ -66,6 +66,9 @@ class MicroBatch:
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
 """From a micro-batch and its log-probabilities [N] to the summed loss and what to report."""
 
+EntropyNote = Callable[[MicroBatch, torch.Tensor], None]
+"""Told a micro-batch and the entropies [N] of what its tokens were sampled from."""
+
 
 def make_micro_batches(
     network: Network, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
@@ -144,13 +147,14 @@ def run_forward_backward(
     backward: bool,
     measures_entropy: bool = False,
     entropy_loss: LossFunction | None = None,
+    note_entropies: EntropyNote | None = None,
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
     With `backward`, gradients are summed over ranks and divided by the number of scored tokens
     of the whole batch. The statistics are complete only on the last pipeline stage; with
     `measures_entropy` their sum `entropy` is that of the tokens' distributions, and `entropy_loss`
-    says what these entropies [N] add to the loss.
+    says what these entropies [N] add to the loss; `note_entropies` is told them.
     """
     stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
 
@@ -173,6 +177,8 @@ def run_forward_backward(
             total, seen = loss(batch, logprobs_N)
             stats.add(seen)
             stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
+            if note_entropies is not None:
+                note_entropies(batch, entropy_N)
             if entropy_loss is not None:
                 more, seen = entropy_loss(batch, entropy_N)
                 total = total + more
@@ -218,6 +224,7 @@ def train_step(
     *,
     measures_entropy: bool = False,
     entropy_loss: LossFunction | None = None,
+    note_entropies: EntropyNote | None = None,
 ) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
     stats = run_forward_backward(
@@ -227,6 +234,7 @@ def train_step(
         backward=True,
         measures_entropy=measures_entropy,
         entropy_loss=entropy_loss,
+        note_entropies=note_entropies,
     )
     fault_point("optimizer.before_step")
     enter_place("the optimizer's step")

@@ -40,13 +40,15 @@ def _leave_out_entropy(module: ModuleType) -> None:
 
 
 def _train_without_entropy(
-    train_step: Any, *values: Any, measures_entropy: bool, **named: Any
+    train_step: Any, *values: Any, measures_entropy: bool, note_entropies: Any, **named: Any
 ) -> Any:
     return train_step(*values, measures_entropy=False, **named)
 
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.events": {"EventLog.record": _do_nothing},
+    "areal_hpc.rundir.spans": {"SpanLog.add": _do_nothing, "SpanLog._run": _do_nothing},
+    "areal_hpc.trainer.batch.token_annotator": {"choose_rows": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
     "areal_hpc.rollout.ticket_runner": {"TicketRunner._have_evaluation_sealed": _keep_nothing},
     "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_step": _do_nothing},

@@ -115,7 +115,7 @@ def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
         learner.checkpoints.delete_leftovers(learner.state.generation)
         coordinator = make_replay_coordinator(learner, paths, config, 1, config.total_steps, stop)
     run_loop(learner, coordinator, stop)
-    learner.checkpoints.close()
+    learner.close()
     return {
         "began_at": began_at,
         "consumed": learner.state.consumed,

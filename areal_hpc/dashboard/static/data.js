@@ -15,6 +15,7 @@ async function fetchData(page, query = {}) {
 
 async function findBundled(page, query) {
   if (page !== "trajectory") {
+    if (window.bundle[page].error) throw new Error(window.bundle[page].error);
     if (page !== "rows" || !query.sort) return window.bundle[page];
     const sign = query.order === "up" ? 1 : -1;
     const value = (row) => row[query.sort];

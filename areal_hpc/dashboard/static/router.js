@@ -5,6 +5,7 @@ const PAGES = {
   "": { show: showRuns },
   overview: { show: showOverview, title: "Overview" },
   metrics: { show: showMetrics, title: "Metrics" },
+  timeline: { show: showTimeline, title: "Timeline" },
   evaluations: { show: showEvaluations, title: "Evaluations" },
   trajectories: { show: showTrajectories, title: "Trajectories" },
   trajectory: { show: showTrajectory },

@@ -96,6 +96,7 @@ async function showTrajectory(main, query, go) {
       ["kind", found.kind], ["attempt", found.kind === "evaluation" ? "" : String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
       ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(found.temperature)],
       ["recorded in", element("span", { class: "mono" }, name)],
+      ["in training", found.annotation ? describeOutcome(found.annotation) : ""],
       ["without effect", Object.entries(found.ignored).map(([key, count]) => `${key} (${count})`).join(", ")],
     ])),
     found.error ? element("section", {}, element("h2", {}, "Error"), element("div", { class: "message" }, element("pre", {}, found.error))) : "",
@@ -105,7 +106,7 @@ async function showTrajectory(main, query, go) {
     found.tools.length ? element("details", {}, element("summary", {}, "Tools that it could call"),
       element("div", { class: "message" }, element("pre", {}, JSON.stringify(found.tools, null, 2)))) : "",
     element("h2", {}, "Tokens"),
-    buildTokens(found.tokens, color, (to) => go("trajectory", { ...query, color: to })));
+    buildTokens(found.tokens, found.annotation, color, (to) => go("trajectory", { ...query, color: to })));
 }
 
 function describeRewards(rows) {
@@ -135,36 +136,77 @@ function buildMessage(message, index) {
       + (reward.note ? `\n${reward.note}` : "")) : "");
 }
 
-const TOKEN_COLORS = [["logprob", "log-probability"], ["version", "weight version"], ["trained", "sampled or prompt"]];
+function describeOutcome({ step, outcome, advantage }) {
+  return `${outcome}, in step ${step}` + (outcome === "trained" ? `, advantage ${formatNumber(advantage)}` : "");
+}
 
-function buildTokens(tokens, color, choose) {
+/** Colors of tokens: `value` of one, what a full color means, and which sign has which color. */
+const TOKEN_COLORS = {
+  logprob: { title: "log-probability", legend: "the redder, the less likely", value: (token) => token.logprob, share: (value) => -value / 5 },
+  version: { title: "weight version" },
+  trained: { title: "sampled or prompt" },
+  entropy: { title: "entropy", annotated: true, legend: "the redder, the more undecided (3 nats and more are full)", value: (token) => token.entropy, share: (value) => value / 3 },
+  advantage: { title: "advantage", annotated: true, legend: "green is to become likelier, red less likely (2 is full)", value: (token) => token.advantage, share: (value) => value / 2, isSigned: true },
+  ratio: { title: "ratio", annotated: true, legend: "of trained to proximal policy: green above 1, red below (a factor of 1.5 is full)", value: (token) => token.ratio, share: (value) => Math.log(value) / Math.log(1.5), isSigned: true },
+  mismatch: { title: "mismatch", annotated: true, legend: "the trainer's log-probability less the engine's: green above, red below (0.5 nats are full)", value: (token) => token.mismatch, share: (value) => value / 0.5, isSigned: true },
+  mask: { title: "mask", annotated: true, legend: "colored is what did not teach, or not fully" },
+};
+const REASON_COLORS = { "cut reply": "--warn", "untrainable reply": "--series-4", "weight out of bounds": "--bad", clipped: "--series-2" };
+
+/** What is known of each token, as objects. */
+function listTokens(tokens, annotation) {
+  const pick = (name, index) => annotation ? annotation[name][index] : null;
+  return tokens.ids.map((id, index) => {
+    const trainer = pick("logprobs", index);
+    return { id, index, text: tokens.texts ? tokens.texts[index] : `${id} `, isSampled: tokens.mask[index] === 1,
+      logprob: tokens.logprobs[index], version: tokens.versions[index], trainer,
+      entropy: pick("entropies", index), advantage: pick("advantages", index), ratio: pick("ratios", index),
+      mismatch: trainer === null ? null : trainer - tokens.logprobs[index], reason: pick("reasons", index) };
+  });
+}
+
+function describeToken(token) {
+  if (!token.isSampled) return `${token.index}: id ${token.id}, prompt`;
+  const known = [["trainer", token.trainer], ["entropy", token.entropy], ["advantage", token.advantage], ["ratio", token.ratio]]
+    .filter(([, value]) => value !== null).map(([name, value]) => `, ${name} ${value.toFixed(4)}`).join("");
+  return `${token.index}: id ${token.id}, log-probability ${token.logprob.toFixed(4)} (${(100 * Math.exp(token.logprob)).toFixed(1)} %), weights ${token.version}${known}${token.reason ? `, ${token.reason}` : ""}`;
+}
+
+function buildTokens(tokens, annotation, color, choose) {
+  const chosen = TOKEN_COLORS[color] && (annotation || !TOKEN_COLORS[color].annotated) ? color : "logprob";
   const versions = [...new Set(tokens.versions.filter(Boolean))];
   const place = element("div", { class: "tokens panel" });
   const parts = document.createDocumentFragment();
-  tokens.ids.forEach((id, index) => {
-    const isSampled = tokens.mask[index] === 1;
-    const text = tokens.texts ? tokens.texts[index] : `${id} `;
+  for (const token of listTokens(tokens, annotation)) {
     const piece = document.createElement("span");
-    piece.textContent = text;
-    if (!isSampled) piece.className = "prompt";
-    else piece.style.background = pickTokenColor(color, tokens.logprobs[index], versions.indexOf(tokens.versions[index]));
-    piece.title = `${index}: id ${id}` + (isSampled ? `, log-probability ${tokens.logprobs[index].toFixed(4)} (${(100 * Math.exp(tokens.logprobs[index])).toFixed(1)} %), weights ${tokens.versions[index]}` : ", prompt");
+    piece.textContent = token.text;
+    if (!token.isSampled) piece.className = "prompt";
+    else piece.style.background = pickTokenColor(chosen, token, versions.indexOf(token.version));
+    piece.title = describeToken(token);
     parts.append(piece);
-  });
+  }
   place.append(parts);
   const sampled = tokens.mask.filter((one) => one === 1).length;
+  const offered = Object.entries(TOKEN_COLORS).filter(([, one]) => annotation || !one.annotated);
   return element("div", {},
-    element("div", { class: "chips" }, element("span", { class: "quiet" }, "color:"), TOKEN_COLORS.map(([key, title]) =>
-      element("button", { type: "button", class: "plain", "aria-pressed": String(key === color), onclick: () => choose(key) }, title))),
+    element("div", { class: "chips" }, element("span", { class: "quiet" }, "color:"), offered.map(([key, { title }]) =>
+      element("button", { type: "button", class: "plain", "aria-pressed": String(key === chosen), onclick: () => choose(key) }, title))),
     element("p", { class: "quiet small" }, `${formatNumber(tokens.ids.length)} tokens, ${formatNumber(sampled)} sampled by the model`
       + (tokens.texts ? "" : "; shown as ids: the tokenizer is not on this machine")
-      + (color === "logprob" ? "; the redder, the less likely" : "")),
+      + (TOKEN_COLORS[chosen].legend ? `; ${TOKEN_COLORS[chosen].legend}` : "")),
+    chosen === "mask" ? element("p", { class: "legend" }, Object.entries(REASON_COLORS).map(([reason, variable]) =>
+      element("span", {}, element("i", { style: { background: `var(${variable})` } }), reason))) : "",
     place);
 }
 
-function pickTokenColor(color, logprob, version) {
+function pickTokenColor(color, token, version) {
   if (color === "version") return `color-mix(in srgb, var(--series-${(version % 5) + 1}) 30%, transparent)`;
   if (color === "trained") return "color-mix(in srgb, var(--accent) 25%, transparent)";
-  const surprise = Math.min(1, -logprob / 5);
-  return `color-mix(in srgb, var(--bad) ${Math.round(5 + 60 * surprise)}%, transparent)`;
+  if (color === "mask") return token.reason ? `color-mix(in srgb, var(${REASON_COLORS[token.reason] || "--bad"}) 45%, transparent)` : "";
+  const { value, share, isSigned } = TOKEN_COLORS[color];
+  const found = value(token);
+  if (found === null) return "";
+  const strength = Math.min(1, Math.abs(share(found)));
+  const variable = isSigned && found > (color === "ratio" ? 1 : 0) ? "--good" : "--bad";
+  return `color-mix(in srgb, var(${variable}) ${Math.round((isSigned ? 0 : 5) + 60 * strength)}%, transparent)`;
 }

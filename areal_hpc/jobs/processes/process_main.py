@@ -10,7 +10,9 @@ import os
 import signal
 import sys
 import threading
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 
@@ -18,7 +20,8 @@ from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
 from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
-from areal_hpc.rundir.paths import get_process_error_path
+from areal_hpc.rundir.paths import RunPaths, get_process_error_path
+from areal_hpc.rundir.spans import enter_state, log_spans_of_process
 
 PROCESS_MAIN = "areal_hpc.jobs.processes.process_main"
 """This module, for `python -m`."""
@@ -47,6 +50,20 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
+    with _log_spans(config, config_path):
+        enter_state("start")
+        _call_entry(entry, config_path, config, log)
+
+
+def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
+    """The process's spans, if it belongs to a run."""
+    if "run_dir" not in config:
+        return nullcontext()
+    name = f"{config_path.parent.name}-{config_path.stem}"
+    return log_spans_of_process(RunPaths(Path(config["run_dir"])).spans(name))
+
+
+def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger) -> None:
     try:
         if RECIPE_REFERENCES_KEY in config:
             from areal_hpc.recipe.private_values import resolve_private_references

@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any
 
 from areal_hpc.errors import CallFailedError, ProxyRequestError, UntrainableCallError
+from areal_hpc.proxy.completion.call_spans import record_call_span, record_interaction_span
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.call_quota import CallQuota
@@ -212,11 +213,13 @@ class CompletionService:
             replica = await self._router.pick_replica(session, prompt.give_up_at, tries.lost)
             timeout_s = max(prompt.give_up_at - time.monotonic(), 0.001)
             self._router.on_call_started(replica)
+            began_at = time.time()
             try:
                 generation = await attempt(replica, prompt.build_request(choice), timeout_s)
                 return ReplicaAnswer(generation, replica.index)
             except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
+                record_call_span("lost call", session, began_at, time.time(), replica.index)
                 self._router.on_call_lost(replica, error)
                 pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
@@ -251,6 +254,7 @@ class CompletionService:
             self._recorder.record(InteractionAdded(session.session_id, interaction))
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
+        record_interaction_span(session, interaction)
         self._router.update_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )

@@ -25,6 +25,7 @@ from areal_hpc.proxy.sessions.untrained import UntrainedSealer
 from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.spans import time_span
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair_index
 from areal_hpc.shards.writer import write_sealed_shard
@@ -172,7 +173,11 @@ class TicketSealer:
         """Runs in a thread: nothing changes in a finished ticket."""
         rows = [row for found in rows_of.values() for row in found]
         began = time.monotonic()
-        shard = write_sealed_shard(rows, self._paths.shards_dir, self._paths.index_dir, self._cell)
+        with time_span("seal", "shards", rows=len(rows)) as facts:
+            shard = write_sealed_shard(
+                rows, self._paths.shards_dir, self._paths.index_dir, self._cell
+            )
+            facts["shard"] = shard.file
         log.info(
             "sealed %d tickets, %d rows, %d tokens as %s in %.3f s",
             len(rows_of),

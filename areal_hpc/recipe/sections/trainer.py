@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 
@@ -346,6 +346,11 @@ class ObjectiveConfig(BaseConfig):
         return self
 
 
+def _read_off(value: object) -> object:
+    """YAML takes a bare `off` for false."""
+    return "off" if value is False else value
+
+
 class TrainerConfig(BaseConfig):
     """Megatron-core training."""
 
@@ -381,6 +386,8 @@ class TrainerConfig(BaseConfig):
     """Complete checkpoints kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between Hugging Face exports; 0 exports only the last step."""
+    annotate: Annotated[Literal["off", "sampled", "all"], BeforeValidator(_read_off)] = "sampled"
+    """Rows of a step whose tokens are annotated for viewing: none, 64 in whole groups, or all."""
 
     @property
     def ratios_are_one(self) -> bool:

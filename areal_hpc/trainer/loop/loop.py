@@ -31,6 +31,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 import torch
@@ -49,6 +50,7 @@ from areal_hpc.errors import (
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.spans import time_span
 from areal_hpc.trainer.collectives import any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
@@ -178,7 +180,8 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             stop.request()
         _publish_checkpoint_if_written(learner, coordinator, wait=False)
         enter_place("rank 0's decision")
-        command, trouble = _broadcast_next_command(coordinator)
+        with _time_follower(coordinator, "command_wait"):
+            command, trouble = _broadcast_next_command(coordinator)
         if isinstance(command, StopCommand):
             _publish_checkpoint_if_written(learner, coordinator, wait=True)
             if trouble is not None:
@@ -217,23 +220,31 @@ def _execute_command(
         case PublishWeightsCommand():
             enter_place(f"sending of the weights {learner.version}")
             parameters = stream_hf_tensors(learner.policy)
-            if coordinator:
-                coordinator.publish_weights(parameters)
-            for _ in parameters:  # exporting is a collective: the others drain it
-                pass
+            with _time_follower(coordinator, "publish"):
+                if coordinator:
+                    coordinator.publish_weights(parameters)
+                for _ in parameters:  # exporting is a collective: the others drain it
+                    pass
         case SaveCheckpointCommand(row):
             enter_place(f"checkpoint of step {learner.version.step}")
             _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
-            learner.begin_checkpoint(row)
+            with _time_follower(coordinator, "checkpoint"):
+                learner.begin_checkpoint(row)
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
         case ExportModelCommand():
             enter_place(f"export of step {learner.version.step}")
             began = time.perf_counter()
-            learner.export_model()
+            with _time_follower(coordinator, "export"):
+                learner.export_model()
             if coordinator:
                 coordinator.on_exported(time.perf_counter() - began)
+
+
+def _time_follower(coordinator: Coordinator | None, name: str) -> AbstractContextManager[object]:
+    """Note the time of the block on a rank other than 0, which has its timer for that."""
+    return nullcontext() if coordinator else time_span(name)
 
 
 def _publish_checkpoint_if_written(

@@ -32,7 +32,7 @@ class StepRecord:
         self._is_open = row is not None
 
     def _restart_timing(self) -> None:
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(records_spans=True)
         """Phases since the last row was written."""
         self._began_at = time.monotonic()
 

@@ -13,12 +13,15 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.trace import Slice, assign_lanes, count_under_way, place_phases, write_trace
+from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
+from areal_hpc.view.timeline import place_phases
+from areal_hpc.view.trace import write_trace
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.commands import exit_code_of
 from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
+from tests.support.made_spans import add_spans
 from tests.support.sample_trajectories import seal_in, trajectory
 
 EPISODES = [
@@ -70,11 +73,15 @@ def test_a_trace_has_phases_calls_episodes_and_events(tmp_path: Path) -> None:
         if one["name"] == "process_name"
     }
     assert list(names.values()) == [
-        *("trainer", "cell-0: model calls", "cell-0: episodes"),
-        *("cell-1: model calls", "cell-1: episodes", "events"),
+        *("steps", "trainer-trainer", "cell-0-proxy", "cell-0-driver"),
+        *("cell-1-proxy", "cell-1-driver", "events"),
     ]
     slices = list_events(content, "X")
-    trainer = [(one["name"], one["dur"]) for one in slices if names[one["pid"]] == "trainer"]
+    trainer = [
+        (one["name"], one["dur"])
+        for one in sorted(slices, key=lambda one: (one["ts"], -one["dur"]))
+        if names[one["pid"]] in ("steps", "trainer-trainer")
+    ]
     wait = round(1e6 * max(one.duration_s for one in EPISODES))
     step = wait + 500_000 + 100_000 + 300_000
     assert [name for name, _ in trainer] == [
@@ -84,7 +91,7 @@ def test_a_trace_has_phases_calls_episodes_and_events(tmp_path: Path) -> None:
     assert [took for _, took in trainer[:5]] == pytest.approx(
         [step, wait, 500_000, 100_000, 300_000], abs=2
     )
-    calls = [one for one in slices if names[one["pid"]].endswith("model calls")]
+    calls = [one for one in slices if names[one["pid"]].endswith("-proxy")]
     assert len(calls) == 32
     assert sum(one["dur"] for one in calls) == pytest.approx(
         2e6 * sum(one.calls * one.call_s for one in EPISODES), abs=100
@@ -156,3 +163,25 @@ def test_the_command_refuses_what_it_cannot_do(
     kept = RunPaths(unpack_kept_run(tmp_path / "kept"))
     with pytest.raises(RecipeError, match="has recorded times"):
         write_trace(kept, 1, 5, tmp_path / "other.json")
+
+
+def test_spans_stand_in_the_place_of_what_shards_say(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_spans(run)
+    report = write_trace(run.paths, run.step, run.step, tmp_path / "trace.json")
+    assert report.episodes == 1 + 4, "one span of cell-0; cell-1 has none, but four rows"
+    content = json.loads((tmp_path / "trace.json").read_text())
+    assert_slices_nest(content)
+    assert "n01 +5.000 s" in content["otherData"]["note"]
+    zero = content["otherData"]["startedAtUnixS"]
+    found = {one["name"]: one for one in list_events(content, "X")}
+    episode = found["ticket 6 episode 0"]
+    assert zero + episode["ts"] / 1e6 == pytest.approx(run.now - 2.9, abs=0.05)
+    assert episode["args"]["reward"] == 1.0
+    inner = [
+        (one["ts"], one["dur"])
+        for one in list_events(content, "X")
+        if one["name"] == "model call" and one["pid"] == episode["pid"]
+    ]
+    assert [took for _, took in sorted(inner)] == pytest.approx([700_000, 800_000], abs=1000)
+    assert found["batch_wait"]["dur"] == pytest.approx(2e6, abs=1000)

@@ -1,0 +1,59 @@
+"""What the page of a trajectory shows of the trainer's annotations, by token of the row."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from areal_hpc.rundir.annotations import REASONS, RowAnnotation, find_row_annotation
+from areal_hpc.rundir.paths import RunPaths
+
+JsonObject = dict[str, Any]
+_ARRAYS = (
+    ("advantages", "<f2"),
+    ("logprobs", "<f4"),
+    ("entropies", "<f2"),
+    ("ratios", "<f2"),
+)
+
+
+def describe_annotation(
+    paths: RunPaths, group: Sequence[Mapping[str, Any]], found: Mapping[str, Any]
+) -> JsonObject | None:
+    """The annotation of a described row, whose step stands in the row of its `group`.
+
+    None for a row that no batch has had, or that was not annotated.
+    """
+    shard, row = found["shard"], found["row"]
+    own = (one for one in group if (one["shard"], one["row"]) == (shard, row))
+    step = next((one["step"] for one in own), None)
+    if step is None:
+        return None
+    annotation = find_row_annotation(paths, step, shard, row)
+    if annotation is None:
+        return None
+    return {"step": step} | describe_tokens(annotation, found["tokens"]["mask"])
+
+
+def describe_tokens(annotation: RowAnnotation, mask: Sequence[int]) -> JsonObject:
+    """An annotation as columns of the row's tokens: null where nothing is known. Pure."""
+    places = np.flatnonzero(np.asarray(mask) == 1)
+    columns: JsonObject = {
+        name: _spread(np.frombuffer(getattr(annotation, name), kind), places, len(mask))
+        for name, kind in _ARRAYS
+    }
+    codes = _spread(np.frombuffer(annotation.reasons, np.uint8), places, len(mask))
+    columns["reasons"] = [REASONS[int(one)] if one else "" for one in codes]
+    return {"outcome": annotation.outcome, "advantage": annotation.advantage, **columns}
+
+
+def _spread(
+    values: npt.NDArray[Any], places: npt.NDArray[np.int64], size: int
+) -> list[float | None]:
+    column: list[float | None] = [None] * size
+    if len(values) == len(places):  # a row that was left out has none
+        for place, value in zip(places.tolist(), values.astype(float).tolist(), strict=True):
+            column[place] = round(value, 5) if math.isfinite(value) else None
+    return column

@@ -1,0 +1,219 @@
+"""What the page of a run's timeline shows: lanes of its processes, drawn as fine as a screen is."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
+from areal_hpc.view.timeline import (
+    REPLICA_LANE,
+    TRAINER_PROCESS,
+    Row,
+    Timeline,
+    Track,
+    find_spans_end,
+    read_timeline,
+    select_timed_rows,
+)
+
+SHOWN_STEPS = 3
+"""The last ones, where nothing else is asked for."""
+MIN_SHOWN_S = 0.001
+"""Of a step, for it to count as one of those shown."""
+LISTED_STEPS = 200
+RESOLUTION = 1200
+"""Parts of the width: shorter slices are drawn as one with their neighbors."""
+BINS = 300
+"""Of a lane that shows how many calls are under way."""
+MAX_LANES = 24
+"""Of one track; further ones are left out, and counted."""
+LONGEST = 12
+"""Slices in the list of those that took longest."""
+
+JsonObject = dict[str, Any]
+
+
+def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
+    """The timeline between `from` and `to` (Unix seconds), or of the last steps.
+
+    Raises:
+        RecipeError: These are no numbers, or nothing is recorded yet.
+    """
+    rows = select_timed_rows(read_metrics(paths.metrics), 0, math.inf)
+    begin, end = _choose_window(paths, rows, query)
+    inside = [
+        row
+        for row in rows
+        if row["unix_time_s"] > begin + MIN_SHOWN_S
+        and row["unix_time_s"] - row["time/step_s"] < end - MIN_SHOWN_S
+    ]
+    problems: list[str] = []
+    timeline = read_timeline(paths, inside, begin, end, problems)
+    return {
+        "begin": begin,
+        "end": end,
+        "steps": [_describe_step(row) for row in rows[-LISTED_STEPS:]],
+        "shown_steps": [row["step"] for row in inside],
+        "processes": describe_processes(timeline),
+        "longest": list_longest(timeline),
+        "limits": [compute_limit_shares(row) for row in inside],
+        "answer": _explain_once(paths, _measure_size(paths)),
+        "notes": [*timeline.notes, *problems[:5]],
+    }
+
+
+def _choose_window(
+    paths: RunPaths, rows: Sequence[Row], query: Mapping[str, str]
+) -> tuple[float, float]:
+    last = rows[-SHOWN_STEPS:]
+    if last:
+        begin = last[0]["unix_time_s"] - last[0]["time/step_s"]
+        end = last[-1]["unix_time_s"]
+    else:  # a run that begins
+        begin, end = find_spans_end(paths)
+    begin, end = _parse_time(query, "from", begin), _parse_time(query, "to", end)
+    if math.isnan(begin) or math.isnan(end):
+        raise RecipeError("nothing of this run's time is recorded yet", key="timeline")
+    if end <= begin:
+        raise RecipeError(f"expected a time after from={begin}, got to={end}", key="to")
+    return begin, end
+
+
+def _parse_time(query: Mapping[str, str], key: str, default: float) -> float:
+    if not (text := query.get(key, "")):
+        return default
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise RecipeError(f"expected Unix seconds, got {text[:50]!r}", key=key)
+    return value
+
+
+def _describe_step(row: Row) -> JsonObject:
+    end, seconds = row["unix_time_s"], row["time/step_s"]
+    return {
+        "step": row["step"],
+        "begin": end - seconds,
+        "end": end,
+        "limit": row.get("limit"),
+        "reward": row.get("reward/mean"),
+    }
+
+
+def describe_processes(timeline: Timeline) -> list[JsonObject]:
+    """Processes with their lanes, and the shares of time that each was in its states. Pure."""
+    found: dict[tuple[str, str], JsonObject] = {}
+    for track in timeline.tracks:
+        process = found.setdefault(
+            (track.process, track.node),
+            {"process": track.process, "node": track.node, "shares": [], "lanes": []},
+        )
+        if not track.lane:
+            process["shares"] = compute_shares(track.slices, timeline.begin, timeline.end)
+        process["lanes"] += _describe_lanes(track, timeline.begin, timeline.end)
+    return sorted(found.values(), key=lambda one: not one["process"].startswith(TRAINER_PROCESS))
+
+
+def compute_shares(slices: Sequence[Slice], begin: float, end: float) -> list[tuple[str, float]]:
+    """The share of a stretch of time that went to slices of each name, the largest first. Pure."""
+    seconds: dict[str, float] = {}
+    for one in slices:
+        inside = min(one.end, end) - max(one.begin, begin)
+        seconds[one.name] = seconds.get(one.name, 0.0) + max(0.0, inside)
+    ranked = sorted(seconds.items(), key=lambda one: -one[1])
+    return [(name, spent / (end - begin)) for name, spent in ranked if spent > 0]
+
+
+def _describe_lanes(track: Track, begin: float, end: float) -> Iterator[JsonObject]:
+    slices = [one for one in track.slices if one.end >= begin and one.begin <= end]
+    if track.lane.startswith(REPLICA_LANE) and track.process.endswith("-proxy"):
+        counts = count_in_bins(slices, begin, end)
+        yield {"title": f"calls at {track.lane}", "most": max(counts, default=0), "counts": counts}
+        return
+    lanes = assign_lanes(slices)
+    opened = max(lanes, default=-1) + 1
+    for lane in range(min(opened, MAX_LANES)):
+        own = [one for one, its in zip(slices, lanes, strict=True) if its == lane]
+        title = "" if lane else track.lane or "states"
+        yield {"title": title, "slices": describe_slices(own, begin, end)}
+    if opened > MAX_LANES:
+        yield {"title": f"and {opened - MAX_LANES} more at once", "slices": []}
+
+
+def describe_slices(
+    slices: Sequence[Slice], begin: float, end: float
+) -> list[tuple[float, float, str, JsonObject]]:
+    """Begin and end, in seconds from `begin`, name and facts of slices that do not overlap. Pure.
+
+    Neighbors too short to be told apart are one slice, whose facts say how many they are.
+    """
+    width_s = (end - begin) / RESOLUTION
+    found: list[tuple[float, float, str, JsonObject]] = []
+    for one in sorted(slices, key=lambda one: one.begin):
+        first, last = one.begin - begin, one.end - begin
+        if found and last - found[-1][0] < width_s:
+            earlier = found[-1]
+            count = earlier[3].get("slices", 1) + 1
+            name = earlier[2] if earlier[2] == one.name else "several"
+            found[-1] = (earlier[0], last, name, {"slices": count})
+        else:
+            found.append((round(first, 5), round(last, 5), one.name, dict(one.facts)))
+    return found
+
+
+def count_in_bins(slices: Sequence[Slice], begin: float, end: float) -> list[float]:
+    """How many slices are under way on average in each of `BINS` parts of a stretch. Pure."""
+    width_s = (end - begin) / BINS
+    sums = [0.0] * BINS
+    before, count = begin, 0
+    for at, later in [*count_under_way(slices), (end, 0)]:
+        at = min(max(at, begin), end)
+        first, last = int((before - begin) / width_s), int((at - begin) / width_s)
+        for place in range(first, min(last, BINS - 1) + 1) if count else ():
+            low, high = begin + place * width_s, begin + (place + 1) * width_s
+            sums[place] += count * max(0.0, min(high, at) - max(low, before))
+        before, count = at, later
+    return [round(one / width_s, 2) for one in sums]
+
+
+def list_longest(timeline: Timeline) -> list[JsonObject]:
+    """What took longest beside the processes' own states. Pure."""
+    found = [
+        (one.seconds, track, one) for track in timeline.tracks if track.lane for one in track.slices
+    ]
+    found.sort(key=lambda one: -one[0])
+    return [
+        {
+            "name": one.name,
+            "process": track.process,
+            "lane": track.lane,
+            "seconds": seconds,
+            "begin": one.begin,
+            "end": one.end,
+            "facts": dict(one.facts),
+        }
+        for seconds, track, one in found[:LONGEST]
+    ]
+
+
+def _measure_size(paths: RunPaths) -> int:
+    return paths.metrics.stat().st_size if paths.metrics.exists() else 0
+
+
+@lru_cache(maxsize=16)
+def _explain_once(paths: RunPaths, _metrics_bytes: int) -> JsonObject:
+    """What limits the last steps, asked once for each state of the metrics."""
+    try:
+        answer = explain_slow_run(paths)
+    except ArealError as error:
+        return {"headline": f"cannot be told: {error}", "findings": []}
+    findings = [{"text": one.text, "page": one.page} for one in answer.findings]
+    return {"headline": answer.headline, "findings": findings}

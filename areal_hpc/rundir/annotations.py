@@ -1,0 +1,129 @@
+"""Annotations of a step: what the trainer found of the tokens it learned from, a file a step.
+
+A file is msgpack, written by a thread that nobody waits for. One that cannot be written is left
+out: training does not depend on it.
+"""
+
+import contextlib
+import logging
+import shutil
+import threading
+from pathlib import Path
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.spans import MIN_FREE_BYTES
+
+log = logging.getLogger(__name__)
+
+MAX_FOLDER_BYTES = 2 << 30
+"""Of all files together: the oldest go first."""
+REASONS = ("", "cut reply", "untrainable reply", "weight out of bounds", "clipped")
+"""Why a sampled token did not teach, or not fully, by its code: the reply reached its limit, was
+not sampled from the plain softmax; its importance weight was out of bounds; the clip acted."""
+BYTES_PER_TOKEN = 11
+
+
+class RowAnnotation(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A row of the batch. Arrays are little-endian, one value for each sampled token of the row.
+
+    A value is NaN where the loss did not see the token.
+    """
+
+    shard: str
+    row: int
+    outcome: str
+    """`trained`; `no advantage`: its group teaches nothing; `masked`: none of its tokens was seen;
+    else why the whole group was left out, or the step not taken."""
+    advantage: float = 0.0
+    """Mean over the tokens that the loss saw."""
+    advantages: bytes = b""
+    """float16."""
+    logprobs: bytes = b""
+    """Of the trainer, with the weights that the step began with where it knows them: float32."""
+    entropies: bytes = b""
+    """Of the distributions that tokens were sampled from, in nats: float16."""
+    ratios: bytes = b""
+    """To the proximal policy, as the loss saw them: float16."""
+    reasons: bytes = b""
+    """Codes of `REASONS`: uint8."""
+
+
+class StepAnnotations(Struct, frozen=True, kw_only=True):
+    """Rows of the batch that led to a step."""
+
+    step: int
+    generation: int
+    rows_of_batch: int
+    """Annotated or not."""
+    rows: list[RowAnnotation]
+
+
+class AnnotationWriter:
+    """Writer of annotations. Nothing here waits for storage, or raises."""
+
+    def __init__(self, paths: RunPaths, *, max_folder_bytes: int = MAX_FOLDER_BYTES) -> None:
+        self._paths = paths
+        self._max_folder_bytes = max_folder_bytes
+        self._thread: threading.Thread | None = None
+
+    def write(self, annotations: StepAnnotations) -> None:
+        """Have a file written; left out while the one before is still in the writing."""
+        if self._thread is not None and self._thread.is_alive():
+            log.warning("annotations of step %d are left out: storage is slow", annotations.step)
+            return
+        self._thread = threading.Thread(
+            target=self._write, args=(annotations,), name="annotations", daemon=True
+        )
+        self._thread.start()
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """Wait for the last file, for at most so long."""
+        if self._thread is not None:
+            self._thread.join(timeout_s)
+
+    def _write(self, annotations: StepAnnotations) -> None:
+        path = self._paths.annotation(annotations.step)
+        partial = path.with_suffix(".tmp")
+        try:
+            path.parent.mkdir(exist_ok=True)
+            if shutil.disk_usage(path.parent).free < MIN_FREE_BYTES:
+                raise OSError(f"less than {MIN_FREE_BYTES >> 20} MiB are free")
+            partial.write_bytes(msgspec.msgpack.encode(annotations))
+            partial.replace(path)
+            _remove_oldest(path.parent, self._max_folder_bytes)
+        except OSError as error:
+            log.warning("annotations of step %d are left out: %s", annotations.step, error)
+            with contextlib.suppress(OSError):
+                partial.unlink()
+
+
+def _remove_oldest(folder: Path, max_bytes: int) -> None:
+    sizes = {path: path.stat().st_size for path in sorted(folder.glob("*.msgpack"))}
+    total = sum(sizes.values())
+    for path, size_bytes in sizes.items():
+        if total <= max_bytes:
+            return
+        path.unlink()
+        total -= size_bytes
+
+
+def read_annotations(paths: RunPaths, step: int) -> StepAnnotations | None:
+    """What is known of the batch that led to a step; None without a file that can be read."""
+    try:
+        content = paths.annotation(step).read_bytes()
+        return msgspec.msgpack.decode(content, type=StepAnnotations)
+    except FileNotFoundError:
+        return None
+    except msgspec.DecodeError as error:
+        log.warning("%s cannot be read: %s", paths.annotation(step), error)
+        return None
+
+
+def find_row_annotation(paths: RunPaths, step: int, shard: str, row: int) -> RowAnnotation | None:
+    """What is known of a row of the batch that led to a step."""
+    found = read_annotations(paths, step)
+    rows = found.rows if found else []
+    return next((one for one in rows if (one.shard, one.row) == (shard, row)), None)

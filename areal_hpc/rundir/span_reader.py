@@ -1,0 +1,191 @@
+"""Reader of `spans/`: every process's spans, in the time of the ledger's node."""
+
+import bisect
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
+from areal_hpc.rundir.spans import (
+    ClockSample,
+    LostSpans,
+    ProcessStart,
+    Span,
+    SpanLine,
+    get_older_path,
+)
+
+MAX_MERGED_GAP_S = 0.005
+"""Pieces of a state so close to one another are one span."""
+MAX_SAMPLE_AGE_S = 300.0
+"""Of the clock samples so near to a time the one with the least error is taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpans:
+    """One start of one process: its spans, by their begin."""
+
+    name: str
+    """`<job>-<process>`, as its file is called."""
+    node: str
+    pid: int
+    begin: float
+    spans: Sequence[Span]
+    lost: int = 0
+    offset_s: float | None = 0.0
+    """What was added to its times, lately; None: its clock was never compared."""
+
+    @property
+    def end(self) -> float:
+        """When it was last heard of."""
+        return max((one.end for one in self.spans), default=self.begin)
+
+    @property
+    def lanes(self) -> list[str]:
+        """Lanes of its spans; that of the process as a whole is first."""
+        return sorted({one.lane for one in self.spans})
+
+    def compute_covered_share(self) -> float:
+        """Of its time, the share in which it is known what it did; 1 for one without a length."""
+        covered, at = 0.0, self.begin
+        for span in self.spans:
+            covered += max(0.0, span.end - max(at, span.begin))
+            at = max(at, span.end)
+        length = self.end - self.begin
+        return covered / length if length > 0 else 1.0
+
+
+@dataclass(slots=True)
+class _ProcessLines:
+    """Lines of one start of a process, as its file has them."""
+
+    name: str
+    start: ProcessStart
+    spans: list[Span] = field(default_factory=list)
+    samples: list[ClockSample] = field(default_factory=list)
+    lost: int = 0
+
+
+def read_spans(
+    paths: RunPaths, begin: float = -math.inf, end: float = math.inf
+) -> list[ProcessSpans]:
+    """The processes with spans between two Unix times of the ledger's node, by name and begin.
+
+    Raises:
+        OSError: A file may not be read.
+    """
+    pieces = [one for name in list_span_files(paths) for one in _read_pieces(paths, name)]
+    by_node = _collect_samples_of_nodes(pieces)
+    found = []
+    for piece in pieces:
+        clock = NodeClock(piece.samples or by_node.get(piece.start.node, []))
+        process = _correct(piece, clock, is_known=piece.start.node in by_node)
+        spans = [one for one in process.spans if one.end >= begin and one.begin <= end]
+        if spans:
+            found.append(replace(process, spans=spans))
+    return sorted(found, key=lambda one: (one.name, one.begin))
+
+
+def list_span_files(paths: RunPaths) -> list[str]:
+    """Names of the processes that have spans: `trainer-ledger`, `cell-0-proxy`..."""
+    names = {path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}
+    return sorted(names)
+
+
+def _read_pieces(paths: RunPaths, name: str) -> Iterator[_ProcessLines]:
+    """The starts of one process, oldest first. One whose beginning is lost begins with a span."""
+    newest = paths.spans(name)
+    lines: list[SpanLine] = []
+    for path in (get_older_path(newest), newest):
+        lines += read_lines(path, SpanLine)  # type: ignore[call-overload]  # a union is no type
+    piece: _ProcessLines | None = None
+    for line in lines:
+        if isinstance(line, ProcessStart):
+            if piece is not None:
+                if _are_same_process(piece.start, line):
+                    continue
+                yield piece
+            piece = _ProcessLines(name, line)
+            continue
+        if piece is None:
+            at = line.begin if isinstance(line, Span) else line.at
+            piece = _ProcessLines(name, ProcessStart(at, "", 0))
+        match line:
+            case Span():
+                piece.spans.append(line)
+            case ClockSample():
+                piece.samples.append(line)
+            case LostSpans(count=count):
+                piece.lost += count
+    if piece is not None:
+        yield piece
+
+
+def _are_same_process(start: ProcessStart, other: ProcessStart) -> bool:
+    """True for what begins two files of one process."""
+    return (start.node, start.pid, start.began_at) == (other.node, other.pid, other.began_at)
+
+
+def _collect_samples_of_nodes(pieces: Iterable[_ProcessLines]) -> dict[str, list[ClockSample]]:
+    """Clock samples by node; none are needed of the ledger's own."""
+    found: dict[str, list[ClockSample]] = {}
+    for piece in pieces:
+        is_ledger = piece.name.endswith(f"-{LEDGER_SERVICE}")
+        if piece.samples or is_ledger:
+            found.setdefault(piece.start.node, []).extend(piece.samples)
+    return found
+
+
+class NodeClock:
+    """What a node's clock lacks to be that of the ledger's node, from samples of it. Pure."""
+
+    def __init__(self, samples: Sequence[ClockSample]) -> None:
+        self._samples = sorted(samples, key=lambda one: one.at)
+        self._times = [one.at for one in self._samples]
+
+    def get_offset_s(self, at: float) -> float:
+        """By the best sample near that time, else by the nearest one; 0 without any."""
+        if not self._samples:
+            return 0.0
+        first = bisect.bisect_left(self._times, at - MAX_SAMPLE_AGE_S)
+        last = bisect.bisect_right(self._times, at + MAX_SAMPLE_AGE_S)
+        near = self._samples[first:last]
+        if near:
+            return min(near, key=lambda one: one.error_s).offset_s
+        nearest = self._samples[max(0, first - 1) : first + 1]
+        return min(nearest, key=lambda one: abs(one.at - at)).offset_s
+
+
+def _correct(piece: _ProcessLines, clock: NodeClock, *, is_known: bool) -> ProcessSpans:
+    """A process in the time of the ledger's node, pieces of its states joined."""
+    spans: list[Span] = []
+    open_states: dict[str, int] = {}
+    for one in sorted(piece.spans, key=lambda one: one.begin):
+        offset_s = clock.get_offset_s(one.begin)
+        span = msgspec.structs.replace(one, begin=one.begin + offset_s, end=one.end + offset_s)
+        place = open_states.get(one.lane)
+        if place is not None and _is_next_piece(spans[place], span):
+            spans[place] = msgspec.structs.replace(spans[place], end=span.end)
+        else:
+            open_states[one.lane] = len(spans)
+            spans.append(span)
+    first_s = clock.get_offset_s(piece.start.at)
+    last_s = clock.get_offset_s(piece.spans[-1].end) if piece.spans else first_s
+    return ProcessSpans(
+        piece.name,
+        piece.start.node,
+        piece.start.pid,
+        piece.start.at + first_s,
+        spans,
+        piece.lost,
+        last_s if is_known else None,
+    )
+
+
+def _is_next_piece(span: Span, later: Span) -> bool:
+    is_same = (span.name, span.facts) == (later.name, later.facts) and not span.facts
+    return is_same and abs(later.begin - span.end) <= MAX_MERGED_GAP_S

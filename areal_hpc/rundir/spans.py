@@ -1,0 +1,253 @@
+"""Spans: what each process of a run did from when to when, as JSON lines in `spans/`.
+
+A process appends to a file of its own, `<job>-<process>.jsonl`, through a thread and never waits
+for it. What cannot be written is lost and counted: training does not depend on it. A file that has
+reached its bound becomes the `.older` one, in the place of the one before.
+"""
+
+import contextlib
+import logging
+import math
+import os
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from areal_hpc.rundir.jsonl import append_lines
+
+log = logging.getLogger(__name__)
+
+MAX_FILE_BYTES = 16 << 20
+"""Of one file; a process has at most two."""
+MIN_FREE_BYTES = 256 << 20
+"""With less room on the disk no spans are written: what a run needs goes first."""
+MAX_PENDING_SPANS = 20_000
+"""Kept while the storage is silent; further ones are lost."""
+FLUSH_INTERVAL_S = 1.0
+STATE_INTERVAL_S = 10.0
+"""A state that lasts is written so often, so that a kill costs no more of it."""
+REFUSED_PAUSE_S = 30.0
+"""Time until storage that refused is tried again."""
+MERGE_GAP_S = 0.005
+"""Spans of the same thing that follow one another so closely are written as one."""
+TIME_DIGITS = 4
+
+
+class ProcessStart(Struct, frozen=True, tag="process", omit_defaults=True):
+    """What follows in the file is of this start of the process."""
+
+    at: float
+    """Unix seconds of the node's own clock, as are all times in the file: no earlier span."""
+    node: str
+    pid: int
+    began_at: float = 0.0
+    """When the process had begun. Differs from `at` where an older file was begun with that."""
+
+
+class Span(Struct, frozen=True, tag="span", omit_defaults=True):
+    """Something that a process did."""
+
+    name: str
+    begin: float
+    end: float
+    lane: str = ""
+    """What does it beside others, such as `replica 0`; empty for the process as a whole."""
+    facts: dict[str, Any] = {}
+
+
+class ClockSample(Struct, frozen=True, tag="clock", omit_defaults=True):
+    """The clock of the ledger's node compared with that of this one."""
+
+    at: float
+    offset_s: float
+    """To add to times here, for those of the ledger's node."""
+    error_s: float = 0.0
+    """The offset is right to within this."""
+
+
+class LostSpans(Struct, frozen=True, tag="lost"):
+    """Spans of the time before that could not be written."""
+
+    at: float
+    count: int
+
+
+SpanLine = ProcessStart | Span | ClockSample | LostSpans
+
+
+class SpanLog:
+    """Writer of one process's spans. Nothing here waits for storage, or raises."""
+
+    def __init__(
+        self,
+        path: Path,
+        *,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        min_free_bytes: int = MIN_FREE_BYTES,
+    ) -> None:
+        self._path = path
+        self._max_file_bytes, self._min_free_bytes = max_file_bytes, min_free_bytes
+        self._lock = threading.RLock()
+        now = round(time.time(), TIME_DIGITS)
+        self._start = ProcessStart(now, find_node_name(), os.getpid(), now)
+        self._pending: list[SpanLine] = [self._start]
+        self._state: Span | None = None
+        self._lost = 0
+        self._refused_until_s = -math.inf
+        self._has_warned = False
+        self._is_over = threading.Event()
+        self._writer = threading.Thread(target=self._run, name="spans", daemon=True)
+        self._writer.start()
+
+    def add(self, line: SpanLine) -> None:
+        """Have a line written soon."""
+        with self._lock:
+            last = self._pending[-1] if self._pending else None
+            if isinstance(last, Span) and isinstance(line, Span) and _continues(last, line):
+                self._pending[-1] = _build_span(last, line.end)
+            elif len(self._pending) < MAX_PENDING_SPANS:
+                self._pending.append(line)
+            else:
+                self._lost += 1
+
+    def enter_state(self, name: str) -> None:
+        """The process is in this state from now on; an empty name ends the one before."""
+        now = time.time()
+        with self._lock:
+            if self._state is not None:
+                if self._state.name == name:
+                    return
+                self.add(_build_span(self._state, now))
+            self._state = Span(name, now, now) if name else None
+
+    def close(self, timeout_s: float = 1.0) -> None:
+        """End the state, and write what is left, for at most so long."""
+        self.enter_state("")
+        self._is_over.set()
+        self._writer.join(timeout_s)
+
+    def _run(self) -> None:
+        while not self._is_over.wait(FLUSH_INTERVAL_S):
+            self._split_lasting_state()
+            self._flush()
+        self._refused_until_s = -math.inf
+        self._flush()
+
+    def _split_lasting_state(self) -> None:
+        now = time.time()
+        with self._lock:
+            state = self._state
+            if state is not None and now - state.begin >= STATE_INTERVAL_S:
+                self._state = Span(state.name, now, now)
+                self.add(_build_span(state, now))
+
+    def _flush(self) -> None:
+        if time.monotonic() < self._refused_until_s:
+            return
+        with self._lock:
+            lines, self._pending = self._pending, []
+            lost, self._lost = self._lost, 0
+        if lost:
+            lines.append(LostSpans(round(time.time(), TIME_DIGITS), lost))
+        if not lines:
+            return
+        try:
+            self._write(lines)
+        except OSError as error:
+            self._on_refused(error, sum(isinstance(one, Span) for one in lines) + lost)
+
+    def _write(self, lines: list[SpanLine]) -> None:
+        self._path.parent.mkdir(exist_ok=True)
+        if shutil.disk_usage(self._path.parent).free < self._min_free_bytes:
+            raise OSError(f"less than {self._min_free_bytes >> 20} MiB are free")
+        with contextlib.suppress(FileNotFoundError):
+            if self._path.stat().st_size >= self._max_file_bytes:
+                self._path.replace(get_older_path(self._path))
+                at = min((one.begin for one in lines if isinstance(one, Span)), default=time.time())
+                lines.insert(0, msgspec.structs.replace(self._start, at=round(at, TIME_DIGITS)))
+        append_lines(self._path, lines)
+
+    def _on_refused(self, error: OSError, lost: int) -> None:
+        with self._lock:
+            self._lost += lost
+        self._refused_until_s = time.monotonic() + REFUSED_PAUSE_S
+        if not self._has_warned:
+            self._has_warned = True
+            log.warning("spans are lost, and nothing else: %s: %s", self._path, error)
+
+
+def _continues(last: Span, line: Span) -> bool:
+    same = (last.name, last.lane, last.facts) == (line.name, line.lane, line.facts)
+    return same and 0 <= line.begin - last.end <= MERGE_GAP_S
+
+
+def _build_span(span: Span, end: float) -> Span:
+    return Span(
+        span.name,
+        round(span.begin, TIME_DIGITS),
+        round(max(span.begin, end), TIME_DIGITS),
+        span.lane,
+        span.facts,
+    )
+
+
+def get_older_path(path: Path) -> Path:
+    """Where the lines go that a file had when it reached its bound."""
+    return path.with_suffix(f".older{path.suffix}")
+
+
+def find_node_name() -> str:
+    """The name of this node, as Slurm has it if it is asked."""
+    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+
+
+_active: SpanLog | None = None
+
+
+@contextmanager
+def log_spans_of_process(path: Path) -> Iterator[None]:
+    """Within the context `record_span` and the others of this process write to a file."""
+    global _active
+    _active = SpanLog(path)
+    try:
+        yield
+    finally:
+        _active.close()
+        _active = None
+
+
+def record_span(name: str, begin: float, end: float, lane: str = "", **facts: Any) -> None:
+    """Note what this process did between two Unix times."""
+    if _active is not None:
+        _active.add(_build_span(Span(name, begin, begin, lane, facts), end))
+
+
+@contextmanager
+def time_span(name: str, lane: str = "", **facts: Any) -> Iterator[dict[str, Any]]:
+    """Note the time of the block; it may add facts to those that it is given."""
+    begin, began_s = time.time(), time.perf_counter()
+    try:
+        yield facts
+    finally:
+        record_span(name, begin, begin + time.perf_counter() - began_s, lane, **facts)
+
+
+def enter_state(name: str) -> None:
+    """Note that this process is in a state from now on."""
+    if _active is not None:
+        _active.enter_state(name)
+
+
+def record_clock_sample(offset_s: float, error_s: float) -> None:
+    """Note what this node's clock lacks to be that of the ledger's node."""
+    if _active is not None:
+        at = round(time.time(), TIME_DIGITS)
+        _active.add(ClockSample(at, round(offset_s, 6), round(error_s, 6)))

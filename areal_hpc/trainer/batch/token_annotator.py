@@ -1,0 +1,222 @@
+"""Annotations of a batch's tokens, collected while the batch is trained."""
+
+import math
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.distributed as dist
+
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.rundir.annotations import REASONS, RowAnnotation
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, mask_cut_replies
+from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+AnnotateMode = Literal["off", "sampled", "all"]
+SAMPLED_ROWS = 64
+"""Rows of a step that `sampled` annotates, in whole groups."""
+CUT, UNTRAINABLE, OUT_OF_BOUNDS, CLIPPED = (
+    REASONS.index(name)
+    for name in ("cut reply", "untrainable reply", "weight out of bounds", "clipped")
+)
+MEASURES = ("logprob", "entropy", "ratio", "outside", "clipped", "seen")
+"""What is collected of each token, in this order."""
+
+FloatArray = npt.NDArray[np.float32]
+
+
+def choose_rows(batch: Sequence[TrajectoryRow], mode: AnnotateMode, seed: int) -> list[int]:
+    """Places of the rows to annotate: all, or whole groups drawn by `seed`. Pure.
+
+    The first group drawn is taken whatever its size, others while all fit into `SAMPLED_ROWS`.
+    """
+    if mode == "off":
+        return []
+    if mode == "all":
+        return list(range(len(batch)))
+    groups: dict[tuple[int, int], list[int]] = {}
+    for place, row in enumerate(batch):
+        groups.setdefault((row.ticket_id, row.attempt), []).append(place)
+    keys = list(groups)
+    chosen: list[int] = []
+    for number in np.random.default_rng(seed).permutation(len(keys)):
+        group = groups[keys[number]]
+        if not chosen or len(chosen) + len(group) <= SAMPLED_ROWS:
+            chosen += group
+    return sorted(chosen)
+
+
+def name_rows(
+    manifest: BatchManifest, untrained: Sequence[UntrainedRecord]
+) -> tuple[list[tuple[str, int]], list[RowAnnotation]]:
+    """Shard and number of each row that is trained, in the batch's order, and of the others. Pure.
+
+    The others are annotated already: they have nothing but their outcome.
+    """
+    reasons = {ticket: one.reason for one in untrained for ticket in one.tickets}
+    trained, left_out = [], []
+    for ticket in manifest.tickets:
+        reason = reasons.get(ticket.ref.ticket_id)
+        for row in ticket.rows:
+            if reason is None:
+                trained.append((ticket.shard, row))
+            else:
+                left_out.append(RowAnnotation(shard=ticket.shard, row=row, outcome=reason))
+    return trained, left_out
+
+
+class TokenAnnotator:
+    """Collects what the passes of one step find of the tokens of some rows.
+
+    `rows` are those that `batch` became, dealt out to `parts` as minibatches are.
+    """
+
+    def __init__(
+        self,
+        batch: Sequence[TrajectoryRow],
+        rows: Sequence[TrainingRow],
+        chosen: Sequence[int],
+        parts: int,
+    ) -> None:
+        self._batch, self._rows, self._chosen, self._parts = batch, rows, chosen, parts
+        self._starts: dict[int, int] = {}
+        self._size = 0
+        for place in chosen:
+            self._starts[place] = self._size
+            self._size += len(rows[place].input_ids_T)
+        self._places = [self._place_part(part) for part in range(parts)]
+        self._found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
+        self._entropies: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
+
+    def _place_part(self, part: int) -> npt.NDArray[np.int64]:
+        """For each token of a part, where it goes; -1 for those of rows that are not chosen."""
+        targets = []
+        for place in range(part, len(self._rows), self._parts):
+            size = len(self._rows[place].input_ids_T)
+            start = self._starts.get(place)
+            targets.append(np.full(size, -1) if start is None else np.arange(start, start + size))
+        return np.concatenate(targets) if targets else np.empty(0, np.int64)
+
+    def note_measures(
+        self,
+        part: int,
+        tokens_N: npt.NDArray[np.int64],
+        logprobs_N: torch.Tensor,
+        ratios_N: torch.Tensor,
+        outside_N: torch.Tensor,
+        clipped_N: torch.Tensor,
+    ) -> None:
+        """Keep what one micro-batch of a part found of its scored tokens."""
+        places, kept_K = self._pick(part, tokens_N, logprobs_N.device)
+        values = (logprobs_N, ratios_N, outside_N, clipped_N)
+        stacked = torch.stack([one.detach()[kept_K].float() for one in values])
+        self._found.append((places, stacked))
+
+    def note_entropies(
+        self, part: int, tokens_N: npt.NDArray[np.int64], entropies_N: torch.Tensor
+    ) -> None:
+        """Keep the entropies of one micro-batch's distributions."""
+        places, kept_K = self._pick(part, tokens_N, entropies_N.device)
+        self._entropies.append((places, entropies_N.detach()[kept_K].float()))
+
+    def _pick(
+        self, part: int, tokens_N: npt.NDArray[np.int64], device: torch.device
+    ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
+        places_N = self._places[part][tokens_N]
+        kept_K = np.flatnonzero(places_N >= 0)
+        return places_N[kept_K], torch.from_numpy(kept_K).to(device, non_blocking=True)
+
+    def gather(self, *, is_first_copy: bool) -> FloatArray:
+        """All ranks' measures, in the order of `MEASURES`, by token of the chosen rows.
+
+        A collective. 0 where no pass saw a token. Of ranks that found the same, one has the
+        first copy.
+        """
+        values = torch.zeros(len(MEASURES), self._size)
+        if is_first_copy:
+            for places, measured in self._found:
+                targets = torch.from_numpy(places)
+                logprobs, ratios, outside, clipped = measured.cpu()
+                values[0, targets] = logprobs
+                values[2, targets] = ratios
+                values[3, targets], values[4, targets] = outside, clipped
+                values[5, targets] = 1.0
+            for places, entropies in self._entropies:
+                values[1, torch.from_numpy(places)] = entropies.cpu()
+        if dist.get_world_size() > 1:
+            dist.all_reduce(values)
+        found: FloatArray = values.numpy()
+        return found
+
+    def build_rows(
+        self,
+        measures: FloatArray,
+        names: Sequence[tuple[str, int]],
+        norms: Sequence[float],
+        objective: ObjectiveConfig,
+    ) -> list[RowAnnotation]:
+        """The annotations of the chosen rows; `norms` are of the gradients of the parts. Pure."""
+        found = []
+        for place in self._chosen:
+            start = self._starts[place]
+            own = measures[:, start : start + len(self._rows[place].input_ids_T)]
+            is_stepped = math.isfinite(norms[place % self._parts])
+            found.append(
+                _annotate_row(
+                    names[place], self._batch[place], self._rows[place], own, objective, is_stepped
+                )
+            )
+        return found
+
+
+def _annotate_row(
+    name: tuple[str, int],
+    stored: TrajectoryRow,
+    row: TrainingRow,
+    measures: FloatArray,
+    objective: ObjectiveConfig,
+    is_stepped: bool,
+) -> RowAnnotation:
+    logprobs, entropies, ratios, outside, clipped, seen = measures
+    is_sampled_T = stored.loss_mask_T == 1
+    is_seen_T = seen > 0
+    advantages_T = row.channels[ADVANTAGE_CHANNEL]
+    reasons_T = np.zeros(len(seen), np.uint8)
+    reasons_T[row.loss_mask_T == 0] = UNTRAINABLE
+    if objective.overlong.mask:
+        reasons_T[mask_cut_replies(stored) == 0] = CUT
+    reasons_T[is_seen_T & (clipped > 0)] = CLIPPED
+    if objective.off_policy_correction != "none":
+        reasons_T[is_seen_T & (outside > 0)] = OUT_OF_BOUNDS
+
+    def pack(values_T: FloatArray, kind: type[np.floating]) -> bytes:
+        told = np.where(is_seen_T, values_T, np.nan)[is_sampled_T]
+        limits = np.finfo(kind)
+        clamped = np.clip(told, float(limits.min), float(limits.max))
+        return bytes(clamped.astype(np.dtype(kind).newbyteorder("<")).tobytes())
+
+    taught = advantages_T[is_seen_T]
+    return RowAnnotation(
+        shard=name[0],
+        row=name[1],
+        outcome=_name_outcome(is_seen_T, taught, is_stepped),
+        advantage=float(taught.mean()) if len(taught) else 0.0,
+        advantages=pack(advantages_T, np.float16),
+        logprobs=pack(logprobs, np.float32),
+        entropies=pack(entropies, np.float16),
+        ratios=pack(ratios, np.float16),
+        reasons=reasons_T[is_sampled_T].tobytes(),
+    )
+
+
+def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, is_stepped: bool) -> str:
+    if not is_seen_T.any():
+        return "masked"
+    if not is_stepped:
+        return "the gradient was not finite: the step was not taken"
+    return "trained" if np.any(taught != 0) else "no advantage"

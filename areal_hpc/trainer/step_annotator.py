@@ -1,0 +1,98 @@
+"""Annotations of each step as the learner makes them: chosen, collected, written by rank 0."""
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.rundir.annotations import AnnotationWriter, StepAnnotations
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.batch.token_annotator import TokenAnnotator, choose_rows, name_rows
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    BEHAVIOR_LOGPROBS_CHANNEL,
+    PROXIMAL_CHANNEL,
+)
+from areal_hpc.trainer.objective.token_measures import measure_tokens
+from areal_hpc.trainer.step import MicroBatch
+from areal_hpc.wire.ledger import BatchManifest
+from areal_hpc.wire.trajectory import TrajectoryRow
+
+
+class StepAnnotator:
+    """What one rank does for `trainer.annotate`. Every method may be called with it off."""
+
+    def __init__(self, config: TrainerConfig, paths: RunPaths) -> None:
+        self._config = config
+        self._writer = AnnotationWriter(paths)
+        self._tokens: TokenAnnotator | None = None
+        self._rows_of_batch = 0
+
+    def begin_step(
+        self,
+        batch: Sequence[TrajectoryRow],
+        rows: Sequence[TrainingRow],
+        parts: int,
+        state: TrainerState,
+    ) -> None:
+        """Choose the rows of a batch that `state` is about to be trained on, in minibatches."""
+        chosen = choose_rows(batch, self._config.annotate, (state.seed << 32) + state.step)
+        self._tokens = TokenAnnotator(batch, rows, chosen, parts) if chosen else None
+        self._rows_of_batch = len(batch)
+
+    def note_tokens(
+        self, part: int, batch: MicroBatch, held_N: torch.Tensor, proximal_N: torch.Tensor
+    ) -> None:
+        """Take what a pass found, before the loss is made of it. A collective where that is one."""
+        if self._tokens is None:
+            return
+        found = measure_tokens(
+            held_N,
+            proximal_N,
+            batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
+            batch.channels_N[ADVANTAGE_CHANNEL],
+            batch.rows,
+            self._config.objective,
+        )
+        logprobs_N = batch.channels_N.get(PROXIMAL_CHANNEL, held_N)
+        self._tokens.note_measures(
+            part, batch.tokens_N, logprobs_N, found.ratios_N, found.outside_N, found.clipped_N
+        )
+
+    def note_entropies(self, part: int, batch: MicroBatch, entropies_N: torch.Tensor) -> None:
+        """Take the entropies of what a pass's tokens were sampled from."""
+        if self._tokens is not None:
+            self._tokens.note_entropies(part, batch.tokens_N, entropies_N)
+
+    def end_step(
+        self,
+        manifest: BatchManifest,
+        untrained: Sequence[UntrainedRecord],
+        norms: Sequence[float],
+        generation: int,
+    ) -> None:
+        """Gather what all ranks took, and have rank 0 write it. A collective."""
+        if self._tokens is None:
+            return
+        is_first_copy = parallel_state.get_tensor_model_parallel_rank() == 0
+        measures = self._tokens.gather(is_first_copy=is_first_copy)
+        if dist.get_rank() == 0:
+            names, left_out = name_rows(manifest, untrained)
+            rows = self._tokens.build_rows(measures, names, norms, self._config.objective)
+            self._writer.write(
+                StepAnnotations(
+                    step=manifest.step,
+                    generation=generation,
+                    rows_of_batch=self._rows_of_batch + len(left_out),
+                    rows=rows + left_out,
+                )
+            )
+        self._tokens = None
+
+    def close(self) -> None:
+        """Wait a little for the last file."""
+        self._writer.close()

@@ -1,0 +1,59 @@
+"""Events of a trace in Chrome's format, which Perfetto opens."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_hpc.view.slices import Slice
+
+TraceEvent = dict[str, Any]
+
+
+class TraceWriter:
+    """Collects the events of a trace whose time begins at a Unix time."""
+
+    def __init__(self, zero: float) -> None:
+        self._zero = zero
+        self.events: list[TraceEvent] = []
+
+    def name_process(self, pid: int, name: str) -> None:
+        """Title of a process; processes are shown in the order of their numbers."""
+        self._add_metadata("process_name", pid, 0, name=name)
+        self._add_metadata("process_sort_index", pid, 0, sort_index=pid)
+
+    def name_thread(self, pid: int, tid: int, name: str) -> None:
+        """Title of a thread."""
+        self._add_metadata("thread_name", pid, tid, name=name)
+        self._add_metadata("thread_sort_index", pid, tid, sort_index=tid)
+
+    def add_slice(self, pid: int, tid: int, one: Slice) -> None:
+        """A stretch of time on a thread."""
+        self.events.append(
+            {
+                "ph": "X",
+                "name": one.name,
+                "pid": pid,
+                "tid": tid,
+                "ts": self._scale(one.begin),
+                # Both ends are rounded alike, so that slices that nest still do.
+                "dur": self._scale(one.end) - self._scale(one.begin),
+                "args": dict(one.facts),
+            }
+        )
+
+    def add_instant(
+        self, pid: int, tid: int, name: str, at: float, facts: Mapping[str, Any]
+    ) -> None:
+        """A moment on a thread."""
+        event = {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid}
+        self.events.append(event | {"ts": self._scale(at), "args": dict(facts)})
+
+    def add_count(self, pid: int, name: str, at: float, value: int) -> None:
+        """A number from a moment on."""
+        event = {"ph": "C", "name": name, "pid": pid, "ts": self._scale(at)}
+        self.events.append(event | {"args": {name: value}})
+
+    def _scale(self, at: float) -> int:
+        return max(0, round((at - self._zero) * 1e6))  # an event may have begun before
+
+    def _add_metadata(self, what: str, pid: int, tid: int, **facts: Any) -> None:
+        self.events.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": facts})

@@ -1,0 +1,176 @@
+"""Spans of processes: written by the way, bounded, lost before anything else, read in one time."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.rollout.ledger_clock import LedgerClock
+from areal_hpc.rundir.jsonl import append_lines
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.span_reader import ProcessSpans, read_spans
+from areal_hpc.rundir.spans import (
+    MAX_PENDING_SPANS,
+    ClockSample,
+    ProcessStart,
+    Span,
+    SpanLog,
+    enter_state,
+    get_older_path,
+    log_spans_of_process,
+    record_span,
+    time_span,
+)
+from tests.support.full_disk import full_disk
+
+NOW = 1_700_000_000.0
+
+
+def make_paths(root: Path) -> RunPaths:
+    paths = RunPaths(root)
+    paths.spans_dir.mkdir()
+    return paths
+
+
+def read_one(paths: RunPaths) -> ProcessSpans:
+    (found,) = read_spans(paths)
+    return found
+
+
+def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    record_span("of no process", NOW, NOW + 1)
+    with log_spans_of_process(paths.spans("cell-0-driver")):
+        enter_state("start")
+        enter_state("idle")
+        with time_span("episode", "episodes", ticket_id=3) as facts:
+            facts["status"] = "ok"
+        record_span("seal", NOW, NOW + 2.5, "shards")
+        enter_state("episodes")
+    found = read_one(paths)
+    assert (found.name, found.pid, found.lanes) == (
+        *("cell-0-driver", os.getpid()),
+        ["", "episodes", "shards"],
+    )
+    by_name = {one.name: one for one in found.spans}
+    assert by_name.keys() == {"start", "idle", "episode", "seal", "episodes"}
+    assert by_name["episode"].facts == {"ticket_id": 3, "status": "ok"}
+    assert (by_name["seal"].begin, by_name["seal"].end) == (NOW, NOW + 2.5)
+
+
+def test_pieces_of_one_phase_are_one_span(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    log = SpanLog(paths.spans("trainer-trainer"))
+    for piece in range(1000):
+        log.add(Span("batch_wait", NOW + piece, NOW + piece + 1))
+    log.close()
+    (span,) = read_one(paths).spans
+    assert (span.begin, span.end) == (NOW, NOW + 1000)
+    assert paths.spans("trainer-trainer").stat().st_size < 300
+
+
+def test_files_of_a_process_stay_within_their_bound_and_keep_the_newest(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    path, bound = paths.spans("cell-0-proxy"), 20_000
+    log = SpanLog(path, max_file_bytes=bound)
+    for number in range(2000):
+        log.add(Span("call", NOW + number, NOW + number + 0.5, "replica 0", {"ticket_id": number}))
+        if number % 50 == 49:
+            log._flush()
+    log.close()
+    assert bound < path.stat().st_size + get_older_path(path).stat().st_size < 2.5 * bound
+    found = read_one(paths)
+    assert [one.facts["ticket_id"] for one in found.spans] == [*range(2000)][-len(found.spans) :]
+    assert len(found.spans) > 150
+    assert found.begin == found.spans[0].begin
+
+
+def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    log = SpanLog(paths.spans("trainer-trainer"))
+    log.add(Span("train", NOW, NOW + 1))
+    log._flush()
+    with full_disk(1000):
+        for number in range(100):
+            log.add(Span("read", NOW + 2 * number, NOW + 2 * number + 1))
+        log._flush()
+        paths.metrics.write_text("training goes on\n")
+    log.add(Span("publish", NOW + 900, NOW + 901))
+    log.close()
+    found = read_one(paths)
+    assert (found.spans[0].name, found.spans[-1].name) == ("train", "publish")
+    assert found.lost == 100
+
+
+def test_nothing_is_written_where_little_room_is_left(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    log = SpanLog(paths.spans("trainer-trainer"), min_free_bytes=1 << 60)
+    log.add(Span("train", NOW, NOW + 1))
+    log.close()
+    assert not paths.spans("trainer-trainer").exists()
+
+
+def test_silent_storage_holds_nobody_up(tmp_path: Path) -> None:
+    """A pipe that nobody reads takes 64 KiB, and then keeps its writer waiting."""
+    paths = make_paths(tmp_path)
+    path = paths.spans("trainer-trainer")
+    os.mkfifo(path)
+    log = SpanLog(path)
+    for number in range(2 * MAX_PENDING_SPANS):
+        log.add(Span("call", NOW + number, NOW + number + 0.5))
+    log.close(timeout_s=0.1)
+    assert len(log._pending) <= MAX_PENDING_SPANS
+
+
+def test_times_are_those_of_the_ledgers_node(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    start = ProcessStart(NOW, "n01", 7, NOW)
+    append_lines(paths.spans("trainer-ledger"), [start, Span("serve", NOW, NOW + 100)])
+    off = [
+        ProcessStart(NOW + 5, "n02", 8, NOW + 5),
+        *(ClockSample(NOW + 5 + at, -5.0 + at / 1e4, 0.5 / (at + 1)) for at in range(10)),
+        Span("episodes", NOW + 6, NOW + 8),
+    ]
+    append_lines(paths.spans("cell-0-driver"), off)
+    same_node = [ProcessStart(NOW + 5, "n02", 9, NOW + 5), Span("serve", NOW + 6, NOW + 9)]
+    append_lines(paths.spans("cell-0-proxy"), same_node)
+    unknown = [ProcessStart(NOW, "n03", 9, NOW), Span("serve", NOW + 1, NOW + 2)]
+    append_lines(paths.spans("cell-1-proxy"), unknown)
+    found = {one.name: one for one in read_spans(paths)}
+    for name, end in (("cell-0-driver", NOW + 3), ("cell-0-proxy", NOW + 4)):
+        (span,) = found[name].spans
+        assert [span.begin, span.end] == pytest.approx([NOW + 1, end], abs=0.05)
+        assert found[name].offset_s == pytest.approx(-5.0, abs=0.05)
+    assert found["cell-1-proxy"].offset_s is None
+    assert found["trainer-ledger"].offset_s == 0.0
+    assert [one.name for one in read_spans(paths, NOW + 1.5, NOW + 2.5)] == sorted(found)
+    assert [one.name for one in read_spans(paths, NOW + 50, NOW + 60)] == ["trainer-ledger"]
+
+
+def test_a_clock_that_is_set_is_followed(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    lines = [
+        ProcessStart(NOW, "n02", 8, NOW),
+        ClockSample(NOW, 5.0, 0.001),
+        Span("idle", NOW, NOW + 1),
+        ClockSample(NOW + 2000, -2.0, 0.001),
+        Span("idle", NOW + 2001, NOW + 2002),
+    ]
+    append_lines(paths.spans("cell-0-driver"), lines)
+    assert [one.begin - NOW for one in read_one(paths).spans] == [5.0, 1999.0]
+
+
+def test_a_heartbeat_compares_two_clocks(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with log_spans_of_process(paths.spans("cell-0-driver")):
+        clock = LedgerClock()
+        clock.compare(NOW, NOW + 5.01, NOW + 7.01, NOW + 2.02)  # kept for 2 s, as asked
+        clock.compare(NOW + 3, 0.0, 0.0, NOW + 3.1)  # a ledger of an earlier version
+        record_span("episode", NOW, NOW + 1)
+    (span,) = read_one(paths).spans
+    assert span.begin == pytest.approx(NOW + 5, abs=1e-3)
+
+
+def test_the_share_of_a_processs_time_that_is_known() -> None:
+    spans = [Span("a", NOW, NOW + 6), Span("b", NOW + 2, NOW + 3), Span("c", NOW + 8, NOW + 10)]
+    assert ProcessSpans("x", "n", 1, NOW, spans).compute_covered_share() == pytest.approx(0.8)

@@ -1,0 +1,98 @@
+"""Which rows of a step are annotated, by what names, and how they lie on the disk."""
+
+from pathlib import Path
+
+import numpy as np
+
+from areal_hpc.dashboard.row_annotation import describe_tokens
+from areal_hpc.rundir.annotations import (
+    AnnotationWriter,
+    RowAnnotation,
+    StepAnnotations,
+    find_row_annotation,
+    read_annotations,
+)
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.batch.token_annotator import SAMPLED_ROWS, choose_rows, name_rows
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
+from tests.support.full_disk import full_disk
+from tests.support.sample_trajectories import trajectory
+
+
+def test_a_sample_is_of_whole_groups_drawn_by_the_seed() -> None:
+    batch = [trajectory(ticket, episode) for ticket in range(40) for episode in range(6)]
+    drawn = [choose_rows(batch, "sampled", seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+    assert len(drawn[0]) == SAMPLED_ROWS // 6 * 6
+    tickets = {batch[place].ticket_id for place in drawn[0]}
+    assert drawn[0] == [place for place, row in enumerate(batch) if row.ticket_id in tickets]
+    assert choose_rows(batch, "all", 1) == list(range(240))
+    assert choose_rows(batch, "off", 1) == []
+    large = [trajectory(ticket, episode) for ticket in range(2) for episode in range(100)]
+    assert len(choose_rows(large, "sampled", 1)) == 100, "a group is never cut"
+
+
+def test_rows_are_named_by_the_manifest_and_those_left_out_say_why() -> None:
+    tickets = [
+        SealedTicket(TicketRef(number, 1), f"cell-0-00000{number}.h5", [4, 5], [0.0, 1.0], 0)
+        for number in range(3)
+    ]
+    unsound = UntrainedRecord(1, "a reward is not finite", [1])
+    trained, left_out = name_rows(BatchManifest(1, 1, tickets), [unsound])
+    assert trained == [(f"cell-0-00000{number}.h5", row) for number in (0, 2) for row in (4, 5)]
+    assert [(one.row, one.outcome) for one in left_out] == [
+        (4, "a reward is not finite"),
+        (5, "a reward is not finite"),
+    ]
+
+
+def make_step(step: int, tokens: int = 3) -> StepAnnotations:
+    row = RowAnnotation(
+        shard="cell-0-000001.h5",
+        row=7,
+        outcome="trained",
+        advantage=0.5,
+        advantages=np.full(tokens, 0.5, "<f2").tobytes(),
+        logprobs=np.full(tokens, -1.25, "<f4").tobytes(),
+        entropies=np.array([np.nan] * tokens, "<f2").tobytes(),
+        ratios=np.full(tokens, 1.0, "<f2").tobytes(),
+        reasons=bytes([4] * tokens),
+    )
+    return StepAnnotations(step=step, generation=1, rows_of_batch=9, rows=[row])
+
+
+def write(paths: RunPaths, step: StepAnnotations, **bounds: int) -> None:
+    writer = AnnotationWriter(paths, **bounds)
+    writer.write(step)
+    writer.close(timeout_s=30)
+
+
+def test_what_is_written_is_shown_by_token(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write(paths, make_step(3))
+    found = find_row_annotation(paths, 3, "cell-0-000001.h5", 7)
+    assert found is not None
+    assert find_row_annotation(paths, 3, "cell-0-000001.h5", 8) is None
+    assert find_row_annotation(paths, 4, "cell-0-000001.h5", 7) is None
+    shown = describe_tokens(found, [0, 1, 0, 1, 1])
+    assert shown["logprobs"] == [None, -1.25, None, -1.25, -1.25]
+    assert shown["entropies"] == [None] * 5
+    assert shown["reasons"] == ["", "clipped", "", "clipped", "clipped"]
+
+
+def test_a_full_disk_leaves_them_out(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with full_disk(1000):
+        write(paths, make_step(3, tokens=1000))
+    assert read_annotations(paths, 3) is None
+    assert [*paths.annotations_dir.iterdir()] == []
+    paths.annotation(3).write_bytes(b"cut")
+    assert read_annotations(paths, 3) is None
+
+
+def test_the_oldest_go_when_they_are_too_many(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    for step in range(6):
+        write(paths, make_step(step, tokens=1000), max_folder_bytes=30_000)
+    assert [path.stem[-1] for path in sorted(paths.annotations_dir.iterdir())] == ["4", "5"]
