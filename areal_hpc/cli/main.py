@@ -9,6 +9,7 @@ from areal_hpc.cli import (
     completion,
     develop,
     doctor,
+    evaluate,
     inspect,
     operate,
     prepare,
@@ -25,7 +26,7 @@ from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {
-    "run": (run, trial, doctor, proxy),
+    "run": (run, evaluate, trial, doctor, proxy),
     "prepare": (prepare, tasks),
     "inspect": (inspect, why, view, report),
     "operate": (operate,),

@@ -4,6 +4,9 @@ TICKETS_PER_SET = 1_000_000
 VALID_SET = "valid"
 """The set of `valid_dataset`, which has number 0."""
 
+LOADED_STEP = 0
+"""The step by which an evaluation without a trainer names the weights that its replicas load."""
+
 
 def get_ticket_id(set_number: int, task_index: int) -> int:
     """The ticket of a set's task; those of set 0 have the numbers of its tasks."""

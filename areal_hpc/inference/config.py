@@ -10,6 +10,7 @@ from pydantic import Field
 
 from areal_hpc.inference.multi_node import get_rendezvous_address
 from areal_hpc.inference.server.command import (
+    UNSET_WEIGHT_VERSION,
     Device,
     NodeOptions,
     ServerCommand,
@@ -40,11 +41,13 @@ class InferenceJobConfig(ProcessConfig):
     inference: InferenceConfig
     """The recipe's section."""
     model_path: Path
-    """Weights to start with, in Hugging Face format; the trainer sends its own before any use."""
+    """Weights to start with, in Hugging Face format."""
     serve_python: str
     """The Python that has SGLang."""
     serve_variables: dict[str, str] = Field(default_factory=dict)
     """Added to the environment of SGLang."""
+    loaded_version: str = ""
+    """Version of these weights, which are served as they are; empty: a trainer sends its own."""
     seed: int = 0
     """The run's seed."""
     updates_in_place: bool = False
@@ -71,6 +74,7 @@ def build_server_command(
         ports=ports,
         random_seed=compute_replica_seed(job.seed, job.cell, index, incarnation),
         updates_in_place=job.updates_in_place,
+        weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,
         part=part,
     )
     return replace(

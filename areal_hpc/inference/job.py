@@ -41,6 +41,7 @@ def run(config: dict[str, Any]) -> None:
             events=events,
             policy=RestartPolicy(job.inference.max_restarts),
             clock=clock,
+            loaded_version=job.loaded_version,
         )
         for index in range(job.inference.replicas_per_cell)
     ]

@@ -75,7 +75,9 @@ class Replica:
         events: EventLog,
         policy: RestartPolicy,
         clock: AwakeClock,
+        loaded_version: str = "",
     ) -> None:
+        """Weights that a server loads are served at once if they have a `loaded_version`."""
         self.index = index
         self._config = config
         self.nodes = NodePartTracker(config.nodes_per_replica)
@@ -85,6 +87,7 @@ class Replica:
         self.clock = clock
         """Of all times here: a pause of this process is none of its servers'."""
         self._policy = policy
+        self._loaded_version = loaded_version
         self._lock = threading.RLock()
         self._server: SGLangServer | None = None
         self._state: ReplicaState = "starting"
@@ -176,6 +179,8 @@ class Replica:
         if server.is_ready():
             with self._lock:
                 self._state = "ready"
+                if self._loaded_version:
+                    self._update_state.mark_serving(self._loaded_version)
             self._probe = HealthProbe(server.url, self._config.health_timeout_s, self.clock)
             self._ready_at = now
             self._failures_in_a_row = 0

@@ -146,12 +146,14 @@ def run_standalone_stage(
         )
 
 
-def job_made_progress(job: str, *, steps_taken: int, steps_left: int, lived_s: float) -> bool:
+def job_made_progress(
+    job: str, *, steps_taken: int, steps_left: int, lived_s: float, is_leader: bool = False
+) -> bool:
     """True if the job did some of the work that it was submitted for, `lived_s` ago. Pure.
 
     `steps_taken` are the run's since then.
     """
-    if job == EVALUATION_CELL and steps_left > 0:
+    if job == EVALUATION_CELL and steps_left > 0 and not is_leader:
         return True  # before the last step there is nothing that its loss could hold up
     is_cell = job == EVALUATION_CELL or job.startswith(CELL_PREFIX)
     return steps_taken > 0 or (is_cell and lived_s >= LOCAL_RESTART_POLICY.healthy_s)
@@ -169,7 +171,8 @@ class _Job:
 
     spec: JobSpec
     handle: JobHandle
-    begun_at_step: int
+    begun_at: int
+    """Progress of its stage when it was submitted."""
     submitted_at: float
     failures: int = 0
     """Submissions in a row that failed without progress."""
@@ -203,7 +206,7 @@ class LocalLauncher:
         try:
             for spec in stage.jobs:
                 handle = self._submit_job(spec)
-                self._jobs.append(_Job(spec, handle, self._read_last_step(), time.monotonic()))
+                self._jobs.append(_Job(spec, handle, self._read_progress(stage), time.monotonic()))
             self._wait_for_jobs_and_resubmit_failed(stage)
         finally:
             stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
@@ -221,8 +224,10 @@ class LocalLauncher:
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle
 
-    def _read_last_step(self) -> int:
-        """Last step of the run that has metrics."""
+    def _read_progress(self, stage: JobStage) -> int:
+        """Last step of the run that has metrics; of an evaluation, the size of its rewards."""
+        if stage.leader.name == EVALUATION_CELL and stage.progress is not None:
+            return stage.progress.stat().st_size if stage.progress.exists() else 0
         rows = read_metrics(self._paths.metrics)
         return int(rows[-1]["step"]) if rows else -1
 
@@ -246,17 +251,18 @@ class LocalLauncher:
             failure = self._find_job_failure(job)
             if failure is not None and not stage.done_marker.exists():
                 self._place.raise_if_place_is_lost()
-                self._resubmit_or_give_up_job(job, failure)
+                self._resubmit_or_give_up_job(stage, job, failure)
         return False
 
-    def _resubmit_or_give_up_job(self, job: _Job, failure: JobFailedError) -> None:
+    def _resubmit_or_give_up_job(self, stage: JobStage, job: _Job, failure: JobFailedError) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""
-        step, now = self._read_last_step(), time.monotonic()
+        reached, now = self._read_progress(stage), time.monotonic()
         progress = job_made_progress(
             job.spec.name,
-            steps_taken=step - job.begun_at_step,
-            steps_left=self._recipe.trainer.total_steps - step,
+            steps_taken=reached - job.begun_at,
+            steps_left=self._recipe.trainer.total_steps - reached,
             lived_s=now - job.submitted_at,
+            is_leader=job.spec is stage.leader,
         )
         job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progress)
         others = count_other_cells(job.spec.name, [other.spec.name for other in self._jobs])
@@ -272,7 +278,7 @@ class LocalLauncher:
             self._jobs.remove(job)
         else:
             self._reporter.print_line(f"{what}; this job is started again")
-            job.handle, job.begun_at_step, job.submitted_at = self._submit_job(job.spec), step, now
+            job.handle, job.begun_at, job.submitted_at = self._submit_job(job.spec), reached, now
 
     def _find_job_failure(self, job: _Job) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""

@@ -4,7 +4,7 @@ Every process gets a configuration that it declares in its package's `config`, w
 neither torch nor SGLang: a plan is made where neither is installed.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +15,7 @@ from areal_hpc.ledger.config import LedgerEvaluationSet, LedgerJobConfig
 from areal_hpc.ledger.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.recipe.sections.evaluation import resolve_keep_best
+from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
 from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rundir.jobs import CellSpec, JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
@@ -59,6 +59,8 @@ class JobStage:
     others: tuple[JobSpec, ...]
     done_marker: Path
     """Exists when the stage is complete; such a stage is skipped."""
+    progress: Path | None = None
+    """A file that grows as the stage gets further; None: the metrics of steps."""
 
     @property
     def jobs(self) -> tuple[JobSpec, ...]:
@@ -95,7 +97,7 @@ def plan_run(
         dtype=recipe.trainer.dtype,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
     sft = build_training_job("sft", recipe, [process])
-    return (JobStage("sft", sft, (), paths.sft_export), reinforcement)
+    return (JobStage("sft", sft, (), paths.sft_export, paths.sft_metrics), reinforcement)
 
 
 def get_base_model_path(recipe: Recipe, paths: RunPaths) -> Path:
@@ -136,16 +138,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         seed=recipe.seed,
         n_train_tasks=facts.train_tasks,
         task_sources=tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources),
-        evaluation_sets={
-            one.name: LedgerEvaluationSet(
-                number=one.number,
-                n_tasks=facts.tasks_by_evaluation_set[one.name],
-                n_samples=one.n_samples,
-                metrics=one.metrics,
-                pass_reward=one.pass_reward,
-            )
-            for one in sets
-        },
+        evaluation_sets=describe_evaluation_sets(sets, facts),
         total_steps=recipe.trainer.total_steps,
         curriculum=rollout.curriculum,
         sys_path=facts.sys_path if rollout.curriculum else (),
@@ -188,23 +181,39 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
     )
 
 
+def describe_evaluation_sets(
+    sets: Iterable[EvaluationSet], facts: LaunchFacts
+) -> dict[str, LedgerEvaluationSet]:
+    """Evaluation sets as the ledger is told of them."""
+    return {
+        one.name: LedgerEvaluationSet(
+            number=one.number,
+            n_tasks=facts.tasks_by_evaluation_set[one.name],
+            n_samples=one.n_samples,
+            metrics=one.metrics,
+            pass_reward=one.pass_reward,
+        )
+        for one in sets
+    }
+
+
 def _plan_cell_jobs(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     names = map(format_cell_name, range(recipe.inference.cells))
-    cells = [_plan_cell(recipe, paths, facts, name, splits) for name in names]
+    cells = [plan_cell(recipe, paths, facts, name, splits) for name in names]
     size = recipe.inference.cells_per_job
     jobs = [
-        _build_cell_job(recipe, cells[first : first + size]) for first in range(0, len(cells), size)
+        build_cell_job(recipe, cells[first : first + size]) for first in range(0, len(cells), size)
     ]
     if is_apart:
-        evaluation = _plan_cell(recipe, paths, facts, EVALUATION_CELL, ("valid",))
-        jobs.append(_build_cell_job(recipe, [evaluation]))
+        evaluation = plan_cell(recipe, paths, facts, EVALUATION_CELL, ("valid",))
+        jobs.append(build_cell_job(recipe, [evaluation]))
     return tuple(jobs)
 
 
-def _build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
+def build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
     """The job of one cell, or of several that share it, each on nodes of its own."""
     inference, is_shared = recipe.inference, len(cells) > 1
     nodes = inference.nodes_per_replica
@@ -220,9 +229,18 @@ def _build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
     )
 
 
-def _plan_cell(
-    recipe: Recipe, paths: RunPaths, facts: LaunchFacts, name: str, splits: tuple[TaskSplit, ...]
+def plan_cell(
+    recipe: Recipe,
+    paths: RunPaths,
+    facts: LaunchFacts,
+    name: str,
+    splits: tuple[TaskSplit, ...],
+    loaded_version: str = "",
 ) -> CellSpec:
+    """The processes of a cell; its servers wait for a trainer's weights, or serve what they load.
+
+    With a `loaded_version` they serve these weights, as that version.
+    """
     inference, rollout = recipe.inference, recipe.rollout
     model = get_initial_policy_path(recipe, paths)
     server = InferenceJobConfig(
@@ -230,6 +248,7 @@ def _plan_cell(
         cell=name,
         inference=inference,
         model_path=model,
+        loaded_version=loaded_version,
         serve_python=facts.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,

@@ -14,7 +14,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.checks.model_files import find_context_tokens
 from areal_hpc.launch.checks.prompts import find_prompt_problems
-from areal_hpc.launch.plan import JobStage, get_base_model_path, plan_run
+from areal_hpc.launch.plan import JobStage, LaunchFacts, get_base_model_path, plan_run
 from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
@@ -27,6 +27,8 @@ from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 
 log = logging.getLogger(__name__)
+PlanStages = Callable[[Recipe, RunPaths, LaunchFacts | None], tuple[JobStage, ...]]
+"""Plan of the jobs of a recipe; without facts, only their shape."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,8 +54,11 @@ def lock_prepared_run(
     sys_path: Sequence[str] = (),
     known_problems: Sequence[Problem] = (),
     joins_live_jobs: bool = False,
+    plan: PlanStages | None = None,
 ) -> Iterator[PreparedRun]:
     """Put a run directory in place and keep other launchers out of it.
+
+    `plan` makes the stages: `plan_run` unless another is given.
 
     `fresh` moves an earlier run aside first. The user's code is imported from `sys_path`, beside
     the present folder. `known_problems` are told with those found here. Jobs of the run that wait
@@ -84,7 +89,9 @@ def lock_prepared_run(
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
             try:
-                ready = _set_up_prepared_run(recipe, paths, pythons, folders, say, live_jobs)
+                ready = _set_up_prepared_run(
+                    recipe, paths, pythons, folders, say, live_jobs, plan or plan_run
+                )
             except BaseException:  # boundary: what this launcher has just made goes again
                 if made:
                     shutil.rmtree(paths.root)
@@ -100,6 +107,7 @@ def _set_up_prepared_run(
     folders: tuple[str, ...],
     say: Callable[[str], None],
     live_jobs: Sequence[LiveJob],
+    plan: PlanStages,
 ) -> PreparedRun:
     """Set up what is missing."""
     setup.report_or_refuse_recipe_changes(recipe, paths, say)
@@ -115,7 +123,7 @@ def _set_up_prepared_run(
     attempt = newest if live_jobs else setup.create_attempt_log_dir_and_link_latest(paths)
     setup.write_recipe_and_keep_replaced(recipe, paths.recipe, paths.replaced_recipe(attempt))
     record_provenance(recipe, paths, attempt, pythons, folders)
-    stages = plan_run(recipe, paths, facts)
+    stages = plan(recipe, paths, facts)
     left = tuple(stage for stage in stages if not stage.done_marker.exists())
     return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
 

@@ -29,7 +29,7 @@ from areal_hpc.launch.host_memory import find_host_memory_problems, find_memory_
 from areal_hpc.launch.local_launcher import ProgressReporter
 from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
-from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
+from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
@@ -83,26 +83,32 @@ def submit(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     joins_live_jobs: bool = False,
+    plan: PlanStages | None = None,
 ) -> None:
     """Submit what is left of a run. All of its jobs are queued, or none.
 
-    They are submitted held, and released when all of them are recorded. With `joins_live_jobs`
-    those that wait or run already stay, recorded and released, and only the others are submitted.
+    `plan` makes its jobs: `plan_run` unless another is given. They are submitted held, and released
+    when all of them are recorded. With `joins_live_jobs` those that wait or run already stay,
+    recorded and released, and only the others are submitted.
 
     Raises:
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
         ClusterError: There is no Slurm here, it does not answer, or jobs of the run wait or run.
     """
-    build_requests_of_run(
-        recipe, Path.cwd()
-    )  # what does not fit is refused before anything is written
+    # What does not fit is refused before anything is written.
+    build_requests_of_run(recipe, Path.cwd(), plan=plan)
     with lock_prepared_run(
         recipe,
         say=say,
         fresh=fresh,
         sys_path=sys_path,
-        known_problems=find_host_memory_problems(recipe, find_memory_bytes_of_job_nodes(recipe)),
+        known_problems=(
+            find_host_memory_problems(recipe, find_memory_bytes_of_job_nodes(recipe))
+            if plan is None
+            else ()
+        ),
         joins_live_jobs=joins_live_jobs,
+        plan=plan,
     ) as ready:
         submission = _RunSubmission(ready, say)
         with cancel_jobs_on_failure(say, submission.job_ids):
@@ -326,7 +332,7 @@ def build_launch_file(
             comment=request.comment,
             cancelled=str(paths.cancelled_marker),
             interface=network.interface,
-            progress=str(paths.sft_metrics if stage.name == "sft" else paths.metrics),
+            progress=str(stage.progress or paths.metrics),
             done_marker=str(stage.done_marker),
             prerequisite=_find_prerequisite(stage, ready),
             idle_timeout_s=cluster.idle_timeout_s,
@@ -372,6 +378,7 @@ def build_requests_of_run(
     working_folder: Path,
     after: Sequence[str] = (),
     place: RunContext | None = None,
+    plan: PlanStages | None = None,
 ) -> list[JobRequest]:
     """Requests to Slurm for all that is left of a run; nothing is written.
 
@@ -383,7 +390,8 @@ def build_requests_of_run(
     """
     paths = RunPaths(recipe.run_dir.resolve())
     place = place or build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
-    stages = [one for one in plan_run(recipe, paths) if not one.done_marker.exists()]
+    planned = (plan or plan_run)(recipe, paths, None)
+    stages = [one for one in planned if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     slurm = add_cpu_and_memory_options(recipe, jobs)
     requests = {request.job: request for request in build_job_requests(jobs, slurm, place)}
@@ -421,7 +429,11 @@ def _find_short_time_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> l
 
 
 def watch_submitted_run(
-    recipe: Recipe, paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
+    recipe: Recipe,
+    paths: RunPaths,
+    reporter: ProgressReporter,
+    stop: threading.Event,
+    plan: PlanStages | None = None,
 ) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
 
@@ -431,7 +443,8 @@ def watch_submitted_run(
     """
     poll_s, asked_at, was_gone = FIRST_QUEUE_POLL_S, time.monotonic(), False
     while not paths.finished_marker.exists():
-        left = (one for one in plan_run(recipe, paths) if not one.done_marker.exists())
+        planned = (plan or plan_run)(recipe, paths, None)
+        left = (one for one in planned if not one.done_marker.exists())
         if (stage := next(left, None)) is None:
             break  # it has just finished
         reporter.show_progress(stage.name)

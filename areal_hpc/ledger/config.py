@@ -51,6 +51,9 @@ class LedgerJobConfig(ProcessConfig):
     """Its parts in the order of lines, if there are several."""
     evaluation_sets: dict[str, LedgerEvaluationSet] = Field(default_factory=dict)
     """Sets of held-out tasks."""
+    evaluates: dict[str, int] = Field(default_factory=dict)
+    """Sets to evaluate on the weights that replicas load, with their tasks, and then to end the
+    run; empty: a trainer asks for evaluations."""
     total_steps: Annotated[int, Field(ge=1)]
     """Batches of the run."""
     cell_timeout_s: Annotated[float, Field(gt=0)] = 30.0

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from areal_hpc.evaluation.ticket_numbers import get_ticket_id
 from areal_hpc.ledger.leases import Lease, LeaseTable
-from areal_hpc.rundir.manifests import EvaluationResult
+from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
 ATTEMPTS_PER_GENERATION = 1_000_000
@@ -117,6 +117,14 @@ class EvaluationState:
         self.rewards[ref.ticket_id] = list(rewards)
         self._answers[ref.ticket_id] = list(answers)
         return True
+
+    def restore_rewards(self, tickets: Sequence[EvaluatedTicket]) -> None:
+        """Take what was done before the ledger was restarted, of the same weights."""
+        for one in tickets:
+            attempt = self.generation * ATTEMPTS_PER_GENERATION
+            self.record_rewards(
+                TicketRef(one.ticket_id, attempt, self.step), one.rewards, one.answers
+            )
 
     def score_failed_task_zero(self, ref: TicketRef, reason: str) -> None:
         """The agent kept failing on this task: its samples score 0."""

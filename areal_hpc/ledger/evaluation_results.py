@@ -21,7 +21,9 @@ def read_current_results(
     found = {}
     for name, n_tasks in n_tasks_by_set.items():
         result = manifests.read_evaluation(paths, step, name)
-        if result and result.n_tasks == n_tasks and state.is_evaluation_current(result):
+        if result is None or result.n_tasks != n_tasks:
+            continue
+        if state.is_evaluation_current(step, result.generation):
             found[name] = result
     return found
 

@@ -16,6 +16,7 @@ from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.curriculum import RECIPE_KEY, Curriculum
+from areal_hpc.ledger.evaluation_run import evaluate_and_finish
 from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.task_stream import TaskSource, TaskStream
@@ -49,6 +50,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
         ClusterError: The run directory cannot be written, or its manifests have a gap.
         ShardError: A file of the ledger is damaged.
         RecipeError: The curriculum cannot be imported.
+        AgentError: There is no trainer to tell, and the agent fails alike in the first tasks.
     """
     paths = RunPaths(config.run_dir)
     try:
@@ -85,12 +87,21 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = time.monotonic()
     releasing = asyncio.create_task(_keep_releasing_held_jobs(paths))
+    evaluating = (
+        asyncio.create_task(evaluate_and_finish(service, paths, config.evaluates))
+        if config.evaluates
+        else None
+    )
     while not stop.requested and not serving.done():
         await asyncio.sleep(STOP_POLL_S)
+        if evaluating is not None and evaluating.done():
+            evaluating.result()
         if time.monotonic() - checked_at_s >= expiry_check_every_s:
             service.expire_leases()
             checked_at_s = time.monotonic()
     releasing.cancel()
+    if evaluating is not None:
+        evaluating.cancel()
     app.end_long_polls()
     server.should_exit = True
     await serving

@@ -158,7 +158,8 @@ class LedgerService:
             raise LedgerRequestError(400, "an evaluated ticket needs at least one reward, got none")
         if self._evaluation is not None:
             self._first_tickets.record_success(request.ref)
-            self._evaluation.record_rewards(request.ref, request.rewards, request.answers)
+            if self._evaluation.record_rewards(request.ref, request.rewards, request.answers):
+                self._keep_evaluated_ticket(self._evaluation, request)
         self._notify_waiting()
         return ACKNOWLEDGED
 
@@ -367,8 +368,24 @@ class LedgerService:
         if evaluation.n_tasks_left:
             return total - evaluation.n_tasks_left, None
         self._evaluation = None
+        self._paths.evaluated_tickets(step).unlink(missing_ok=True)
         results = self._read_results(step, n_tasks_by_set)
         return total, compute_result_metrics(results, self._evaluation_sets)
+
+    def _keep_evaluated_ticket(
+        self, evaluation: EvaluationState, request: wire.EvaluationResultRequest
+    ) -> None:
+        """Have a restarted ledger play the task no more. What failed is not kept: it may be mended.
+
+        A storage that refuses costs a repetition, and not the evaluation.
+        """
+        ticket = manifests.EvaluatedTicket(
+            request.ref.ticket_id, evaluation.generation, request.rewards, request.answers
+        )
+        try:
+            manifests.append_evaluated_ticket(self._paths, evaluation.step, ticket)
+        except OSError as error:
+            log.warning("the rewards of %s are in memory only: %s", request.ref, error)
 
     def _read_results(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationResults:
         return read_current_results(self._paths, self._state, step, n_tasks_by_set)
@@ -379,12 +396,20 @@ class LedgerService:
             name: SetPart(known[name].number, n_tasks, known[name].n_samples)
             for name, n_tasks in n_tasks_by_set.items()
         }
-        return EvaluationState(
+        evaluation = EvaluationState(
             step,
             parts,
             generation=self._state.generation,
             first_attempt=self._tickets.first_attempt,
         )
+        evaluation.restore_rewards(
+            [
+                one
+                for one in manifests.read_evaluated_tickets(self._paths, step)
+                if self._state.is_evaluation_current(step, one.generation)
+            ]
+        )
+        return evaluation
 
     def _save_and_apply_state(self, state: LedgerState) -> None:
         """Durable first: a restarted ledger admits tickets by the version written here."""

@@ -37,10 +37,10 @@ class LedgerState(msgspec.Struct, frozen=True):
         forks = (*earlier, GenerationFork(generation, base_step))
         return LedgerState(self.incarnation, generation, base_step, forks)
 
-    def is_evaluation_current(self, result: EvaluationResult) -> bool:
+    def is_evaluation_current(self, step: int, generation: int) -> bool:
         """True if the weights that were evaluated are those this run still has at that step."""
-        later = (fork for fork in self.forks if fork.generation > result.generation)
-        return all(result.step <= fork.base_step for fork in later)
+        later = (fork for fork in self.forks if fork.generation > generation)
+        return all(step <= fork.base_step for fork in later)
 
 
 class EvaluationResult(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -63,6 +63,18 @@ class EvaluationResult(msgspec.Struct, frozen=True, omit_defaults=True):
     def list_samples(self) -> list[list[float]]:
         """By task index, the reward of each sample."""
         return self.samples or [[reward] for reward in self.rewards]
+
+
+class EvaluatedTicket(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A task of an evaluation under way that is done: it is not played again."""
+
+    ticket_id: int
+    generation: int
+    """The generation whose weights these were."""
+    rewards: list[float]
+    """Of each sample."""
+    answers: list[str] = []
+    """What each sample answered; empty if none says."""
 
 
 class DroppedTicket(msgspec.Struct, frozen=True):
@@ -153,6 +165,21 @@ def write_evaluation(paths: RunPaths, set_name: str, result: EvaluationResult) -
 def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
     """The result of a set for the weights of `step`; None if there is none yet."""
     return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
+
+
+def append_evaluated_ticket(paths: RunPaths, step: int, ticket: EvaluatedTicket) -> None:
+    """Keep the rewards of one task. Not forced to disk: a node that is lost costs its last tasks.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    paths.evaluations_dir.mkdir(exist_ok=True)
+    append_line(paths.evaluated_tickets(step), ticket)
+
+
+def read_evaluated_tickets(paths: RunPaths, step: int) -> list[EvaluatedTicket]:
+    """The tasks of the evaluation of `step` that were done while it was under way."""
+    return read_lines(paths.evaluated_tickets(step), EvaluatedTicket)
 
 
 def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:

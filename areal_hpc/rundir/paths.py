@@ -86,6 +86,10 @@ class RunPaths(_Folder):
     """The ledger's number of starts, newest generation and published step."""
     evaluations_dir = _PathDescriptor("evaluations")
     """One result file per evaluated step."""
+    separate_evaluations_dir = _PathDescriptor("separate_evaluations")
+    """Evaluations by `areal-hpc eval`, each with a directory in the form of a run's."""
+    evaluation_report = _PathDescriptor("evaluation_report.json")
+    """What `areal-hpc eval` found, in the directory of such an evaluation."""
     sft_dir = _PathDescriptor("sft")
     """Checkpoints of the SFT stage."""
     checkpoints_dir = _PathDescriptor("checkpoints")
@@ -151,6 +155,10 @@ class RunPaths(_Folder):
         if set_name != "valid":
             folder /= set_name
         return folder / f"{format_step_dir(step)}.json"
+
+    def evaluated_tickets(self, step: int) -> Path:
+        """Rewards of the tasks that are done, while the evaluation of `step` is under way."""
+        return self.evaluations_dir / f"{format_step_dir(step)}.tickets.jsonl"
 
     def evaluation_tasks(self, set_name: str) -> Path:
         """The tasks of an evaluation set."""

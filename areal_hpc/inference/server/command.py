@@ -81,11 +81,13 @@ def build_replica_command(
     ports: ServerPorts,
     random_seed: int,
     updates_in_place: bool = False,
+    weight_version: str = UNSET_WEIGHT_VERSION,
     part: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it.
 
-    With `updates_in_place` weights change between two steps of generations under way.
+    With `updates_in_place` weights change between two steps of generations under way. Tokens are
+    stamped with `weight_version` until the first update.
     """
     module = "cpu.sglang_cpu" if device == "cpu" else "server.sglang_main"
     launcher = f"areal_hpc.inference.{module}"
@@ -100,7 +102,7 @@ def build_replica_command(
         "--tp": config.tp,
         "--max-running-requests": config.max_running_requests,
         "--random-seed": random_seed,
-        "--weight-version": UNSET_WEIGHT_VERSION,
+        "--weight-version": weight_version,
         "--log-level-http": "warning",
         "--incremental-streaming-output": True,  # else each piece of a stream repeats all before
     }

@@ -78,22 +78,38 @@ def test_another_evaluation_takes_the_place_of_one_that_is_under_way(ledger: Led
     assert ledger.evaluate(1, 2) == EvaluateReply(0, 2)
     ledger.report(given_up[1], 1.0)  # its episode may have gone on with other weights
     assert ledger.evaluate(1, 2) == EvaluateReply(0, 2)
-    assert ledger.evaluate(0, 2) == EvaluateReply(0, 2)
+    assert ledger.evaluate(0, 2) == EvaluateReply(1, 2)  # the first task was done in time
     assert not ledger.paths.evaluation(0).exists()
 
 
-@pytest.mark.parametrize(("evaluated_step", "done"), [(0, 1), (-1, 0)])
-def test_an_evaluation_outlives_its_trainer_only_where_the_next_one_says_so(
+@pytest.mark.parametrize(("evaluated_step", "done"), [(0, 2), (-1, 1)])
+def test_episodes_of_an_evaluation_outlive_its_trainer_only_where_the_next_one_says_so(
     ledger: LedgerProcess, evaluated_step: int, done: int
 ) -> None:
     ledger.open_generation()
-    ledger.evaluate(0, 2)
-    ledger.report(ledger.lease(splits=("valid",)).grants[0].ref, 1.0)
+    ledger.evaluate(0, 3)
+    first, second, _ = (one.ref for one in ledger.lease(splits=("valid",)).grants)
+    ledger.report(first, 1.0)
     ledger.open_generation(2, evaluated_step=evaluated_step)
-    assert ledger.evaluate(0, 2, generation=2) == EvaluateReply(done, 2)
+    ledger.evaluate(0, 3, generation=2)
+    ledger.report(second, 1.0)
+    assert ledger.evaluate(0, 3, generation=2) == EvaluateReply(done, 3)
 
 
-def test_a_set_that_is_done_outlives_the_ledger_and_the_others_are_played_again(
+def test_tasks_of_weights_that_are_given_up_are_played_again(ledger: LedgerProcess) -> None:
+    ledger.open_generation(1)
+    ledger.form_batch(1)
+    ledger.publish(1)
+    ledger.evaluate(1, 2)
+    ledger.report(next(g.ref for g in ledger.grants(tickets=1) if g.ref.eval_step == 1), 1.0)
+    ledger.restart()
+    assert ledger.evaluate(1, 2) == EvaluateReply(1, 2)
+    ledger.open_generation(2, base_step=0)
+    ledger.publish(1, generation=2)
+    assert ledger.evaluate(1, 2, generation=2) == EvaluateReply(0, 2)
+
+
+def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
     start_ledger: StartLedger,
 ) -> None:
     aime = {"number": 1, "n_tasks": 2, "n_samples": 2, "metrics": ["pass@k"]}
@@ -105,14 +121,13 @@ def test_a_set_that_is_done_outlives_the_ledger_and_the_others_are_played_again(
     ids = [(one.ref.ticket_id, one.task_index, one.n_episodes) for one in grants]
     assert ids == [(0, 0, 1), (1_000_000, 0, 2), (1_000_001, 1, 2)]
     ledger.report(grants[0].ref, 1.0)
-    ledger.report(grants[1].ref, 1.0, 0.0)
-    assert ledger.evaluate_sets(0, wanted) == EvaluateReply(2, 3)
+    ledger.report(grants[1].ref, 0.0, 1.0)
+    ledger.drop(grants[2].ref, "it failed, and may be mended")
     ledger.restart()
-    assert ledger.evaluate_sets(0, wanted) == EvaluateReply(1, 3)
-    again = ledger.lease(tickets=2, splits=("valid",)).grants
-    assert [one.ref.ticket_id for one in again] == [1_000_000, 1_000_001]
-    ledger.report(again[0].ref, 0.0, 1.0)
-    ledger.drop(again[1].ref, "it kept failing")
+    assert ledger.evaluate_sets(0, wanted) == EvaluateReply(2, 3)
+    (again,) = ledger.lease(tickets=2, splits=("valid",)).grants
+    assert again.ref.ticket_id == 1_000_001
+    ledger.drop(again.ref, "it kept failing")
     row = ledger.evaluate_sets(0, wanted).metrics
     assert row is not None
     values = {name: value for name, value in row.items() if not name.endswith(("_low", "_high"))}

@@ -1,0 +1,70 @@
+"""Jobs of an evaluation without a trainer: one, with a ledger that asks itself. Pure."""
+
+from collections.abc import Collection
+
+from msgspec.structs import replace
+
+from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.launch.plan import (
+    MAX_SERVICE_RESTARTS,
+    JobStage,
+    LaunchFacts,
+    build_cell_job,
+    describe_evaluation_sets,
+    plan_cell,
+)
+from areal_hpc.launch.prepared_run import PlanStages
+from areal_hpc.ledger.config import LedgerJobConfig
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE
+from areal_hpc.wire.weight_version import WeightVersion
+
+LOADED_VERSION = str(WeightVersion(0, LOADED_STEP))
+"""Version of the weights that replicas load: of no generation, as no trainer made them here."""
+
+
+def plan_evaluation_of(set_names: Collection[str]) -> PlanStages:
+    """The plan of an evaluation on these sets."""
+
+    def plan(recipe: Recipe, paths: RunPaths, facts: LaunchFacts | None) -> tuple[JobStage, ...]:
+        known = facts or LaunchFacts(1, {}, "python", ())
+        return (plan_evaluation(recipe, paths, known, set_names),)
+
+    return plan
+
+
+def plan_evaluation(
+    recipe: Recipe, paths: RunPaths, facts: LaunchFacts, set_names: Collection[str]
+) -> JobStage:
+    """The job `evaluation`: a cell that serves what it loads, and the ledger on its first task."""
+    sets = [
+        one
+        for one in recipe.evaluation_sets
+        if one.name in set_names and facts.tasks_by_evaluation_set.get(one.name)
+    ]
+    ledger = LedgerJobConfig(
+        run_dir=paths.root,
+        batch_size=1,
+        episodes_per_ticket=recipe.rollout.episodes_per_ticket,
+        max_head_offpolicyness=0,
+        max_concurrent_rollouts=recipe.rollout.max_concurrent_rollouts,
+        seed=recipe.seed,
+        n_train_tasks=1,
+        evaluation_sets=describe_evaluation_sets(sets, facts),
+        evaluates={
+            one.name: min(one.tasks, facts.tasks_by_evaluation_set[one.name]) for one in sets
+        },
+        total_steps=1,
+    ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS)
+    cell = plan_cell(recipe, paths, facts, EVALUATION_CELL, ("valid",), LOADED_VERSION)
+    job = build_cell_job(recipe, [cell])
+    # The agents' Python: there is no trainer, and its environment need not be there.
+    processes = [replace(ledger, role="agents"), *job.processes]
+    return JobStage(
+        EVALUATION_CELL,
+        replace(job, processes=processes),
+        (),
+        paths.finished_marker,
+        paths.evaluated_tickets(LOADED_STEP),
+    )

@@ -1,0 +1,157 @@
+"""Start of an evaluation without a trainer, here or as a Slurm job, and what it found."""
+
+import os
+from collections.abc import Callable, Sequence
+
+import msgspec
+
+from areal_hpc.dataset.materialize import count_materialized_rows
+from areal_hpc.errors import Problem, RecipeError, RunInterruptedError
+from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.jobs.processes.signals import StopEvent
+from areal_hpc.launch import slurm_launcher
+from areal_hpc.launch.evaluation.plan import plan_evaluation_of
+from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
+from areal_hpc.launch.gpu_assignment import find_usable_gpus
+from areal_hpc.launch.local_launcher import LocalLauncher
+from areal_hpc.launch.places.this_machine import ThisMachine
+from areal_hpc.launch.prepared_run import lock_prepared_run
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
+from areal_hpc.rundir.manifests import read_evaluation
+from areal_hpc.view.evaluation_progress import EvaluationReporter
+from areal_hpc.view.evaluation_report import EvaluationReport, build_report_of_run
+
+
+def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
+    """The sets of these names; all without any.
+
+    Raises:
+        RecipeError: The recipe has no such set, or none at all.
+    """
+    known = {one.name: one for one in recipe.evaluation_sets}
+    if unknown := [name for name in names if name not in known]:
+        raise RecipeError(
+            f"the recipe has no evaluation set {unknown[0]}",
+            key="--set",
+            hint=f"choose from {', '.join(known)}" if known else "add one to evaluation.sets",
+        )
+    if not known:
+        hint = "set valid_dataset, or add a set to evaluation.sets"
+        raise RecipeError("the recipe has no evaluation set", key="evaluation.sets", hint=hint)
+    return [one for name, one in known.items() if not names or name in names]
+
+
+def find_missing_sets(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> list[str]:
+    """Names of the sets without a result, or with one of fewer tasks than are asked for."""
+    missing = []
+    for one in sets:
+        tasks = target.paths.evaluation_tasks(one.name)
+        result = read_evaluation(target.paths, LOADED_STEP, one.name)
+        there = count_materialized_rows(tasks) if result else 0
+        if result is None or result.n_tasks != min(one.tasks, there):
+            missing.append(one.name)
+    return missing
+
+
+def find_report_of_step(
+    target: EvaluationTarget, step: int, sets: Sequence[EvaluationSet]
+) -> EvaluationReport:
+    """What is known of another step of the run: by an evaluation of its own, or from training.
+
+    Raises:
+        RecipeError: Nothing is, or what is evaluated is no checkpoint of a run.
+    """
+    if (run := target.run) is None:
+        message = "a step of which run? What is evaluated is a model"
+        raise RecipeError(message, key="--compare", hint="give a file of results")
+    asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
+    own = find_target(run.root, step=step, recipe=None)
+    for paths, at in ((own.paths, LOADED_STEP), (run, step)):
+        report = build_report_of_run(paths, at, asked)
+        if report.sets:
+            return msgspec.structs.replace(report, step=step)
+    raise RecipeError(
+        f"the weights of step {step} were not evaluated on {', '.join(asked)}",
+        key="--compare",
+        hint=f"areal-hpc eval {run.root} --step {step}",
+    )
+
+
+def build_report(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> EvaluationReport:
+    """What was found of those sets that are done."""
+    asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
+    found = build_report_of_run(target.paths, LOADED_STEP, asked).sets
+    run = str(target.run.root) if target.run is not None else ""
+    return EvaluationReport(str(target.model), run, target.step, found)
+
+
+def run_evaluation(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet], stop: StopEvent
+) -> None:
+    """Play what is left of the sets on this machine.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong; all problems at once.
+        ClusterError: Another launcher works in the directory.
+        JobFailedError: The job failed for good.
+        RunInterruptedError: `stop` was set.
+    """
+    recipe = target.recipe
+    reporter = EvaluationReporter(target.paths, sum(one.tasks for one in sets))
+    target.put_in_place(reporter.print_line)
+    with lock_prepared_run(
+        recipe,
+        say=reporter.print_line,
+        known_problems=_find_gpu_problems(recipe),
+        plan=plan_evaluation_of([one.name for one in sets]),
+    ) as ready:
+        if stop.is_set():
+            raise RunInterruptedError
+        place = ThisMachine(recipe, ready)
+        LocalLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(ready.stages[0])
+
+
+def submit_evaluation(
+    target: EvaluationTarget,
+    sets: Sequence[EvaluationSet],
+    *,
+    say: Callable[[str], None],
+    wait_until: StopEvent | None = None,
+) -> None:
+    """Submit a job for what is left of the sets; wait for it, until that event, if there is one.
+
+    Raises:
+        RecipeError: Something the recipe names is missing or wrong, or Slurm refuses the job.
+        ClusterError: There is no Slurm here, or the job waits or runs.
+        JobFailedError: It failed for good while this waited.
+        RunInterruptedError: The event was set. The job goes on.
+    """
+    plan = plan_evaluation_of([one.name for one in sets])
+    target.put_in_place(say)
+    slurm_launcher.submit(target.recipe, say=say, plan=plan)
+    if wait_until is not None:
+        reporter = EvaluationReporter(target.paths, sum(one.tasks for one in sets))
+        slurm_launcher.watch_submitted_run(
+            target.recipe, target.paths, reporter, wait_until, plan=plan
+        )
+
+
+def _find_gpu_problems(recipe: Recipe) -> list[Problem]:
+    """What keeps this machine's GPUs from carrying the cell."""
+    if recipe.inference.device == "cpu":
+        return []
+    try:
+        shown = len(find_usable_gpus(recipe, os.environ).ids)
+    except RecipeError as error:
+        return list(error.problems)
+    needed = recipe.inference.replicas_per_cell * recipe.inference.tp
+    if needed <= shown or (not shown and recipe.inference.device == "auto"):
+        return []
+    return [
+        Problem(
+            f"the evaluation needs {needed} GPUs, this machine shows {shown}",
+            "inference.replicas_per_cell, inference.tp",
+            "lower them, or use --submit",
+        )
+    ]

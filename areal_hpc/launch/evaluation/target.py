@@ -1,0 +1,172 @@
+"""What `areal-hpc eval` evaluates: a model directory, or a checkpoint of a run; and its recipe."""
+
+import json
+import re
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from omegaconf import OmegaConf
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.launch.plan import get_initial_policy_path
+from areal_hpc.recipe.loading import flatten_keys, load_recipe, read_site_file
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
+from areal_hpc.wire.weight_version import WeightVersion
+
+MODEL_CONFIG_FILE = "config.json"
+_ONE_CELL = (
+    *("sft=null", "inference.cells=1", "inference.cells_per_job=1"),
+    *("evaluation.separate_cell=false", "evaluation.keep_best=''"),
+)
+"""What an evaluation has of a run: one cell, and no training."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationTarget:
+    """A model to evaluate, with the recipe of its evaluation."""
+
+    recipe: Recipe
+    """Its run directory is that of the evaluation."""
+    model: Path
+    """In Hugging Face format; of a checkpoint it is there once `put_in_place` has been called."""
+    run: RunPaths | None = None
+    """The run whose checkpoint it is."""
+    step: int | None = None
+    """The step of the checkpoint."""
+
+    @property
+    def paths(self) -> RunPaths:
+        """The directory of the evaluation."""
+        return RunPaths(self.recipe.run_dir.resolve())
+
+    def put_in_place(self, say: Callable[[str], None]) -> None:
+        """Export the checkpoint unless that was done, and link the run's own tasks.
+
+        Raises:
+            ClusterError: The export failed.
+        """
+        if self.run is None:
+            return
+        readers = self.recipe.cluster.readable_by
+        with restrict_new_files(readers):
+            secure_run_dir(self.paths.root, readers)
+            _link_tasks(self.run, self.recipe, self.paths)
+            if not self.model.exists():
+                _export_checkpoint(self.run, self.step, self.model, self.recipe, say)
+
+
+def find_target(
+    place: Path,
+    *,
+    step: int | None,
+    recipe: Path | None,
+    overrides: Sequence[str] = (),
+    site: Path | None = None,
+) -> EvaluationTarget:
+    """What is at `place`: a run directory, or a model that a `recipe` says how to evaluate.
+
+    Raises:
+        RecipeError: There is neither, the run has no such checkpoint, or a recipe is missing.
+    """
+    run = RunPaths(place.resolve())
+    if run.recipe.exists():
+        if recipe is not None:
+            raise RecipeError("a run has its own recipe", key="--recipe", hint="give key=value")
+        return _find_checkpoint(run, step, overrides, site)
+    if not (place / MODEL_CONFIG_FILE).is_file():
+        raise RecipeError(
+            f"there is no run and no model at {place}",
+            hint=f"give a run directory, or a model's, which has a {MODEL_CONFIG_FILE}",
+        )
+    if recipe is None or step is not None:
+        key = "--step" if recipe is not None else "--recipe"
+        message = "a model has no steps" if recipe is not None else "no recipe says how to play it"
+        raise RecipeError(message, key=key, hint=f"areal-hpc eval {place} --recipe RECIPE.yaml")
+    model = place.resolve()
+    trial = "eval-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
+    asked = [*_ONE_CELL, f"trial_name={trial}", *overrides, f"model.path={json.dumps(str(model))}"]
+    return EvaluationTarget(load_recipe(recipe, asked, site), model)
+
+
+def _find_checkpoint(
+    run: RunPaths, step: int | None, overrides: Sequence[str], site: Path | None
+) -> EvaluationTarget:
+    recorded = load_recipe(run.recipe)
+    version = choose_version(run, step)
+    places = [
+        f"cluster.fileroot={json.dumps(str(run.separate_evaluations_dir))}",
+        f"trial_name={recorded.trial_name}-{version}",
+    ]
+    sited = []
+    if site is not None:  # the recorded recipe holds every key, so they have to win over it
+        keys = flatten_keys(OmegaConf.to_container(read_site_file(site), resolve=True))
+        sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
+    asked = [*_ONE_CELL, *sited, *places, *overrides]
+    if version.step == 0:
+        model = get_initial_policy_path(recorded, run).resolve()
+    else:
+        place = RunPaths(load_recipe(run.recipe, asked).run_dir.resolve())
+        model = place.export_dir(format_step_dir(version.step))
+    recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(model))}"])
+    return EvaluationTarget(recipe, model, run, version.step)
+
+
+def choose_version(run: RunPaths, step: int | None) -> WeightVersion:
+    """The weights to evaluate: of the newest checkpoint unless one is asked for; 0 is the start.
+
+    Raises:
+        RecipeError: The run has no checkpoint of that step.
+    """
+    if step == 0:
+        return WeightVersion(0, 0)
+    states = [one.state for one in list_checkpoints(run.checkpoints_dir)]
+    chosen = [one for one in states if step in (None, one.step)]
+    if chosen:
+        return WeightVersion(chosen[-1].generation, chosen[-1].step)
+    held = ", ".join(map(str, (0, *(one.step for one in states))))
+    raise RecipeError(
+        f"there is no checkpoint of step {step}" if states else "the run has no checkpoint yet",
+        key=str(run.checkpoints_dir),
+        hint=f"--step takes one of {held}; 0 is the model that the run started from",
+    )
+
+
+def _link_tasks(run: RunPaths, recipe: Recipe, paths: RunPaths) -> None:
+    """Have the evaluation read the tasks of the run itself, where it asks for the same ones."""
+    recorded = {one.name: one.dataset for one in load_recipe(run.recipe).evaluation_sets}
+    files = [run.dataset("train"), run.task_counts]
+    for one in recipe.evaluation_sets:
+        if recorded.get(one.name) == one.dataset:
+            files.append(run.evaluation_tasks(one.name))
+    paths.data_dir.mkdir(exist_ok=True)
+    for file in files:
+        link = paths.data_dir / file.name
+        if file.exists() and not link.exists():
+            link.unlink(missing_ok=True)
+            link.symlink_to(file)
+
+
+def _export_checkpoint(
+    run: RunPaths, step: int | None, target: Path, recipe: Recipe, say: Callable[[str], None]
+) -> None:
+    say(f"export   step {step} to {target}")
+    python = get_interpreter("train", recipe.cluster.train.python)
+    command = [python, "-m", "areal_hpc", "export", str(run.root)]
+    ended = subprocess.run(
+        [*command, "--step", str(step), "--out", str(target)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if ended.returncode:
+        raise ClusterError(
+            f"the checkpoint of step {step} could not be exported: {ended.stderr.strip()[-800:]}",
+            key=str(run.checkpoints_dir),
+            hint="areal-hpc export tells more",
+        )

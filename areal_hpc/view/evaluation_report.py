@@ -1,0 +1,224 @@
+"""What an evaluation found: numbers of its sets with intervals, and two evaluations compared."""
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.evaluation.set_metrics import (
+    DEFAULT_PASS_REWARD,
+    SetSamples,
+    compute_task_values,
+    estimate_metrics,
+    format_metric_name,
+)
+from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_paired
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.manifests import EvaluationResult, read_json_file
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.tables import format_table
+
+
+class EvaluatedSet(msgspec.Struct, frozen=True):
+    """One set: what its samples earned, and the numbers that the recipe asks for."""
+
+    tasks_digest: str
+    """Of the tasks that were played: results on others cannot be compared."""
+    metrics: dict[str, Estimate]
+    """By name, with a number in place of k."""
+    samples: list[list[float]]
+    """By task, the reward of each sample."""
+    answers: list[list[str]] = []
+    """By task, what each sample answered; empty if none says."""
+    failures: dict[int, str] = {}
+    """Task -> reason, of those whose agent failed. They count as reward 0."""
+    pass_reward: float = DEFAULT_PASS_REWARD
+
+
+class EvaluationReport(msgspec.Struct, frozen=True):
+    """The file of results of `areal-hpc eval`."""
+
+    model: str
+    """Directory of the weights."""
+    run: str = ""
+    """The run whose checkpoint they are of; empty for a model."""
+    step: int | None = None
+    sets: dict[str, EvaluatedSet] = {}
+
+    @property
+    def name(self) -> str:
+        """How tables call it."""
+        return self.model if self.step is None else f"step {self.step}"
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedMetric:
+    """A metric of a set in two evaluations of the same tasks."""
+
+    set_name: str
+    metric: str
+    before: float
+    after: float
+    comparison: PairedComparison
+
+    @property
+    def verdict(self) -> str:
+        """What the 95 % interval of the difference says."""
+        difference = self.comparison.difference
+        if difference.low <= 0 <= difference.high:
+            return "no difference is shown"
+        return "better" if difference.value > 0 else "worse"
+
+
+def evaluate_set(
+    result: EvaluationResult, tasks: Path, metrics: Sequence[str], pass_reward: float
+) -> EvaluatedSet:
+    """The numbers of a set from its rewards."""
+    samples = SetSamples(result.list_samples(), result.answers)
+    return EvaluatedSet(
+        compute_tasks_digest(tasks, result.n_tasks),
+        estimate_metrics(samples, metrics, pass_reward),
+        result.list_samples(),
+        result.answers,
+        result.failures,
+        pass_reward,
+    )
+
+
+def compute_tasks_digest(tasks: Path, n_tasks: int) -> str:
+    """A digest of the first lines of a task set."""
+    digest = hashlib.blake2b(digest_size=16)
+    with tasks.open("rb") as stream:
+        for line in islice(stream, n_tasks):
+            digest.update(line.rstrip(b"\n") + b"\n")
+    return digest.hexdigest()
+
+
+def write_report(paths: RunPaths, report: EvaluationReport) -> None:
+    """Write the file of results."""
+    content = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    write_atomic(paths.evaluation_report, content)
+
+
+def read_report(place: Path) -> EvaluationReport:
+    """The results in a file, or in the directory of an evaluation.
+
+    Raises:
+        RecipeError: There are none.
+        ShardError: The file is damaged.
+    """
+    path = RunPaths(place).evaluation_report if place.is_dir() else place
+    report = read_json_file(path, EvaluationReport)
+    if report is None:
+        raise RecipeError(
+            f"there are no results of an evaluation at {place}",
+            key="--compare",
+            hint=f"give a step, or a file {path.name} that areal-hpc eval wrote",
+        )
+    return report
+
+
+def format_report(report: EvaluationReport) -> Iterator[str]:
+    """A table: a line for each set and metric."""
+    rows = [("set", "metric", "value", "95 % interval", "tasks", "samples")]
+    for name, one in report.sets.items():
+        for metric, estimate in one.metrics.items():
+            shape = (str(len(one.samples)), str(len(one.samples[0])))
+            interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
+            rows.append((name, metric, f"{estimate.value:.3f}", interval, *shape))
+    yield from format_table(rows, right={2, 4, 5})
+    for name, one in report.sets.items():
+        if one.failures:
+            task, reason = next(iter(one.failures.items()))
+            yield f"{name}: the agent failed on {len(one.failures)} tasks, which count as 0"
+            yield f"  task {task}: {reason.splitlines()[0] if reason else 'no reason'}"
+
+
+def compare_reports(before: EvaluationReport, after: EvaluationReport) -> list[ComparedMetric]:
+    """Every metric that both have, on the sets that both have, by a paired test.
+
+    Raises:
+        RecipeError: They have no set in common, or other tasks or samples of one.
+    """
+    common = [name for name in after.sets if name in before.sets]
+    if not common:
+        raise RecipeError(
+            f"{before.name} was evaluated on {', '.join(before.sets) or 'no set'}, "
+            f"this on {', '.join(after.sets)}",
+            key="--compare",
+            hint="evaluate it on the same set first",
+        )
+    return [
+        one
+        for name in common
+        for one in _compare_sets(name, before.sets[name], after.sets[name], before.name)
+    ]
+
+
+def _compare_sets(
+    name: str, before: EvaluatedSet, after: EvaluatedSet, title: str
+) -> Iterator[ComparedMetric]:
+    if before.tasks_digest != after.tasks_digest:
+        raise RecipeError(
+            f"{title} was evaluated on other tasks of {name}: "
+            f"{len(before.samples)}, this on {len(after.samples)}",
+            key="--compare",
+            hint="evaluate both on the same tasks",
+        )
+    for metric in after.metrics.keys() & before.metrics.keys():
+        values = [_compute_values(metric, one) for one in (before, after)]
+        if values[0] and values[1]:
+            yield ComparedMetric(
+                name,
+                metric,
+                before.metrics[metric].value,
+                after.metrics[metric].value,
+                compare_paired(*values),
+            )
+
+
+def _compute_values(metric: str, one: EvaluatedSet) -> list[float]:
+    kind, _, k = metric.partition("@")
+    samples = SetSamples(one.samples, one.answers)
+    asked = metric if kind == "pass" else f"{kind}@k"
+    assert kind == "pass" or format_metric_name(asked, samples.n_samples) == metric, k
+    values = compute_task_values(asked, samples, one.pass_reward)
+    return [] if values is None else values.tolist()
+
+
+def format_comparison(before: str, after: str, compared: Sequence[ComparedMetric]) -> Iterator[str]:
+    """A table: a line for each set and metric that both have."""
+    head = ("set", "metric", before, after, "difference", "95 % interval", "p", "better", "worse")
+    rows = [(*head, "")]
+    for one in compared:
+        difference = one.comparison.difference
+        rows.append(
+            (
+                *(one.set_name, one.metric, f"{one.before:.3f}", f"{one.after:.3f}"),
+                f"{difference.value:+.3f}",
+                f"[{difference.low:+.3f}, {difference.high:+.3f}]",
+                f"{one.comparison.p_value:.3g}",
+                *(str(one.comparison.better), str(one.comparison.worse), one.verdict),
+            )
+        )
+    yield from format_table(rows, right={2, 3, 4, 6, 7, 8})
+
+
+def build_report_of_run(
+    paths: RunPaths, step: int, sets: Mapping[str, tuple[Sequence[str], float]]
+) -> EvaluationReport:
+    """What a run itself found of the weights of a step, on sets with their metrics and pass reward.
+
+    Sets without a result are left out.
+    """
+    found = {}
+    for name, (metrics, pass_reward) in sets.items():
+        result = read_json_file(paths.evaluation(step, name), EvaluationResult)
+        if result is not None:
+            tasks = paths.evaluation_tasks(name)
+            found[name] = evaluate_set(result, tasks, metrics, pass_reward)
+    return EvaluationReport("", str(paths.root), step, found)
