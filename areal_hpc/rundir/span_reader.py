@@ -2,6 +2,7 @@
 
 import bisect
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -21,6 +22,7 @@ from areal_hpc.rundir.spans import (
 
 MAX_MERGED_GAP_S = 0.005
 """Pieces of a state so close to one another are one span."""
+_PROCESS_NAME_PATTERN = re.compile(r"(?P<job>.+?)-(?P<process>[a-z_]+)(-\d+)?")
 MAX_SAMPLE_AGE_S = 300.0
 """Of the clock samples so near to a time the one with the least error is taken."""
 
@@ -90,6 +92,12 @@ def read_spans(
     return sorted(found, key=lambda one: (one.name, one.begin))
 
 
+def split_process_name(name: str) -> tuple[str, str]:
+    """Job and process of a name such as `cell-0-proxy`, or `trainer-ledger-0` of a task. Pure."""
+    match = _PROCESS_NAME_PATTERN.fullmatch(name)
+    return (match["job"], match["process"]) if match else ("", name)
+
+
 def list_span_files(paths: RunPaths) -> list[str]:
     """Names of the processes that have spans: `trainer-ledger`, `cell-0-proxy`..."""
     names = {path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}
@@ -134,7 +142,7 @@ def _collect_samples_of_nodes(pieces: Iterable[_ProcessLines]) -> dict[str, list
     """Clock samples by node; none are needed of the ledger's own."""
     found: dict[str, list[ClockSample]] = {}
     for piece in pieces:
-        is_ledger = piece.name.endswith(f"-{LEDGER_SERVICE}")
+        is_ledger = split_process_name(piece.name)[1] == LEDGER_SERVICE
         if piece.samples or is_ledger:
             found.setdefault(piece.start.node, []).extend(piece.samples)
     return found

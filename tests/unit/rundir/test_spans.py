@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.rollout.ledger_clock import LedgerClock
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.span_reader import ProcessSpans, read_spans
+from areal_hpc.rundir.span_reader import ProcessSpans, read_spans, split_process_name
 from areal_hpc.rundir.spans import (
     MAX_PENDING_SPANS,
     ClockSample,
@@ -169,6 +169,20 @@ def test_a_heartbeat_compares_two_clocks(tmp_path: Path) -> None:
         record_span("episode", NOW, NOW + 1)
     (span,) = read_one(paths).spans
     assert span.begin == pytest.approx(NOW + 5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("cell-0-proxy", ("cell-0", "proxy")),
+        ("trainer-ledger-0", ("trainer", "ledger")),
+        ("trainer-trainer-12", ("trainer", "trainer")),
+        ("evaluation-driver", ("evaluation", "driver")),
+        ("strange", ("", "strange")),
+    ],
+)
+def test_a_name_says_job_and_process(name: str, parts: tuple[str, str]) -> None:
+    assert split_process_name(name) == parts
 
 
 def test_the_share_of_a_processs_time_that_is_known() -> None:
