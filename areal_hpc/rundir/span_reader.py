@@ -8,16 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
+from areal_hpc.rundir.span_file import read_span_lines
 from areal_hpc.rundir.spans import (
     ClockSample,
     LostSpans,
     ProcessStart,
     Span,
-    SpanLine,
-    get_older_path,
 )
 
 MAX_MERGED_GAP_S = 0.005
@@ -80,7 +78,9 @@ def read_spans(
     Raises:
         OSError: A file may not be read.
     """
-    pieces = [one for name in list_span_files(paths) for one in _read_pieces(paths, name)]
+    pieces = [
+        one for name in list_span_files(paths) for one in _read_pieces(paths, name, begin, end)
+    ]
     by_node = _collect_samples_of_nodes(pieces)
     found = []
     for piece in pieces:
@@ -104,14 +104,10 @@ def list_span_files(paths: RunPaths) -> list[str]:
     return sorted(names)
 
 
-def _read_pieces(paths: RunPaths, name: str) -> Iterator[_ProcessLines]:
+def _read_pieces(paths: RunPaths, name: str, begin: float, end: float) -> Iterator[_ProcessLines]:
     """The starts of one process, oldest first. One whose beginning is lost begins with a span."""
-    newest = paths.spans(name)
-    lines: list[SpanLine] = []
-    for path in (get_older_path(newest), newest):
-        lines += read_lines(path, SpanLine)  # type: ignore[call-overload]  # a union is no type
     piece: _ProcessLines | None = None
-    for line in lines:
+    for line in read_span_lines(paths.spans(name), begin, end):
         if isinstance(line, ProcessStart):
             if piece is not None:
                 if _are_same_process(piece.start, line):
