@@ -12,7 +12,6 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
 from areal_hpc.view.timeline import (
-    REPLICA_LANE,
     TRAINER_PROCESS,
     Row,
     Timeline,
@@ -134,7 +133,7 @@ def compute_shares(slices: Sequence[Slice], begin: float, end: float) -> list[tu
 
 def _describe_lanes(track: Track, begin: float, end: float) -> Iterator[JsonObject]:
     slices = [one for one in track.slices if one.end >= begin and one.begin <= end]
-    if track.lane.startswith(REPLICA_LANE) and track.process.endswith("-proxy"):
+    if track.is_of_calls:
         counts = count_in_bins(slices, begin, end)
         yield {"title": f"calls at {track.lane}", "most": max(counts, default=0), "counts": counts}
         return

@@ -2,25 +2,25 @@
 
 import bisect
 import math
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
+from areal_hpc.rundir.span_file import read_span_lines
 from areal_hpc.rundir.spans import (
     ClockSample,
     LostSpans,
     ProcessStart,
     Span,
-    SpanLine,
-    get_older_path,
 )
 
 MAX_MERGED_GAP_S = 0.005
 """Pieces of a state so close to one another are one span."""
+_PROCESS_NAME_PATTERN = re.compile(r"(?P<job>.+?)-(?P<process>[a-z_]+)(-\d+)?")
 MAX_SAMPLE_AGE_S = 300.0
 """Of the clock samples so near to a time the one with the least error is taken."""
 
@@ -78,7 +78,9 @@ def read_spans(
     Raises:
         OSError: A file may not be read.
     """
-    pieces = [one for name in list_span_files(paths) for one in _read_pieces(paths, name)]
+    pieces = [
+        one for name in list_span_files(paths) for one in _read_pieces(paths, name, begin, end)
+    ]
     by_node = _collect_samples_of_nodes(pieces)
     found = []
     for piece in pieces:
@@ -90,20 +92,22 @@ def read_spans(
     return sorted(found, key=lambda one: (one.name, one.begin))
 
 
+def split_process_name(name: str) -> tuple[str, str]:
+    """Job and process of a name such as `cell-0-proxy`, or `trainer-ledger-0` of a task. Pure."""
+    match = _PROCESS_NAME_PATTERN.fullmatch(name)
+    return (match["job"], match["process"]) if match else ("", name)
+
+
 def list_span_files(paths: RunPaths) -> list[str]:
     """Names of the processes that have spans: `trainer-ledger`, `cell-0-proxy`..."""
     names = {path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}
     return sorted(names)
 
 
-def _read_pieces(paths: RunPaths, name: str) -> Iterator[_ProcessLines]:
+def _read_pieces(paths: RunPaths, name: str, begin: float, end: float) -> Iterator[_ProcessLines]:
     """The starts of one process, oldest first. One whose beginning is lost begins with a span."""
-    newest = paths.spans(name)
-    lines: list[SpanLine] = []
-    for path in (get_older_path(newest), newest):
-        lines += read_lines(path, SpanLine)  # type: ignore[call-overload]  # a union is no type
     piece: _ProcessLines | None = None
-    for line in lines:
+    for line in read_span_lines(paths.spans(name), begin, end):
         if isinstance(line, ProcessStart):
             if piece is not None:
                 if _are_same_process(piece.start, line):
@@ -134,7 +138,7 @@ def _collect_samples_of_nodes(pieces: Iterable[_ProcessLines]) -> dict[str, list
     """Clock samples by node; none are needed of the ledger's own."""
     found: dict[str, list[ClockSample]] = {}
     for piece in pieces:
-        is_ledger = piece.name.endswith(f"-{LEDGER_SERVICE}")
+        is_ledger = split_process_name(piece.name)[1] == LEDGER_SERVICE
         if piece.samples or is_ledger:
             found.setdefault(piece.start.node, []).extend(piece.samples)
     return found

@@ -23,6 +23,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.span_reader import read_spans
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -127,6 +128,18 @@ class RunData:
         ]
         self._release()
         return Columns(rows, names)
+
+    @cached_property
+    def spans(self) -> Columns:
+        """A row per span: process, node, lane, name, Unix times of the ledger's node, facts."""
+        rows = [
+            {"process": one.name, "node": one.node, "lane": span.lane, "name": span.name}
+            | {"begin": span.begin, "end": span.end}
+            | span.facts
+            for one in read_spans(self._paths)
+            for span in one.spans
+        ]
+        return Columns(rows, ("process", "node", "lane", "name", "begin", "end"))
 
     @cached_property
     def groups(self) -> Columns:

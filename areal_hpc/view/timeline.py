@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.span_reader import ProcessSpans, read_spans
+from areal_hpc.rundir.span_reader import ProcessSpans, read_spans, split_process_name
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.episode_metrics import merge_spans
@@ -25,7 +25,8 @@ PHASE_ORDER = (
     *("cell_wait", "publish", "checkpoint", "eval", "export"),
 )
 """Phases of a step in the order in which the trainer comes to them."""
-TRAINER_PROCESS, DRIVER_SUFFIX = "trainer-trainer", "-driver"
+TRAINER_PROCESS = "trainer-trainer"
+PROXY_ROLE, DRIVER_ROLE = "proxy", "driver"
 EPISODES_LANE, REPLICA_LANE = "episodes", "replica "
 AGENT_LANE = "recorded by agents"
 """Of calls that no replica of the cell answered."""
@@ -48,6 +49,12 @@ class Track:
     node: str = ""
     calls: Sequence[Sequence[tuple[float, float]]] = ()
     """On the lane of episodes: when model calls of each of them were under way."""
+
+    @property
+    def is_of_calls(self) -> bool:
+        """True for the model calls at one replica."""
+        is_call_lane = self.lane.startswith(REPLICA_LANE) or self.lane == AGENT_LANE
+        return is_call_lane and split_process_name(self.process)[1] == PROXY_ROLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,8 @@ def read_timeline(
     tracks = add_facts_of_rows(tracks, trained)
     recorded = [_take_trained(one) for one in trained if one.is_timed]
     recorded += read_untrained_episodes(paths, begin, end, problems)
-    silent = [one for one in recorded if f"{one.cell}{DRIVER_SUFFIX}" not in names]
+    heard = {split_process_name(name) for name in names}
+    silent = [one for one in recorded if (one.cell, DRIVER_ROLE) not in heard]
     tracks += build_tracks_of_records(silent)
     steps = [place_phases(row)[0] for row in rows]
     return Timeline(begin, end, steps, tracks, notes)
@@ -139,7 +147,7 @@ def add_facts_of_rows(tracks: Sequence[Track], episodes: Sequence[BatchEpisode])
     }
     calls: dict[EpisodeKey, list[tuple[float, float]]] = {}
     for track in tracks:
-        if track.lane.startswith(REPLICA_LANE):
+        if track.is_of_calls:
             for one in track.slices:
                 calls.setdefault(get_episode_key(one.facts), []).append((one.begin, one.end))
     found = []
@@ -218,12 +226,12 @@ def build_tracks_of_records(episodes: Sequence[RecordedEpisode]) -> Iterator[Tra
                 by_replica.setdefault(call.replica, []).append(span)
         for replica in sorted(by_replica):
             lane = f"{REPLICA_LANE}{replica}" if replica >= 0 else AGENT_LANE
-            yield Track(f"{cell}-proxy", lane, by_replica[replica])
+            yield Track(f"{cell}-{PROXY_ROLE}", lane, by_replica[replica])
         times = [
             list(merge_spans((call.asked_at, call.answered_at) for call in one.calls))
             for one in own
         ]
-        yield Track(f"{cell}{DRIVER_SUFFIX}", EPISODES_LANE, [one.slice for one in own], "", times)
+        yield Track(f"{cell}-{DRIVER_ROLE}", EPISODES_LANE, [one.slice for one in own], "", times)
 
 
 def _build_call_slice(name: str, call: CallRecord) -> Slice:

@@ -18,9 +18,7 @@ from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
 from areal_hpc.view.timeline import (
-    AGENT_LANE,
     EPISODES_LANE,
-    REPLICA_LANE,
     Row,
     Timeline,
     Track,
@@ -64,7 +62,7 @@ def write_trace(paths: RunPaths, first: int, last: int, out: Path) -> TraceRepor
     events = [one for one in read_all_events(paths.events) if begin < one["time"] <= end]
     write_atomic_private(out, msgspec.json.encode(build_trace(timeline, events)))
     episodes = sum(len(one.slices) for one in timeline.tracks if one.lane == EPISODES_LANE)
-    calls = sum(len(one.slices) for one in timeline.tracks if _is_of_calls(one))
+    calls = sum(len(one.slices) for one in timeline.tracks if one.is_of_calls)
     return TraceReport(len(rows), episodes, calls, tuple(problems))
 
 
@@ -98,16 +96,11 @@ def build_trace(timeline: Timeline, events: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _is_of_calls(track: Track) -> bool:
-    is_call_lane = track.lane.startswith(REPLICA_LANE) or track.lane == AGENT_LANE
-    return is_call_lane and track.process.endswith("-proxy")
-
-
 def _add_tracks(writer: TraceWriter, pid: int, tracks: Sequence[Track]) -> None:
     """Tracks of a process, each on as many threads as it needs."""
     first_tid = 1
     for track in tracks:
-        if _is_of_calls(track):
+        if track.is_of_calls:
             for at, value in count_under_way(track.slices):
                 writer.add_count(pid, f"calls at {track.lane}", at, value)
         lanes = assign_lanes(track.slices)

@@ -175,12 +175,12 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             being written has been finished first: what was trained is worth keeping.
     """
     while True:
-        enter_place("the next command")
-        if any_true(stop.requested):
-            stop.request()
-        _publish_checkpoint_if_written(learner, coordinator, wait=False)
-        enter_place("rank 0's decision")
         with _time_follower(coordinator, "command_wait"):
+            enter_place("the next command")
+            if any_true(stop.requested):
+                stop.request()
+            _publish_checkpoint_if_written(learner, coordinator, wait=False)
+            enter_place("rank 0's decision")
             command, trouble = _broadcast_next_command(coordinator)
         if isinstance(command, StopCommand):
             _publish_checkpoint_if_written(learner, coordinator, wait=True)

@@ -1,5 +1,6 @@
 """Spans of processes: written by the way, bounded, lost before anything else, read in one time."""
 
+import math
 import os
 from pathlib import Path
 
@@ -8,7 +9,8 @@ import pytest
 from areal_hpc.rollout.ledger_clock import LedgerClock
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.span_reader import ProcessSpans, read_spans
+from areal_hpc.rundir.span_file import read_span_lines
+from areal_hpc.rundir.span_reader import ProcessSpans, read_spans, split_process_name
 from areal_hpc.rundir.spans import (
     MAX_PENDING_SPANS,
     ClockSample,
@@ -169,6 +171,41 @@ def test_a_heartbeat_compares_two_clocks(tmp_path: Path) -> None:
         record_span("episode", NOW, NOW + 1)
     (span,) = read_one(paths).spans
     assert span.begin == pytest.approx(NOW + 5, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("cell-0-proxy", ("cell-0", "proxy")),
+        ("trainer-ledger-0", ("trainer", "ledger")),
+        ("trainer-trainer-12", ("trainer", "trainer")),
+        ("evaluation-driver", ("evaluation", "driver")),
+        ("strange", ("", "strange")),
+    ],
+)
+def test_a_name_says_job_and_process(name: str, parts: tuple[str, str]) -> None:
+    assert split_process_name(name) == parts
+
+
+def test_of_a_long_file_the_part_that_is_asked_for_is_read(tmp_path: Path) -> None:
+    paths = make_paths(tmp_path)
+    path = paths.spans("cell-0-proxy")
+    for start in range(3):
+        at = NOW + 10_000 * start
+        spans = [Span("call", at + one, at + one + 5, "replica 0") for one in range(10_000)]
+        lines = [ProcessStart(at, f"n0{start}", 7, at), ClockSample(at + 5, start, 0.0), *spans]
+        append_lines(path, lines)
+    with path.open("ab") as stream:
+        stream.write(b'{"type":"span","na')
+    whole = [one for process in read_spans(paths) for one in process.spans]
+    assert len(whole) == 30_000
+    (found,) = read_spans(paths, NOW + 15_000, NOW + 15_010)
+    assert found.node == "n01"
+    assert [*found.spans] == [
+        one for one in whole if one.end >= NOW + 15_000 and one.begin <= NOW + 15_010
+    ]
+    assert len(read_span_lines(path, NOW + 15_000, NOW + 15_010)) < 3000
+    assert len(read_span_lines(path, -math.inf, math.inf)) == 30_006
 
 
 def test_the_share_of_a_processs_time_that_is_known() -> None:

@@ -1,0 +1,75 @@
+"""A process's file of spans, of which only what lies within a stretch of time is read."""
+
+import contextlib
+import math
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from areal_hpc.rundir.jsonl import decode_lines
+from areal_hpc.rundir.spans import Span, SpanLine, get_older_path
+
+MAX_CLOCK_ERROR_S = 600.0
+"""Lines are looked for so far outside of the stretch: their times are not corrected yet."""
+_DECODER = msgspec.json.Decoder(SpanLine)
+_START_MARK = b'{"type":"process"'
+_WHOLE_READ_BYTES = 1 << 16
+"""Parts of a file below this are not searched further."""
+
+
+def read_span_lines(newest: Path, begin: float, end: float) -> list[SpanLine]:
+    """Lines of a process's two files that may matter between two Unix times, oldest first.
+
+    Those that say which process wrote what follows, and how clocks differed, are among them.
+    """
+    lines: list[SpanLine] = []
+    for path in (get_older_path(newest), newest):
+        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+            if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
+                continue
+            with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
+                lines += _select(content, str(path), begin - MAX_CLOCK_ERROR_S)
+    last = end + MAX_CLOCK_ERROR_S
+    return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
+
+
+def _select(content: mmap.mmap, source: str, since: float) -> Iterator[SpanLine]:
+    """The lines from a time on, after that of the process that wrote the first of them."""
+    position = _find_first_since(content, since)
+    start = content.rfind(_START_MARK, 0, position)
+    if start >= 0:
+        yield from _decode(content[start : content.find(b"\n", start) + 1], source)
+    yield from _decode(content[position:], source)
+
+
+def _decode(part: bytes, source: str) -> list[SpanLine]:
+    with contextlib.suppress(msgspec.DecodeError):
+        return _DECODER.decode_lines(part)
+    return decode_lines(part, SpanLine, source)  # type: ignore[arg-type]  # a union is no type
+
+
+def _find_first_since(content: mmap.mmap, since: float) -> int:
+    """Where the lines begin that tell of a time or later: they are in the order of their ends."""
+    low, high = 0, len(content)
+    while math.isfinite(since) and high - low > _WHOLE_READ_BYTES:
+        middle = content.find(b"\n", (low + high) // 2, high) + 1
+        if middle == 0 or middle >= high:
+            break
+        line = content[middle : content.find(b"\n", middle) + 1]
+        if _get_time(line) < since:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _get_time(line: bytes) -> float:
+    """When a line was written, about; unreadable ones count as early."""
+    try:
+        found = _DECODER.decode(line)
+    except msgspec.DecodeError:
+        return -math.inf
+    return found.end if isinstance(found, Span) else found.at

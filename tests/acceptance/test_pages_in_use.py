@@ -1,0 +1,156 @@
+"""The pages of `areal-hpc view` in use: at both widths, in light and dark, by keyboard alone."""
+
+import asyncio
+import os
+import re
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.browser import Page, in_browser
+from tests.support.commands import start_areal_hpc
+from tests.support.environments import CHECKOUT
+from tests.support.small_run import LIGHT, SmallRun
+
+IMAGES = CHECKOUT / "docs" / "images"
+WIDE, NARROW = (1340, 950), (390, 844)
+PAGES = ("", "overview", "metrics", "timeline", "evaluations", "trajectories")
+MAX_TABS = 120
+
+pytestmark = pytest.mark.timeout(600)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """A small run that is over."""
+    small = SmallRun(tmp_path_factory.mktemp("shown"), *LIGHT)
+    small.finish()
+    return small.paths
+
+
+@pytest.fixture
+def url(run: RunPaths, tmp_path: Path) -> Iterator[str]:
+    """The address of a server of its pages."""
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    server = start_areal_hpc("view", run.root, environ=environ)
+    try:
+        assert server.stdout
+        found = re.search(r"http://\S+", server.stdout.readline())
+        assert found
+        yield found[0]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=30)
+
+
+async def show(page: Page, url: str, name: str, query: str) -> None:
+    """Open a page and wait until it is there."""
+    await page.open(f"{url}#/{name}?{query}")
+    await page.await_true("document.querySelector('main h1, main .problem') !== null")
+    await asyncio.sleep(0.3)  # charts are drawn when their size is known
+
+
+async def tab_to(page: Page, text: str) -> None:
+    """Press Tab until what has the focus says so."""
+    said = "(document.activeElement.getAttribute('aria-label') || document.activeElement.innerText)"
+    for _ in range(MAX_TABS):
+        await page.press("Tab")
+        if str(await page.ask(said)).startswith(text):
+            return
+    place = await page.ask("location.hash + document.querySelector('main').innerText")
+    raise AssertionError(f"{text!r} cannot be reached by {MAX_TABS} tabs: {place[:2000]}")
+
+
+def test_every_page_at_both_widths_in_light_and_dark(url: str, tmp_path: Path) -> None:
+    async def look(page: Page) -> None:
+        for size in (WIDE, NARROW):
+            await page.resize(*size)
+            for scheme in ("light", "dark"):
+                await page.prefer_colors(scheme)
+                for name in PAGES:
+                    await show(page, url, name, "run=quickstart/demo" if name else "")
+                    assert not await page.ask("document.querySelector('main > .problem') !== null")
+                    wide = await page.ask("document.documentElement.scrollWidth")
+                    assert wide <= size[0], f"{name} is {wide} px wide, the window {size[0]}"
+        assert page.errors == []
+        hosts = {urlsplit(one).netloc for one in page.requests if not one.startswith("data:")}
+        assert hosts == {urlsplit(url).netloc}, "nothing is asked for elsewhere"
+
+    in_browser(tmp_path, look)
+
+
+def test_the_timeline_by_keyboard_alone(url: str, tmp_path: Path) -> None:
+    async def use(page: Page) -> None:
+        await page.resize(*WIDE)
+        await show(page, url, "overview", "run=quickstart/demo")
+        await tab_to(page, "Timeline")
+        await page.press("Enter")
+        await page.await_true("document.querySelector('.timeline canvas') !== null")
+        await asyncio.sleep(0.5)
+        await page.photograph(IMAGES / "view_timeline.png")
+        await tab_to(page, "episodes")
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        assert "ticket_id=" in await page.ask("document.querySelector('.told').textContent")
+        await page.press("Enter")
+        await page.await_true("/trajector/.test(location.hash)")
+        await page.ask("history.back()")
+        await page.await_true("document.querySelector('.timeline canvas') !== null")
+        for key in ("+", "]", "-"):
+            before = await page.ask("location.hash")
+            await page.press(key)
+            await page.await_true(f"location.hash !== {before!r}")
+            await page.await_true("document.querySelector('.timeline canvas') !== null")
+        assert "from=" in await page.ask("location.hash")
+        await page.resize(*NARROW)
+        await show(page, url, "timeline", "run=quickstart/demo")
+        await page.photograph(IMAGES / "view_timeline_narrow.png")
+        assert page.errors == []
+
+    in_browser(tmp_path, use)
+
+
+def test_tokens_are_found_and_colored_by_keyboard_alone(url: str, tmp_path: Path) -> None:
+    async def use(page: Page) -> None:
+        await page.resize(*WIDE)
+        await show(page, url, "trajectories", "run=quickstart/demo")
+        await page.press("/")
+        for letter in "kind=train and step=2":
+            await page.press(letter)
+        await page.press("Enter")
+        await page.await_true("location.hash.includes('where=')")
+        first = "document.querySelector('tr[data-link]')?.cells"
+        await page.await_true(
+            f"{first}?.[1].innerText === 'train' && {first}?.[2].innerText === '2'"
+        )
+        await page.press("Escape")
+        await page.press("j")
+        await page.ask("document.activeElement.blur()")
+        await page.press("Enter")
+        await page.await_true("document.querySelector('.tokens') !== null")
+        for color in ("entropy", "advantage", "ratio", "mismatch", "mask"):
+            await tab_to(page, color)
+            await page.press("Enter")
+            await page.await_true(f"location.hash.includes('color={color}')")
+            await page.await_true(f"{find_pressed()} === {color!r}")
+        await tab_to(page, "entropy")
+        await page.press("Enter")
+        await page.await_true(f"{find_pressed()} === 'entropy'")
+        pieces = "[...document.querySelectorAll('.tokens span')]"
+        assert await page.ask(f"{pieces}.filter((one) => one.style.background).length") > 0
+        told = f"{pieces}.map((one) => one.title).join('|')"
+        assert re.search(r"trainer -\d.*entropy \d", await page.ask(told))
+        await page.ask("document.querySelector('.tokens').scrollIntoView({block: 'center'})")
+        await page.photograph(IMAGES / "view_tokens.png")
+        assert page.errors == []
+
+    in_browser(tmp_path, use)
+
+
+def find_pressed() -> str:
+    """The chosen color of tokens, as an expression."""
+    return "document.querySelector('button[aria-pressed=\"true\"]')?.innerText"

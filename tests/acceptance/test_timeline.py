@@ -1,0 +1,131 @@
+"""Where the time of a real run goes: all of it is known, in one clock, and other viewers read it.
+
+A cell is on a node whose clock is five seconds ahead, as far as its Python processes know.
+"""
+
+import asyncio
+import os
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.span_reader import ProcessSpans, read_spans
+from areal_hpc.shards.index import read_index
+from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.timeline import EPISODES_LANE
+from areal_hpc.wire.http import responds_with_200
+from tests.acceptance.harnesses import PYTHON
+from tests.support.browser import Page, in_browser
+from tests.support.commands import areal_hpc, said_by
+from tests.support.small_run import LIGHT, SmallRun
+from tests.support.waiting import wait_for
+
+SHIFT_S, MAX_ERROR_S = 5.0, 0.05
+MIN_COVERED = 0.95
+VIEWER = PYTHON.parent / "vizviewer"
+SHIFTED_CLOCK = f"""
+import os, sys, time
+if any("/jobs/cell-1/" in word for word in sys.orig_argv):
+    os.environ["SLURMD_NODENAME"] = "far"
+    own_time = time.time
+    time.time = lambda: own_time() + {SHIFT_S}
+"""
+
+pytestmark = pytest.mark.timeout(900)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
+    """Three steps with two trainer ranks and two cells."""
+    folder = tmp_path_factory.mktemp("timeline")
+    (folder / "sitecustomize.py").write_text(SHIFTED_CLOCK)
+    further = ("inference.cells=2", "trainer.parallel.dp=2", "trainer.total_steps=6")
+    small = SmallRun(folder / "runs", *LIGHT, *further)
+    small.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    small.finish()
+    return small.paths
+
+
+def test_spans_cover_each_processs_time(run: RunPaths) -> None:
+    found = {one.name: one for one in read_spans(run)}
+    assert found.keys() == {
+        *("sft-sft-0", "sft-sft-1", "trainer-ledger-0", "trainer-trainer-0", "trainer-trainer-1"),
+        *(f"cell-{cell}-{role}" for cell in (0, 1) for role in ("inference", "proxy", "driver")),
+    }
+    covered = {name: one.compute_covered_share() for name, one in found.items()}
+    assert min(covered.values()) >= MIN_COVERED, covered
+    assert sum(one.lost for one in found.values()) == 0
+
+
+def test_a_clock_that_is_off_is_corrected(run: RunPaths) -> None:
+    found = {one.name: one for one in read_spans(run)}
+    for role in ("inference", "proxy", "driver"):
+        assert found[f"cell-1-{role}"].node == "far"
+        assert found[f"cell-1-{role}"].offset_s == pytest.approx(-SHIFT_S, abs=MAX_ERROR_S)
+    assert found["trainer-trainer-1"].offset_s == pytest.approx(0.0, abs=MAX_ERROR_S)
+    published = [one for one in found["trainer-trainer-0"].spans if one.name == "publish"]
+    updates = [one for one in found["cell-1-inference"].spans if one.name == "weight update"]
+    assert len(updates) >= 6
+    for update in updates:
+        assert any(
+            one.begin - MAX_ERROR_S <= update.begin and update.end <= one.end + MAX_ERROR_S
+            for one in published
+        ), "a replica is updated while the trainer publishes"
+
+
+def test_episodes_are_those_of_the_shards(run: RunPaths) -> None:
+    """The proxy of the far cell wrote its own clock into the rows."""
+    found = {one.name: one for one in read_spans(run)}
+    for cell, off_s in (("cell-0", 0.0), ("cell-1", SHIFT_S)):
+        records = list(list_records(run, cell))
+        assert records
+        spans = {one[0]: one[1:] for one in list_episodes(found[f"{cell}-driver"])}
+        for key, began_at, ended_at in records:
+            begin, end = spans[key]
+            assert begin - MAX_ERROR_S < began_at - off_s
+            assert ended_at - off_s < end + MAX_ERROR_S
+
+
+def list_records(run: RunPaths, cell: str) -> Iterator[tuple[tuple[int, int], float, float]]:
+    """Ticket and episode of each trained row, with its times."""
+    for sealed in read_index(run.index_dir, cell):
+        reader = ShardReader(run.shards_dir / sealed.file)
+        rows = [row for ticket in sealed.tickets for row in ticket.rows]
+        for row in reader.read_rows(rows):
+            yield (row.ticket_id, row.episode), row.record.started_at, row.record.ended_at
+
+
+def list_episodes(driver: ProcessSpans) -> Iterator[tuple[tuple[int, int], float, float]]:
+    for one in driver.spans:
+        if one.lane == EPISODES_LANE and one.facts["eval_step"] < 0:
+            yield (one.facts["ticket_id"], one.facts["episode"]), one.begin, one.end
+
+
+def test_the_trace_opens_in_perfetto(run: RunPaths, tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    said_by(areal_hpc("trace", run.root, "--steps", "1..6", "--out", trace))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"http://127.0.0.1:{port}/"
+    with subprocess.Popen([VIEWER, "--server_only", "--port", str(port), trace]) as viewer:
+        try:
+            wait_for(lambda: responds_with_200("GET", address, 1.0))
+            text = in_browser(tmp_path, lambda page: read_tracks(page, address))
+        finally:
+            viewer.terminate()
+    for name in ("steps", "trainer-trainer-0", "trainer-ledger-0", "cell-1-driver (far)", "events"):
+        assert name in text.replace("\n", "")
+
+
+async def read_tracks(page: Page, address: str) -> str:
+    """What Perfetto shows once it has read the trace."""
+    await page.resize(1340, 1600)
+    await page.open(address)
+    await page.await_true("document.body?.innerText.includes('events')", 120)
+    await asyncio.sleep(1)
+    return str(await page.ask("document.body.innerText"))
