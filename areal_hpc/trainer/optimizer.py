@@ -58,9 +58,24 @@ def build_optimizer(policy: Policy, config: AdamConfig, *, is_offloaded: bool = 
                     "exp_avg": torch.zeros_like(parameter, device=place),
                     "exp_avg_sq": torch.zeros_like(parameter, device=place),
                 }
+    if policy.device.type == "cuda":
+        use_fused_adamw(optimizer, policy.device)
     if is_offloaded:
         offload_optimizer(optimizer, policy.device)
     return optimizer
+
+
+def use_fused_adamw(optimizer: Any, device: torch.device) -> None:
+    """Have AdamW step many parameters with one kernel, which reads and writes each number once.
+
+    By itself torch takes a chain of some ten kernels on a GPU, with copies of all parameters in
+    between. The kernel wants the counts of steps on the device.
+    """
+    for part in optimizer.chained_optimizers:
+        for group in part.optimizer.param_groups:
+            group["fused"] = True
+        for state in part.optimizer.state.values():
+            state["step"] = state["step"].to(device)
 
 
 def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:

@@ -98,7 +98,9 @@ class RankState:
 
     def count_steps(self) -> int:
         """Steps that AdamW has taken. A collective: a rank may have nothing to step."""
-        return all_reduce_max(max((int(shard.step) for shard in self._shards), default=0))
+        steps = [shard.step for shard in self._shards]
+        # Of all at once: on a GPU each may be a number that the host would have to wait for.
+        return all_reduce_max(int(torch.stack(steps).max()) if steps else 0)
 
     def build_index(self, rank: int) -> RankIndex:
         """Where in the copy everything is."""

@@ -1,14 +1,29 @@
-"""An optimizer in host memory: runs end with the same bits, and resume one from the other."""
+"""An optimizer in host memory: runs end with the same bits, and resume one from the other.
+
+One kernel that steps all, as on GPUs, and torch's default resume from each other too.
+"""
 
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.trainer.optimizer import use_fused_adamw
 from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
+from tests.support.replay_worker import (
+    Scenario,
+    make_learner,
+    moments_of,
+    state_of,
+    take_step,
+)
 
 OFFLOADED = {"offload": {"optimizer": True}}
 
@@ -57,3 +72,22 @@ def test_checkpoints_are_interchangeable(ranks: RankServer, recorded: Path, tmp_
         resumed = train(ranks, paths, then)
         assert digests_of(resumed) == expected, name
         assert resumed.reports[0]["began_at"] > 0
+
+
+@pytest.mark.parametrize("scenario", [{"dtype": "bfloat16"}], indirect=True)
+@pytest.mark.on_ranks(2)
+def test_a_fused_step_is_that_of_many_kernels_and_its_checkpoint_is_read_by_both(
+    scenario: Scenario, paths: RunPaths
+) -> None:
+    plain, fused = make_learner(scenario, paths), make_learner(scenario, paths)
+    use_fused_adamw(fused._optimizer, torch.device("cpu"))
+    for learner in (plain, fused):
+        take_step(learner, paths, 1)
+    for expected, found in zip(moments_of(plain), moments_of(fused), strict=True):
+        for name in ("step", "exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-5, atol=1e-9)
+    fused.begin_checkpoint({})
+    fused.checkpoints.finish_save()
+    resumed = make_learner(scenario, paths)
+    assert resumed.state.step == 1
+    assert state_of(resumed) == state_of(fused)

@@ -1,4 +1,5 @@
-"""Steps of an optimizer whose state is on the host, chunk after chunk, against torch's own."""
+"""Steps of an optimizer whose state is on the host, chunk after chunk, against torch's own; and
+steps by one kernel, which GPUs get, against those by many."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,12 +10,14 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
+from areal_hpc.trainer.optimizer import use_fused_adamw
 from areal_hpc.trainer.optimizer_offload import (
     MOMENT_NAMES,
     HostAdamW,
     lend_master_weights,
     offload_optimizer,
 )
+from tests.support.operations import OperationLog
 
 SIZES = (1000, 7, 4096)
 CHUNK = 256
@@ -24,7 +27,9 @@ CHUNK = 256
 class Optimizer:
     """AdamW over float32 parameters as Megatron's distributed optimizer holds them."""
 
-    def __init__(self, *, has_masters: bool, is_offloaded: bool) -> None:
+    def __init__(
+        self, *, has_masters: bool = True, is_offloaded: bool = False, is_fused: bool = False
+    ) -> None:
         chance = torch.Generator().manual_seed(5)
         self.parameters = [torch.randn(size, generator=chance) for size in SIZES]
         self.adam = torch.optim.AdamW(self.parameters, lr=1e-2, betas=(0.9, 0.95), weight_decay=0.1)
@@ -36,6 +41,8 @@ class Optimizer:
         masters = [self.parameters] if has_masters else [[]]
         part = SimpleNamespace(optimizer=self.adam, shard_fp32_from_float16_groups=masters)
         self.megatron: Any = SimpleNamespace(chained_optimizers=[part])
+        if is_fused:
+            use_fused_adamw(self.megatron, torch.device("cpu"))
         if is_offloaded:
             offload_optimizer(self.megatron, torch.device("cpu"), CHUNK)
 
@@ -55,10 +62,11 @@ class Optimizer:
         ]
 
 
+@pytest.mark.parametrize("is_fused", [True, False])
 @pytest.mark.parametrize("has_masters", [True, False])
-def test_steps_have_the_same_bits(has_masters: bool) -> None:
-    plain = Optimizer(has_masters=has_masters, is_offloaded=False)
-    offloaded = Optimizer(has_masters=has_masters, is_offloaded=True)
+def test_steps_have_the_same_bits(has_masters: bool, is_fused: bool) -> None:
+    plain = Optimizer(has_masters=has_masters, is_fused=is_fused)
+    offloaded = Optimizer(has_masters=has_masters, is_offloaded=True, is_fused=is_fused)
     assert isinstance(offloaded.adam, HostAdamW)
     for seed in range(4):
         plain.step(seed)
@@ -78,3 +86,15 @@ def test_what_is_lent_takes_no_memory_and_comes_back_when_no_step_is_taken() -> 
     assert all(parameter.grad is None for parameter in offloaded.parameters)
     for expected, found in zip(before, offloaded.content, strict=True):
         assert torch.equal(expected, found)
+
+
+def test_one_kernel_steps_everything_and_the_host_reads_nothing() -> None:
+    plain, fused = Optimizer(), Optimizer(is_fused=True)
+    for seed in range(4):
+        plain.step(seed)
+        with OperationLog() as log:
+            fused.step(seed)
+    assert log.names.count("fused_adamw") == 1
+    assert log.reads == []
+    for expected, found in zip(plain.content, fused.content, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
