@@ -188,13 +188,14 @@ def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:
         if one.workflow_kwargs and not one.workflow:
             message = f"{key}.workflow_kwargs is set but {key}.workflow is not"
             yield Problem(message, f"{key}.workflow_kwargs", f"add {key}.workflow=...")
+        n_samples = one.n_samples or recipe.evaluation.n_samples
         for metric in one.metrics:
-            if find_k(metric, one.n_samples) > one.n_samples:
+            if find_k(metric, n_samples) > n_samples:
                 yield Problem(
-                    f"{metric} needs {find_k(metric, one.n_samples)} samples of a task, and "
-                    f"{key}.n_samples={one.n_samples}",
+                    f"{metric} needs {find_k(metric, n_samples)} samples of a task, and "
+                    f"{key}.n_samples={n_samples}",
                     f"{key}.metrics",
-                    f"use pass@{one.n_samples} or less, or a larger {key}.n_samples",
+                    f"use pass@{n_samples} or less, or a larger {key}.n_samples",
                 )
 
 

@@ -45,8 +45,8 @@ def test_help_has_an_example_and_a_word_on_every_argument(name: str) -> None:
     [
         ("train", "there is no command 'train'; did you mean `areal-hpc run`?"),
         ("stauts x", "did you mean `areal-hpc status`?"),
-        (f"run {QUICKSTART} --n_samples 4", "write rollout.n_samples=4"),
-        (f"run {QUICKSTART} --n-samples=4", "write rollout.n_samples=4"),
+        (f"run {QUICKSTART} --n_samples 4", "or rollout.n_samples=4"),
+        (f"run {QUICKSTART} --n-samples=4", "or rollout.n_samples=4"),
         (f"submit {QUICKSTART} --trainer.total_steps 9", "write trainer.total_steps=9"),
         (f"plan {QUICKSTART} --totl_steps 9", "write sft.total_steps=9 or trainer.total_steps=9"),
         (f"run {QUICKSTART} --nonsense", "keys of a recipe are written as key=value"),

@@ -179,13 +179,15 @@ ROLLOUT_RULES = (
         _translate_partial_groups,
         only_if_given=True,
     ),
-    fixed_value_rule("eval_gconfig.n_samples", 1, "a held-out task is evaluated once"),
+    renamed_rule("eval_gconfig.n_samples", "evaluation.n_samples", only_if_given=True),
     KeyRule(
         "eval_gconfig.greedy", "`evaluation.sampling.temperature`: 0", _translate_greedy_evaluation
     ),
     *_non_sampling_generation_rules("eval_gconfig"),
     ignored_rule("eval_gconfig.max_tokens", "`inference.context_length` bounds evaluation too"),
-    ignored_rule("eval_gconfig.drop_incomplete_group", "a held-out task is evaluated once"),
+    ignored_rule(
+        "eval_gconfig.drop_incomplete_group", "a held-out episode that keeps failing earns 0"
+    ),
     KeyRule(
         "rollout.backend", "`inference.cells`, `replicas_per_cell`, `tp`", parse_engine_backend
     ),

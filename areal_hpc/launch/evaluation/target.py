@@ -108,11 +108,11 @@ def _find_checkpoint(
         keys = flatten_keys(OmegaConf.to_container(read_site_file(site), resolve=True))
         sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
     asked = [*_ONE_CELL, *sited, *places, *overrides]
+    start = get_initial_policy_path(recorded, run).resolve()
+    recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(start))}"])
     if version.step == 0:
-        model = get_initial_policy_path(recorded, run).resolve()
-    else:
-        place = RunPaths(load_recipe(run.recipe, asked).run_dir.resolve())
-        model = place.export_dir(format_step_dir(version.step))
+        return EvaluationTarget(recipe, start, run, version.step)
+    model = RunPaths(recipe.run_dir.resolve()).export_dir(format_step_dir(version.step))
     recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(model))}"])
     return EvaluationTarget(recipe, model, run, version.step)
 

@@ -41,8 +41,8 @@ class EvaluationSetConfig(BaseConfig):
     """Arguments of its constructor."""
     tasks: Annotated[int | None, Field(ge=1, le=MAX_SET_TASKS)] = None
     """Tasks of one evaluation, the first of the set; null: `evaluation.tasks`."""
-    n_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
-    """Episodes of each task."""
+    n_samples: Annotated[int | None, Field(ge=1, le=MAX_SAMPLES)] = None
+    """Episodes of each task; null: `evaluation.n_samples`."""
     sampling: EvaluationSamplingConfig | None = None
     """Generation parameters; null: `evaluation.sampling`."""
     metrics: tuple[Annotated[str, Field(pattern=METRIC_PATTERN)], ...] = ("avg@k",)
@@ -60,6 +60,8 @@ class EvaluationConfig(BaseConfig):
     """Steps between evaluations; 0 evaluates only the first and the last weights."""
     tasks: Annotated[int, Field(ge=1, le=MAX_SET_TASKS)] = 256
     """Held-out tasks of one evaluation."""
+    n_samples: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
+    """Episodes of each held-out task."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Generation parameters; greedy unless changed."""
     workflow: str = ""
@@ -164,7 +166,7 @@ def _resolve_set(
         workflow_kwargs=agent.workflow_kwargs,
         workflow_key=key if config.workflow else "evaluation",
         tasks=config.tasks or evaluation.tasks,
-        n_samples=config.n_samples,
+        n_samples=config.n_samples or evaluation.n_samples,
         sampling=config.sampling or evaluation.sampling,
         sampling_key=f"{key}.sampling" if config.sampling else "evaluation.sampling",
         metrics=config.metrics,

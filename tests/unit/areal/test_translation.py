@@ -101,6 +101,12 @@ def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
     assert "at most 4096, or no bound" in {one.key: one.reason for one in lost}["gconfig.top_k"]
 
 
+def test_samples_of_a_held_out_task_are_carried_over() -> None:
+    found = recipe_of({"gconfig": {"n_samples": 2}, "eval_gconfig": {"n_samples": 8}})
+    assert (found["rollout.n_samples"], found["evaluation.n_samples"]) == (2, 8)
+    assert "evaluation.n_samples" not in recipe_of({"gconfig": {"n_samples": 2}})
+
+
 def test_the_defaults_of_areal_hold_where_a_file_is_silent() -> None:
     found = recipe_of({"gconfig": {"n_samples": 2}})
     assert found["rollout.agent.export_style"] == "individual"

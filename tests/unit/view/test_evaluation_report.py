@@ -1,0 +1,79 @@
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.evaluation_report import (
+    EvaluationReport,
+    build_report_of_run,
+    compare_reports,
+    format_comparison,
+    format_report,
+    read_report,
+    write_report,
+)
+
+ASKED = {"valid": (("avg@k",), 1.0), "aime": (("pass@k", "pass@1", "cons@k"), 1.0)}
+
+
+def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> EvaluationReport:
+    """What a run found of its step 0 on 12 tasks of one sample and two of three."""
+    paths = RunPaths(root)
+    paths.data_dir.mkdir(parents=True)
+    for name, count in (("valid", 12), ("aime", 2)):
+        paths.evaluation_tasks(name).write_text("".join(f'{{"n": {n}}}\n' for n in range(count)))
+        paths.evaluation(0, name).parent.mkdir(exist_ok=True, parents=True)
+    mean = sum(rewards) / len(rewards)
+    write_evaluation(paths, "valid", EvaluationResult(0, 12, mean, rewards, {3: "it fell"}, 1))
+    means = [sum(one) / 3 for one in samples]
+    answers = [["4", "4", "5"], ["7", "", ""]]
+    aime = EvaluationResult(0, 2, sum(means) / 2, means, {}, 1, samples, answers)
+    write_evaluation(paths, "aime", aime)
+    return build_report_of_run(paths, 0, ASKED)
+
+
+def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None:
+    report = found_of(tmp_path, [1.0] * 6 + [0.0] * 6, [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
+    write_report(RunPaths(tmp_path), report)
+    assert read_report(tmp_path) == report == read_report(RunPaths(tmp_path).evaluation_report)
+    values = {name: one.value for name, one in report.sets["aime"].metrics.items()}
+    assert values == pytest.approx({"avg@3": 0.5, "pass@3": 1.0, "pass@1": 0.5, "cons@3": 0.5})
+    lines = list(format_report(report))
+    assert lines[1].split() == ["valid", "avg@1", "0.500", "[0.224,", "0.776]", "12", "1"]
+    assert "valid: the agent failed on 1 tasks, which count as 0" in lines
+    kept = json.loads(RunPaths(tmp_path).evaluation_report.read_text())
+    assert kept["sets"]["aime"]["samples"] == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+
+
+def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> None:
+    samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    before = found_of(tmp_path / "a", [1.0] * 6 + [0.0] * 6, samples)
+    after = found_of(tmp_path / "b", [0.0] * 5 + [1.0] + [0.0] * 6, samples)
+    found = {(one.set_name, one.metric): one for one in compare_reports(before, after)}
+    assert found.keys() == {("valid", "avg@1")} | {
+        ("aime", one) for one in ("avg@3", "pass@3", "pass@1", "cons@3")
+    }
+    worse = found["valid", "avg@1"]
+    assert (worse.comparison.better, worse.comparison.worse) == (0, 5)
+    assert worse.comparison.difference.value == pytest.approx(-5 / 12)
+    assert worse.verdict == "worse"
+    assert found["aime", "pass@3"].verdict == "no difference is shown"
+    table = "\n".join(format_comparison("step 0", "step 20", list(found.values())))
+    assert "-0.417" in table
+    assert "no difference is shown" in table
+
+
+def test_other_tasks_and_other_sets_are_not_compared(tmp_path: Path) -> None:
+    samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
+    report = found_of(tmp_path, [1.0] * 12, samples)
+    other = msgspec.structs.replace(report.sets["valid"], tasks_digest="another")
+    with pytest.raises(RecipeError, match="other tasks of valid"):
+        compare_reports(msgspec.structs.replace(report, sets={"valid": other}), report)
+    with pytest.raises(RecipeError, match="was evaluated on no set"):
+        compare_reports(msgspec.structs.replace(report, sets={}), report)
+    with pytest.raises(RecipeError, match="no results of an evaluation"):
+        read_report(tmp_path / "nothing.json")
