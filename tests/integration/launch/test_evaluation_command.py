@@ -55,7 +55,7 @@ def kill_all(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
 
 def count_rows(run_dir: Path) -> Counter[int]:
     """Recorded rows of each evaluation ticket."""
-    return Counter(int(one.get_field("ticket")) for one in find_rows(run_dir, RowQuery())[0])
+    return Counter(int(str(one.get_field("ticket"))) for one in find_rows(run_dir, RowQuery())[0])
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
