@@ -84,7 +84,7 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     write_rank_file(memory.descriptor, get_rank_file_path(partial, 0), held.size_bytes)
     memory.close()
     write_checkpoint_index(
-        partial, merge_rank_indices([held.build_index(0)], held.types, held.count_steps())
+        partial, merge_rank_indices([held.build_index(0)], held.types, held.count_steps()[""])
     )
     state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
     find_architecture_and_remark,
+    find_critic_architecture,
     find_frozen_architectures,
 )
 from areal_hpc.launch.memory import estimate_serving_memory
@@ -187,11 +188,13 @@ def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: in
     """Of a rank of the fullest stage, thing by thing."""
     config = recipe.trainer
     frozen = find_frozen_architectures(recipe, arch)
+    critic = find_critic_architecture(recipe, arch)
     stages = [
-        estimate_stage_memory(arch, config, stage, frozen) for stage in range(config.parallel.pp)
+        estimate_stage_memory(arch, config, stage, frozen, critic)
+        for stage in range(config.parallel.pp)
     ]
     held = {
-        "checkpoint": estimate_checkpoint_copy(arch, config),
+        "checkpoint": estimate_checkpoint_copy(arch, config, critic),
         "optimizer": max(one.host_optimizer for one in stages),
         "frozen networks": max(one.host_frozen for one in stages),
     }

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
     find_architecture_and_remark,
+    find_critic_architecture,
     find_frozen_architectures,
 )
 from areal_hpc.recipe.recipe import Recipe
@@ -114,12 +115,18 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     gpu_bytes = None if gib is None else int(gib * GIB)
     groups = count_update_groups(recipe)
     frozen = find_frozen_architectures(recipe, arch)
-    trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen)
+    critic = find_critic_architecture(recipe, arch)
+    trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
     serving = estimate_serving_memory(arch, recipe.inference, gpu_bytes)
     of = "" if gib is None else f" of {gib:g}"
     parameters = f"{count_model_parameters(arch):,} parameters{source}"
     yield f"memory of one GPU in GiB, estimated ({parameters})"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
+    if critic is not None:
+        yield (
+            f"    of a policy and a critic ({count_model_parameters(critic):,} parameters with its "
+            "vocabulary's head), which are trained one after the other"
+        )
     yield from _format_serving_lines(serving, recipe, of)
     if gpu_bytes is None:
         yield "  set cluster.gpu_memory_gib to compare this with your GPUs"
@@ -127,7 +134,7 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     change = (
         ""
         if trainer.total <= gpu_bytes
-        else find_fitting_change(arch, recipe.trainer, gpu_bytes, groups, frozen)
+        else find_fitting_change(arch, recipe.trainer, gpu_bytes, groups, frozen, critic)
     )
     for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes, change):
         yield f"warning: {problem}"

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import (
     find_architecture_and_remark,
+    find_critic_architecture,
     find_frozen_architectures,
 )
 from areal_hpc.recipe.recipe import Recipe
@@ -105,9 +106,10 @@ def _estimate_trainer_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str
             "config.json a place where it can be read",
         ) from error
     frozen = find_frozen_architectures(recipe, arch)
-    memory = estimate_trainer_memory(arch, recipe.trainer, frozen=frozen)
+    critic = find_critic_architecture(recipe, arch)
+    memory = estimate_trainer_memory(arch, recipe.trainer, frozen=frozen, critic=critic)
     offloaded = memory.host_activations + memory.host_optimizer + memory.host_frozen
-    return tasks_per_node * (estimate_checkpoint_copy(arch, recipe.trainer) + offloaded)
+    return tasks_per_node * (estimate_checkpoint_copy(arch, recipe.trainer, critic) + offloaded)
 
 
 def _has_flag(options: JobOptions, names: Sequence[str]) -> bool:

@@ -103,6 +103,9 @@ def check_learning_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
 
 
 def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
+    if "critic/grad_norm" in row:  # it compares all episodes of a batch, and may be warming up
+        has_gradient = any(row.get(name) != 0 for name in ("grad_norm", "critic/grad_norm"))
+        return not has_gradient or row.get("reward/std") == 0
     equal = row.get("groups/zero_variance")
     return row.get("grad_norm") == 0 or (equal is not None and equal >= config.max_zero_variance)
 
@@ -277,8 +280,16 @@ RULES: tuple[AlertRule, ...] = (
         "no_signal",
         "failure",
         ("no_signal_steps", "max_zero_variance"),
-        ("grad_norm", "groups/zero_variance", "groups/all_best", "groups/all_worst"),
-        "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards; "
+        (
+            "grad_norm",
+            "critic/grad_norm",
+            "reward/std",
+            "groups/zero_variance",
+            "groups/all_best",
+            "groups/all_worst",
+        ),
+        "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards "
+        "(with a critic: the critic's gradient is zero too, or all episodes have equal rewards); "
         "only a note where rewards have varied and these groups have the best one: the tasks are "
         "solved",
         check_learning_signal,

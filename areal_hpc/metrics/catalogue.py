@@ -142,6 +142,16 @@ CATALOGUE: tuple[Metric, ...] = (
         ("kl/teacher", "nats", "down",
          "log pi - log teacher per sampled token, with `trainer.objective.teacher`, before the "
          "step: an estimate of KL(pi || teacher)"),
+        ("critic/loss", "", "down",
+         "with `trainer.objective.baseline=value`: half the squared error of the critic's values "
+         "per trained token, clipped to `critic.clip_value`"),
+        ("critic/explained_variance", "share", "up",
+         "of the returns' variance, by the values before the step: 1 is perfect, 0 tells nothing"),
+        ("critic/mean_value", "", "steady", "mean of these values"),
+        ("critic/clip_fraction", "share", "steady",
+         "trained tokens at which the clip took the critic's gradient away"),
+        ("critic/grad_norm", "", "steady", "the critic's largest gradient norm of the step"),
+        ("critic/lr", "", "-", "its learning rate"),
         ("logprob/engine_trainer_max_abs_diff", "nats", "down",
          "largest difference of a token's log-probability, engine against trainer, where both had "
          "the same weights"),

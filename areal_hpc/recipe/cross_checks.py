@@ -43,6 +43,12 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
                 "them differ"
             )
     objective = trainer.objective
+    clip_value = objective.critic.clip_value
+    if trainer.minibatches == 1 and clip_value != default.critic.clip_value:
+        yield (
+            f"trainer.objective.critic.clip_value={clip_value} has no effect: with "
+            "trainer.minibatches=1 the critic's values are still those that the step began with"
+        )
     penalizes = objective.kl.coef > 0 and objective.kl.placement == "reward"
     if penalizes and objective.scale_rewards == "group":
         yield (
@@ -107,6 +113,14 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
                 "set trainer.minibatches=2 or more, or trainer.objective.proximal=none with "
                 "off_policy_correction=none",
             )
+    warmup_steps = objective.critic.warmup_steps
+    if warmup_steps >= trainer.total_steps:
+        yield Problem(
+            f"trainer.objective.critic.warmup_steps={warmup_steps} of trainer.total_steps="
+            f"{trainer.total_steps}: the policy would never be trained",
+            "trainer.objective.critic.warmup_steps",
+            f"use {trainer.total_steps - 1} or less, or raise trainer.total_steps",
+        )
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % parallel.ep:
         yield Problem(

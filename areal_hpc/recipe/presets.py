@@ -94,6 +94,19 @@ PRESETS: Mapping[str, Preset] = {
         {"baseline": "group_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
         {},
     ),
+    "ppo": Preset(
+        "arXiv:1707.06347 with a critic of its own, arXiv:1506.02438",
+        {
+            "baseline": "value",
+            "scale_rewards": "batch",
+            "gae_lambda": 0.95,
+            "discount": 1.0,
+            "critic": {"model": "initial"},
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+        },
+        {},
+    ),
     "icepop": Preset(
         "arXiv:2510.18855",
         {

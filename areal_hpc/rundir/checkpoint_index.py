@@ -59,7 +59,9 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
 
     format: int = FORMAT
     optimizer_steps: int
-    """Steps that AdamW has counted, the same for every parameter."""
+    """Steps that AdamW has counted, the same for every parameter of the policy."""
+    critic_steps: int = 0
+    """Those that it has counted for a critic, whose tensors lie beside the policy's."""
     columns: dict[Column, NumberType]
     """Columns of every file, in their order. Of float32 weights there are no master weights."""
     counts: list[int]
@@ -94,7 +96,10 @@ def get_rank_file_path(directory: Path, rank: int) -> Path:
 
 
 def merge_rank_indices(
-    parts: Sequence[RankIndex], columns: dict[Column, NumberType], optimizer_steps: int
+    parts: Sequence[RankIndex],
+    columns: dict[Column, NumberType],
+    optimizer_steps: int,
+    critic_steps: int = 0,
 ) -> CheckpointIndex:
     """The index of a checkpoint from those of its ranks, in their order.
 
@@ -111,6 +116,7 @@ def merge_rank_indices(
         assert count == math.prod(one.shape), f"{name}: {count} numbers of {one.shape}"
     return CheckpointIndex(
         optimizer_steps=optimizer_steps,
+        critic_steps=critic_steps,
         columns=columns,
         counts=[part.count for part in parts],
         tensors=tensors,

@@ -2,6 +2,8 @@
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -27,16 +29,18 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_tokens,
 )
 from areal_hpc.trainer.batch.episode_metrics import group_episode_records, summarize_episodes
-from areal_hpc.trainer.batch.packing import count_scored_tokens, split_minibatches
+from areal_hpc.trainer.batch.packing import TrainingRow, count_scored_tokens, split_minibatches
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     BEHAVIOR_LOGPROBS_CHANNEL,
+    CRITIC_CHANNELS,
     CURRENT_WEIGHTS_CHANNEL,
     NO_SCORES,
     PROXIMAL_CHANNEL,
     REFERENCE_CHANNEL,
     SCALE_CHANNEL,
     STALENESS_CHANNEL,
+    BatchScores,
     build_rows,
     measure_largest_advantage,
     read_batch,
@@ -44,6 +48,7 @@ from areal_hpc.trainer.batch.training_rows import (
 from areal_hpc.trainer.batch.untrainable import check_trainable_share, count_untrainable_tokens
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
+from areal_hpc.trainer.critic_trainer import CriticTrainer
 from areal_hpc.trainer.frozen_models import FrozenModels
 from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
@@ -65,9 +70,9 @@ from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.rank_progress import enter_place
 from areal_hpc.trainer.step import (
     MicroBatch,
+    apply_gradients,
     make_micro_batches,
     run_forward_backward,
-    train_step,
 )
 from areal_hpc.trainer.step_annotator import StepAnnotator
 from areal_hpc.trainer.untrained import (
@@ -120,8 +125,14 @@ class Learner:
             check_generation,
             lambda steps: find_best_step(paths.metrics, keep_best, steps),
         )
+        self._critic = (
+            CriticTrainer(config, model_path, device) if config.objective.has_critic else None
+        )
         self._optimizer, checkpoint = self.checkpoints.load_latest(
-            self.policy, config.optimizer, is_offloaded=config.offload.optimizer
+            self.policy,
+            config.optimizer,
+            is_offloaded=config.offload.optimizer,
+            critic=self._critic.state if self._critic else None,
         )
         self.state = TrainerState(
             step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
@@ -173,28 +184,30 @@ class Learner:
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
         scores = NO_SCORES
-        if self._frozen.are_needed:
-            with timer.time_phase("score"), explain_out_of_memory(self.policy, config, "trainer"):
-                scores = self._frozen.score(self.policy, rows)
+        if self._frozen.are_needed or self._critic is not None:
+            with timer.time_phase("score"), self._explain_out_of_memory():
+                scores = self._score_batch(rows)
             with timer.time_phase("pack"):
                 rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
         with timer.time_phase("pack"):
             minibatches = split_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
+            channels = (
+                [name for name in rows[0].channels if name not in CRITIC_CHANNELS] if rows else []
+            )
             parts = [
-                make_micro_batches(
-                    self.policy, part, list(rows[0].channels), config.max_tokens_per_microbatch
-                )
+                make_micro_batches(self.policy, part, channels, config.max_tokens_per_microbatch)
                 for part in minibatches
             ]
         self._annotator.begin_step(batch, rows, len(parts), self.state)
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
-            with explain_out_of_memory(self.policy, config, "trainer"):
+            with self._explain_out_of_memory():
                 stats, norms = self._take_optimizer_steps(parts, factors, rate)
+                of_critic, critic_norms = self._train_critic(rows, scores)
         with timer.time_phase("measure"):
             self._annotator.end_step(manifest, untrained, norms, self.version.generation)
-        untrained += self._build_nonfinite_records(norms, manifest.step)
+        untrained += self._build_nonfinite_records([*norms, *critic_norms], manifest.step)
         self._advance_state(manifest, untrained)
         with timer.time_phase("score"):
             self._frozen.follow(self.policy, self.state.step)
@@ -205,6 +218,7 @@ class Learner:
             "advantage/abs_max": measure_largest_advantage(rows),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **self._frozen.build_metrics(stats.sums, scores),
+            **of_critic,
             **build_norm_metrics(norms),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
@@ -214,6 +228,25 @@ class Learner:
         }
         fault_point("train.after_step")
         return replace_non_finite(line)
+
+    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+        critic = self._critic.network.arch if self._critic else None
+        return explain_out_of_memory(self.policy, self._config, "trainer", critic)
+
+    def _score_batch(self, rows: Sequence[TrainingRow]) -> BatchScores:
+        """What the objective has to know of the rows before they are trained. A collective."""
+        scores = self._frozen.score(self.policy, rows) if self._frozen.are_needed else NO_SCORES
+        if self._critic is None or not rows:
+            return scores
+        return replace(scores, values=self._critic.score(rows))
+
+    def _train_critic(
+        self, rows: Sequence[TrainingRow], scores: BatchScores
+    ) -> tuple[dict[str, float], list[float]]:
+        """The critic's optimizer steps, if there is one: metrics and gradient norms."""
+        if self._critic is None:
+            return {}, []
+        return self._critic.train(rows, scores, self.state.step)
 
     def _summarize_batch(self, batch: Sequence[TrajectoryRow], step: int) -> dict[str, float]:
         """Metrics of the batch before it is trained; those that take long on rank 0 alone.
@@ -304,18 +337,19 @@ class Learner:
                 self._compute_loss, part=number, taken=number / len(parts), factor=factor
             )
             entropy_loss = partial(self._compute_entropy_loss, factor=factor)
-            seen, norm = train_step(
-                self.policy,
-                self._optimizer,
-                part,
-                loss,
-                rate,
-                measures_entropy=True,
-                entropy_loss=entropy_loss if objective.entropy_coef else None,
-                note_entropies=partial(self._annotator.note_entropies, number),
+            warms_up = self._critic is not None and self._critic.is_warming_up(self.state.step)
+            stats.add(
+                run_forward_backward(
+                    self.policy,
+                    part,
+                    loss,
+                    backward=not warms_up,
+                    measures_entropy=True,
+                    entropy_loss=entropy_loss if objective.entropy_coef else None,
+                    note_entropies=partial(self._annotator.note_entropies, number),
+                )
             )
-            stats.add(seen)
-            norms.append(norm)
+            norms.append(0.0 if warms_up else apply_gradients(self.policy, self._optimizer, rate))
         reduced = stats.reduce_over_ranks(STEP_SUM_NAMES, STEP_MAXIMUM_NAMES, STEP_HISTOGRAM_BINS)
         return reduced, norms
 
@@ -405,7 +439,8 @@ class Learner:
         Returns once the state is copied: training may go on.
         """
         state = msgspec.structs.replace(self.state, row=row)
-        path = self.checkpoints.begin_save(self.policy, self._optimizer, state)
+        critic = self._critic.state if self._critic else None
+        path = self.checkpoints.begin_save(self.policy, self._optimizer, state, critic)
         self.state = msgspec.structs.replace(self.state, parent=path.name)
 
     def export_model(self) -> None:

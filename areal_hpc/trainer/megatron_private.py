@@ -45,6 +45,34 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
         return logits
 
 
+class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
+    """GPT that gives a value [1, N] for each of the pack's `scored_N` places, in float32.
+
+    A head of its own stands in the vocabulary's place, the same on all tensor-parallel ranks, which
+    all see all tokens: no sum over them is due, neither of values nor of gradients.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, share_embeddings_and_output_weights=False, **kwargs)
+        if self.post_process:
+            head = torch.nn.Linear(self.config.hidden_size, 1, bias=False)
+            torch.nn.init.zeros_(head.weight)
+            self.output_layer = head
+
+    def _postprocess(
+        self, hidden_states: torch.Tensor, *, packed_seq_params: Any, **others: Any
+    ) -> torch.Tensor:
+        if not self.post_process:
+            return hidden_states
+        if self.config.sequence_parallel:
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        hidden_N1H = hidden_states.index_select(0, packed_seq_params.scored_N)
+        values_N1 = (hidden_N1H.float() @ self.output_layer.weight.float().T)[..., 0]
+        return values_N1.transpose(0, 1)
+
+
 def begin_copy_of_split_sizes(dispatcher: Any) -> None:
     """Begin to copy to the host what an exchange of a mixture's tokens must know there.
 

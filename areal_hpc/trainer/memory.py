@@ -56,7 +56,9 @@ def note_work_on_memory_error(describe_phase_by_ledger_counts: Callable[[], str]
 
 
 @contextmanager
-def explain_out_of_memory(policy: Policy, config: TrainerConfig, section: str) -> Iterator[None]:
+def explain_out_of_memory(
+    policy: Policy, config: TrainerConfig, section: str, critic: Architecture | None = None
+) -> Iterator[None]:
     """Turn an error of memory into one for whoever writes the recipe's `section`.
 
     Raises:
@@ -68,7 +70,7 @@ def explain_out_of_memory(policy: Policy, config: TrainerConfig, section: str) -
         if not is_out_of_memory(error):
             raise
         stage = parallel_state.get_pipeline_model_parallel_rank()
-        estimate = estimate_stage_memory(policy.arch, config, stage)
+        estimate = estimate_stage_memory(policy.arch, config, stage, critic=critic)
         work = ", ".join(getattr(error, "__notes__", [])) or "a training step"
         raise RecipeError(
             f"memory ran out in {work}. This rank has held {_describe_memory_use(policy.device)}; "
@@ -76,7 +78,9 @@ def explain_out_of_memory(policy: Policy, config: TrainerConfig, section: str) -
             f"{config.max_tokens_per_microbatch} tokens. "
             f"{str(error)[:MAX_QUOTED_CHARACTERS]}",
             key=f"{section}.max_tokens_per_microbatch",
-            hint=_suggest_memory_saving_change(policy.arch, config, estimate, work, section),
+            hint=_suggest_memory_saving_change(
+                policy.arch, config, estimate, work, section, critic
+            ),
         ) from error
 
 
@@ -95,7 +99,12 @@ def _describe_memory_estimate(estimate: TrainerMemory) -> str:
 
 
 def _suggest_memory_saving_change(
-    arch: Architecture, config: TrainerConfig, estimate: TrainerMemory, work: str, section: str
+    arch: Architecture,
+    config: TrainerConfig,
+    estimate: TrainerMemory,
+    work: str,
+    section: str,
+    critic: Architecture | None,
 ) -> str:
     """The cheapest change that would have saved enough."""
     fewer = f"lower {section}.max_tokens_per_microbatch"
@@ -104,5 +113,5 @@ def _suggest_memory_saving_change(
             return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"
         return "raise trainer.parallel.tp, pp or dp"
     saved = MIN_SAVED_SHARE * (estimate.total - RESERVE_BYTES)
-    change = find_fitting_change(arch, config, int(estimate.total - saved))
+    change = find_fitting_change(arch, config, int(estimate.total - saved), critic=critic)
     return f"{change}, estimated; or {fewer}" if change else f"{fewer}, or use more ranks"

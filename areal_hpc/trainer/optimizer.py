@@ -10,7 +10,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.optimizer_offload import lend_master_weights, offload_optimizer
 
 
@@ -27,7 +27,9 @@ def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> fl
     return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
-def build_optimizer(policy: Policy, config: AdamConfig, *, is_offloaded: bool = False) -> Any:
+def build_optimizer(
+    policy: TrainedNetwork, config: AdamConfig, *, is_offloaded: bool = False
+) -> Any:
     """Megatron's optimizer over the policy's parameters, its moments already zeroed.
 
     Moments exist from the start: a checkpoint is loaded into them. With `is_offloaded` the state
@@ -90,7 +92,7 @@ def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
 _NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)
 
 
-def step_optimizer(policy: Policy, optimizer: Any, rate: float) -> float:
+def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
     These are the parts of Megatron's own step, with a look at the norm before anything is

@@ -30,7 +30,7 @@ from areal_hpc.trainer.model.kernels.logprobs import (
     compute_token_logprobs,
 )
 from areal_hpc.trainer.model.offload import ActivationOffload
-from areal_hpc.trainer.model.policy import Network, Policy
+from areal_hpc.trainer.model.policy import Network, Policy, TrainedNetwork
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer
@@ -156,11 +156,8 @@ def run_forward_backward(
     `measures_entropy` their sum `entropy` is that of the tokens' distributions, and `entropy_loss`
     says what these entropies [N] add to the loss; `note_entropies` is told them.
     """
-    stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
 
-    def score(
-        batch: MicroBatch, logits_1NV: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
+    def score(batch: MicroBatch, logits_1NV: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         scored = (
             logits_1NV.flatten(0, 1),
             batch.labels_N,
@@ -170,19 +167,44 @@ def run_forward_backward(
             batch.kept,
         )
         if not measures_entropy:
-            total, seen = loss(batch, compute_token_logprobs(*scored))
+            return loss(batch, compute_token_logprobs(*scored))
+        logprobs_N, entropy_N = compute_logprobs_and_entropy(*scored)
+        total, stats = loss(batch, logprobs_N)
+        stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
+        if note_entropies is not None:
+            note_entropies(batch, entropy_N)
+        if entropy_loss is not None:
+            more, seen = entropy_loss(batch, entropy_N)
+            total = total + more
             stats.add(seen)
-        else:
-            logprobs_N, entropy_N = compute_logprobs_and_entropy(*scored)
-            total, seen = loss(batch, logprobs_N)
-            stats.add(seen)
-            stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
-            if note_entropies is not None:
-                note_entropies(batch, entropy_N)
-            if entropy_loss is not None:
-                more, seen = entropy_loss(batch, entropy_N)
-                total = total + more
-                stats.add(seen)
+        return total, stats
+
+    return run_passes(network, batches, score, backward=backward)
+
+
+def run_value_passes(
+    critic: Network, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
+) -> LossStats:
+    """The same with a critic, of whose values [N] the loss is. A collective over all ranks."""
+    return run_passes(
+        critic,
+        batches,
+        lambda batch, values_1N: loss(batch, values_1N[0]),
+        backward=backward,
+    )
+
+
+def run_passes(
+    network: Network, batches: Sequence[MicroBatch], score: LossFunction, *, backward: bool
+) -> LossStats:
+    """The passes of all micro-batches; `score` is given what the network's last stage gives."""
+    stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
+
+    def measure(
+        batch: MicroBatch, output: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
+        total, seen = score(batch, output)
+        stats.add(seen)
         progress.end_forward()
         tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
         return total, tokens, {}
@@ -195,11 +217,11 @@ def run_forward_backward(
         output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
         if not parallel_state.is_pipeline_last_stage():  # which has its logits to score yet
             progress.end_forward()
-        return output, partial(score, batch)
+        return output, partial(measure, batch)
 
     enter_place("forward and backward passes" if backward else "forward passes")
     run = get_forward_backward_func()
-    offloads = backward and isinstance(network, Policy) and network.offloads_activations
+    offloads = backward and isinstance(network, TrainedNetwork) and network.offloads_activations
     offload = ActivationOffload(network.module.parameters()) if offloads else nullcontext()
     with note_work_on_memory_error(progress.__str__), torch.set_grad_enabled(backward), offload:
         run(
@@ -221,24 +243,17 @@ def train_step(
     batches: Sequence[MicroBatch],
     loss: LossFunction,
     rate: float,
-    *,
-    measures_entropy: bool = False,
-    entropy_loss: LossFunction | None = None,
-    note_entropies: EntropyNote | None = None,
 ) -> tuple[LossStats, float]:
     """One update at learning rate `rate`: this rank's statistics, the norm before clipping."""
-    stats = run_forward_backward(
-        policy,
-        batches,
-        loss,
-        backward=True,
-        measures_entropy=measures_entropy,
-        entropy_loss=entropy_loss,
-        note_entropies=note_entropies,
-    )
+    stats = run_forward_backward(policy, batches, loss, backward=True)
+    return stats, apply_gradients(policy, optimizer, rate)
+
+
+def apply_gradients(network: TrainedNetwork, optimizer: Any, rate: float) -> float:
+    """The optimizer's step after the passes; the norm before clipping. A collective."""
     fault_point("optimizer.before_step")
     enter_place("the optimizer's step")
     with note_work_on_memory_error(lambda: OPTIMIZER_WORK):
-        norm = step_optimizer(policy, optimizer, rate)
+        norm = step_optimizer(network, optimizer, rate)
     fault_point("optimizer.after_step")
-    return stats, norm
+    return norm

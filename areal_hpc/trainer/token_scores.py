@@ -1,6 +1,6 @@
-"""Log-probabilities of a batch's tokens under the policy and under networks that stay frozen."""
+"""Numbers of a batch's tokens from networks that score it: log-probabilities, a critic's values."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -11,7 +11,13 @@ from megatron.core import parallel_state
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow, split_minibatches
 from areal_hpc.trainer.model.policy import Network
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
+from areal_hpc.trainer.step import (
+    LossFunction,
+    MicroBatch,
+    make_micro_batches,
+    run_forward_backward,
+    run_value_passes,
+)
 
 ScoresByRow = list[npt.NDArray[np.float32]]
 """For each row a number for each of its tokens: 0 where the loss does not see it."""
@@ -24,28 +30,58 @@ def score_rows(
 
     Rows share passes as they do in training, so that the policy finds the same bits there.
     """
+
+    def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
+        run_forward_backward(network, batches, note, backward=False)
+
+    return _score_by_part(network, rows, minibatches, max_tokens, run)
+
+
+def value_rows(
+    critic: Network, rows: Sequence[TrainingRow], *, minibatches: int, max_tokens: int
+) -> ScoresByRow:
+    """A critic's values of the states before all trained tokens, likewise. A collective."""
+
+    def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
+        run_value_passes(critic, batches, note, backward=False)
+
+    return _score_by_part(critic, rows, minibatches, max_tokens, run)
+
+
+RunPasses = Callable[[Sequence[MicroBatch], LossFunction], None]
+
+
+def _score_by_part(
+    network: Network,
+    rows: Sequence[TrainingRow],
+    minibatches: int,
+    max_tokens: int,
+    run: RunPasses,
+) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
     for hand, part in enumerate(split_minibatches(rows, minibatches)):
-        scores[hand::minibatches] = _score_part(network, part, max_tokens)
+        scores[hand::minibatches] = _score_part(network, part, max_tokens, run)
     return scores
 
 
-def _score_part(network: Network, rows: Sequence[TrainingRow], max_tokens: int) -> ScoresByRow:
+def _score_part(
+    network: Network, rows: Sequence[TrainingRow], max_tokens: int, run: RunPasses
+) -> ScoresByRow:
     channels = [name for name in rows[0].channels if name == TEMPERATURE_CHANNEL]
     found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
-    def note(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        found.append((batch.tokens_N, logprobs_N))
-        return logprobs_N.sum(), LossStats()
+    def note(batch: MicroBatch, scores_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
+        found.append((batch.tokens_N, scores_N))
+        return scores_N.sum(), LossStats()
 
     batches = make_micro_batches(network, rows, channels, max_tokens)
-    run_forward_backward(network, batches, note, backward=False)
+    run(batches, note)
     lengths = [len(row.input_ids_T) for row in rows]
     flat = torch.zeros(sum(lengths))
     # The other tensor-parallel ranks found the same.
     if found and parallel_state.get_tensor_model_parallel_rank() == 0:
         places = torch.from_numpy(np.concatenate([tokens_N for tokens_N, _ in found]))
-        flat[places] = torch.cat([logprobs_N for _, logprobs_N in found]).cpu()
+        flat[places] = torch.cat([scores_N for _, scores_N in found]).cpu()
     if dist.get_world_size() > 1:
         dist.all_reduce(flat)
     return np.split(flat.numpy(), np.cumsum(lengths)[:-1])

@@ -35,14 +35,14 @@ async def _watch_nothing(*values: object) -> None:
     await asyncio.Event().wait()
 
 
-def _leave_out_entropy(module: ModuleType) -> None:
-    module.train_step = partial(_train_without_entropy, module.train_step)  # type: ignore[attr-defined]
+def _leave_out_entropy(module: Any) -> None:
+    module.run_forward_backward = partial(_run_without_entropy, module.run_forward_backward)
 
 
-def _train_without_entropy(
-    train_step: Any, *values: Any, measures_entropy: bool, note_entropies: Any, **named: Any
-) -> Any:
-    return train_step(*values, measures_entropy=False, **named)
+def _run_without_entropy(run_passes: Any, *values: Any, **named: Any) -> Any:
+    for name in ("measures_entropy", "note_entropies"):
+        named.pop(name, None)
+    return run_passes(*values, **named)
 
 
 REPLACEMENTS: dict[str, dict[str, Any]] = {

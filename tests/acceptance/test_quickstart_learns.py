@@ -143,7 +143,7 @@ def mean_of(ends: list[float]) -> dict[str, Any]:
 def page_of(measured: dict[str, Any]) -> str:
     """docs/learning.md."""
     page = LEARNS.format(
-        runs=rows_of(measured, ("synchronous seed", "asynchronous seed")),
+        runs=rows_of(measured, ("synchronous seed", "asynchronous seed", "ppo seed")),
         mean=said_of(measured, "synchronous mean", "Mean of the synchronous seeds"),
     )
     if not ends_of(measured, FRESH):
@@ -240,6 +240,16 @@ def test_the_asynchronous_quick_start_learns_from_replies_of_mixed_versions(
     assert run["end"] >= 0.80
     assert run["engine_trainer_max_abs_diff"] <= 1e-4
     assert run["replies_over_two_versions"] > 0
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_quick_start_learns_with_a_critic(
+    seed: int, results: dict[str, Any], tmp_path: Path
+) -> None:
+    run = results[f"ppo seed {seed}"] = train("quickstart_ppo", seed, tmp_path)
+    assert run["start"] <= 0.45
+    assert run["end"] >= 0.95
+    assert run["compared_tokens"] == run["sampled_tokens"]
 
 
 @pytest.mark.parametrize("name", AGES)

@@ -98,7 +98,8 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
             {**preset.objective, **({"loss_scale_tokens": 3} if name == "dr_grpo" else {})}
         )
         for name, preset in PRESETS.items()
-        if name != "opd"  # its teacher is after something else than the reward
+        # A teacher is after something else than the reward; a critic has first to learn it.
+        if name not in ("opd", "ppo")
     },
     "group_mean, none, sums": ObjectiveConfig(scale_rewards="none", **EXACT),
     "rloo, credit=turn": ObjectiveConfig(

@@ -38,7 +38,7 @@ from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
-from areal_hpc.trainer.model.policy import Policy, build_policy
+from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
 from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.sft_job import SftTrainer
@@ -51,7 +51,7 @@ KILL_GRACE_S = 20.0
 """What srun --kill-on-bad-exit would do at once: others get the time to fail by themselves."""
 
 
-def digests(policy: Policy, optimizer: Any) -> dict[str, str]:
+def digests(policy: TrainedNetwork, optimizer: Any) -> dict[str, str]:
     """The content of every parameter and moment that this rank holds."""
     found = {name: tensor.detach() for name, tensor in policy.gpt.named_parameters()}
     for part_number, part in enumerate(optimizer.chained_optimizers):
@@ -96,7 +96,11 @@ def begin_training(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> 
 
 
 def state_of(learner: Learner) -> dict[str, str]:
-    return digests(learner.policy, learner._optimizer)
+    found = digests(learner.policy, learner._optimizer)
+    if learner._critic is not None:
+        held = digests(learner._critic.state.network, learner._critic.state.optimizer)
+        found |= {f"critic.{name}": digest for name, digest in held.items()}
+    return found
 
 
 def moments_of(learner: Learner) -> list[dict[str, Any]]:
@@ -119,7 +123,7 @@ def replay(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
     return {
         "began_at": began_at,
         "consumed": learner.state.consumed,
-        "digests": digests(learner.policy, learner._optimizer),
+        "digests": state_of(learner),
     }
 
 

@@ -212,6 +212,15 @@ class PPOActorConfig(TrainEngineConfig):
 
 
 @dataclass
+class PPOCriticConfig(TrainEngineConfig):
+    """`critic`: what learns values."""
+
+    ppo_n_minibatches: int = 4
+    eps_clip: float = 0.5
+    mask_no_eos_with_zero: bool = False
+
+
+@dataclass
 class ClusterSpecConfig:
     """`cluster`."""
 
@@ -331,7 +340,7 @@ class PPOConfig(BaseExperimentConfig):
     rollout: InferenceEngineConfig = field(default_factory=InferenceEngineConfig)
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: PPOActorConfig | None = None
-    critic: TrainEngineConfig | None = None
+    critic: PPOCriticConfig | None = None
     teacher: TrainEngineConfig | None = None
     dynamic_bs: bool = False
 

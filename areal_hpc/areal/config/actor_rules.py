@@ -8,6 +8,7 @@ from areal_hpc.areal.config.allocation_mode import parse_trainer_backend
 from areal_hpc.areal.config.rules import (
     ArealConfigValues,
     KeyRule,
+    TranslateValue,
     Untranslatable,
     fixed_value_rule,
     ignored_rule,
@@ -173,9 +174,37 @@ def _translate_reward_norm(
     return found
 
 
+def _translate_critic(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    """A critic in the place of a baseline; `value` is its model."""
+    if source("actor.reward_norm.eps") is not None:
+        return Untranslatable(
+            "rewards that a critic learns are not normalized: leave actor.reward_norm out"
+        )
+    is_same = value in ("", source("actor.path"))
+    return {
+        "trainer.objective.baseline": "value",
+        "trainer.objective.scale_rewards": "none",
+        "trainer.objective.critic.model": "initial" if is_same else value,
+        "trainer.objective.discount": source("actor.discount"),
+        "trainer.objective.gae_lambda": source("actor.gae_lambda"),
+        "trainer.objective.gae_unit": source("actor.gae_timestep_unit"),
+    }
+
+
+def _require_critic_for(neutral: Any) -> TranslateValue:
+    """The rule of a key that tells a critic what to do: without one it has no other value."""
+
+    def check(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+        if value == neutral or source("critic.path") is not None:
+            return {}
+        return Untranslatable("without a critic a reward counts for the whole episode")
+
+    return check
+
+
 def _check_reward_scaling(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     is_scaled = source("actor.reward_norm.eps") is None or source("actor.reward_norm.std_level")
-    if value == 1 or is_scaled:
+    if value == 1 or (is_scaled and source("critic.path") is None):
         return {}
     return Untranslatable(
         "without std_level rewards are taken as they are: scale them in the agent"
@@ -184,7 +213,8 @@ def _check_reward_scaling(value: Any, source: ArealConfigValues) -> dict[str, An
 
 def _check_reward_bias(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     has_norm = source("actor.reward_norm.eps") is not None
-    if value == 0 or not has_norm or source("actor.reward_norm.mean_level"):
+    learns_rewards = has_norm or source("critic.path") is not None
+    if value == 0 or not learns_rewards or source("actor.reward_norm.mean_level"):
         return {}
     return Untranslatable("without mean_level rewards are taken as they are: add it in the agent")
 
@@ -283,11 +313,18 @@ ACTOR_RULES = (
         "rewards are not scaled; return the scaled reward from the agent",
     ),
     renamed_rule("actor.mask_no_eos_with_zero", "trainer.objective.overlong.mask"),
-    fixed_value_rule(
-        "actor.discount", 1.0, "a reward counts for the whole episode; see `turn_discount`"
+    *(
+        KeyRule(
+            f"actor.{name}",
+            f"`trainer.objective.{here}` where there is a `critic`; else always `{neutral}`",
+            _require_critic_for(neutral),
+        )
+        for name, here, neutral in (
+            ("discount", "discount", 1.0),
+            ("gae_lambda", "gae_lambda", 1.0),
+            ("gae_timestep_unit", "gae_unit", "token"),
+        )
     ),
-    fixed_value_rule("actor.gae_lambda", 1.0, "there is no critic"),
-    fixed_value_rule("actor.gae_timestep_unit", "token", "there is no critic"),
     unsupported_rule(
         "actor.adv_norm.*", "advantages are not normalized over the batch a second time"
     ),
@@ -343,7 +380,7 @@ ACTOR_RULES = (
     renamed_rule("actor.dynamic_sampling", "rollout.filter_same_reward"),
     ignored_rule("actor.log_agent_stats", "`metrics.jsonl` has them"),
     fixed_value_rule("actor.init_from_scratch", False, "a model starts from its directory"),
-    fixed_value_rule("actor.is_critic", False, "there is no critic"),
+    fixed_value_rule("actor.is_critic", False, "the policy gives no values"),
     ignored_rule(
         "actor.disable_dropout", "dropout is always off: it would add noise to importance ratios"
     ),
@@ -366,7 +403,33 @@ ACTOR_RULES = (
     *unsupported_scheduling_rules("actor"),
     ignored_rule("ref.path", "`trainer.objective.kl.reference`, by `actor.kl_ctl`"),
     ignored_rule("ref.*", "the reference is divided and packed as the policy is"),
-    unsupported_rule("critic.*", "advantages are group-relative; there is no critic"),
+    KeyRule(
+        "critic.path",
+        "`trainer.objective.critic.model`, with `baseline=value` and `scale_rewards=none`; an "
+        "episode that was cut ends there, where AReaL goes on from the last value",
+        _translate_critic,
+    ),
+    renamed_rule("critic.optimizer.lr", "trainer.objective.critic.lr"),
+    renamed_rule("critic.eps_clip", "trainer.objective.critic.clip_value"),
+    *(
+        same_as_key_rule(f"critic.{name}", f"actor.{name}", "the critic is trained as the policy")
+        for name in (
+            "backend",
+            "dtype",
+            "ppo_n_minibatches",
+            "mask_no_eos_with_zero",
+            "optimizer.type",
+            "optimizer.weight_decay",
+            "optimizer.beta1",
+            "optimizer.beta2",
+            "optimizer.eps",
+            "optimizer.lr_scheduler_type",
+            "optimizer.min_lr_ratio",
+            "optimizer.warmup_steps_proportion",
+            "optimizer.gradient_clipping",
+        )
+    ),
+    ignored_rule("critic.*", "the critic is divided and packed as the policy is"),
     unsupported_rule(
         "teacher.*",
         "set `trainer.objective.teacher.path` and `coef`, which weighs an advantage, not a loss",

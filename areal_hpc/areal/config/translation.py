@@ -10,6 +10,7 @@ from areal_hpc.areal.api.cli_args import (
     AgentRLConfig,
     BaseExperimentConfig,
     NormConfig,
+    PPOCriticConfig,
     RejectionSamplingConfig,
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
@@ -41,6 +42,7 @@ KEYS_THAT_IDENTIFY_AREAL_CONFIG = (
 OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,
     "actor.reward_norm": NormConfig,
+    "critic": PPOCriticConfig,
 }
 """Sections whose keys have defaults that mean something once they are there."""
 EXTRA_ARGS_KEY = "inference.extra_args"

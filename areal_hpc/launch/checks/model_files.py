@@ -37,12 +37,12 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from error.problems
         else:
             yield from _find_model_directory_problems(folder, "model.hub", recipe)
-    for key, path in list_frozen_models(recipe):
+    for key, path in (*list_frozen_models(recipe), *_list_critic_models(recipe)):
         if path is not None:
-            yield from _find_frozen_model_problems(path, key, recipe)
+            yield from _find_other_model_problems(path, key, recipe)
 
 
-def _find_frozen_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+def _find_other_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     """Does it divide as the policy does, and has it the same tokens?"""
     hint = "give a directory in Hugging Face format; jobs never download"
     if not path.is_dir():
@@ -191,6 +191,24 @@ def find_frozen_architectures(recipe: Recipe, policy: Architecture) -> list[Arch
         except RecipeError:  # told by check_model
             found.append(policy)
     return found
+
+
+def _list_critic_models(recipe: Recipe) -> Iterator[tuple[str, Path | None]]:
+    """The critic, if there is one; None is the policy's own start."""
+    objective = recipe.trainer.objective
+    if objective.has_critic:
+        path = objective.critic.model if isinstance(objective.critic.model, Path) else None
+        yield "trainer.objective.critic.model", path
+
+
+def find_critic_architecture(recipe: Recipe, policy: Architecture) -> Architecture | None:
+    """The critic's network, taken to be as the policy's if it cannot be read; None without one."""
+    for _, path in _list_critic_models(recipe):
+        try:
+            return policy if path is None else read_architecture(path)
+        except RecipeError:  # told by check_model
+            return policy
+    return None
 
 
 def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:

@@ -179,6 +179,19 @@ class TeacherConfig(BaseConfig):
         return self
 
 
+class CriticConfig(BaseConfig):
+    """A network that learns what the rest of an episode will earn, as a baseline for each token."""
+
+    model: Literal["initial"] | Path | None = None
+    """What it starts from: the model that reinforcement learning does, or a model directory."""
+    lr: Annotated[float, Field(gt=0)] = 1e-5
+    """Its peak learning rate; all else is as `trainer.optimizer` has it."""
+    clip_value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.2
+    """A value this far from that before the step learns no more; null: there is no bound."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """First steps of the run in which the critic is trained and the policy is not."""
+
+
 class ObjectiveConfig(BaseConfig):
     """The policy-gradient objective; pi_b is the policy that sampled a token."""
 
@@ -193,6 +206,7 @@ class ObjectiveConfig(BaseConfig):
         "reinforce",
         "reinforce_pp",
         "reinforce_pp_baseline",
+        "ppo",
         "icepop",
         "opd",
     ] = "default"
@@ -201,8 +215,16 @@ class ObjectiveConfig(BaseConfig):
     """Each reply earns all rewards of its episode, or its own and what passes back to it."""
     turn_discount: Annotated[float, Field(ge=0, le=1)] = 1.0
     """With credit=turn: the share of what followers of a reply earn that passes back to it."""
-    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "none"] = "group_mean"
-    """Subtracted from what a reply earned: a mean of its group, of others in it, of the batch."""
+    baseline: Literal["group_mean", "leave_one_out", "batch_mean", "value", "none"] = "group_mean"
+    """Taken off: the mean of the group, the others in it, the batch; or a critic's values (GAE)."""
+    gae_lambda: Annotated[float, Field(ge=0, le=1)] = 0.95
+    """With baseline=value: 1 compares with all that came after, 0 with the next value alone."""
+    discount: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With baseline=value: what later rewards and values are multiplied by, at each step."""
+    gae_unit: Literal["token", "turn"] = "token"
+    """With baseline=value: a step is a token, or a whole reply."""
+    critic: CriticConfig = CriticConfig()
+    """The network that gives values."""
     scale_rewards: Literal["group", "batch", "none"] = "group"
     """The differences are divided by their standard deviation over the group, the batch, or not."""
     std_ddof: Literal[0, 1] = 1
@@ -251,6 +273,11 @@ class ObjectiveConfig(BaseConfig):
     """At level sequence: what is judged is the row's mean, sum or maximum (of ratios: of logs)."""
 
     @property
+    def has_critic(self) -> bool:
+        """True if a critic is trained beside the policy."""
+        return self.baseline == "value"
+
+    @property
     def scores_start(self) -> bool:
         """True if advantages depend on log-probabilities of the weights that a step begins with."""
         return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
@@ -266,6 +293,40 @@ class ObjectiveConfig(BaseConfig):
             raise ValueError(
                 f"with scale_rewards=none there is no standard deviation, got std_ddof="
                 f"{self.std_ddof}: leave it out, or set scale_rewards=group"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_critic_keys(self) -> ObjectiveConfig:
+        if self.baseline == "value":
+            if self.critic.model is None:
+                raise ValueError(
+                    "baseline=value takes its values from a critic: set critic.model=initial, or "
+                    "a model directory"
+                )
+            if self.turn_discount != 1:
+                raise ValueError(
+                    f"turn_discount={self.turn_discount} has no effect with baseline=value, where "
+                    "rewards pass back by discount and gae_lambda: set discount, with gae_unit=turn"
+                )
+            if self.std_ddof != 1:
+                raise ValueError(
+                    "baseline=value scales by a root mean square, which loses no degree of "
+                    f"freedom, got std_ddof={self.std_ddof}: leave it out"
+                )
+            return self
+        fields = type(self).model_fields
+        changed = [
+            f"{name}={getattr(self, name)}"
+            for name in ("gae_lambda", "discount", "gae_unit")
+            if getattr(self, name) != fields[name].default
+        ]
+        if self.critic != CriticConfig.model_construct():
+            changed.append(f"critic.model={self.critic.model}")
+        if changed:
+            raise ValueError(
+                f"baseline={self.baseline} has no critic, got {' and '.join(changed)}: set "
+                "baseline=value, or leave it out"
             )
         return self
 
@@ -406,12 +467,16 @@ class TrainerConfig(BaseConfig):
 
     def resolve_paths(self) -> TrainerConfig:
         """The same with absolute paths, for processes that start elsewhere."""
-        kl, teacher = self.objective.kl, self.objective.teacher
+        kl, teacher, critic = self.objective.kl, self.objective.teacher, self.objective.critic
         if kl.reference != "initial":
             kl = kl.model_copy(update={"reference": kl.reference.resolve()})
         if teacher.path is not None:
             teacher = teacher.model_copy(update={"path": teacher.path.resolve()})
-        objective = self.objective.model_copy(update={"kl": kl, "teacher": teacher})
+        if isinstance(critic.model, Path):
+            critic = critic.model_copy(update={"model": critic.model.resolve()})
+        objective = self.objective.model_copy(
+            update={"kl": kl, "teacher": teacher, "critic": critic}
+        )
         return self.model_copy(update={"objective": objective})
 
     @model_validator(mode="after")

@@ -16,8 +16,9 @@ from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.untrainable import get_reply_span, mask_untrainable_replies
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.gae import estimate_advantages, scale_estimates
 from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
-from areal_hpc.trainer.objective.reply_credit import credit_batch
+from areal_hpc.trainer.objective.reply_credit import credit_batch, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
@@ -30,10 +31,12 @@ ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
 )
 STALENESS_CHANNEL, SCALE_CHANNEL = "age", "scale"
 PROXIMAL_CHANNEL, REFERENCE_CHANNEL = "proximal", "reference"
+VALUE_CHANNEL, RETURN_CHANNEL = "value", "return"
 """Channels of a row: advantages, the engine's log-probabilities, 1 where the trainer's current
 weights did the sampling; if the objective needs them, how many versions old those that did it are,
 what terms are multiplied by, and log-probabilities of the weights that the step began with and of
-the reference."""
+the reference; the critic's values when the step began, and what it is to learn."""
+CRITIC_CHANNELS = (VALUE_CHANNEL, RETURN_CHANNEL)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +47,8 @@ class BatchScores:
     """Of the weights that the step begins with."""
     reference: Sequence[npt.NDArray[np.float32]] | None = None
     teacher: Sequence[npt.NDArray[np.float32]] | None = None
+    values: Sequence[npt.NDArray[np.float32]] | None = None
+    """The critic's, of the state before each token."""
 
     @property
     def divergences(self) -> list[npt.NDArray[np.float32]] | None:
@@ -155,10 +160,7 @@ def build_rows(
     scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs, as far as they are known."""
-    credit = credit_batch(
-        batch, objective, scores.divergences if objective.kl.placement == "reward" else None
-    )
-    advantages_K, teacher_gaps = compute_advantages(credit, objective), scores.teacher_gaps
+    teacher_gaps = scores.teacher_gaps
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_versions_of_current_weights(current, forks)]
     masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
@@ -168,12 +170,14 @@ def build_rows(
         [(one.ticket_id, one.episode) for one in batch],
         objective,
     )
+    if objective.has_critic:
+        advantages, returns = _estimate_by_critic(batch, masks, objective, scores)
+    else:
+        advantages, returns = _compare_with_baseline(batch, objective, scores), None
     rows = []
-    for place, (trajectory, spans) in enumerate(zip(batch, credit.spans, strict=True)):
+    for place, trajectory in enumerate(batch):
         size = trajectory.num_tokens
-        advantages_T = np.zeros(size, dtype=np.float32)
-        for begin, end, number in spans:
-            advantages_T[begin:end] = advantages_K[number]
+        advantages_T = advantages[place]
         if teacher_gaps is not None:  # policy gradient of KL(pi || teacher), token by token
             advantages_T += objective.teacher.coef * teacher_gaps[place]
         channels = {
@@ -183,6 +187,8 @@ def build_rows(
         }
         if scales is not None:
             channels[SCALE_CHANNEL] = np.full(size, scales[place], dtype=np.float32)
+        if returns is not None and scores.values is not None:
+            channels |= {VALUE_CHANNEL: scores.values[place], RETURN_CHANNEL: returns[place]}
         if scores.reference is not None:
             channels[REFERENCE_CHANNEL] = scores.reference[place]
         if scores.start is not None and objective.proximal == "recompute":
@@ -199,6 +205,49 @@ def build_rows(
             TrainingRow(trajectory.input_ids_T, masks[place], channels, trajectory.sampling_mask)
         )
     return rows
+
+
+def _get_reward_divergences(
+    objective: ObjectiveConfig, scores: BatchScores
+) -> list[npt.NDArray[np.float32]] | None:
+    """What rewards are penalized for; None if nothing is."""
+    return scores.divergences if objective.kl.placement == "reward" else None
+
+
+def _compare_with_baseline(
+    batch: Sequence[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores
+) -> list[npt.NDArray[np.float32]]:
+    """Advantages at the tokens of each row: a reply has one for all of them."""
+    credit = credit_batch(batch, objective, _get_reward_divergences(objective, scores))
+    advantages_K = compute_advantages(credit, objective)
+    found = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
+    for advantages_T, spans in zip(found, credit.spans, strict=True):
+        for begin, end, number in spans:
+            advantages_T[begin:end] = advantages_K[number]
+    return found
+
+
+def _estimate_by_critic(
+    batch: Sequence[TrajectoryRow],
+    masks: Sequence[npt.NDArray[np.uint8]],
+    objective: ObjectiveConfig,
+    scores: BatchScores,
+) -> tuple[list[npt.NDArray[np.float32]], list[npt.NDArray[np.float32]]]:
+    """Advantages and returns at the tokens of each row; all 0 as long as there are no values."""
+    advantages, returns = (
+        [np.zeros(row.num_tokens, dtype=np.float32) for row in batch] for _ in range(2)
+    )
+    if scores.values is None:
+        return advantages, returns
+    divergences = _get_reward_divergences(objective, scores)
+    replies = list_reply_rewards(batch, masks, objective, divergences)
+    values = [scores.values[one.row][one.tokens_t].astype(np.float64) for one in replies]
+    estimates = estimate_advantages(replies, values, objective)
+    scaled = scale_estimates(replies, estimates, objective)
+    for reply, estimate, scaled_t in zip(replies, estimates, scaled, strict=True):
+        advantages[reply.row][reply.tokens_t] = scaled_t
+        returns[reply.row][reply.tokens_t] = estimate.returns_t
+    return advantages, returns
 
 
 def measure_largest_advantage(rows: Sequence[TrainingRow]) -> float:

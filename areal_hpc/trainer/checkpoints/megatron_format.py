@@ -41,8 +41,7 @@ class MegatronTensors:
             if isinstance(stored, TensorStorageMetadata)
         }
 
-    @property
-    def optimizer_steps(self) -> int:
+    def count_optimizer_steps(self, prefix: str = "") -> int:
         """Steps that AdamW has counted: Megatron has them with AdamW's settings."""
         parts: dict[Any, Any] = load_common_state_dict(str(self._directory))["optimizer"]
         if "optimizer" in parts:  # there was one optimizer alone: no experts

@@ -7,7 +7,8 @@ whatever layout finds the numbers that it steps by their places in the whole ten
 it only multiplies with come from the other data-parallel ranks, as after every step.
 """
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,7 +42,18 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
 )
 from areal_hpc.trainer.collectives import all_reduce_max, raise_on_all_ranks
 from areal_hpc.trainer.megatron_private import OptimizerShard, list_optimizer_shards
-from areal_hpc.trainer.model.policy import Policy
+from areal_hpc.trainer.model.families.weight_map import EMBEDDING_NAME
+from areal_hpc.trainer.model.policy import TrainedNetwork
+
+CRITIC_PREFIX = "critic."
+
+
+class TrainedState(NamedTuple):
+    """A network with its optimizer, and what its tensors are called by."""
+
+    network: TrainedNetwork
+    optimizer: Any
+    prefix: str = ""
 
 
 class TensorPlace(NamedTuple):
@@ -77,18 +89,26 @@ class StateShard:
 
 
 class RankState:
-    """What a rank's policy and optimizer hold; it stays true while they train."""
+    """What a rank's policy and optimizer hold, and those of a critic if there is one.
 
-    def __init__(self, policy: Policy, optimizer: Any) -> None:
+    It stays true while they train.
+    """
+
+    def __init__(
+        self, policy: TrainedNetwork, optimizer: Any, critic: TrainedState | None = None
+    ) -> None:
         self._device = policy.device
-        self._shards = _list_state_shards(policy, optimizer)
+        self._shards_of = {"": _list_state_shards(TrainedState(policy, optimizer))}
+        if critic is not None:
+            self._shards_of[critic.prefix] = _list_state_shards(critic)
         self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
         # Float32 before the others: every column begins where its numbers may.
         if policy.dtype == torch.float32:
             self.types["weight"] = "float32"
         else:
             self.types = {"master": "float32", **self.types, "weight": "bfloat16"}
-        self._kept = [shard for shard in self._shards if shard.is_kept]
+        shards = itertools.chain.from_iterable(self._shards_of.values())
+        self._kept = [shard for shard in shards if shard.is_kept]
         self._count = sum(shard.columns["weight"].numel() for shard in self._kept)
 
     @property
@@ -96,11 +116,12 @@ class RankState:
         """Size of the copy."""
         return compute_data_bytes(self.types, self._count)
 
-    def count_steps(self) -> int:
-        """Steps that AdamW has taken. A collective: a rank may have nothing to step."""
-        steps = [shard.step for shard in self._shards]
-        # Of all at once: on a GPU each may be a number that the host would have to wait for.
-        return all_reduce_max(int(torch.stack(steps).max()) if steps else 0)
+    def count_steps(self) -> dict[str, int]:
+        """Steps that AdamW has taken, by prefix. A collective: a rank may have nothing to step."""
+        return {
+            prefix: all_reduce_max(_read_max_steps(shards))
+            for prefix, shards in self._shards_of.items()
+        }
 
     def build_index(self, rank: int) -> RankIndex:
         """Where in the copy everything is."""
@@ -128,18 +149,25 @@ class RankState:
             torch.cuda.current_stream(self._device).synchronize()
 
     def load_from(self, stored: StoredTensors) -> None:
-        """Take everything from a checkpoint, of whatever layout and type of weights."""
-        for shard in self._shards:
+        """Take everything from a checkpoint, of whatever layout and type of weights.
+
+        A critic of which it has nothing stays as it is.
+        """
+        for prefix, shards in self._shards_of.items():
+            if not prefix or stored.find_shape(prefix + EMBEDDING_NAME) is not None:
+                self._load_shards(shards, stored, stored.count_optimizer_steps(prefix))
+
+    def _load_shards(self, shards: Sequence[StateShard], stored: StoredTensors, steps: int) -> None:
+        for shard in shards:
             for place in shard.places:
                 _check_stored_shape(stored, place)
         for column in self.types:
             source = self._choose_source_column(column, stored)
-            for shard in self._shards:
+            for shard in shards:
                 for place, first in shard.split_by_place():
                     flat = shard.columns[column][first : first + place.box.numel]
                     _read_place(stored, source, place, flat.view(place.box.sizes))
-        steps = stored.optimizer_steps
-        for shard in self._shards:
+        for shard in shards:
             shard.step.fill_(steps)
 
     def _choose_source_column(self, column: Column, stored: StoredTensors) -> Column:
@@ -151,7 +179,9 @@ class RankState:
         return column
 
 
-def load_checkpoint_into(policy: Policy, optimizer: Any, directory: Path) -> None:
+def load_checkpoint_into(
+    policy: TrainedNetwork, optimizer: Any, directory: Path, critic: TrainedState | None = None
+) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one.
 
     Raises:
@@ -163,7 +193,7 @@ def load_checkpoint_into(policy: Policy, optimizer: Any, directory: Path) -> Non
     trouble: ArealError | None = None
     try:
         with open_stored_tensors(directory) as stored:
-            RankState(policy, optimizer).load_from(stored)
+            RankState(policy, optimizer, critic).load_from(stored)
     except FileNotFoundError as error:
         trouble = build_checkpoint_damage_error(Path(error.filename), "the file is gone")
     except OSError as error:
@@ -174,24 +204,37 @@ def load_checkpoint_into(policy: Policy, optimizer: Any, directory: Path) -> Non
         trouble = error
     raise_on_all_ranks(trouble)
     policy.replica.start_param_sync()
+    if critic is not None:
+        critic.network.replica.start_param_sync()
 
 
-def _list_state_shards(policy: Policy, optimizer: Any) -> list[StateShard]:
+def _read_max_steps(shards: Sequence[StateShard]) -> int:
+    # Of all at once: on a GPU each may be a number that the host would have to wait for.
+    return int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
+
+
+def _list_state_shards(trained: TrainedState) -> list[StateShard]:
     """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    sharded = policy.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
+    network = trained.network
+    sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
     parts: dict[torch.Tensor, list[ShardedTensor]] = {
         one.data: one.build() if isinstance(one, ShardedTensorFactory) else [one]
         for one in nested_values(extract_sharded_tensors_and_factories(sharded)[0])
     }
     return [
-        _build_shard(shard, parts[shard.parameter], has_masters=policy.dtype != torch.float32)
-        for shard in list_optimizer_shards(optimizer)
+        _build_shard(
+            shard,
+            parts[shard.parameter],
+            trained.prefix,
+            has_masters=network.dtype != torch.float32,
+        )
+        for shard in list_optimizer_shards(trained.optimizer)
     ]
 
 
 def _build_shard(
-    shard: OptimizerShard, parts: list[ShardedTensor], has_masters: bool
+    shard: OptimizerShard, parts: list[ShardedTensor], prefix: str, has_masters: bool
 ) -> StateShard:
     columns: dict[Column, torch.Tensor] = {
         "exp_avg": shard.moments["exp_avg"],
@@ -202,7 +245,10 @@ def _build_shard(
         columns["master"] = shard.master
     # The last number of an id tells data-parallel ranks apart, which here keep a range each.
     is_kept = not any(parts[0].replica_id[:-1])
-    places = list(_list_tensor_places(parts, shard.start, shard.stop))
+    places = [
+        place._replace(name=prefix + place.name)
+        for place in _list_tensor_places(parts, shard.start, shard.stop)
+    ]
     return StateShard(places, columns, shard.moments["step"], is_kept)
 
 
@@ -229,7 +275,9 @@ def _check_stored_shape(stored: StoredTensors, place: TensorPlace) -> None:
     if found != place.shape and not (place.may_differ and found and found[1:] == place.shape[1:]):
         raise RecipeError(
             f"the checkpoint has {found or 'nothing'} under {place.name}, expected {place.shape}",
-            key="model",
+            key="trainer.objective.critic.model"
+            if place.name.startswith(CRITIC_PREFIX)
+            else "model",
             hint="resume with the model that the run began with",
         )
 

@@ -47,7 +47,12 @@ from areal_hpc.rundir.checkpoints import (
     write_trainer_state,
 )
 from areal_hpc.rundir.paths import format_step_dir
-from areal_hpc.trainer.checkpoints.rank_state import RankState, load_checkpoint_into
+from areal_hpc.trainer.checkpoints.rank_state import (
+    CRITIC_PREFIX,
+    RankState,
+    TrainedState,
+    load_checkpoint_into,
+)
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
@@ -92,15 +97,21 @@ class CheckpointStore:
     # Reading ---------------------------------------------------------------------------------
 
     def load_latest(
-        self, policy: Policy, config: AdamConfig, *, is_offloaded: bool = False
+        self,
+        policy: Policy,
+        config: AdamConfig,
+        *,
+        is_offloaded: bool = False,
+        critic: TrainedState | None = None,
     ) -> tuple[Any, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
+        A critic is loaded too, if the checkpoint has one.
         The checkpoint may be of another layout, and of a run with other settings than those given.
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
         if (checkpoint := self.find_latest_on_all_ranks()) is not None:
-            load_checkpoint_into(policy, optimizer, checkpoint.path)
+            load_checkpoint_into(policy, optimizer, checkpoint.path, critic)
         return optimizer, checkpoint
 
     def find_latest_on_all_ranks(self) -> Checkpoint | None:
@@ -136,7 +147,13 @@ class CheckpointStore:
 
     # Writing ---------------------------------------------------------------------------------
 
-    def begin_save(self, policy: Policy, optimizer: Any, state: TrainerState) -> Path:
+    def begin_save(
+        self,
+        policy: Policy,
+        optimizer: Any,
+        state: TrainerState,
+        critic: TrainedState | None = None,
+    ) -> Path:
         """Copy the state and begin to write it, after an earlier one; its path. A collective.
 
         Raises:
@@ -154,7 +171,7 @@ class CheckpointStore:
             dist.barrier()
             self._writer = self._writer or WriterClient()
             fault_point("checkpoint.before_copy")
-            held = RankState(policy, optimizer)
+            held = RankState(policy, optimizer, critic)
             held.copy_to(self._writer.allocate_memory(held.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
             small = _write_small_files(partial, held, state)
@@ -265,7 +282,8 @@ def _write_small_files(partial: Path, held: RankState, state: TrainerState) -> l
     parts = gather_objects(held.build_index(dist.get_rank()), RankIndex)
     if not parts:
         return []
-    write_checkpoint_index(partial, merge_rank_indices(parts, held.types, steps))
+    index = merge_rank_indices(parts, held.types, steps[""], steps.get(CRITIC_PREFIX, 0))
+    write_checkpoint_index(partial, index)
     write_trainer_state(partial, state)
     return [INDEX_FILE, STATE_FILE]
 

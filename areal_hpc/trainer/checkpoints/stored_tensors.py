@@ -36,9 +36,8 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class StoredTensors(Protocol):
     """The tensors of a checkpoint, of whatever format."""
 
-    @property
-    def optimizer_steps(self) -> int:
-        """Steps that AdamW has counted."""
+    def count_optimizer_steps(self, prefix: str = "") -> int:
+        """Steps that AdamW has counted for the tensors of a prefix: the policy's have none."""
 
     @property
     def weight_dtype(self) -> torch.dtype:
@@ -91,10 +90,9 @@ class RankFiles:
             for piece in tensor.pieces:
                 self._pieces[name, piece.offsets[:-2]].append(piece)
 
-    @property
-    def optimizer_steps(self) -> int:
+    def count_optimizer_steps(self, prefix: str = "") -> int:
         """Steps that AdamW has counted."""
-        return self._index.optimizer_steps
+        return self._index.critic_steps if prefix else self._index.optimizer_steps
 
     @property
     def weight_dtype(self) -> torch.dtype:

@@ -51,6 +51,10 @@ class HfModelReader:
         self._dir, self._key = model_dir, key
         self._open: dict[str, Any] = {}
 
+    def has_tensor(self, name: str) -> bool:
+        """True if the directory has a tensor of this name."""
+        return name in self._file_of
+
     def read_tensor(self, tensor: HfTensorSpec, part: Slices = ()) -> torch.Tensor:
         """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that.
 

@@ -120,13 +120,16 @@ def estimate_trainer_memory(
     config: TrainerConfig,
     update_groups: int = 0,
     frozen: Sequence[Architecture] = (),
+    critic: Architecture | None = None,
 ) -> TrainerMemory:
     """Memory of the trainer's fullest GPU; rank 0 sends weights to `update_groups` groups.
 
-    `frozen` networks score each batch before it is trained.
+    `frozen` networks score each batch before it is trained; a `critic` is trained beside the
+    policy.
     """
     stages = [
-        estimate_stage_memory(arch, config, stage, frozen) for stage in range(config.parallel.pp)
+        estimate_stage_memory(arch, config, stage, frozen, critic)
+        for stage in range(config.parallel.pp)
     ]
     first = stages[0]
     sending = first.communicators + update_groups * COMMUNICATOR_BYTES
@@ -134,7 +137,9 @@ def estimate_trainer_memory(
     return max(stages, key=lambda one: one.total)
 
 
-def estimate_checkpoint_copy(arch: Architecture, config: TrainerConfig) -> int:
+def estimate_checkpoint_copy(
+    arch: Architecture, config: TrainerConfig, critic: Architecture | None = None
+) -> int:
     """Host memory of a rank's copy of its part of a checkpoint, in bytes: of the fullest stage.
 
     In bfloat16 weights, float32 master weights and moments; float32 weights are their own masters.
@@ -142,17 +147,27 @@ def estimate_checkpoint_copy(arch: Architecture, config: TrainerConfig) -> int:
     each, parallel = 12 if config.dtype == "float32" else 14, config.parallel
     undivided = parallel.model_copy(update={"tp": 1, "ep": 1})
     fullest = max(
-        sum(count_stage_parameters(arch, undivided, stage)) for stage in range(parallel.pp)
+        sum(count_stage_parameters(arch, undivided, stage))
+        + sum(_count_critic_parameters(critic, undivided, stage))
+        for stage in range(parallel.pp)
     )
     return each * fullest * parallel.pp // parallel.world_size
 
 
 def estimate_stage_memory(
-    arch: Architecture, config: TrainerConfig, stage: int, frozen: Sequence[Architecture] = ()
+    arch: Architecture,
+    config: TrainerConfig,
+    stage: int,
+    frozen: Sequence[Architecture] = (),
+    critic: Architecture | None = None,
 ) -> TrainerMemory:
     """Memory of a GPU of one pipeline stage during a step."""
     parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
-    dense, experts = count_stage_parameters(arch, parallel, stage)
+    counts = (
+        count_stage_parameters(arch, parallel, stage),
+        _count_critic_parameters(critic, parallel, stage),
+    )
+    dense, experts = (sum(one) for one in zip(*counts, strict=True))
     # Moments in float32; in bfloat16 also a float32 copy of the parameters.
     state = 8 if config.dtype == "float32" else 12
     sharers = parallel.dp * parallel.cp
@@ -162,10 +177,19 @@ def estimate_stage_memory(
     tokens = config.max_tokens_per_microbatch
     # 1F1B: stage s has begun pp - s micro-batches before the first of them comes back.
     begun = parallel.pp - stage
-    layers = divide_layers(arch.layers, parallel.pp)[stage]
-    kept = count_stage_activations(arch, config, layers, tokens) * element * begun
+    trained = [arch] if critic is None else [arch, critic]  # one after the other
+    kept = (
+        begun
+        * element
+        * max(
+            count_stage_activations(
+                one, config, divide_layers(one.layers, parallel.pp)[stage], tokens
+            )
+            for one in trained
+        )
+    )
     # The backward pass has one layer's at a time, however they were kept meanwhile.
-    whole = count_layer_activations(arch, parallel, tokens) * element
+    whole = element * max(count_layer_activations(one, parallel, tokens) for one in trained)
     is_thrifty = config.recompute != "none" or config.offload.activations
     host = kept if config.offload.activations else 0
     weights = [_count_frozen_parameters(one, parallel, stage) * element for one in frozen]
@@ -196,6 +220,19 @@ def adapt_parallel(arch: Architecture, parallel: ParallelConfig) -> ParallelConf
 
 def _count_frozen_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> int:
     return sum(count_stage_parameters(arch, adapt_parallel(arch, parallel), stage))
+
+
+def _count_critic_parameters(
+    critic: Architecture | None, parallel: ParallelConfig, stage: int
+) -> tuple[int, int]:
+    """Those of a critic, which has a number for each place in the place of a vocabulary."""
+    if critic is None:
+        return 0, 0
+    untied = replace(critic, tied=False)
+    dense, experts = count_stage_parameters(untied, adapt_parallel(critic, parallel), stage)
+    if stage == parallel.pp - 1:
+        dense += critic.hidden - count_embedding_parameters(critic, parallel.tp)
+    return dense, experts
 
 
 def count_trainer_communicators(arch: Architecture, parallel: ParallelConfig) -> int:
@@ -270,6 +307,7 @@ def find_fitting_change(
     gpu_bytes: int,
     update_groups: int = 0,
     frozen: Sequence[Architecture] = (),
+    critic: Architecture | None = None,
 ) -> str:
     """The cheapest change with which a trainer rank fits a GPU, in overrides; empty if none does.
 
@@ -277,7 +315,7 @@ def find_fitting_change(
     other layouts of the same ranks, with the least communication first.
     """
     for overrides, changed in _list_thriftier_configs(arch, config):
-        total = estimate_trainer_memory(arch, changed, update_groups, frozen).total
+        total = estimate_trainer_memory(arch, changed, update_groups, frozen, critic).total
         if total <= gpu_bytes:
             return f"{overrides} takes {total / GIB:.1f} GiB"
     return ""

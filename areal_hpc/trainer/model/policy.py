@@ -23,6 +23,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import KEEP_ALL, ActivationConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import PackParallelism
 from areal_hpc.trainer.megatron_private import (
+    ScoredTokenCritic,
     ScoredTokenGPT,
     enable_norm_recompute,
 )
@@ -53,7 +54,7 @@ class Network:
     """A network as this rank holds it: that which is trained, or one that is only scored."""
 
     arch: Architecture
-    gpt: ScoredTokenGPT
+    gpt: ScoredTokenGPT | ScoredTokenCritic
     dtype: torch.dtype
     device: torch.device
     """Where it computes."""
@@ -108,8 +109,8 @@ class Network:
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Policy(Network):
-    """The network being trained."""
+class TrainedNetwork(Network):
+    """A network being trained."""
 
     replica: DistributedDataParallel
     """Wraps `gpt`; owns the gradient buffers."""
@@ -121,6 +122,11 @@ class Policy(Network):
         """What passes go through."""
         module: torch.nn.Module = self.replica
         return module
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class Policy(TrainedNetwork):
+    """The network that acts, as it is trained."""
 
 
 def build_policy(
@@ -138,6 +144,20 @@ def build_policy(
         RecipeError: The sizes do not divide by the parallel sizes.
     """
     network = build_network(arch, parallel, dtype, device, activations)
+    return Policy(
+        arch=arch,
+        gpt=network.gpt,
+        dtype=dtype,
+        device=device,
+        split=network.split,
+        frequencies=network.frequencies,
+        replica=wrap_for_training(network),
+        offloads_activations=activations.offload,
+    )
+
+
+def wrap_for_training(network: Network) -> DistributedDataParallel:
+    """Megatron's wrapper, with the gradient buffers of this rank."""
     gpt, config = network.gpt, network.gpt.config
     for name, parameter in gpt.named_parameters():
         if ".experts." in name:
@@ -158,16 +178,7 @@ def build_policy(
     # Until the last micro-batch gradients are only added up; then each bucket is reduced as soon as
     # the backward pass is done with it.
     config.no_sync_func = replica.no_sync
-    return Policy(
-        arch=arch,
-        gpt=gpt,
-        dtype=dtype,
-        device=device,
-        split=network.split,
-        frequencies=network.frequencies,
-        replica=replica,
-        offloads_activations=activations.offload,
-    )
+    return replica
 
 
 def build_network(
@@ -176,8 +187,10 @@ def build_network(
     dtype: torch.dtype,
     device: torch.device,
     activations: ActivationConfig = KEEP_ALL,
+    *,
+    gives_values: bool = False,
 ) -> Network:
-    """The same without gradients.
+    """The same without gradients; with `gives_values` a head for values in the vocabulary's place.
 
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.
@@ -185,17 +198,21 @@ def build_network(
     if problems := list(find_layout_problems(arch, parallel)):
         raise RecipeError.from_problems(problems)
     config = build_transformer_config(arch, parallel, dtype, device, activations)
-    gpt = ScoredTokenGPT(
-        config,
-        _build_block_spec(config),
-        vocab_size=pad_vocab_size(arch, parallel.tp),
-        max_sequence_length=0,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=arch.tied,
+    options: dict[str, Any] = {
+        "vocab_size": pad_vocab_size(arch, parallel.tp),
+        "max_sequence_length": 0,
+        "pre_process": parallel_state.is_pipeline_first_stage(),
+        "post_process": parallel_state.is_pipeline_last_stage(),
         # RotaryPackedCausalAttention rotates queries and keys itself.
-        position_embedding_type="none",
-    ).to(device=device, dtype=dtype)
+        "position_embedding_type": "none",
+    }
+    gpt: ScoredTokenGPT | ScoredTokenCritic
+    if gives_values:
+        gpt = ScoredTokenCritic(config, _build_block_spec(config), **options)
+    else:
+        options["share_embeddings_and_output_weights"] = arch.tied
+        gpt = ScoredTokenGPT(config, _build_block_spec(config), **options)
+    gpt = gpt.to(device=device, dtype=dtype)
     if arch.experts is not None:
         use_stable_dispatch(gpt)
     return Network(

@@ -7,6 +7,8 @@
 | `batch_mean` | the mean of the batch's | REINFORCE++, arXiv:2501.03262 |
 | `none` | nothing | REINFORCE |
 
+With `value` each token has an advantage of its own (`gae.py`).
+
 `scale_rewards` divides the differences by their own standard deviation, over the group or the
 batch. Where they need not add up to zero, that is the root of their mean square. So no advantage
 exceeds (m-1)/sqrt(m) for m of them that add up to zero with `std_ddof=1`, nor sqrt(m) otherwise.
@@ -63,7 +65,7 @@ def sums_to_zero(credit: BatchCredit, members_K: BoolArray, objective: Objective
             return len(np.unique(keys, axis=1).T) == len(keys.T)
         case "batch_mean":
             return objective.scale_rewards == "batch"
-        case "none":
+        case "none" | "value":
             return False
 
 

@@ -11,7 +11,7 @@ the reply: one number for all its tokens).
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -50,7 +50,27 @@ class _EarnedNumber:
     places: list[tuple[int, int, int]]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class ReplyReward:
+    """A reply as steps of its episode: where its trained tokens are, and what each of them gets."""
+
+    group: int
+    row: int
+    tokens_t: npt.NDArray[np.int64]
+    """Their places in the row."""
+    reward: float
+    """Given after the last of them."""
+    costs_t: npt.NDArray[np.float64]
+    """Taken off at each, for its divergence from the reference."""
+    followers: list[int]
+    """Their places among the replies of the batch."""
+    weight: float
+    is_rewarded: bool
+    """A reward reaches it, its own or that of one that comes later."""
+
+
 FloatRows = Sequence[npt.NDArray[np.float32]]
+MaskRows = Sequence[npt.NDArray[np.uint8]]
 MeasureSpan = Callable[[int, int, int], float]
 """What tokens of a row, from and to, lose for their divergence from the reference."""
 
@@ -91,6 +111,81 @@ def credit_batch(
     )
 
 
+def list_reply_rewards(
+    rows: Sequence[TrajectoryRow],
+    masks: MaskRows,
+    objective: ObjectiveConfig,
+    divergences: FloatRows | None = None,
+) -> list[ReplyReward]:
+    """The replies of a batch with what each gets by itself: for a critic, who passes it back.
+
+    `masks` says of each row which tokens are trained. With `credit=episode` an episode gets all of
+    its rewards at the end of each of its branches.
+    """
+    rows_of: dict[tuple[int, int], list[int]] = {}
+    for place, row in enumerate(rows):
+        rows_of.setdefault((row.ticket_id, row.episode), []).append(place)
+    found: list[ReplyReward] = []
+    for (ticket, _), places in sorted(rows_of.items()):
+        own = {place: rows[place] for place in places}
+        for one in _list_episode_rewards(own, objective, len(found)):
+            tokens_t = one.tokens_t[masks[one.row][one.tokens_t] != 0]
+            costs_t = np.zeros(len(tokens_t))
+            if divergences is not None:
+                costs_t = objective.kl.coef * divergences[one.row][tokens_t].astype(np.float64)
+            found.append(replace(one, group=ticket, tokens_t=tokens_t, costs_t=costs_t))
+    return found
+
+
+def _list_episode_rewards(
+    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, first: int
+) -> list[ReplyReward]:
+    """The replies of an episode, of which the first one's place in the batch's is given."""
+    is_credited = any(row.record.is_credited for row in rows.values())
+    if not all(row.record.calls for row in rows.values()):
+        return [  # of before calls were recorded: a row is all there is
+            _build_reply_reward(place, 0, row.num_tokens, row.reward, [], 1.0)
+            for place, row in rows.items()
+        ]
+    calls, trained = _list_calls(rows)
+    order = {name: first + number for number, name in enumerate(calls)}
+    followers = {} if is_credited else _list_followers(calls)
+    own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
+    if objective.credit == "episode" and not is_credited:
+        # The rewards of the manifest, which a shaped reward may differ from.
+        total = float(np.mean([row.reward for row in rows.values()]))
+        own = {name: None if followers.get(name) else total for name in calls}
+    earned = pass_back_rewards(own, followers, 1.0, own_is_total=is_credited)
+    by_turn = objective.credit == "turn" and not is_credited
+    weights = weigh_branches(earned, followers) if by_turn else dict.fromkeys(calls, 1.0)
+    found = []
+    for name, call in calls.items():
+        row, begin, end = trained.get(name, (next(iter(rows)), 0, 0))
+        reward = own[name] or 0.0
+        if name in trained:
+            reward -= measure_penalty(call.reply_tokens, objective.overlong)
+        after = [order[one] for one in followers.get(name, ())]
+        is_rewarded = earned[name].total is not None
+        found.append(
+            _build_reply_reward(row, begin, end, reward, after, weights.get(name, 1.0), is_rewarded)
+        )
+    return found
+
+
+def _build_reply_reward(
+    row: int,
+    begin: int,
+    end: int,
+    reward: float,
+    followers: list[int],
+    weight: float,
+    is_rewarded: bool = True,
+) -> ReplyReward:
+    """The tokens of a row from one to another. Nothing predicts the first one of a row."""
+    tokens_t = np.arange(max(1, begin), max(1, end))
+    return ReplyReward(0, row, tokens_t, reward, np.zeros(0), followers, weight, is_rewarded)
+
+
 def _credit_episode(
     rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpan
 ) -> Iterator[_EarnedNumber]:
@@ -120,14 +215,7 @@ def _credit_replies(
     overlong: OverlongConfig,
     measure: MeasureSpan,
 ) -> Iterator[_EarnedNumber]:
-    calls: dict[str, CallRecord] = {}
-    trained: dict[str, tuple[int, int, int]] = {}
-    for place, row in rows.items():
-        for call in row.record.calls:
-            calls.setdefault(call.id, call)
-            if call.trained:
-                begin = call.prompt_tokens
-                trained[call.id] = (place, begin, begin + call.reply_tokens)
+    calls, trained = _list_calls(rows)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
     penalties = {
         name: measure_penalty(calls[name].reply_tokens, overlong) + measure(*span)
@@ -147,6 +235,21 @@ def _credit_replies(
             yield _EarnedNumber(total - penalties[name], 1.0, [span])
         else:
             yield _EarnedNumber(total, weights[name], [span])
+
+
+def _list_calls(
+    rows: dict[int, TrajectoryRow],
+) -> tuple[dict[str, CallRecord], dict[str, tuple[int, int, int]]]:
+    """The calls of an episode, and of those that are trained the row and the tokens from and to."""
+    calls: dict[str, CallRecord] = {}
+    trained: dict[str, tuple[int, int, int]] = {}
+    for place, row in rows.items():
+        for call in row.record.calls:
+            calls.setdefault(call.id, call)
+            if call.trained:
+                begin = call.prompt_tokens
+                trained[call.id] = (place, begin, begin + call.reply_tokens)
+    return calls, trained
 
 
 def measure_penalty(tokens: int, overlong: OverlongConfig) -> float:

@@ -221,6 +221,26 @@ def test_the_penalty_is_carried_over_where_a_reference_is_configured() -> None:
     assert "k1" in lost["actor.kl_ctl"]
 
 
+def test_a_critic_is_carried_over() -> None:
+    tree = {
+        "actor": {"path": "/m", "discount": 0.99, "gae_lambda": 0.9, "gae_timestep_unit": "turn"},
+        "critic": {"path": "/m", "eps_clip": 0.3, "optimizer": {"lr": 5e-6}},
+    }
+    found = recipe_of(tree)
+    expected = {
+        "baseline": "value", "scale_rewards": "none", "discount": 0.99, "gae_lambda": 0.9,
+        "gae_unit": "turn", "critic.model": "initial", "critic.lr": 5e-6, "critic.clip_value": 0.3,
+    }  # fmt: skip
+    assert {name: found[f"trainer.objective.{name}"] for name in expected} == expected
+    assert recipe_of({**tree, "critic": {"path": "/v"}})["trainer.objective.critic.model"] == "/v"
+    assert not reasons(tree)
+    scaled = {**tree, "actor": {**tree["actor"], "reward_scaling": 10.0}}
+    assert "actor.reward_scaling" in reasons(scaled)
+    other = {**tree, "critic": {"path": "/m", "ppo_n_minibatches": 9}}
+    assert "critic.ppo_n_minibatches" in reasons(other)
+    assert "actor.gae_lambda" in reasons({"actor": {"gae_lambda": 0.9}})
+
+
 @pytest.mark.parametrize(
     ("mode", "gpus", "expected"),
     [

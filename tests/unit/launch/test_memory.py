@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -135,6 +136,26 @@ def test_a_frozen_network_waits_on_the_host_and_takes_the_place_of_activations()
     layer = memory_estimate.count_layer_activations(large, ParallelConfig(tp=2), 8192)
     assert held.scoring == sizes[1] + 2 * layer
     assert held.total == alone.total - alone.activations + max(alone.activations, held.scoring)
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 2)])
+def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, tp: int) -> None:
+    policy, critic = architecture("Qwen2.5-Math-7B-Instruct"), architecture("Qwen3-0.6B")
+    config = trainer(tp=tp, pp=pp, dp=2)
+    for stage in range(pp):
+        alone = memory_estimate.estimate_stage_memory(policy, config, stage)
+        both = memory_estimate.estimate_stage_memory(policy, config, stage, critic=critic)
+        untied = replace(critic, tied=False)
+        own = sum(held_by(untied, ParallelConfig(tp=tp, pp=pp), stage))
+        if stage == pp - 1:
+            own -= (critic.vocab // tp - 1) * critic.hidden
+        assert both.parameters - alone.parameters == 2 * own
+        assert both.gradients - alone.gradients == 4 * own
+        assert both.optimizer - alone.optimizer == pytest.approx(12 * own / 2, abs=12)
+        assert both.activations == alone.activations, "the larger network's, one after the other"
+    copies = [memory_estimate.estimate_checkpoint_copy(policy, config, one)
+              for one in (None, critic)]  # fmt: skip
+    assert copies[1] > copies[0]
 
 
 def test_serving_by_hand() -> None:

@@ -33,6 +33,8 @@ HEALTHY = {
 EQUAL = {"groups/zero_variance": 0.95, "grad_norm": 0.1}
 SOLVED = {**EQUAL, "groups/all_best": 0.94, "groups/all_worst": 0.0}
 NO_GRADIENT = {"grad_norm": 0.0}
+LEARNING_CRITIC = {"critic/grad_norm": 0.3, "reward/std": 0.4}
+"""It learns from groups of equal rewards too."""
 CONSTANT = {
     **NO_GRADIENT, "groups/zero_variance": 1.0, "groups/all_best": 0.0, "groups/all_worst": 0.0,
     "reward/mean": 0.0, "reward/max": 0.0, "reward/standard_error": 0.0,
@@ -66,6 +68,10 @@ def test_a_healthy_run_raises_nothing() -> None:
         ([EQUAL, EQUAL, {}], []),
         ([{}] + [SOLVED] * 3, [("no_signal", "note", 2)]),
         ([SOLVED, SOLVED, EQUAL], [("no_signal", "failure", 1)]),
+        ([{**EQUAL, **LEARNING_CRITIC}] * 3, []),
+        ([{**NO_GRADIENT, **LEARNING_CRITIC}] * 3, []),  # it warms up
+        ([{**CONSTANT, **LEARNING_CRITIC, "reward/std": 0.0}] * 3, [("no_signal", "failure", 1)]),
+        ([{**NO_GRADIENT, "critic/grad_norm": 0.0}] * 3, [("no_signal", "failure", 1)]),
     ],
 )
 def test_three_steps_that_teach_nothing_are_a_failure_unless_the_tasks_are_solved(

@@ -6,6 +6,8 @@ from typing import Any, get_args
 import pytest
 import yaml
 
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.loading import build_recipe, load_recipe, merge_overrides
 from areal_hpc.recipe.presets import PRESETS, apply_preset, describe_preset, get_default
 from areal_hpc.recipe.recipe import Recipe
@@ -71,6 +73,20 @@ def test_a_key_that_the_recipe_says_wins_and_the_plan_tells_both() -> None:
     assert "  trainer.objective.clip_low=0.1  (recipe; the preset has 0.0003)" in lines
     assert "  trainer.minibatches=4  (preset)" in lines
     assert list(describe_preset(build("default").model_dump())) == []
+
+
+def test_a_critic_needs_steps_in_which_the_policy_follows() -> None:
+    recipe = build("ppo", critic={"warmup_steps": 99})
+    assert recipe.trainer.objective.critic.model == "initial"
+    with pytest.raises(RecipeError, match="would never be trained"):
+        build("ppo", critic={"warmup_steps": 100})
+    assert not any("clip_value" in line for line in find_likely_mistakes(recipe))
+    (line,) = (
+        line
+        for line in find_likely_mistakes(build("ppo", critic={"clip_value": 0.5}))
+        if "clip_value" in line
+    )
+    assert "trainer.minibatches=1" in line
 
 
 def test_sums_are_divided_by_the_longest_reply_unless_the_recipe_says_otherwise() -> None:

@@ -1,0 +1,128 @@
+"""Training of the critic beside the policy: its values, its steps, its metrics."""
+
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.trainer.batch.packing import (
+    TrainingRow,
+    count_scored_tokens,
+    split_minibatches,
+)
+from areal_hpc.trainer.batch.training_rows import (
+    CRITIC_CHANNELS,
+    RETURN_CHANNEL,
+    VALUE_CHANNEL,
+    BatchScores,
+)
+from areal_hpc.trainer.checkpoints.rank_state import CRITIC_PREFIX, TrainedState
+from areal_hpc.trainer.model.critic import Critic, load_critic
+from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
+from areal_hpc.trainer.objective.loss_stats import LossStats
+from areal_hpc.trainer.objective.value_loss import VALUE_SUM_NAMES, compute_value_loss
+from areal_hpc.trainer.optimizer import build_optimizer, compute_learning_rate
+from areal_hpc.trainer.step import (
+    MicroBatch,
+    apply_gradients,
+    make_micro_batches,
+    run_value_passes,
+)
+from areal_hpc.trainer.token_scores import ScoresByRow, value_rows
+
+CRITIC_KEY = "trainer.objective.critic.model"
+
+
+class CriticTrainer:
+    """The critic of a run with its optimizer, at the step that the policy is at."""
+
+    def __init__(self, config: TrainerConfig, model_path: Path, device: torch.device) -> None:
+        self._config = config
+        self._keys = config.objective.critic
+        folder = self._keys.model if isinstance(self._keys.model, Path) else model_path
+        self.network: Critic = load_critic(folder, config, device, CRITIC_KEY)
+        self._adam = config.optimizer.model_copy(update={"lr": self._keys.lr})
+        self._optimizer: Any = build_optimizer(
+            self.network, self._adam, is_offloaded=config.offload.optimizer
+        )
+
+    @property
+    def state(self) -> TrainedState:
+        """What checkpoints hold of it."""
+        return TrainedState(self.network, self._optimizer, CRITIC_PREFIX)
+
+    def is_warming_up(self, step: int) -> bool:
+        """True if after `step` steps the critic alone is trained."""
+        return step < self._keys.warmup_steps
+
+    def score(self, rows: Sequence[TrainingRow]) -> ScoresByRow:
+        """Its values of the states before all trained tokens of the rows. A collective."""
+        return value_rows(
+            self.network,
+            rows,
+            minibatches=self._config.minibatches,
+            max_tokens=self._config.max_tokens_per_microbatch,
+        )
+
+    def train(
+        self, rows: Sequence[TrainingRow], scores: BatchScores, step: int
+    ) -> tuple[dict[str, float], list[float]]:
+        """An optimizer step for each mini-batch; metrics and gradient norms. A collective."""
+        rate = compute_learning_rate(step, self._config.total_steps, self._adam)
+        stats, norms = LossStats(), []
+        parts = split_minibatches(rows, self._config.minibatches)
+        factors = compute_minibatch_factors([count_scored_tokens(part) for part in parts])
+        for part, factor in zip(parts, factors, strict=True):
+            batches = make_micro_batches(
+                self.network, part, CRITIC_CHANNELS, self._config.max_tokens_per_microbatch
+            )
+            loss = partial(self._compute_loss, factor=factor)
+            stats.add(run_value_passes(self.network, batches, loss, backward=True))
+            norms.append(apply_gradients(self.network, self._optimizer, rate))
+        sums = stats.reduce_over_ranks(VALUE_SUM_NAMES, ()).sums
+        tokens = max(1.0, sums["tokens"])
+        return {
+            "critic/loss": sums["value_loss"] / tokens,
+            "critic/clip_fraction": sums["value_clipped"] / tokens,
+            "critic/grad_norm": max(norms, default=0.0),
+            "critic/lr": rate,
+            **measure_values(rows),
+        }, norms
+
+    def _compute_loss(
+        self, batch: MicroBatch, values_N: torch.Tensor, factor: float
+    ) -> tuple[torch.Tensor, LossStats]:
+        total, sums = compute_value_loss(
+            values_N,
+            batch.channels_N[VALUE_CHANNEL],
+            batch.channels_N[RETURN_CHANNEL],
+            self._keys.clip_value,
+        )
+        return total * factor, LossStats(sums)
+
+
+def measure_values(rows: Sequence[TrainingRow]) -> dict[str, float]:
+    """What the critic said before the step, and how much of the returns' variance that explains.
+
+    Over the tokens that are trained. The share is 1 of a perfect critic, 0 of one that says the
+    same everywhere, below 0 of a worse one, and 0 where all returns are equal.
+    """
+    seen = [(row.channels, np.append(False, row.loss_mask_T[1:] != 0)) for row in rows]
+    values_N, returns_N = (
+        np.concatenate(
+            [np.empty(0), *(channels[name][mask_T].astype(np.float64) for channels, mask_T in seen)]
+        )
+        for name in CRITIC_CHANNELS
+    )
+    if not len(values_N):
+        return {"critic/mean_value": 0.0, "critic/explained_variance": 0.0}
+    spread = float(returns_N.var())
+    left = float((returns_N - values_N).var())
+    return {
+        "critic/mean_value": float(values_N.mean()),
+        "critic/explained_variance": 1.0 - left / spread if spread else 0.0,
+    }

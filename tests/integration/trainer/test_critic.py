@@ -1,0 +1,201 @@
+"""The critic: what it says and learns, in every layout, over kills, and while it warms up."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
+from tests.support.critic_reference import sum_discounted_errors
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.recorded_run import record_run
+
+STEPS = 5
+COMPARED = (
+    "loss", "grad_norm", "advantage/abs_max", "critic/loss", "critic/grad_norm",
+    "critic/mean_value", "critic/explained_variance", "critic/clip_fraction",
+)  # fmt: skip
+CRITIC: dict[str, Any] = {"model": "initial", "lr": 1e-2}
+VALUE: dict[str, Any] = {"baseline": "value", "scale_rewards": "batch", "critic": CRITIC}
+
+
+@pytest.fixture(scope="module")
+def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return record_run(tmp_path_factory.mktemp("stale"), STEPS, oldest=1).root
+
+
+@pytest.fixture(scope="module")
+def scorer(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model, as transformers saves one: the policy's body with a head of one output."""
+    folder = tmp_path_factory.mktemp("scorer") / "model"
+    shutil.copytree(RunPaths(stale).tiny_model_dir, folder)
+    tensors = load_file(folder / "model.safetensors")
+    hidden = tensors["model.norm.weight"].shape[0]
+    generator = torch.Generator().manual_seed(3)
+    tensors["score.weight"] = torch.randn(1, hidden, generator=generator) * 0.1
+    tensors.pop("lm_head.weight", None)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def train(
+    ranks: RankServer,
+    paths: RunPaths,
+    objective: dict[str, Any],
+    parallel: dict[str, int] | None = None,
+    minibatches: int = 2,
+    steps: int = STEPS,
+    **scenario: Any,
+) -> TaskExit:
+    parallel = parallel or {}
+    settings = {
+        "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
+        "objective": objective,
+    }  # fmt: skip
+    return ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings, **scenario)
+
+
+def measure(
+    ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **settings: Any
+) -> list[dict[str, float]]:
+    paths = RunPaths(shutil.copytree(stale, folder))
+    outcome = train(ranks, paths, objective, **settings)
+    assert set(outcome.codes) == {0}, outcome.log
+    return read_lines(paths.metrics)
+
+
+def test_it_says_and_learns_what_transformers_does_in_float64(
+    ranks: RankServer, stale: Path, scorer: Path, tmp_path: Path
+) -> None:
+    objective = {**VALUE, "critic": {**CRITIC, "model": str(scorer), "clip_value": None}}
+    (first,) = measure(ranks, stale, tmp_path / "run", objective, minibatches=1, steps=1)
+    paths, shards = (
+        RunPaths(stale),
+        CheckedShards(RunPaths(stale).shards_dir, RunPaths(stale).index_dir),
+    )
+    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
+    body = transformers.AutoModel.from_pretrained(scorer, dtype=torch.float64)
+    body.get_input_embeddings().padding_idx = None
+    head = load_file(scorer / "model.safetensors")["score.weight"].double().requires_grad_()
+    values, returns = [], []
+    for row in rows:
+        assert len(row.record.calls) <= 1 or not row.record.calls, "a row is an episode here"
+        ids = torch.from_numpy(row.input_ids_T).long()
+        states = body(ids[None]).last_hidden_state[0]
+        own = (states[:-1] @ head[0])[torch.from_numpy(row.loss_mask_T[1:] != 0)]
+        (advantages,) = sum_discounted_errors([(own.tolist(), float(row.reward))], 1.0, 0.95)
+        values.append(own)
+        returns.append(torch.from_numpy(advantages) + own.detach())
+    said, aims = torch.cat(values), torch.cat(returns)
+    loss = ((said - aims) ** 2 / 2).mean()
+    loss.backward()
+    parameters = [head, *body.parameters()]
+    squares = [(one.grad**2).sum() for one in parameters if one.grad is not None]
+    left = (aims - said.detach()).var(unbiased=False) / aims.var(unbiased=False)
+    assert first["critic/mean_value"] == pytest.approx(said.mean().item(), rel=1e-4)
+    assert first["critic/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert first["critic/explained_variance"] == pytest.approx(1 - left.item(), rel=1e-4, abs=1e-6)
+    norm = torch.stack(squares).sum().sqrt().item()
+    assert first["critic/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_without_a_head_in_its_directory_it_begins_at_zero_and_learns(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    lines = measure(ranks, stale, tmp_path / "run", VALUE)
+    assert lines[0]["critic/mean_value"] == 0.0
+    assert all(line["critic/mean_value"] != 0.0 for line in lines[1:])
+    assert all(line["critic/lr"] == pytest.approx(10 * line["lr"]) for line in lines)
+    assert "time/score_s" in lines[0]
+
+
+@pytest.mark.parametrize("unit", ["token", "turn"])
+def test_layouts_agree(
+    ranks: RankServer, stale: Path, scorer: Path, tmp_path: Path, unit: str
+) -> None:
+    objective = {**VALUE, "gae_unit": unit, "critic": {**CRITIC, "model": str(scorer)}}
+    expected = measure(ranks, stale, tmp_path / "1", objective, steps=2)
+    layouts = ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})
+    for number, parallel in enumerate(layouts if unit == "token" else layouts[:1]):
+        folder = tmp_path / f"2-{number}"
+        found = measure(ranks, stale, folder, objective, parallel=parallel, steps=2)
+        for line, other in zip(found, expected, strict=True):
+            for metric in COMPARED:
+                same = pytest.approx(other[metric], rel=5e-5, abs=2e-6)
+                assert line[metric] == same, (parallel, line["step"], metric)
+
+
+@pytest.mark.parametrize("parallel", [{}, {"dp": 2}], ids=["alone", "2 ranks"])
+def test_a_killed_run_ends_with_the_same_bits(
+    ranks: RankServer, stale: Path, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
+    expected = train(ranks, alone, VALUE, parallel)
+    assert set(expected.codes) == {0}, expected.log
+    assert -9 in train(ranks, killed, VALUE, parallel, faults="train.before_step@5=kill").codes
+    resumed = train(ranks, killed, VALUE, parallel)
+    assert set(resumed.codes) == {0}, resumed.log
+    assert resumed.reports[0]["began_at"] in (2, 4)
+    for one, other in zip(resumed.reports, expected.reports, strict=True):
+        assert any(name.startswith("critic.") for name in one["digests"])
+        assert one["digests"] == other["digests"]
+
+
+@pytest.mark.parametrize("parallel", [{"tp": 2}, {"pp": 2}, {"dp": 2}], ids=str)
+def test_a_run_goes_on_in_another_layout(
+    ranks: RankServer, stale: Path, tmp_path: Path, parallel: dict[str, int]
+) -> None:
+    expected = measure(ranks, stale, tmp_path / "alone", VALUE)
+    paths = RunPaths(shutil.copytree(stale, tmp_path / "moved"))
+    assert train(ranks, paths, VALUE, faults="train.before_step@5=kill").codes == [-9]
+    moved = train(ranks, paths, VALUE, parallel)
+    assert set(moved.codes) == {0}, moved.log
+    for metric in COMPARED:
+        found, other = read_lines(paths.metrics)[-1][metric], expected[-1][metric]
+        assert found == pytest.approx(other, rel=5e-4, abs=1e-5), metric
+
+
+def test_while_it_warms_up_the_policy_stays_as_it_is(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    objective = {**VALUE, "critic": {**CRITIC, "warmup_steps": 2}}
+    reports = {}
+    for steps in (1, 2, 3):
+        paths = RunPaths(shutil.copytree(stale, tmp_path / str(steps)))
+        outcome = train(ranks, paths, objective, steps=steps)
+        assert outcome.codes == [0], outcome.log
+        reports[steps] = outcome.reports[0]["digests"]
+    lines = read_lines(RunPaths(tmp_path / "3").metrics)
+    assert [line["grad_norm"] > 0 for line in lines] == [False, False, True]
+    assert [line["step/skipped"] for line in lines] == [2, 2, 0]
+    assert all(line["critic/grad_norm"] > 0 for line in lines)
+    own = {name for name in reports[1] if not name.startswith("critic.")}
+    assert all(reports[1][name] == reports[2][name] for name in own)
+    assert any(reports[2][name] != reports[3][name] for name in own)
+    assert any(reports[1][name] != reports[2][name] for name in reports[1].keys() - own)
+
+
+def test_a_checkpoint_without_a_critic_is_gone_on_from(
+    ranks: RankServer, stale: Path, tmp_path: Path
+) -> None:
+    """As a replay with other settings does; the other way round the critic is left behind."""
+    paths = RunPaths(shutil.copytree(stale, tmp_path / "run"))
+    for steps, objective in ((2, {}), (4, VALUE), (5, {})):
+        outcome = train(ranks, paths, objective, steps=steps)
+        assert outcome.codes == [0], outcome.log
+    lines = read_lines(paths.metrics)
+    assert lines[2]["critic/mean_value"] == 0.0
+    assert ["critic/loss" in line for line in lines] == [False, False, True, True, False]
+    indices = sorted(paths.checkpoints_dir.glob("step_*/index.json"))
+    steps_counted = [json.loads(one.read_bytes())["critic_steps"] for one in indices]
+    assert steps_counted == [4, 0]

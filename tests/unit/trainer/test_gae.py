@@ -1,0 +1,249 @@
+"""A critic's values become advantages and returns, against references written out literally."""
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    RETURN_CHANNEL,
+    VALUE_CHANNEL,
+    BatchScores,
+    build_rows,
+)
+from areal_hpc.trainer.objective.value_loss import compute_value_loss
+from areal_hpc.wire.proxy import ExportSettings
+from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.critic_reference import sum_discounted_errors, value_loss_and_gradient
+from tests.support.sample_episodes import MadeUpTurn, build_batch
+
+BEGINNING = 99
+"""The parent of a reply that begins a conversation."""
+Found = dict[tuple[int, int, int], tuple[float, float]]
+"""Advantage and return of each trained token, by its ticket, episode and id, unique there."""
+
+
+def value_of(ticket: int, episode: int, token: int) -> float:
+    """What the critic says before a token, whatever row it lies in."""
+    return float(np.float32(np.sin(1.0 + token + 17 * episode + 31 * ticket)))
+
+
+def make_objective(**keys: Any) -> ObjectiveConfig:
+    tree = {"baseline": "value", "scale_rewards": "none", "critic": {"model": "initial"}, **keys}
+    return ObjectiveConfig.model_validate(tree)
+
+
+def estimate(
+    rows: list[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores | None = None
+) -> Found:
+    values = [
+        np.array([value_of(row.ticket_id, row.episode, int(one)) for one in row.input_ids_T],
+                 np.float32)
+        for row in rows
+    ]  # fmt: skip
+    scores = replace(scores or BatchScores(), values=values)
+    built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective, scores)
+    found: Found = {}
+    for row, one in zip(rows, built, strict=True):
+        for place in np.flatnonzero(one.loss_mask_T):
+            key = (row.ticket_id, row.episode, int(row.input_ids_T[place]))
+            assert key not in found
+            channels = one.channels
+            found[key] = (
+                float(channels[ADVANTAGE_CHANNEL][place]),
+                float(channels.get(RETURN_CHANNEL, channels[ADVANTAGE_CHANNEL])[place]),
+            )
+    return found
+
+
+def make_conversation(lengths: list[int], rewards: list[float | None]) -> list[MadeUpTurn]:
+    parents = [BEGINNING, *range(len(lengths) - 1)]
+    return [MadeUpTurn(*one) for one in zip(parents, rewards, lengths, strict=True)]
+
+
+CONVERSATIONS = st.integers(1, 4).flatmap(
+    lambda count: st.tuples(
+        st.lists(st.integers(1, 4), min_size=count, max_size=count),
+        st.lists(st.sampled_from([0.0, 0.5, 1.0, -3.0]), min_size=count, max_size=count),
+    )
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    conversation=CONVERSATIONS,
+    credit=st.sampled_from(["episode", "turn"]),
+    discount=st.sampled_from([1.0, 0.9]),
+    gae_lambda=st.sampled_from([0.0, 0.95, 1.0]),
+)
+def test_advantages_are_sums_of_discounted_errors(
+    conversation: tuple[list[int], list[float]], credit: str, discount: float, gae_lambda: float
+) -> None:
+    lengths, rewards = conversation
+    rows = build_batch([[make_conversation(lengths, [*rewards])]], ExportSettings())
+    found = estimate(rows, make_objective(credit=credit, discount=discount, gae_lambda=gae_lambda))
+    values = [
+        [value_of(0, 0, 10 * turn + place) for place in range(length)]
+        for turn, length in enumerate(lengths)
+    ]
+    given_ = rewards if credit == "turn" else [0.0] * (len(rewards) - 1) + [sum(rewards)]
+    turns = list(zip(values, given_, strict=True))
+    expected = np.concatenate(sum_discounted_errors(turns, discount, gae_lambda))
+    flat = [value for own in values for value in own]
+    for (advantage, aim), one, value in zip(found.values(), expected, flat, strict=True):
+        assert advantage == pytest.approx(one, rel=1e-6, abs=1e-6), "stored in float32"
+        assert aim == pytest.approx(one + value, rel=1e-6, abs=1e-6)
+
+
+@st.composite
+def made_up_trees(draw: st.DrawFn) -> list[MadeUpTurn]:
+    reward = st.sampled_from([None, 0.0, 0.5, 1.0, -3.0])
+    turns = [
+        MadeUpTurn(draw(st.integers(0, 3)), draw(reward), draw(st.integers(1, 3)))
+        for _ in range(draw(st.integers(1, 5)))
+    ]
+    return [*turns[:-1], replace(turns[-1], reward=1.0)]
+
+
+BATCHES = st.lists(st.lists(made_up_trees(), min_size=1, max_size=3), min_size=1, max_size=2)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=BATCHES, unit=st.sampled_from(["token", "turn"]),
+       credit=st.sampled_from(["episode", "turn"]))  # fmt: skip
+def test_rows_decide_nothing(groups: list[list[list[MadeUpTurn]]], unit: str, credit: str) -> None:
+    objective = make_objective(gae_unit=unit, credit=credit, discount=0.9)
+    one, other = (
+        estimate(build_batch(groups, settings_), objective)
+        for settings_ in (ExportSettings("individual"), ExportSettings("concat"))
+    )
+    assert one.keys() == other.keys()
+    for key, pair in one.items():
+        assert pair == pytest.approx(other[key], rel=1e-6, abs=1e-6)
+
+
+@settings(max_examples=60, deadline=None)
+@given(groups=BATCHES, credit=st.sampled_from(["episode", "turn"]))
+def test_without_discount_a_value_is_a_baseline(
+    groups: list[list[list[MadeUpTurn]]], credit: str
+) -> None:
+    """With a critic that says nothing, what a reply earned; else as much less, also in a tree."""
+    rows = build_batch(groups, ExportSettings())
+    earned = estimate(
+        rows,
+        ObjectiveConfig(baseline="none", scale_rewards="none", credit=credit),  # type: ignore[arg-type]
+    )
+    found = estimate(rows, make_objective(credit=credit, gae_lambda=1.0))
+    for (ticket, episode, token), (advantage, aim) in found.items():
+        value, (times_weight, _) = value_of(ticket, episode, token), earned[ticket, episode, token]
+        if times_weight == 0.0:
+            continue  # earned nothing, or is not reached
+        weight = times_weight / aim
+        assert 0 < weight <= 1 + 1e-6
+        assert advantage == pytest.approx((aim - value) * weight, rel=1e-4, abs=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(groups=BATCHES, scale=st.sampled_from(["group", "batch"]))
+def test_no_advantage_exceeds_the_root_of_their_number(
+    groups: list[list[list[MadeUpTurn]]], scale: str
+) -> None:
+    rows = build_batch(groups, ExportSettings())
+    found = estimate(rows, make_objective(scale_rewards=scale))
+    advantages = np.array([advantage for advantage, _ in found.values()])
+    assert np.abs(advantages).max(initial=0.0) <= len(found) ** 0.5 + 1e-6
+    if scale == "batch":
+        assert np.square(advantages).mean() == pytest.approx(1.0, rel=1e-5)
+
+
+def test_a_turn_as_a_step_gives_the_numbers_of_areal() -> None:
+    """V_u before its first token, delta_u = r_u + g V_u+1 - V_u, A_u to all of its tokens."""
+    rows = build_batch([[make_conversation([2, 3], [0.5, 2.0])]], ExportSettings())
+    objective = make_objective(credit="turn", gae_unit="turn", discount=0.9, gae_lambda=0.8)
+    found = estimate(rows, objective)
+    first, second = value_of(0, 0, 0), value_of(0, 0, 10)
+    late = 2.0 - second
+    early = 0.5 + 0.9 * second - first + 0.9 * 0.8 * late
+    pairs = [(early, early + first)] * 2 + [(late, late + second)] * 3
+    for one, expected in zip(found.values(), pairs, strict=True):
+        assert one == pytest.approx(expected, rel=1e-6)
+
+
+def test_a_branch_is_followed_by_the_mean_of_both() -> None:
+    turns = [MadeUpTurn(BEGINNING, None), MadeUpTurn(0, 1.0), MadeUpTurn(0, 0.0)]
+    rows = build_batch([[turns]], ExportSettings())
+    found = estimate(rows, make_objective(credit="turn", gae_lambda=1.0))
+    assert found[0, 0, 0][1] == pytest.approx(0.5)
+    assert found[0, 0, 10] == pytest.approx(((1.0 - value_of(0, 0, 10)) / 2, 1.0), rel=1e-6)
+
+
+def test_a_penalty_is_taken_off_at_each_token() -> None:
+    rows = build_batch([[make_conversation([2], [1.0])]], ExportSettings())
+    start = [np.where(row.loss_mask_T != 0, 0.25, 0.0).astype(np.float32) for row in rows]
+    scores = BatchScores(start, [np.zeros_like(one) for one in start])
+    objective = make_objective(gae_lambda=1.0, kl={"coef": 2.0})
+    found = estimate(rows, objective, scores)
+    assert [aim for _, aim in found.values()] == pytest.approx([0.0, 0.5])
+
+
+def test_a_reply_that_is_not_trained_hands_its_reward_on() -> None:
+    """The second reply is greedy: no token of it is a step."""
+    turns = [MadeUpTurn(BEGINNING, 0.0), MadeUpTurn(0, 1.0, is_greedy=True)]
+    rows = build_batch([[turns]], ExportSettings())
+    found = estimate(rows, make_objective(credit="turn", gae_lambda=0.0))
+    assert [*found] == [(0, 0, 0), (0, 0, 1)]
+    assert found[0, 0, 1][1] == pytest.approx(1.0)
+
+
+def test_before_values_are_known_there_are_no_advantages() -> None:
+    rows = build_batch([[make_conversation([2], [1.0])]], ExportSettings())
+    objective = make_objective()
+    (built,) = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
+    assert not built.channels[ADVANTAGE_CHANNEL].any()
+    assert not {VALUE_CHANNEL, RETURN_CHANNEL} & built.channels.keys()
+
+
+@pytest.mark.parametrize("clip_value", [None, 0.2, 0.6])
+def test_the_value_loss_equals_the_reference(clip_value: float | None) -> None:
+    generator, acted = np.random.default_rng(5), 0
+    for _ in range(10):
+        before, returns = generator.normal(size=(2, 30))
+        values = before + generator.normal(0, 0.5, 30)
+        expected, slopes = value_loss_and_gradient(values, before, returns, clip_value)
+        for dtype, bound in ((torch.float64, 1e-12), (torch.float32, 1e-6)):
+            values_N = torch.tensor(values, dtype=dtype, requires_grad=True)
+            before_N, returns_N = (torch.tensor(one, dtype=dtype) for one in (before, returns))
+            total, sums = compute_value_loss(values_N, before_N, returns_N, clip_value)
+            (total / 30).backward()
+            assert total.item() / 30 == pytest.approx(expected, rel=bound * 10)
+            assert values_N.grad is not None
+            assert np.abs(values_N.grad.double().numpy() - slopes).max() <= bound
+            assert sums["tokens"] == 30
+            acted += int(sums["value_clipped"])
+    assert (acted > 0) is (clip_value is not None)
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ({"baseline": "value"}, "set critic.model=initial"),
+        ({"critic": {"model": "initial"}}, "critic.model=initial: set baseline=value"),
+        ({"critic": {"lr": 1e-3}}, "critic.model=None: set baseline=value"),
+        ({"gae_lambda": 0.9}, "gae_lambda=0.9"),
+        ({"discount": 0.9, "gae_unit": "turn"}, "discount=0.9 and gae_unit=turn"),
+        ({"baseline": "value", "critic": {"model": "initial"}, "credit": "turn",
+          "turn_discount": 0.5}, "set discount, with gae_unit=turn"),
+        ({"baseline": "value", "critic": {"model": "initial"}, "std_ddof": 0}, "leave it out"),
+    ],
+)  # fmt: skip
+def test_keys_of_a_critic_belong_together(values: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError, match=expected.replace("(", r"\(")):
+        ObjectiveConfig.model_validate(values)
