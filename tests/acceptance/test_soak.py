@@ -36,13 +36,17 @@ SEED = 20261121
 STEPS_MEASURED = 3
 """After a kill. What they take longer than such steps usually do is the time that it cost."""
 MAX_REST_S = 5.0
-"""Between two kills, beside those steps."""
+"""Before a kill."""
+MOST_IN_A_ROW = 3
+"""Kills before the run is left to get over them: some strike it while it recovers."""
 RECOVERY_TIMEOUT_S = 600.0
 BATCH_TICKETS = 4
 SETTLED_S = 60.0
 """A process younger than this still grows by itself."""
-ENOUGH_LOOKS = 60
+ENOUGH_LOOKS = 20
 LOOK_EVERY_S = 1.0
+WEIGH_EVERY_S = 3.0
+"""Reading what all processes of the machine are takes a processor for a while."""
 MAX_GROWTH = 1.15
 
 ROLES = {
@@ -76,6 +80,7 @@ class Soak(KilledRun):
             "inference.max_restarts=1000",
         )
         self._chance = chance
+        self._next_weighing_at = 0.0
         self.launches = 0
         self.killed: list[tuple[str, float]] = []
         """Role and time of each kill."""
@@ -98,13 +103,22 @@ class Soak(KilledRun):
                     found[process] = role_of(command)
         return {process: role for process, role in found.items() if role}
 
-    def kill_one(self) -> None:
-        """A role first, so that roles of many processes are not killed more often."""
+    def kill_one(self) -> bool:
+        """A role first, so that roles of many processes are not killed more often.
+
+        Returns:
+            False if there was nothing to kill: the run, or the victim, has just ended by itself.
+        """
         members = self.members()
+        if not members:
+            return False
         role = self._chance.choice(sorted(set(members.values())))
         victim = self._chance.choice([one for one, its in members.items() if its == role])
-        self.killed.append((role, time.time()))
-        victim.kill()
+        at = time.time()
+        with suppress(psutil.NoSuchProcess):
+            victim.kill()
+            self.killed.append((role, at))
+        return self.killed[-1:] == [(role, at)]
 
     def keep_going(self, steps: int) -> None:
         """Wait for so many steps more; give the command again whenever it gives up."""
@@ -113,19 +127,24 @@ class Soak(KilledRun):
             assert time.monotonic() < give_up_at, self.said()
             if self.process is None or self.process.poll() is not None:
                 self.start()
-            self.weigh()
+            self.weigh_now_and_then()
             time.sleep(LOOK_EVERY_S)
 
     def soak(self, kills: int) -> None:
-        """Kill so often, each time once the run has got over the last kill."""
+        """Kill so often, up to three times before the run has got over the last kill."""
         self.keep_going(2 * STEPS_MEASURED)
-        for _ in range(kills):
-            time.sleep(self._chance.uniform(0.0, MAX_REST_S))
-            self.kill_one()
+        while (left := kills - len(self.killed)) > 0:
+            for _ in range(min(left, self._chance.randint(1, MOST_IN_A_ROW))):
+                time.sleep(self._chance.uniform(0.0, MAX_REST_S))
+                if not self.kill_one():
+                    break
             self.keep_going(STEPS_MEASURED + 1)
 
-    def weigh(self) -> None:
+    def weigh_now_and_then(self) -> None:
         """Note how much memory settled processes hold."""
+        if time.monotonic() < self._next_weighing_at:
+            return
+        self._next_weighing_at = time.monotonic() + WEIGH_EVERY_S
         for process, role in self.members().items():
             with suppress(psutil.NoSuchProcess):
                 if time.time() - process.create_time() > SETTLED_S:
@@ -143,7 +162,10 @@ class Soak(KilledRun):
         assert self.wait(LAUNCH_TIMEOUT_S) == 0, self.said()
 
     def seconds_lost(self) -> dict[str, list[float]]:
-        """By role, what each kill of it cost: steps that took longer than they usually do."""
+        """By role, what each kill of it cost: steps that took longer than they usually do.
+
+        Those of a kill that others followed before the run was well include theirs.
+        """
         published = [row["time"] for row in events_of(self.paths, "weights_published")]
         usual_s = statistics.median(
             after - before for before, after in itertools.pairwise(published)

@@ -1,4 +1,7 @@
-"""Fifty submissions while slurmctld stops at random moments: every job once, none unknown."""
+"""Fifty submissions while slurmctld stops at random moments: every job once, none unknown.
+
+Writes `benchmarks/results/submissions.json` and the table of `docs/operating.md`.
+"""
 
 import random
 import subprocess
@@ -16,8 +19,11 @@ from tests.support.devclusters import (
     devcluster,
     light_overrides,
 )
+from tests.support.environments import CHECKOUT
 from tests.support.results import write_results
 from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
+from tests.support.submissions_table import table
+from tests.support.tables import write_table
 from tests.support.waiting import wait_for
 
 SUBMISSIONS = 50
@@ -82,6 +88,7 @@ def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> 
             }
         )
         write_results("submissions", rows)
+        write_table(CHECKOUT / "docs" / "operating.md", "submissions", table())
         said_by(run.call("cancel", str(run.paths.root), "--now"))
         assert numbers(cluster) == []
     assert sum(row["orphans"] for row in rows) == 0

@@ -15,6 +15,7 @@ from tests.support import (
     rank_kill,
     slurm_events_table,
     soak_table,
+    submissions_table,
 )
 from tests.support.environments import CHECKOUT
 from tests.support.tables import write_table
@@ -39,6 +40,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("operating.md", "events"): slurm_events_table.tables,
     ("operating.md", "rank kill"): rank_kill.table,
     ("operating.md", "soak"): soak_table.table,
+    ("operating.md", "submissions"): submissions_table.table,
 }
 """Document below docs/ and name of the table -> what must stand there."""
 
