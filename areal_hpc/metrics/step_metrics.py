@@ -2,14 +2,14 @@
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.evaluation.set_metrics import METRIC_GROUP
 from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.spans import record_span
+from areal_hpc.rundir.spans import record_span, time_span
 
 EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the set `valid`."""
@@ -66,16 +66,20 @@ class PhaseTimer:
         """Time the block under `name`; repeated blocks add up."""
         began = time.perf_counter()
         try:
-            yield
+            with time_span(name) if self._records_spans else nullcontext():
+                yield
         finally:
-            self.add_seconds(name, time.perf_counter() - began)
+            self._add(name, time.perf_counter() - began)
 
     def add_seconds(self, name: str, seconds: float) -> None:
         """Count time that was measured elsewhere, and ends now, under `name`."""
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+        self._add(name, seconds)
         if self._records_spans:
             now = time.time()
             record_span(name, now - seconds, now)
+
+    def _add(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def build_metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""

@@ -12,6 +12,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.rundir.span_file import read_span_lines
 from areal_hpc.rundir.spans import (
+    BegunSpan,
     ClockSample,
     LostSpans,
     ProcessStart,
@@ -21,6 +22,8 @@ from areal_hpc.rundir.spans import (
 MAX_MERGED_GAP_S = 0.005
 """Pieces of a state so close to one another are one span."""
 _PROCESS_NAME_PATTERN = re.compile(r"(?P<job>.+?)-(?P<process>[a-z_]+)(-\d+)?")
+UNDER_WAY = "under way"
+"""The fact `status` of what had begun and was not over when its process was last heard of."""
 MAX_SAMPLE_AGE_S = 300.0
 """Of the clock samples so near to a time the one with the least error is taken."""
 
@@ -66,6 +69,7 @@ class _ProcessLines:
     name: str
     start: ProcessStart
     spans: list[Span] = field(default_factory=list)
+    begun: list[BegunSpan] = field(default_factory=list)
     samples: list[ClockSample] = field(default_factory=list)
     lost: int = 0
 
@@ -121,6 +125,8 @@ def _read_pieces(paths: RunPaths, name: str, begin: float, end: float) -> Iterat
         match line:
             case Span():
                 piece.spans.append(line)
+            case BegunSpan():
+                piece.begun.append(line)
             case ClockSample():
                 piece.samples.append(line)
             case LostSpans(count=count):
@@ -168,7 +174,8 @@ def _correct(piece: _ProcessLines, clock: NodeClock, *, is_known: bool) -> Proce
     """A process in the time of the ledger's node, pieces of its states joined."""
     spans: list[Span] = []
     open_states: dict[str, int] = {}
-    for one in sorted(piece.spans, key=lambda one: one.begin):
+    under_way = list(_list_unended(piece))
+    for one in sorted([*piece.spans, *under_way], key=lambda one: one.begin):
         offset_s = clock.get_offset_s(one.begin)
         span = msgspec.structs.replace(one, begin=one.begin + offset_s, end=one.end + offset_s)
         place = open_states.get(one.lane)
@@ -188,6 +195,19 @@ def _correct(piece: _ProcessLines, clock: NodeClock, *, is_known: bool) -> Proce
         piece.lost,
         last_s if is_known else None,
     )
+
+
+def _list_unended(piece: _ProcessLines) -> Iterator[Span]:
+    """What had begun and has no end: it lasts until the process was last heard of."""
+    ended: dict[tuple[str, str, float], list[Span]] = {}
+    for one in piece.spans if piece.begun else ():
+        ended.setdefault((one.name, one.lane, one.begin), []).append(one)
+    last = max((one.end for one in piece.spans), default=0.0)
+    for begun in piece.begun:
+        same = ended.get((begun.name, begun.lane, begun.begin), [])
+        if not any(begun.facts.items() <= one.facts.items() for one in same):
+            facts = begun.facts | {"status": UNDER_WAY}
+            yield Span(begun.name, begun.begin, max(begun.at, last), begun.lane, facts)
 
 
 def _is_next_piece(span: Span, later: Span) -> bool:

@@ -32,6 +32,8 @@ MIN_FREE_BYTES = 256 << 20
 MAX_PENDING_SPANS = 20_000
 """Kept while the storage is silent; further ones are lost."""
 FLUSH_INTERVAL_S = 1.0
+TOLD_AFTER_S = 20.0
+"""What lasts for so long is told before it ends, once."""
 STATE_INTERVAL_S = 10.0
 """A state that lasts is written so often, so that a kill costs no more of it."""
 REFUSED_PAUSE_S = 30.0
@@ -63,6 +65,17 @@ class Span(Struct, frozen=True, tag="span", omit_defaults=True):
     facts: dict[str, Any] = {}
 
 
+class BegunSpan(Struct, frozen=True, tag="begun", omit_defaults=True):
+    """Something that lasts: its span follows when it ends, unless the process ends first."""
+
+    name: str
+    begin: float
+    at: float
+    """When it still lasted."""
+    lane: str = ""
+    facts: dict[str, Any] = {}
+
+
 class ClockSample(Struct, frozen=True, tag="clock", omit_defaults=True):
     """The clock of the ledger's node compared with that of this one."""
 
@@ -80,7 +93,7 @@ class LostSpans(Struct, frozen=True, tag="lost"):
     count: int
 
 
-SpanLine = ProcessStart | Span | ClockSample | LostSpans
+SpanLine = ProcessStart | Span | BegunSpan | ClockSample | LostSpans
 
 
 class SpanLog:
@@ -100,6 +113,9 @@ class SpanLog:
         self._start = ProcessStart(now, find_node_name(), os.getpid(), now)
         self._pending: list[SpanLine] = [self._start]
         self._state: Span | None = None
+        self._open: dict[int, Span] = {}
+        """What is under way and not told yet, by a number."""
+        self._opened = 0
         self._lost = 0
         self._refused_until_s = -math.inf
         self._has_warned = False
@@ -128,6 +144,19 @@ class SpanLog:
                 self.add(_build_span(self._state, now))
             self._state = Span(name, now, now) if name else None
 
+    def begin(self, span: Span) -> int:
+        """Something is under way from now on; the number by which it ends."""
+        with self._lock:
+            self._opened += 1
+            self._open[self._opened] = span
+            return self._opened
+
+    def end(self, number: int, span: Span) -> None:
+        """What had this number is over, as this span says."""
+        with self._lock:
+            self._open.pop(number, None)
+        self.add(span)
+
     def close(self, timeout_s: float = 1.0) -> None:
         """End the state, and write what is left, for at most so long."""
         self.enter_state("")
@@ -137,6 +166,7 @@ class SpanLog:
     def _run(self) -> None:
         while not self._is_over.wait(FLUSH_INTERVAL_S):
             self._split_lasting_state()
+            self._tell_lasting_spans()
             self._flush()
         self._refused_until_s = -math.inf
         self._flush()
@@ -148,6 +178,15 @@ class SpanLog:
             if state is not None and now - state.begin >= STATE_INTERVAL_S:
                 self._state = Span(state.name, now, now)
                 self.add(_build_span(state, now))
+
+    def _tell_lasting_spans(self) -> None:
+        now = time.time()
+        with self._lock:
+            due = {key: one for key, one in self._open.items() if now - one.begin >= TOLD_AFTER_S}
+            for key, one in due.items():
+                del self._open[key]
+                begin, at = round(one.begin, TIME_DIGITS), round(now, TIME_DIGITS)
+                self.add(BegunSpan(one.name, begin, at, one.lane, dict(one.facts)))
 
     def _flush(self) -> None:
         if time.monotonic() < self._refused_until_s:
@@ -234,10 +273,13 @@ def record_span(name: str, begin: float, end: float, lane: str = "", **facts: An
 def time_span(name: str, lane: str = "", **facts: Any) -> Iterator[dict[str, Any]]:
     """Note the time of the block; it may add facts to those that it is given."""
     begin, began_s = time.time(), time.perf_counter()
+    span = Span(name, begin, begin, lane, facts)
+    number = _active.begin(span) if _active is not None else 0
     try:
         yield facts
     finally:
-        record_span(name, begin, begin + time.perf_counter() - began_s, lane, **facts)
+        if _active is not None:
+            _active.end(number, _build_span(span, begin + time.perf_counter() - began_s))
 
 
 def enter_state(name: str) -> None:

@@ -10,7 +10,7 @@ from areal_hpc.rollout.ledger_clock import LedgerClock
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.span_file import read_span_lines
-from areal_hpc.rundir.span_reader import ProcessSpans, read_spans, split_process_name
+from areal_hpc.rundir.span_reader import UNDER_WAY, ProcessSpans, read_spans, split_process_name
 from areal_hpc.rundir.spans import (
     MAX_PENDING_SPANS,
     ClockSample,
@@ -24,6 +24,7 @@ from areal_hpc.rundir.spans import (
     time_span,
 )
 from tests.support.full_disk import full_disk
+from tests.support.waiting import wait_for
 
 NOW = 1_700_000_000.0
 
@@ -58,6 +59,27 @@ def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None
     assert by_name.keys() == {"start", "idle", "episode", "seal", "episodes"}
     assert by_name["episode"].facts == {"ticket_id": 3, "status": "ok"}
     assert (by_name["seal"].begin, by_name["seal"].end) == (NOW, NOW + 2.5)
+
+
+def test_what_lasts_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_hpc.rundir.spans.TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("areal_hpc.rundir.spans.FLUSH_INTERVAL_S", 0.01)
+    paths = RunPaths(tmp_path)
+    path = paths.spans("cell-0-driver")
+
+    def get_statuses() -> dict[int, str]:
+        found = read_spans(paths)
+        spans = found[0].spans if found else []
+        return {one.facts["episode"]: one.facts.get("status", "") for one in spans}
+
+    with log_spans_of_process(path):
+        with time_span("episode", "episodes", episode=1):
+            wait_for(lambda: get_statuses() == {1: UNDER_WAY})
+        with time_span("episode", "episodes", episode=2) as facts:
+            wait_for(lambda: 2 in get_statuses())
+            facts["status"] = "ok"
+    assert path.read_text().count('"begun"') == 2
+    assert get_statuses()[2] == "ok"
 
 
 def test_pieces_of_one_phase_are_one_span(tmp_path: Path) -> None:
