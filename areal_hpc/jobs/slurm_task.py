@@ -361,13 +361,20 @@ class SlurmTask:
             reason=decisive.reason, excluded=faulty,
         )  # fmt: skip
         self._ends_cancelled = requeue_result == "cancelled"
-        if requeue_result == "not requeued" and not crashes:
+        if requeue_result == "not requeued" and not crashes and self._may_slurm_requeue():
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
-            # itself with jobs that are still there when the grace is over.
+            # itself with jobs that are still there when the grace is over. Others end at once,
+            # for a caretaker to submit them: until then they count against a limit of jobs.
             _wait_until_or_give_up(
                 Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S
             )
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
+
+    def _may_slurm_requeue(self) -> bool:
+        try:
+            return scontrol.query_job(self._job_id).is_requeueable
+        except ClusterError:
+            return True
 
     def _record_submission_refusal(self, reason: str) -> None:
         log.error("%s", reason)

@@ -36,6 +36,8 @@ class JobFacts:
     """Slurm's notation of the nodes that it must not get; empty if there are none."""
     is_preempted: bool = False
     """A job of higher priority gets its nodes when its grace is over."""
+    is_requeueable: bool = True
+    """Slurm may start it again under its number; not so with sbatch's --no-requeue."""
 
 
 def get_own_job_id(environ: Mapping[str, str]) -> str:
@@ -56,6 +58,7 @@ def parse_job_facts(shown: str) -> JobFacts:
         ends_at=parse_slurm_time(facts.get("EndTime", "")),
         excluded_nodes="" if excluded == "(null)" else excluded,
         is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
+        is_requeueable=facts.get("Requeue") != "0",
     )
 
 
