@@ -24,6 +24,7 @@ from areal_hpc.trainer.model.memory_estimate import (
     PARALLEL_NAMES,
     RESERVE_BYTES,
     TrainerMemory,
+    count_critic_parameters,
     count_embedding_parameters,
     count_layer_expert_parameters,
     count_layer_non_expert_parameters,
@@ -123,10 +124,8 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     yield f"memory of one GPU in GiB, estimated ({parameters})"
     yield from _format_trainer_lines(trainer, recipe.trainer.parallel, arch, of)
     if critic is not None:
-        yield (
-            f"    of a policy and a critic ({count_model_parameters(critic):,} parameters with its "
-            "vocabulary's head), which are trained one after the other"
-        )
+        parameters = f"{count_critic_parameters(critic):,} parameters"
+        yield f"    with a critic of {parameters}, trained after the policy"
     yield from _format_serving_lines(serving, recipe, of)
     if gpu_bytes is None:
         yield "  set cluster.gpu_memory_gib to compare this with your GPUs"

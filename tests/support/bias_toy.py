@@ -69,6 +69,8 @@ class ToyTask:
     """Episodes begun for a group."""
     reference: Array | None = None
     """The policy that the trained one is kept near, context by token."""
+    critic: Array | None = None
+    """What a critic says in each context."""
 
 
 # Tasks -------------------------------------------------------------------------------------------
@@ -179,6 +181,16 @@ def stay_near(task: ToyTask, reference: Array, coef: float) -> ToyTask:
         for choice in one.choices:
             truth += chance * earned * score(task.policy, choice)
     return replace(task, reference=reference, truth=truth)
+
+
+def compute_values(task: ToyTask) -> Array:
+    """What is earned in the mean from each context of a conversation on."""
+    chances, earned = np.zeros(CONTEXTS), np.zeros(CONTEXTS)
+    for one, chance in zip(task.episodes, count_chances(task.episodes, task.policy), strict=True):
+        for place, (context, _) in enumerate(one.choices):
+            chances[context] += chance
+            earned[context] += chance * math.fsum(turn.reward or 0.0 for turn in one.turns[place:])
+    return np.asarray(earned / chances)
 
 
 def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bool) -> ToyTask:
@@ -364,6 +376,8 @@ def compute_mean_gradient(
 
 def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRow]) -> BatchScores:
     """What the trainer would find out of a batch's tokens before it is trained."""
+    if task.critic is not None:
+        return BatchScores(values=_say_values(task, task.critic, batch, rows))
     if task.reference is None:
         return BatchScores()
     scores: list[list[npt.NDArray[np.float32]]] = [[], []]
@@ -375,6 +389,21 @@ def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRo
                 logprobs_T[place] = np.log(policy[choices[row.input_ids_T[place] // 10]])
             found.append(logprobs_T)
     return BatchScores(*scores)
+
+
+def _say_values(
+    task: ToyTask, critic: Array, batch: Sequence[int], rows: Sequence[TrajectoryRow]
+) -> list[npt.NDArray[np.float32]]:
+    found = []
+    for row in rows:
+        values_T, choices = (
+            np.zeros(row.num_tokens, np.float32),
+            task.episodes[batch[row.episode]].choices,
+        )
+        for place in np.flatnonzero(row.loss_mask_T):
+            values_T[place] = critic[choices[row.input_ids_T[place] // 10][0]]
+        found.append(values_T)
+    return found
 
 
 def measure_cosine(found: Array, truth: Array) -> float:

@@ -115,6 +115,11 @@ def count_model_parameters(arch: Architecture) -> int:
     return sum(count_stage_parameters(arch, ParallelConfig(), 0))
 
 
+def count_critic_parameters(critic: Architecture) -> int:
+    """Parameters of a whole critic, which has one row in the place of a vocabulary's head."""
+    return sum(_count_critic_parameters(critic, ParallelConfig(), 0))
+
+
 def estimate_trainer_memory(
     arch: Architecture,
     config: TrainerConfig,

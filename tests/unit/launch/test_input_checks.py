@@ -67,8 +67,9 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert get_base_model_path(recipe, paths).resolve() == folder
 
 
-def test_a_reference_has_the_policys_tokens_and_divides_as_it_does(
-    recipe: Recipe, tmp_path: Path
+@pytest.mark.parametrize("network", ["reference", "critic"])
+def test_another_network_has_the_policys_tokens_and_divides_as_it_does(
+    recipe: Recipe, tmp_path: Path, network: str
 ) -> None:
     in_the_cache(tmp_path)
     folders = {name: tmp_path / name for name in ("same", "other tokens", "odd heads", "none")}
@@ -78,7 +79,11 @@ def test_a_reference_has_the_policys_tokens_and_divides_as_it_does(
     found = {}
     for name, folder in folders.items():
         tree = recipe.model_dump(mode="json")
-        tree["trainer"]["objective"]["kl"] = {"coef": 0.1, "reference": str(folder)}
+        objective = tree["trainer"]["objective"]
+        if network == "reference":
+            objective["kl"] = {"coef": 0.1, "reference": str(folder)}
+        else:
+            objective |= {"baseline": "value", "critic": {"model": str(folder)}}
         tree["trainer"]["parallel"]["tp"] = 2
         checked = list(find_model_problems(build_recipe(tree)))
         found[name] = [one.message for one in checked if str(folder) in one.message]

@@ -156,6 +156,7 @@ def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, t
     copies = [memory_estimate.estimate_checkpoint_copy(policy, config, one)
               for one in (None, critic)]  # fmt: skip
     assert copies[1] > copies[0]
+    assert memory_estimate.count_critic_parameters(critic) == 596_049_920 + critic.hidden
 
 
 def test_serving_by_hand() -> None:

@@ -18,10 +18,23 @@ from areal_hpc.trainer.batch.training_rows import (
     BatchScores,
     build_rows,
 )
+from areal_hpc.trainer.objective.gae import estimate_advantages
+from areal_hpc.trainer.objective.reply_credit import ReplyReward
 from areal_hpc.trainer.objective.value_loss import compute_value_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.bias_toy import (
+    CONTEXTS,
+    ToyTask,
+    compute_expected_gradient,
+    compute_values,
+    list_branched_episodes,
+    list_linear_episodes,
+    make_policy,
+    make_task,
+    measure_cosine,
+)
 from tests.support.critic_reference import sum_discounted_errors, value_loss_and_gradient
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
@@ -101,6 +114,25 @@ def test_advantages_are_sums_of_discounted_errors(
     for (advantage, aim), one, value in zip(found.values(), expected, flat, strict=True):
         assert advantage == pytest.approx(one, rel=1e-6, abs=1e-6), "stored in float32"
         assert aim == pytest.approx(one + value, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(("discount", "gae_lambda"), [(1.0, 0.95), (0.9, 0.5), (1.0, 1.0)])
+def test_a_recursion_over_replies_is_exact_in_float64(discount: float, gae_lambda: float) -> None:
+    generator = np.random.default_rng(2)
+    lengths = [5, 1, 40, 7]
+    values = [generator.normal(size=length) for length in lengths]
+    rewards = generator.normal(size=len(lengths)).tolist()
+    replies = [
+        ReplyReward(0, 0, np.arange(length), reward, np.zeros(length), after, 1.0, True)
+        for length, reward, after in zip(lengths, rewards, ([1], [2], [3], []), strict=True)
+    ]
+    objective = make_objective(discount=discount, gae_lambda=gae_lambda)
+    found = estimate_advantages(replies, values, objective)
+    turns = [(own.tolist(), reward) for own, reward in zip(values, rewards, strict=True)]
+    expected = sum_discounted_errors(turns, discount, gae_lambda)
+    for one, advantages, own in zip(found, expected, values, strict=True):
+        np.testing.assert_allclose(one.advantages_t, advantages, rtol=1e-12, atol=1e-12)
+        np.testing.assert_allclose(one.returns_t, advantages + own, rtol=1e-12, atol=1e-12)
 
 
 @st.composite
@@ -209,6 +241,41 @@ def test_before_values_are_known_there_are_no_advantages() -> None:
     (built,) = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
     assert not built.channels[ADVANTAGE_CHANNEL].any()
     assert not {VALUE_CHANNEL, RETURN_CHANNEL} & built.channels.keys()
+
+
+EXACT: dict[str, Any] = {"surrogate": "none", "loss_agg": "seq_mean_token_sum"}
+
+
+def measure_bias(task: ToyTask, critic: Any, gae_lambda: float, credit: str = "turn") -> float:
+    """One less the cosine of the expected gradient with the true one."""
+    objective = make_objective(credit=credit, gae_lambda=gae_lambda, **EXACT)
+    alone = replace(task, critic=critic, begun=1)  # groups are not compared
+    found = compute_expected_gradient(alone, objective)
+    return 1 - measure_cosine(found, task.truth)
+
+
+@pytest.mark.parametrize("kind", ["graded", "turn"])
+@pytest.mark.parametrize("credit", ["episode", "turn"])
+def test_a_critic_that_is_wrong_does_no_harm_where_all_that_came_after_counts(
+    kind: str, credit: str
+) -> None:
+    task = make_task(list_linear_episodes(1, kind), make_policy(1))
+    wrong = np.random.default_rng(4).normal(size=CONTEXTS)
+    assert measure_bias(task, wrong, 1.0, credit) <= 1e-9
+    assert measure_bias(task, wrong, 0.5, credit) > 1e-3
+    assert measure_bias(task, wrong, 0.0, credit) > measure_bias(task, wrong, 0.5, credit)
+
+
+@pytest.mark.parametrize("gae_lambda", [0.0, 0.5, 1.0])
+def test_a_critic_that_is_right_follows_the_true_gradient(gae_lambda: float) -> None:
+    task = make_task(list_linear_episodes(2, "turn"), make_policy(2))
+    assert measure_bias(task, compute_values(task), gae_lambda) <= 1e-9
+
+
+def test_branches_do_no_harm_either() -> None:
+    task = make_task(list_branched_episodes(3), make_policy(3))
+    wrong = np.random.default_rng(4).normal(size=CONTEXTS)
+    assert measure_bias(task, wrong, 1.0) <= 1e-9
 
 
 @pytest.mark.parametrize("clip_value", [None, 0.2, 0.6])
