@@ -16,6 +16,7 @@ from areal_hpc.cli import (
     proxy,
     report,
     run,
+    sync,
     tasks,
     trial,
     usage_errors,
@@ -28,7 +29,7 @@ from areal_hpc.errors import ArealError
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
     "prepare": (prepare, tasks),
-    "inspect": (inspect, why, view, report),
+    "inspect": (inspect, why, view, report, sync),
     "operate": (operate,),
     "develop": (develop, completion),
 }

@@ -134,10 +134,18 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.prepared_run import is_run_finished
     from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
+    from areal_hpc.rundir.jobs import read_submissions
+    from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
     from areal_hpc.view.jobs import find_work_dir
 
     paths = _parse_slurm_run_dir(arguments.run)
+    if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
+        raise RecipeError(
+            "this is the evaluation of a model, and no run that could be trained on",
+            key=str(paths.root),
+            hint="repeat the areal-hpc eval command: it plays what has no result yet",
+        )
     folder = find_work_dir(paths)
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there

@@ -106,6 +106,8 @@ class RunPaths(_Folder):
     """One JSON object per logged step of the SFT stage."""
     tensorboard_dir = _PathDescriptor("tensorboard")
     """For TensorBoard's `--logdir`: one folder of event files."""
+    trackers_dir = _PathDescriptor("trackers")
+    """What `areal-hpc sync` wrote for each tracker."""
     events = _PathDescriptor("events.jsonl")
     """What happened, by any role: one JSON object a line."""
     spans_dir = _PathDescriptor("spans")
@@ -140,6 +142,10 @@ class RunPaths(_Folder):
     def job(self, name: str) -> JobPaths:
         """The folder of one job."""
         return JobPaths(self.jobs_dir / name)
+
+    def tracker(self, name: str) -> TrackerPaths:
+        """The folder of one tracker."""
+        return TrackerPaths(self.trackers_dir / name)
 
     def manifest(self, step: int) -> Path:
         """The batch manifest consumed by the step that ends at version `step`."""
@@ -249,6 +255,29 @@ class JobPaths(_Folder):
         """The files of the tasks that have ended, by rank, in order."""
         found = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
         return dict(sorted(found.items()))
+
+
+class TrackerPaths(_Folder):
+    """The folder of one tracker, `trackers/<name>`, and the names inside it."""
+
+    lock = _PathDescriptor("sync.lock")
+    """Held (flock) by whoever writes a part."""
+    run_id = _PathDescriptor("run_id")
+    """The tracker's id of the run."""
+    unfinished_part = _PathDescriptor(".unfinished")
+    """A part in the writing."""
+
+    def get_part(self, number: int) -> Path:
+        """A part, from 1."""
+        return self.root / f"part_{number:06d}"
+
+    def list_parts(self) -> list[Path]:
+        """Every part, in order."""
+        return sorted(self.root.glob("part_*"))
+
+    def get_rows_file(self, part: Path) -> Path:
+        """The rows that a part holds, one a line."""
+        return part / "rows.jsonl"
 
 
 def get_process_error_path(config: Path) -> Path:

@@ -90,7 +90,7 @@ def find_target(
         raise RecipeError(message, key=key, hint=f"areal-hpc eval {place} --recipe RECIPE.yaml")
     model = place.resolve()
     trial = "eval-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
-    asked = [*_ONE_CELL, f"trial_name={trial}", *overrides, f"model.path={json.dumps(str(model))}"]
+    asked = [f"trial_name={trial}", *overrides, *_ONE_CELL, f"model.path={json.dumps(str(model))}"]
     return EvaluationTarget(load_recipe(recipe, asked, site), model)
 
 
@@ -107,7 +107,7 @@ def _find_checkpoint(
     if site is not None:  # the recorded recipe holds every key, so they have to win over it
         keys = flatten_keys(OmegaConf.to_container(read_site_file(site), resolve=True))
         sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
-    asked = [*_ONE_CELL, *sited, *places, *overrides]
+    asked = [*sited, *places, *overrides, *_ONE_CELL]
     start = get_initial_policy_path(recorded, run).resolve()
     recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(start))}"])
     if version.step == 0:

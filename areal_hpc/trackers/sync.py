@@ -1,0 +1,163 @@
+"""Metrics of a run for a tracker, in parts: each holds what is new since those before it.
+
+A part is written aside by a tracker's program and gets its name when it is whole, so that whatever
+is killed, no step is written twice and none is left out. Rows that a resumed trainer may take back
+wait until they are settled: those of the newest checkpoint and later, while the run goes on.
+"""
+
+import secrets
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.recipe.private_values import hide_private_values
+from areal_hpc.rundir.atomic import fsync_path, fsync_tree, write_once
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.jsonl import FlatRow, read_lines, write_lines
+from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.paths import RunPaths, TrackerPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+
+PROGRAM_TIMEOUT_S = 1800.0
+BUILT_IN_PROGRAMS = {"wandb": Path(__file__).with_name("wandb_program.py")}
+
+
+class TrackerPart(msgspec.Struct, frozen=True):
+    """What a tracker's program gets on standard input, as JSON; its argument is the folder."""
+
+    id: str
+    """Of the run, the same for all of its parts."""
+    name: str
+    """`experiment/trial`."""
+    project: str
+    """Empty: the tracker's default."""
+    config: dict[str, Any]
+    """The recipe, without values that may be secrets."""
+    rows: list[FlatRow]
+    """Metrics with their `step`; what became known late of a step has a row of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackerChoice:
+    """A tracker's program, and the Python that runs it."""
+
+    name: str
+    program: Path
+    python: str
+    project: str = ""
+
+
+def choose_tracker(asked: str, python: str, project: str) -> TrackerChoice:
+    """A built-in tracker, or a program of the user's.
+
+    Raises:
+        RecipeError: It is neither.
+    """
+    if asked in BUILT_IN_PROGRAMS:
+        return TrackerChoice(asked, BUILT_IN_PROGRAMS[asked], python, project)
+    path = Path(asked)
+    if path.suffix == ".py" and path.is_file():
+        return TrackerChoice(path.stem, path.resolve(), python, project)
+    raise RecipeError(
+        f"expected {' or '.join(BUILT_IN_PROGRAMS)}, or a program FILE.py, got {asked!r}",
+        key="--tracker",
+        hint="docs/metrics.md says what a program gets",
+    )
+
+
+def sync_run(paths: RunPaths, tracker: TrackerChoice) -> int:
+    """Write what is settled and new as one more part; the number of its rows.
+
+    Raises:
+        ClusterError: Another process does it now, or the program failed.
+        RecipeError: The Python lacks the tracker's package.
+        OSError: The storage refused.
+    """
+    place = paths.tracker(tracker.name)
+    with hold_lock(place.lock):
+        rows = list(find_new_rows(list_settled_rows(paths), read_written_rows(place)))
+        if not rows:
+            return 0
+        write_once(place.run_id, secrets.token_hex(4).encode())
+        recipe = read_run_recipe(paths.recipe)
+        part = TrackerPart(
+            id=place.run_id.read_text(),
+            name=paths.run_name,
+            project=tracker.project,
+            config=hide_private_values(recipe, recipe),
+            rows=rows,
+        )
+        shutil.rmtree(place.unfinished_part, ignore_errors=True)
+        place.unfinished_part.mkdir()
+        _run_program(tracker, part, place.unfinished_part)
+        write_lines(place.get_rows_file(place.unfinished_part), rows)
+        fsync_tree(place.unfinished_part)
+        place.unfinished_part.rename(place.get_part(len(place.list_parts()) + 1))
+        fsync_path(place.root)
+    return len(rows)
+
+
+def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
+    """The rows that no resumed trainer takes back: all of a finished run."""
+    rows = read_metrics(paths.metrics)
+    if paths.finished_marker.exists():
+        return rows
+    saved = max((one.state.step for one in list_checkpoints(paths.checkpoints_dir)), default=0)
+    return [row for row in rows if row["step"] < saved]
+
+
+def read_written_rows(place: TrackerPaths) -> Iterator[dict[str, Any]]:
+    """What all parts hold."""
+    for part in place.list_parts():
+        yield from read_lines(place.get_rows_file(part))
+
+
+def find_new_rows(
+    settled: list[dict[str, Any]], written: Iterator[dict[str, Any]]
+) -> Iterator[FlatRow]:
+    """Of each step the metrics that no part holds yet. Pure."""
+    known: dict[int, set[str]] = {}
+    for row in written:
+        known.setdefault(row["step"], set()).update(row)
+    for row in settled:
+        held = known.get(row["step"], set())
+        new = {name: value for name, value in row.items() if name not in held}
+        if new:
+            yield {"step": row["step"], **new}
+
+
+def _run_program(tracker: TrackerChoice, part: TrackerPart, folder: Path) -> None:
+    command = [tracker.python, str(tracker.program), str(folder)]
+    try:
+        ended = subprocess.run(
+            command,
+            input=msgspec.json.encode(part),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            timeout=PROGRAM_TIMEOUT_S,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise ClusterError(
+            f"the tracker's program did not run: {error}", key=str(tracker.program)
+        ) from error
+    if ended.returncode:
+        said = ended.stderr.decode(errors="replace").strip()
+        if "ModuleNotFoundError" in said:
+            raise RecipeError(
+                f"{tracker.python}: {said.splitlines()[-1]}",
+                key="--python",
+                hint="name a Python that has it; requirements/wandb.txt is a lock for wandb",
+            )
+        raise ClusterError(
+            f"the tracker's program ended with exit code {ended.returncode}: {said[-800:]}",
+            key=str(tracker.program),
+            hint="nothing is lost: the same command writes this part again",
+        )

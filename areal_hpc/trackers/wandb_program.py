@@ -1,0 +1,39 @@
+"""Tracker of Weights & Biases: writes an offline run, for `wandb sync` on a node with a network.
+
+A program of its own, in a Python that has wandb and the standard library: see `sync.py` for what it
+gets on standard input. All parts have one run id, so `wandb sync --append` makes one run of them.
+"""
+
+import json
+import os
+import sys
+from typing import Any
+
+STEP = "step"
+"""The axis of every metric, which is logged beside it: wandb's own counter knows no late values."""
+
+
+def write_part(part: dict[str, Any], folder: str) -> None:
+    """Write rows of metrics as an offline run into a folder."""
+    os.environ.update(WANDB_DIR=folder, WANDB_MODE="offline", WANDB_SILENT="true")
+    os.environ.update(WANDB_CONSOLE="off", WANDB_CACHE_DIR=folder, WANDB_DATA_DIR=folder)
+    import wandb
+
+    settings = wandb.Settings(x_disable_stats=True, x_disable_meta=True, disable_git=True)
+    run = wandb.init(
+        dir=folder,
+        id=part["id"],
+        name=part["name"],
+        project=part["project"] or None,
+        config=part["config"],
+        resume="allow",
+        settings=settings,
+    )
+    run.define_metric("*", step_metric=STEP)
+    for row in part["rows"]:
+        run.log({name: value for name, value in row.items() if isinstance(value, int | float)})
+    run.finish()
+
+
+if __name__ == "__main__":
+    write_part(json.load(sys.stdin), sys.argv[1])

@@ -1,0 +1,100 @@
+"""wandb, from its own lock: what it holds offline of a run is what the run's metrics say, once."""
+
+import json
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.paths import RunPaths, find_runs
+from tests.support.commands import areal_hpc, run_program, said_by
+from tests.support.environments import CHECKOUT
+from tests.support.sample_runs import ARCHIVE
+
+pytestmark = pytest.mark.timeout(900)
+
+READER = """
+import json, struct, sys
+from wandb.proto import wandb_internal_pb2
+
+def read_records(path):
+    # wandb's own file: a header, then a LevelDB log of its messages in blocks of 32 KiB.
+    data, at, message = open(path, "rb").read(), 7, b""
+    while at + 7 <= len(data):
+        if (left := 32768 - at % 32768) < 7:
+            at += left
+            continue
+        _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+        if kind == 0:
+            break
+        message, at = message + data[at + 7 : at + 7 + size], at + 7 + size
+        if kind in (1, 4):
+            yield wandb_internal_pb2.Record.FromString(message)
+            message = b""
+
+for record in read_records(sys.argv[1]):
+    kind = record.WhichOneof("record_type")
+    if kind == "run":
+        print(json.dumps({"id": record.run.run_id, "project": record.run.project}))
+    if kind == "history":
+        items = record.history.item
+        row = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
+        print(json.dumps({"row": {k: v for k, v in row.items() if k[0] != "_"}}))
+"""
+
+
+@pytest.fixture(scope="module")
+def wandb_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    home = tmp_path_factory.mktemp("wandb")
+    subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
+    python = home / "bin" / "python"
+    lock = CHECKOUT / "requirements" / "wandb.txt"
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "-r", lock)
+    said_by(run_program(python, *install, timeout_s=600))
+    return python
+
+
+def read_offline_runs(paths: RunPaths, python: Path) -> Iterator[dict[str, Any]]:
+    for part in paths.tracker("wandb").list_parts():
+        (file,) = part.glob("wandb/offline-run-*/run-*.wandb")
+        for line in said_by(run_program(python, "-c", READER, file)).splitlines():
+            yield json.loads(line)
+
+
+def keep_numbers(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in row.items() if isinstance(value, int | float)}
+
+
+def test_wandb_holds_each_step_once_and_as_the_metrics_have_it(
+    wandb_python: Path, tmp_path: Path
+) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    paths = find_runs(tmp_path)[0]
+    lines = paths.metrics.read_text().splitlines(keepends=True)
+    command = ("sync", paths.root, "--python", wandb_python, "--project", "samples")
+    paths.finished_marker.touch()
+    half = len(lines) // 2
+    paths.metrics.write_text("".join(lines[:half]))
+    said_by(areal_hpc(*command))
+    paths.metrics.write_text("".join(lines))
+    said_by(areal_hpc(*command))
+    assert len(paths.tracker("wandb").list_parts()) == 2
+
+    records = list(read_offline_runs(paths, wandb_python))
+    heads = [one for one in records if "id" in one]
+    assert {one["id"] for one in heads} == {paths.tracker("wandb").run_id.read_text()}
+    assert {one["project"] for one in heads} == {"samples"}
+    merged: dict[int, dict[str, Any]] = {}
+    for one in records:
+        if "row" in one:
+            held = merged.setdefault(one["row"]["step"], {})
+            assert not (held.keys() & one["row"].keys()) - {"step"}, "a metric of a step twice"
+            held |= one["row"]
+    expected = {row["step"]: keep_numbers(row) for row in read_metrics(paths.metrics)}
+    assert merged == expected

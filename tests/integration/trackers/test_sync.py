@@ -1,0 +1,140 @@
+"""`areal-hpc sync` with a tracker of the user's: each step once, whatever is killed."""
+
+import json
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
+from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.trackers.sync import TrackerChoice, choose_tracker, sync_run
+from tests.support.commands import areal_hpc
+from tests.support.recorded_run import write_recipe
+
+TRACKER = """
+import json, os, pathlib, sys
+part = json.load(sys.stdin)
+out = pathlib.Path(sys.argv[1], "logged.jsonl")
+out.write_text("".join(json.dumps({"id": part["id"], **row}) + "\\n" for row in part["rows"]))
+flag = pathlib.Path(__file__).with_name("kill")
+if flag.exists():
+    flag.unlink()
+    os.kill(os.getppid(), 9)
+"""
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "experiment" / "trial")
+    paths.root.mkdir(parents=True)
+    write_recipe(paths, {"device": "cpu", "dtype": "float32"})
+    return paths
+
+
+@pytest.fixture
+def tracker(tmp_path: Path) -> TrackerChoice:
+    program = tmp_path / "mine.py"
+    program.write_text(TRACKER)
+    return choose_tracker(str(program), sys.executable, "")
+
+
+def train_to(paths: RunPaths, step: int, *, saved: int) -> None:
+    """Metrics of all steps up to one, and a checkpoint of another."""
+    before = max((row["step"] for row in read_lines(paths.metrics)), default=-1)
+    for number in range(before + 1, step + 1):
+        append_line(paths.metrics, {"step": number, "loss": float(number)})
+    folder = paths.checkpoints_dir / format_step_dir(saved)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_trainer_state(folder, TrainerState(step=saved, seed=1))
+    (folder / COMPLETE_MARKER_FILE).touch()
+
+
+def logged(paths: RunPaths) -> list[dict[str, Any]]:
+    """What the tracker has, part by part."""
+    return [
+        row
+        for part in paths.tracker("mine").list_parts()
+        for row in read_lines(part / "logged.jsonl")
+    ]
+
+
+def test_each_step_is_written_once_when_no_resume_can_take_it_back(
+    paths: RunPaths, tracker: TrackerChoice
+) -> None:
+    assert sync_run(paths, tracker) == 0
+    train_to(paths, 5, saved=4)
+    assert sync_run(paths, tracker) == 4
+    assert sync_run(paths, tracker) == 0
+    append_line(paths.metrics, {"step": 2, "eval/reward": 0.5})  # an evaluation that ended late
+    train_to(paths, 8, saved=4)
+    assert sync_run(paths, tracker) == 1
+    paths.finished_marker.touch()
+    assert sync_run(paths, tracker) == 5
+    rows = logged(paths)
+    (run_id,) = {row.pop("id") for row in rows}
+    assert len(run_id) == 8
+    losses = [(row["step"], row["loss"]) for row in rows if "loss" in row]
+    assert losses == [(step, float(step)) for step in range(len(losses))]
+    assert [row for row in rows if "loss" not in row] == [{"step": 2, "eval/reward": 0.5}]
+
+
+def test_a_sync_that_was_killed_leaves_no_step_out_and_none_twice(
+    paths: RunPaths, tracker: TrackerChoice
+) -> None:
+    train_to(paths, 3, saved=2)
+    sync_run(paths, tracker)
+    paths.finished_marker.touch()
+    tracker.program.with_name("kill").touch()
+    command = ("sync", paths.root, "--tracker", tracker.program)
+    assert areal_hpc(*command).returncode == -signal.SIGKILL
+    assert [row["step"] for row in logged(paths)] == [0, 1]
+    again = areal_hpc(*command)
+    assert again.returncode == 0, again.stderr
+    assert [row["step"] for row in logged(paths)] == [0, 1, 2, 3]
+    assert len({row["id"] for row in logged(paths)}) == 1
+
+
+def test_following_ends_with_the_run(paths: RunPaths, tracker: TrackerChoice) -> None:
+    train_to(paths, 3, saved=2)
+    paths.finished_marker.touch()
+    ended = areal_hpc("sync", paths.root, "--tracker", tracker.program, "--follow")
+    assert ended.returncode == 0, ended.stderr
+    assert len(logged(paths)) == 4
+
+
+def test_a_tracker_gets_the_recipe_without_secrets(paths: RunPaths, tmp_path: Path) -> None:
+    program = tmp_path / "kept.py"
+    program.write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[1], 'got').write_text(sys.stdin.read())\n"
+    )
+    recipe = yaml.safe_load(paths.recipe.read_text())
+    recipe["rollout"]["workflow_kwargs"] = {"key": "a secret"}
+    paths.recipe.write_text(yaml.safe_dump(recipe))
+    train_to(paths, 3, saved=2)
+    sync_run(paths, TrackerChoice("kept", program, sys.executable, "mine"))
+    (part,) = paths.tracker("kept").list_parts()
+    got = json.loads((part / "got").read_text())
+    assert (got["name"], got["project"]) == ("experiment/trial", "mine")
+    assert got["config"]["trainer"]["device"] == "cpu"
+    assert "a secret" not in json.dumps(got)
+
+
+def test_what_fails_says_why_and_writes_nothing(paths: RunPaths, tmp_path: Path) -> None:
+    train_to(paths, 3, saved=2)
+    program = tmp_path / "broken.py"
+    choice = TrackerChoice("broken", program, sys.executable)
+    program.write_text("import no_such_tracker\n")
+    with pytest.raises(RecipeError, match="no_such_tracker"):
+        sync_run(paths, choice)
+    program.write_text("raise SystemExit('the disk is full')\n")
+    with pytest.raises(ClusterError, match="the disk is full"):
+        sync_run(paths, choice)
+    assert paths.tracker("broken").list_parts() == []
+    with pytest.raises(RecipeError, match="expected wandb"):
+        choose_tracker("swanlab", sys.executable, "")
