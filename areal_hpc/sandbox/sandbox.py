@@ -7,7 +7,7 @@ import shlex
 import signal
 import socket
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
@@ -17,6 +17,7 @@ from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
     kill_and_reap_process,
     list_descendants,
+    read_memory_file_bytes,
     read_resident_bytes,
 )
 from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
@@ -33,6 +34,8 @@ MAX_FILE_BYTES = 1 << 30
 """A larger file, or snapshot, is not read out of a sandbox."""
 WATCH_PERIOD_S = 0.5
 _MAX_COMPLAINT_CHARS = 500
+_UMASK = 0o022
+"""Of commands: that of a run, 077, would hide from a task's tests what they look for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +74,8 @@ class SandboxStartPlan:
     """Of the process itself; None: hardly any."""
     on_stop: Callable[[], None] | None = None
     """Removes what the process leaves."""
+    keeps_memory_in_files: bool = False
+    """Its memory lies in files of a kernel of its own, of which processes map a part at a time."""
 
 
 class Sandbox:
@@ -316,13 +321,19 @@ class Sandbox:
         while True:
             await self._active.wait()
             processes = list_descendants(self.pid)
-            if sum(map(read_resident_bytes, processes)) > limits.memory_bytes:
+            if self._measure_memory_bytes(processes) > limits.memory_bytes:
                 self._end_as_lost(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
             if len(processes) > limits.processes + at_rest:
                 self._end_as_lost(f"it had more than {limits.processes} processes")
             if self._running == 0 and len(processes) <= at_rest:
                 self._active.clear()
             await asyncio.sleep(WATCH_PERIOD_S)
+
+    def _measure_memory_bytes(self, processes: Iterable[int]) -> int:
+        resident = sum(map(read_resident_bytes, processes))
+        if not self._plan.keeps_memory_in_files:
+            return resident
+        return max(resident, read_memory_file_bytes(processes))
 
     def _end_as_lost(self, why: str) -> None:
         self._why_lost = self._why_lost or why
@@ -361,6 +372,7 @@ def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess
         env=dict(plan.environ or {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}),
         pass_fds=tuple(plan.pass_fds),
         start_new_session=True,
+        umask=_UMASK,
         user=plan.user,
         group=plan.user,
         extra_groups=None if plan.user is None else list[int](),

@@ -1,12 +1,22 @@
-"""Fifty repair tasks: their solutions earn 1.0, doing nothing earns 0.0."""
+"""Fifty repair tasks: what their solutions earn, and what a killed cell leaves of them."""
 
+import contextlib
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.support.commands import areal_hpc
+from tests.support.process_commands import submitit_processes
+from tests.support.run_files import events_of, trained_steps
+from tests.support.small_run import SmallRun, await_none_left, interrupted_at_end
+from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = pytest.mark.timeout(1500)
+
+GROUPS, STEPS = 5, 10
+RUN_TIMEOUT_S = 1200.0
 
 
 def test_fifty_tasks_tell_their_solutions_from_nothing(tmp_path: Path) -> None:
@@ -18,3 +28,69 @@ def test_fifty_tasks_tell_their_solutions_from_nothing(tmp_path: Path) -> None:
     assert summary.startswith("50 tasks, 0 whose tests")
     assert len(tasks) == 50
     assert all(line.split()[1:] == ["solution", "1", "nothing", "0"] for line in tasks), tasks
+
+
+def start_run_on(tasks: Path, fileroot: Path, note: Path) -> SmallRun:
+    """A run that plays each task in two real sandboxes, with a tiny model."""
+    run = SmallRun(
+        fileroot,
+        "sft.total_steps=2",
+        f"train_dataset={{harbor: {tasks}}}",
+        f"valid_dataset={{harbor: {tasks}}}",
+        f"evaluation.every_steps={STEPS + 1}",
+        "rollout.workflow=tests.support.repair_agent.Repairing",
+        f"rollout.workflow_kwargs={{note: {note}}}",
+        "rollout.agent.isolation=bwrap",
+        "rollout.n_samples=2",
+        "rollout.max_concurrent_rollouts=8",
+        "inference.context_length=2048",
+        f"trainer.batch_size={GROUPS}",
+        f"trainer.total_steps={STEPS}",
+    )
+    run.start()
+    return run
+
+
+def read_sandboxes(note: Path) -> list[dict[str, Any]]:
+    """The sandboxes of all episodes that have begun."""
+    return [json.loads(line) for line in note.read_text().splitlines()] if note.exists() else []
+
+
+def list_left(sandboxes: list[dict[str, Any]]) -> list[str]:
+    """Processes of these sandboxes that live, and mount namespaces of theirs that any has."""
+    namespaces = {name for one in sandboxes for name in one["namespaces"]}
+    left = []
+    for process in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if process.name.isdecimal() and str((process / "ns/mnt").readlink()) in namespaces:
+                left.append(f"{process.name}: {(process / 'cmdline').read_bytes()!r}")
+    return left
+
+
+def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task(
+    tmp_path: Path,
+) -> None:
+    assert areal_hpc("make-repair-tasks", tmp_path / "tasks", "--count", 50).returncode == 0
+    note = tmp_path / "note.jsonl"
+    run = start_run_on(tmp_path / "tasks", tmp_path / "runs", note)
+    with interrupted_at_end(run):
+        run.await_true(lambda: trained_steps(run.paths) >= 3, RUN_TIMEOUT_S)
+        first = read_sandboxes(note)[-1]["driver"]
+        supervisors = submitit_processes(run.paths.jobs_dir / "cell-0")
+        assert supervisors
+        for process in supervisors:
+            process.kill()
+        wait_for(lambda: not Path(f"/proc/{first}").exists(), 20.0)
+        killed = [one for one in read_sandboxes(note) if one["driver"] == first]
+        assert killed[-1]["namespaces"]
+        wait_for(lambda: list_left(killed) == [], 20.0, lambda: list_left(killed))
+        assert run.wait(RUN_TIMEOUT_S) == 0, run.said()
+    assert len({one["driver"] for one in read_sandboxes(note)}) == 2
+    submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]
+    assert submitted.count("cell-0") == 2
+    assert run.audited() == f"trained_once={GROUPS * STEPS} duplicates=0 lost=0 open=0"
+    await_none_left(run, 20.0)
+    assert list_left(read_sandboxes(note)) == []
+    mounts = Path("/proc/self/mountinfo").read_text()
+    assert str(tmp_path) not in mounts
+    assert "areal-hpc" not in mounts

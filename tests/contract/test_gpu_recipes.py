@@ -33,6 +33,8 @@ NODES = {
     "agentic_code_8b_32k": 2,
     "agentic_code_32b": 16,
     "agentic_code_32b_128k": 8,
+    "harbor_code_32b": 16,
+    "harbor_terminal_32b": 16,
     "math_7b": 8,
     **dict.fromkeys(ON_ONE_NODE, 1),
 }
@@ -131,7 +133,7 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
             if part.generator:
                 made = load_user_function(part.generator, key)(**part.kwargs)
                 assert "messages" in next(iter(made))
-            else:
+            elif part.harbor is None:
                 assert part.hub
                 assert part.to_task
                 load_user_function(part.to_task, key)

@@ -9,6 +9,7 @@ from areal_hpc.proxy.dialects.parameter_table import render_parameter_table
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
     agents_table,
+    attacks_table,
     bias_table,
     document_table,
     mistakes,
@@ -41,6 +42,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("operating.md", "rank kill"): rank_kill.table,
     ("operating.md", "soak"): soak_table.table,
     ("operating.md", "submissions"): submissions_table.table,
+    ("security.md", "attacks"): attacks_table.table,
 }
 """Document below docs/ and name of the table -> what must stand there."""
 

@@ -58,3 +58,13 @@ def start_job_process(
             stdout=log_file,
             stderr=subprocess.STDOUT,
         )
+
+
+def submitit_processes(job_dir: Path) -> list[psutil.Process]:
+    """The job's supervisors and submitit's own watcher of them."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or ())
+        if "submitit" in command and str(job_dir) in command:
+            found.append(process)
+    return found

@@ -59,6 +59,7 @@ class GvisorRuntime:
             spec.limits,
             GUEST_VARIABLES,
             user=NOBODY_UID if as_nobody else None,
+            keeps_memory_in_files=True,
             on_stop=functools.partial(shutil.rmtree, bundle, ignore_errors=True),
         )
         try:
@@ -115,6 +116,8 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
         },
     }
     (bundle / "config.json").write_text(json.dumps(config))
+    for path in (bundle / "rootfs", bundle / "files", *(bundle / "files").iterdir()):
+        path.chmod(0o755)  # whatever the umask: its user within the sandbox is not their owner
     if as_nobody:
         for path in (bundle, *bundle.rglob("*")):
             os.chown(path, NOBODY_UID, NOBODY_UID, follow_symlinks=False)

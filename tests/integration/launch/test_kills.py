@@ -2,24 +2,14 @@
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from tests.support.killed_run import Kill, KilledRun
+from tests.support.process_commands import submitit_processes
 from tests.support.run_files import events_of
 from tests.support.small_run import await_none_left
 
 pytestmark = pytest.mark.timeout(900)
-
-
-def submitit_processes(job_dir: Path) -> list[psutil.Process]:
-    """The job's supervisors and submitit's own watcher of them."""
-    found = []
-    for process in psutil.process_iter(["cmdline"]):
-        command = " ".join(process.info["cmdline"] or ())
-        if "submitit" in command and str(job_dir) in command:
-            found.append(process)
-    return found
 
 
 def test_a_run_outlives_proxy_ledger_trainer_and_a_whole_job(model: Path, tmp_path: Path) -> None:

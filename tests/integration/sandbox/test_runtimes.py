@@ -192,6 +192,18 @@ def test_nothing_of_the_machine_is_seen(isolating: Runtime, tmp_path: Path) -> N
     play(isolating, scene)
 
 
+def test_a_runs_umask_hides_nothing_from_its_sandboxes(isolating: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        told = await sandbox.exec("umask; touch file; cat /etc/passwd | wc -l")
+        assert told.text.split() == ["0022", "1"]
+
+    before = os.umask(0o077)
+    try:
+        play(isolating, scene)
+    finally:
+        os.umask(before)
+
+
 @pytest.mark.parametrize("path", ["/usr/planted", "/planted", "/sandbox/planted", "/etc/planted"])
 def test_the_system_is_read_only(isolating: Runtime, path: str) -> None:
     async def scene(sandbox: Sandbox) -> None:
@@ -261,6 +273,21 @@ def test_memory_of_all_processes_together_ends_the_sandbox(isolating: Runtime) -
             await sandbox.exec(f"for n in 1 2 3 4; do python3 -c '{eater}' & done; wait")
         with pytest.raises(SandboxLostError):
             await sandbox.exec(["true"])
+
+    play(isolating, scene)
+
+
+def test_memory_of_one_process_counts_whoever_has_it_mapped(isolating: Runtime) -> None:
+    eater = "import os, time\nkept = []\nfor _ in range(30):\n    "
+    eater += "kept.append(bytearray(os.urandom(1 << 20) * 16)); time.sleep(0.02)\n"
+
+    async def scene(sandbox: Sandbox) -> None:
+        try:
+            words = ["python3", "-c", eater + "time.sleep(20)"]
+            why = (await sandbox.exec(words, timeout_s=30)).text
+        except SandboxLostError as error:
+            why = str(error)
+        assert "MemoryError" in why or "256 MiB of memory" in why
 
     play(isolating, scene)
 

@@ -1,0 +1,230 @@
+"""Agent whose tool is hostile: each task is one attack, from within the sandbox of its episode."""
+
+import asyncio
+import contextlib
+import json
+import os
+import secrets
+import socket
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import SandboxLostError
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.sandbox.runtimes.system_view import GUEST_VARIABLES
+from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from tests.support.attacks import tool
+from tests.support.environments import CHECKOUT
+
+TOOL = Path(tool.__file__)
+SECRET_WORDS = {"HF_TOKEN": "hub-secret-word", "AWS_SECRET_ACCESS_KEY": "aws-secret-word"}
+"""Variables of the job."""
+KEPT = "areal-kept"
+"""A file that lies in each folder of the machine that is attacked, and stays as it is."""
+DAEMON_GONE_AFTER_S = 4.0
+COMMAND_TIMEOUT_S = 20.0
+MEMORY_MIB, DISK_MIB, FILES, PROCESSES = 512, 32, 3000, 40
+SANDBOX = {
+    "memory_bytes": MEMORY_MIB << 20,
+    "disk_bytes": DISK_MIB << 20,
+    "files": FILES,
+    "processes": PROCESSES,
+    "output_bytes": 1 << 16,
+    "warm": 1,
+}
+OUTLASTED = ("15 stubborn process",)
+CUT_OFF = ("21 output",)
+
+
+def tasks(size: int, seed: int, terms: int) -> Iterator[dict[str, Any]]:
+    """Every attack; `seed` and `terms` are those of other generators."""
+    for number in range(size):
+        name = [*tool.ATTACKS][number % len(tool.ATTACKS)]
+        yield {"messages": [{"role": "user", "content": f"{number} ="}], "attack": name}
+
+
+class Hostile:
+    """Plays attacks; what came of each is a line of `note`."""
+
+    def __init__(self, note: str, run_dir: str, home: str, isolation: str) -> None:
+        self._note, self._paths, self._home = Path(note), RunPaths(Path(run_dir)), Path(home)
+        self._isolation = isolation
+        self._listeners: list[socket.socket] = []
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        reply = await extra_kwargs["http_client"].post(
+            f"{extra_kwargs['base_url']}/chat/completions",
+            headers={"authorization": f"Bearer {extra_kwargs['api_key']}"},
+            json={"model": "default", "messages": data["messages"], "max_completion_tokens": 8},
+        )
+        assert reply.status_code == 200, reply.text
+        if "attack" in data:
+            await self._play(data["attack"], data["sandbox"])
+        return 0.0
+
+    async def _play(self, name: str, sandbox: Sandbox) -> None:
+        daemon = f"areal-daemon-{secrets.token_hex(8)}"
+        await sandbox.put("tool.py", TOOL.read_bytes())
+        facts = json.dumps(self._collect_facts(daemon))
+        began, forks = time.monotonic(), asyncio.create_task(self._keep_forking())
+        broke: list[str] = []
+        held: list[str] = []
+        try:
+            words = ["python3", f"{sandbox.folder}/tool.py", name]
+            told = await sandbox.exec(words, stdin=facts, timeout_s=COMMAND_TIMEOUT_S)
+            broke, held = self._judge(name, told)
+            broke += await self._read_results(name, sandbox)
+        except SandboxLostError as error:
+            held = [f"the sandbox ended: {error}".partition(" while it ran")[0]]
+        await asyncio.wait_for(sandbox.stop(), 60)
+        if forks.done():
+            broke.append("another process of this machine could not be started")
+        forks.cancel()
+        broke += self._find_planted()
+        self._tell(name, broke=broke, held=held, seconds=round(time.monotonic() - began, 2))
+        asyncio.get_running_loop().call_later(DAEMON_GONE_AFTER_S, self._look_for, name, daemon)
+
+    def _judge(self, name: str, told: CommandResult) -> tuple[list[str], list[str]]:
+        lines = told.stdout.decode(errors="replace").splitlines()
+        broke = [one.removeprefix("BROKE ") for one in lines if one.startswith("BROKE ")]
+        held = [one.removeprefix("HELD ") for one in lines if one.startswith("HELD ")]
+        if name in CUT_OFF:
+            return ([], ["killed at its limit"]) if told.is_cut_off else (["endless output"], [])
+        if told.timed_out:
+            held.append("killed at its time limit")
+        elif name in OUTLASTED:
+            broke.append("it was not killed")
+        elif told.exit_code != 0:
+            broke.append(f"the attack itself failed: {told.stderr.decode()[-500:]}")
+        return broke, held
+
+    async def _read_results(self, name: str, sandbox: Sandbox) -> list[str]:
+        """What is wrong with results that were replaced by something else."""
+        if not name.startswith("20"):
+            return []
+        broke = []
+        for kind in ("pipe", "link", "endless", "folder", "device"):
+            try:
+                found = await asyncio.wait_for(sandbox.get(f"result-{kind}"), 20)
+                broke.append(f"result-{kind} was read: {found[:20]!r}")
+            except OSError:
+                continue
+        return broke
+
+    async def _keep_forking(self) -> None:
+        """Others on the node go on: else the attack fails this agent's episodes."""
+        while True:
+            process = await asyncio.create_subprocess_exec("true")
+            assert await process.wait() == 0
+            await asyncio.sleep(0.5)
+
+    def _look_for(self, name: str, daemon: str) -> None:
+        left = [pid for pid in tool.processes() if _is(pid, daemon)]
+        self._tell(f"{name}: later", broke=[f"{pid} lives" for pid in left], held=[], seconds=0)
+
+    def _tell(self, name: str, **found: Any) -> None:
+        with self._note.open("a") as file:
+            file.write(json.dumps({"attack": name, **found}) + "\n")
+
+    def _host_folders(self) -> list[Path]:
+        return [self._paths.root, self._home, self._paths.shards_dir, self._paths.rendezvous_dir]
+
+    def _find_planted(self) -> list[str]:
+        """What an attack has left on this machine, or taken away."""
+        folders = [*self._host_folders(), CHECKOUT, *_package_folders(), Path("/usr/lib")]
+        folders += [Path("/etc"), Path("/tmp"), Path("/dev/shm")]
+        found = [str(one) for folder in folders for one in folder.glob(f"*{tool.PLANTED}*")]
+        found += [str(one) for one in self._home.rglob("*") if one.name != KEPT]
+        kept = [folder / KEPT for folder in self._host_folders()]
+        return found + [f"{one} is gone" for one in kept if not one.exists()]
+
+    def _collect_facts(self, daemon: str) -> Mapping[str, Any]:
+        """Where everything is."""
+        paths = self._paths
+        for folder in self._host_folders():
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / KEPT).touch()
+        return {
+            "daemon": daemon,
+            "run_dir": str(paths.root),
+            "home": str(self._home),
+            "keys": [str(paths.service_key), str(paths.admin_key), "/etc/shadow"],
+            "records": [
+                *map(str, (paths.metrics, paths.events, paths.shards_dir, paths.manifests_dir)),
+                *map(str, Path("/tmp").glob("areal_hpc-*")),
+            ],
+            "host_folders": [str(one) for one in (*self._host_folders(), CHECKOUT)],
+            "kept": KEPT,
+            "answers": [str(paths.dataset("train")), str(CHECKOUT / "areal_hpc/reward/code.py")],
+            "addresses": [*_list_addresses(paths.rendezvous_dir), ("127.0.0.1", self._listen())],
+            "sockets": [str(self._home.parent / "socket")],
+            "abstract": [f"@areal-abstract-{os.getpid()}"],
+            "variables": [*GUEST_VARIABLES, *(_ENDPOINT_VARIABLES)],
+            "secret_words": [*SECRET_WORDS.values()],
+            "pids": [pid for pid in _list_run_processes(str(paths.root)) if pid > 300],
+            "packages": [*map(str, _package_folders())],
+            "memory_mib": MEMORY_MIB,
+            "disk_mib": DISK_MIB,
+            "files": FILES,
+            "own_kernel": self._isolation == "gvisor",
+        }
+
+    def _listen(self) -> int:
+        """A port of this machine, a socket file and an abstract one that answer."""
+        if not self._listeners:
+            self._listeners = [socket.create_server(("127.0.0.1", 0))]
+            self._listeners += [socket.socket(socket.AF_UNIX), socket.socket(socket.AF_UNIX)]
+            for place, listener in zip(
+                (self._home.parent / "socket", f"\0areal-abstract-{os.getpid()}"),
+                self._listeners[1:],
+                strict=True,
+            ):
+                listener.bind(str(place))
+                listener.listen()
+            (self._home.parent / "socket").chmod(0o777)
+        return int(self._listeners[0].getsockname()[1])
+
+
+_ENDPOINT_VARIABLES = (
+    *("OPENAI_BASE_URL", "OPENAI_API_KEY"),
+    *("ANTHROPIC_BASE_URL", "ANTHROPIC_API_KEY"),
+)
+
+
+def _package_folders() -> list[Path]:
+    return [Path(sysconfig.get_path("purelib")), Path(sys.prefix)]
+
+
+def _list_addresses(rendezvous_dir: Path) -> Iterator[tuple[str, int]]:
+    """The services of the run, SGLang's own ports among them."""
+    for path in rendezvous_dir.glob("*.json"):
+        with contextlib.suppress(KeyError, ValueError):
+            place = json.loads(path.read_bytes())["url"].rpartition("/")[2]
+            host, _, port = place.partition(":")
+            yield host, int(port)
+    listening = subprocess.run(["ss", "-Htln"], capture_output=True, text=True, check=False)
+    for line in listening.stdout.splitlines():
+        port = line.split()[3].rpartition(":")[2]
+        if port.isdecimal():
+            yield "127.0.0.1", int(port)
+
+
+def _list_run_processes(run_dir: str) -> Iterator[int]:
+    """This process and others of the run."""
+    yield os.getpid()
+    for pid in tool.processes():
+        with contextlib.suppress(OSError):
+            words = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if run_dir.encode() in words:
+                yield int(pid)
+
+
+def _is(pid: str, name: str) -> bool:
+    with contextlib.suppress(OSError):
+        return name.encode() in Path(f"/proc/{pid}/cmdline").read_bytes()
+    return False
