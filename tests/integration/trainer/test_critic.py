@@ -55,12 +55,13 @@ def train(
     parallel: dict[str, int] | None = None,
     minibatches: int = 2,
     steps: int = STEPS,
+    more: dict[str, Any] | None = None,
     **scenario: Any,
 ) -> TaskExit:
     parallel = parallel or {}
     settings = {
         "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
-        "objective": objective,
+        "objective": objective, **(more or {}),
     }  # fmt: skip
     return ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings, **scenario)
 
@@ -135,15 +136,29 @@ def test_layouts_agree(
                 assert line[metric] == same, (parallel, line["step"], metric)
 
 
-@pytest.mark.parametrize("parallel", [{}, {"dp": 2}], ids=["alone", "2 ranks"])
+THRIFTY: dict[str, Any] = {
+    "dtype": "bfloat16", "recompute": "full", "offload": {"optimizer": True, "activations": True},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("parallel", "more"),
+    [({}, {}), ({"dp": 2}, {}), ({}, THRIFTY)],
+    ids=["alone", "2 ranks", "bfloat16, offloaded"],
+)
 def test_a_killed_run_ends_with_the_same_bits(
-    ranks: RankServer, stale: Path, tmp_path: Path, parallel: dict[str, int]
+    ranks: RankServer,
+    stale: Path,
+    tmp_path: Path,
+    parallel: dict[str, int],
+    more: dict[str, Any],
 ) -> None:
     alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
-    expected = train(ranks, alone, VALUE, parallel)
+    expected = train(ranks, alone, VALUE, parallel, more=more)
     assert set(expected.codes) == {0}, expected.log
-    assert -9 in train(ranks, killed, VALUE, parallel, faults="train.before_step@5=kill").codes
-    resumed = train(ranks, killed, VALUE, parallel)
+    fault = "train.before_step@5=kill"
+    assert -9 in train(ranks, killed, VALUE, parallel, more=more, faults=fault).codes
+    resumed = train(ranks, killed, VALUE, parallel, more=more)
     assert set(resumed.codes) == {0}, resumed.log
     assert resumed.reports[0]["began_at"] in (2, 4)
     for one, other in zip(resumed.reports, expected.reports, strict=True):
