@@ -53,9 +53,9 @@ def kill_all(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
     wait_for(lambda: processes_of(run_dir) == [], 30, lambda: processes_of(run_dir))
 
 
-def count_rows(run_dir: Path) -> Counter[int]:
+def count_rows(run_dir: Path) -> Counter[object]:
     """Recorded rows of each evaluation ticket."""
-    return Counter(int(str(one.get_field("ticket"))) for one in find_rows(run_dir, RowQuery())[0])
+    return Counter(one.get_field("ticket") for one in find_rows(run_dir, RowQuery())[0])
 
 
 def start(arguments: Sequence[str]) -> subprocess.Popen[bytes]:
