@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from areal_hpc.recipe.recipe import Recipe
     from areal_hpc.rollout.agent import Agent
     from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
-    from areal_hpc.view.run_data import RunData, open_run
+    from areal_hpc.view.state.run_data import RunData, open_run
     from areal_hpc.wire.reward import Reward
 else:
     _LAZY_IMPORTS = {
@@ -40,10 +40,10 @@ else:
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
         "Recipe": ("areal_hpc.recipe.recipe", "Recipe"),
         "Reward": ("areal_hpc.wire.reward", "Reward"),
-        "RunData": ("areal_hpc.view.run_data", "RunData"),
+        "RunData": ("areal_hpc.view.state.run_data", "RunData"),
         "RunResult": ("areal_hpc.launch.run", "RunResult"),
         "load_recipe": ("areal_hpc.recipe.loading", "load_recipe"),
-        "open_run": ("areal_hpc.view.run_data", "open_run"),
+        "open_run": ("areal_hpc.view.state.run_data", "open_run"),
         "run": ("areal_hpc.launch.run", "run"),
         "submit": ("areal_hpc.launch.run", "submit"),
     }

@@ -22,9 +22,9 @@ from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import format_shard_name
 from areal_hpc.shards.writer import write_sealed_shard

@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.events import LAUNCHER_ROLE
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import LAUNCHER_ROLE
 from benchmarks._pairs import Sample, add_out, cpu_ratio, report, wall_ratio
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes/quickstart.yaml"

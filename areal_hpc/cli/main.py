@@ -5,8 +5,9 @@ import sys
 from collections.abc import Sequence
 
 from areal_hpc import __version__
-from areal_hpc.cli import (
-    completion,
+from areal_hpc.cli import completion, usage_errors
+from areal_hpc.cli.arguments import Command, CommandGroup
+from areal_hpc.cli.commands import (
     develop,
     doctor,
     evaluate,
@@ -19,11 +20,9 @@ from areal_hpc.cli import (
     sync,
     tasks,
     trial,
-    usage_errors,
     view,
     why,
 )
-from areal_hpc.cli.arguments import Command, CommandGroup
 from areal_hpc.errors import ArealError
 
 COMMAND_MODULES = {

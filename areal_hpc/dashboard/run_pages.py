@@ -16,13 +16,13 @@ from areal_hpc.metrics.limit import compute_limit_shares
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import flatten_keys
 from areal_hpc.recipe.private_values import hide_private_values
-from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
-from areal_hpc.view.health import list_failures, read_alerts
 from areal_hpc.view.shard_report import find_tokenizer_file
-from areal_hpc.view.summary import format_run_progress, read_run_progress
+from areal_hpc.view.state.health import list_failures, read_alerts
+from areal_hpc.view.state.summary import format_run_progress, read_run_progress
 from areal_hpc.view.transcripts.conversation import (
     extract_text,
     format_tool_call,

@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.compare import fetch_jobs_of_runs
-from areal_hpc.view.jobs import get_run_state
+from areal_hpc.view.state.jobs import get_run_state
 
 MIN_QUERY_INTERVAL_S = 15.0
 """Between two questions to Slurm about the same runs, however many pages are open."""

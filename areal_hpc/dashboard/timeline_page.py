@@ -11,7 +11,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
-from areal_hpc.view.timeline import (
+from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
     Row,
     Timeline,

@@ -13,9 +13,9 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import BackgroundEventLog
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.events import BackgroundEventLog
+from areal_hpc.rundir.telemetry.spans import enter_state
 
 REPLICA_POLL_S = 0.1
 

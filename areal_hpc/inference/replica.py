@@ -28,9 +28,9 @@ from areal_hpc.inference.server.sglang_server import (
 from areal_hpc.inference.update_state import WeightUpdateState
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.paths import list_restart_dirs
-from areal_hpc.rundir.spans import record_span
+from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.spans import record_span
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     NO_KEYS,

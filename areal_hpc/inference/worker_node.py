@@ -20,7 +20,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.topology import get_advertised_host, get_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
 from areal_hpc.wire.signing import RequestSigner

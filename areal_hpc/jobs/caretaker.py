@@ -28,7 +28,6 @@ from areal_hpc.jobs.requeue import (
 )
 from areal_hpc.jobs.succession import was_cancelled_by_person
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
     LaunchFile,
     SlurmLaunchInfo,
@@ -42,6 +41,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
 )
 from areal_hpc.rundir.paths import JobPaths, RunPaths
+from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.allocation import expand_node_list
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state
 from areal_hpc.slurm.resubmit import submit_again

@@ -42,7 +42,6 @@ from areal_hpc.jobs.topology import (
     find_own_address,
     get_slurm_restart_count,
 )
-from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
@@ -52,6 +51,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exit,
     write_task_exit,
 )
+from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
 

@@ -26,7 +26,6 @@ from areal_hpc.jobs.shared_job import SharedCell, get_part_of_task, get_part_out
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
 from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LOST_PEER_EXIT_CODE,
@@ -36,6 +35,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
 )
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.slurm import scontrol
 from areal_hpc.wire.backoff import Backoff
 

@@ -20,12 +20,12 @@ from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
+from areal_hpc.rundir.telemetry.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
 from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.submit import JobHandle, stop_jobs
 

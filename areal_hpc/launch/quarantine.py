@@ -15,7 +15,7 @@ from areal_hpc.rundir.quarantine import (
     quarantine_batch_once,
     read_quarantine,
 )
-from areal_hpc.view.run_state import read_run_snapshot
+from areal_hpc.view.state.run_state import read_run_snapshot
 
 _REASON = "areal-hpc quarantine asked for it"
 

@@ -23,9 +23,9 @@ from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.allocation import read_allocation
-from areal_hpc.view.live_progress import LiveReporter, PlainReporter
-from areal_hpc.view.run_state import read_run_snapshot
-from areal_hpc.view.summary import summarize_run
+from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
+from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
 STOPPING_MESSAGE = "\nstopping; jobs have a moment to save a checkpoint"

@@ -31,7 +31,6 @@ from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.rundir.jobs import (
     REQUEUE_MARGIN_S,
     JobSpec,
@@ -50,6 +49,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
+from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.queue import find_live_job_ids
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests

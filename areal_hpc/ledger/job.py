@@ -24,7 +24,7 @@ from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.asgi import ServiceServer
 
 log = logging.getLogger(__name__)

@@ -9,7 +9,7 @@ from typing import Any
 from areal_hpc.evaluation.set_metrics import METRIC_GROUP
 from areal_hpc.evaluation.ticket_numbers import VALID_SET
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.spans import record_span, time_span
+from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
 EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the set `valid`."""

@@ -23,7 +23,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)

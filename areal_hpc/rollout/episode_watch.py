@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.rollout.agent_errors import find_running_line, find_waiting_line
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.telemetry.events import EventLog
 
 log = logging.getLogger(__name__)
 

@@ -24,11 +24,11 @@ from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
 from areal_hpc.rollout.trial_episodes import play_trial_tasks
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.spans import enter_state
 
 log = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from areal_hpc.rollout.ledger_clock import LedgerClock
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealReply
 

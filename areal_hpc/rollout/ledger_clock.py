@@ -2,7 +2,7 @@
 
 import math
 
-from areal_hpc.rundir.spans import record_clock_sample
+from areal_hpc.rundir.telemetry.spans import record_clock_sample
 
 SAMPLE_INTERVAL_S = 15.0
 """The best comparison of so long is recorded, and the very first one."""

@@ -28,8 +28,8 @@ from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rundir.events import EventLog
-from areal_hpc.rundir.spans import time_span
+from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.ledger import (
     Acknowledged,

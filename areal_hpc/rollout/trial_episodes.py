@@ -19,7 +19,7 @@ from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, StartSessionRequest
 
 log = logging.getLogger(__name__)

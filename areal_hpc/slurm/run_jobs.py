@@ -8,7 +8,6 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT, read_recent_events
 from areal_hpc.rundir.jobs import (
     ArrayMembership,
     Submission,
@@ -17,6 +16,7 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
 )
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
 from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.submission import SUCCESSOR_TAG

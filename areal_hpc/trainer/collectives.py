@@ -16,8 +16,8 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ArealError, ClusterError, LostPeerError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import describe_ranks
-from areal_hpc.trainer.torch_private import get_default_store
 
 logger = logging.getLogger(__name__)
 LOST_PEER_PATTERN = re.compile(

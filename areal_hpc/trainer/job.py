@@ -21,12 +21,12 @@ from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner

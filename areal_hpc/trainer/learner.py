@@ -16,10 +16,10 @@ from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import quarantine_batch_once
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import (
     extend_reward_range,
@@ -48,8 +48,6 @@ from areal_hpc.trainer.batch.training_rows import (
 from areal_hpc.trainer.batch.untrainable import check_trainable_share, count_untrainable_tokens
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
-from areal_hpc.trainer.critic_trainer import CriticTrainer
-from areal_hpc.trainer.frozen_models import FrozenModels
 from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
@@ -68,6 +66,8 @@ from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.rank_progress import enter_place
+from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
+from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 from torch.optim.adamw import AdamW, adamw
 
-from areal_hpc.trainer.megatron_private import list_master_weights
 from areal_hpc.trainer.model.memory_estimate import STEP_CHUNK_ELEMENTS
-from areal_hpc.trainer.torch_private import pin_host_memory
+from areal_hpc.trainer.private_apis.megatron_private import list_master_weights
+from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
 MASTER_NAME = "master"
 MOMENT_NAMES = ("exp_avg", "exp_avg_sq")

@@ -25,20 +25,20 @@ from areal_hpc.jobs.topology import (
 )
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import record_clock_sample
+from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT, EventLog
+from areal_hpc.rundir.telemetry.spans import record_clock_sample
 from areal_hpc.trainer.collectives import (
     compare_clock_with_first_rank,
     raise_if_peer_lost,
     report_first_failure,
 )
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
-from areal_hpc.trainer.megatron_replacements import raise_if_megatron_is_replaced
 from areal_hpc.trainer.model.cpu import megatron_cpu
+from areal_hpc.trainer.private_apis.megatron_replacements import raise_if_megatron_is_replaced
+from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import RankProgress, stop_watching_ranks, watch_ranks
-from areal_hpc.trainer.torch_private import get_default_store
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 

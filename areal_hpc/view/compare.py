@@ -11,8 +11,13 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_jobs
-from areal_hpc.view.jobs import RunJobs, build_run_jobs, describe_unrecorded_jobs, get_run_state
-from areal_hpc.view.summary import RunProgress, read_run_progress
+from areal_hpc.view.state.jobs import (
+    RunJobs,
+    build_run_jobs,
+    describe_unrecorded_jobs,
+    get_run_state,
+)
+from areal_hpc.view.state.summary import RunProgress, read_run_progress
 from areal_hpc.view.tables import format_table
 
 RUN_NAME_KEYS = ("experiment_name", "trial_name")

@@ -8,7 +8,11 @@ from datetime import datetime
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, SUBMISSION_REFUSED_EVENT
+from areal_hpc.rundir.telemetry.events import (
+    LAUNCHER_ENDED_EVENT,
+    LAUNCHER_ROLE,
+    SUBMISSION_REFUSED_EVENT,
+)
 from areal_hpc.slurm.queue import QueuedJob
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
@@ -21,9 +25,9 @@ from areal_hpc.view.events.failure_events import (
     collect_failure_events,
     describe_exit_code,
 )
-from areal_hpc.view.health import list_failures
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
-from areal_hpc.view.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
+from areal_hpc.view.state.health import list_failures
+from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
 from areal_hpc.view.tables import format_duration, format_time
 
 CASCADE_WINDOW_S = 120.0

@@ -12,16 +12,16 @@ from typing import Any
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import describe_step_limits
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
-from areal_hpc.view.health import read_alerts
-from areal_hpc.view.jobs import RunJobs, fetch_run_jobs
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
-from areal_hpc.view.run_state import read_launch_time
+from areal_hpc.view.state.health import read_alerts
+from areal_hpc.view.state.jobs import RunJobs, fetch_run_jobs
+from areal_hpc.view.state.run_state import read_launch_time
 
 PACE_STEPS = 50
 """Steps, the last ones, whose time is the usual one."""

@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_hpc.view.run_state import RunSnapshot
+from areal_hpc.view.state.run_state import RunSnapshot
 
 matplotlib.use("Agg")
 

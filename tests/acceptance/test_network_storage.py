@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
-from areal_hpc.rundir.events import EventFollower, EventLog
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT, python_of
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
@@ -41,7 +41,7 @@ FAILED_EPISODES = 5
 MAX_DELAY_S = 2.0
 RECORD_FAILURE = """
 import pathlib, sys, time
-from areal_hpc.rundir.events import EventLog
+from areal_hpc.rundir.telemetry.events import EventLog
 EventLog(pathlib.Path(sys.argv[1]), "driver").record("episode_failed")
 print(time.time())
 """

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.span_reader import ProcessSpans, read_spans
+from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.view.timeline import EPISODES_LANE
+from areal_hpc.view.timing.timeline import EPISODES_LANE
 from areal_hpc.wire.http import responds_with_200
 from tests.acceptance.harnesses import PYTHON
 from tests.support.browser import Page, in_browser

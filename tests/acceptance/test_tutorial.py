@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.run_state import read_run_snapshot
+from areal_hpc.view.state.run_state import read_run_snapshot
 from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT, python_of
 

@@ -37,7 +37,7 @@ OWNERS = {
     "inference/cpu/sglang_cpu.py": ["_set_envs_and_config"],
     "session/chat_template.py": ["root_render_func"],
     "slurm/submit.py": [*("_job._process", "_make_submission_file_text", "_submitit_command_str")],
-    "trainer/megatron_private.py": [
+    "trainer/private_apis/megatron_private.py": [
         *("_get_main_param_and_optimizer_states", "_get_model_param_range_map"),
         "model_param_group_index_map",
         *("_postprocess", "_maybe_dtoh_and_synchronize", "shard_fp32_from_float16_groups"),
@@ -46,7 +46,7 @@ OWNERS = {
         *("_get_cuda_rng_state", "_set_cuda_rng_state"),
         *("maybe_move_tensor_to_cpu", "te_general_gemm"),
     ],
-    "trainer/torch_private.py": ["_get_default_store", "_flash_attention_forward"],
+    "trainer/private_apis/torch_private.py": ["_get_default_store", "_flash_attention_forward"],
     "weights/transports/process_group.py": ["_new_process_group_helper", "pg_group_ranks"],
 }
 """Every private name that the package uses, by the one module that may."""

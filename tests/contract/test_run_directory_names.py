@@ -34,7 +34,7 @@ OTHER_MEANINGS = {
     ("slurm/states.py", "CANCELLED"),  # Slurm's states
     ("view/diagnosis.py", "CANCELLED"),
     ("view/diagnosis.py", "CANCELLED AT"),
-    ("view/summary.py", "tensorboard"),  # the program
+    ("view/state/summary.py", "tensorboard"),  # the program
 }
 
 PREFIXES = {
@@ -108,7 +108,7 @@ def test_only_its_owner_spells_the_names_of_the_run_directory() -> None:
 )
 def test_a_spelling_elsewhere_is_found(mutation: str) -> None:
     """In a real module, behind text that may say anything."""
-    source = sources()["view/run_state.py"]
+    source = sources()["view/state/run_state.py"]
     talk = '\n"""Not a spelling: COMPLETE, control-0."""  # nor is "trainer.json"\n'
     assert list(spellings(source + talk)) == []
     assert list(spellings(f"{source}{talk}{mutation}\n"))

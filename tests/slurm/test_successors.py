@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.rundir.jobs import Submission, list_successors, read_submissions, record_submission
+from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.slurm.submission import JobIdentity, submit_script
 from areal_hpc.slurm.successors import build_options_to_start_after_failure
 from tests.slurm.supervised_jobs import SupervisedJob

@@ -27,13 +27,13 @@ from areal_hpc.trainer.model.hf_weights import (
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
+from areal_hpc.trainer.scoring.token_scores import score_rows
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches,
     run_forward_backward,
     train_step,
 )
-from areal_hpc.trainer.token_scores import score_rows
 from tests.support.reference_models import SIZES, by_checkpoint_name, hf_model
 
 LR = 1e-3

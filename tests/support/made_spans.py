@@ -1,7 +1,7 @@
 """Spans of a run that was made up: of the trainer, and of a cell on a node whose clock is ahead."""
 
 from areal_hpc.rundir.jsonl import append_lines
-from areal_hpc.rundir.spans import ClockSample, ProcessStart, Span
+from areal_hpc.rundir.telemetry.spans import ClockSample, ProcessStart, Span
 from tests.support.made_run import MadeRun
 
 

@@ -22,12 +22,12 @@ from areal_hpc.launch import prepared_run
 from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
 from areal_hpc.launch.tiny_model import build_tiny_config
 from areal_hpc.recipe.recipe import Recipe, TinyModelConfig
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from tests.support.chatml import write_model_dir
 from tests.support.scripted_sglang import CELL, Script, ScriptedSGLang, StandInRelay

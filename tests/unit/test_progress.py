@@ -5,9 +5,9 @@ import pytest
 from areal_hpc.metrics.step_line import describe_step_limits, estimate_remaining_s, format_step_line
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.live_progress import PlainReporter
-from areal_hpc.view.run_state import read_run_snapshot
-from areal_hpc.view.summary import summarize_run
+from areal_hpc.view.state.live_progress import PlainReporter
+from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.summary import summarize_run
 
 STEP = {
     "reward/mean": 0.5,

@@ -21,7 +21,7 @@ from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
-from areal_hpc.rundir.spans import enter_state, log_spans_of_process
+from areal_hpc.rundir.telemetry.spans import enter_state, log_spans_of_process
 
 PROCESS_MAIN = "areal_hpc.jobs.processes.process_main"
 """This module, for `python -m`."""

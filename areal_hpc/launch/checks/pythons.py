@@ -6,7 +6,10 @@ from collections.abc import Iterator, Mapping
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.trainer.megatron_replacements import MEGATRON_REPLACEMENTS, describe_replacement
+from areal_hpc.trainer.private_apis.megatron_replacements import (
+    MEGATRON_REPLACEMENTS,
+    describe_replacement,
+)
 
 MODULES_BY_ROLE = {
     "serve": ("sglang",),

@@ -19,8 +19,8 @@ from areal_hpc.launch.prepared_run import lock_prepared_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluation
-from areal_hpc.view.evaluation_progress import EvaluationReporter
-from areal_hpc.view.evaluation_report import EvaluationReport, build_report_of_run
+from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
+from areal_hpc.view.evaluations.evaluation_report import EvaluationReport, build_report_of_run
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:

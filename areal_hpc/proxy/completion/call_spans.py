@@ -1,7 +1,7 @@
 """Spans of model calls, for timelines."""
 
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.rundir.spans import record_span
+from areal_hpc.rundir.telemetry.spans import record_span
 from areal_hpc.session.tree import Interaction
 
 

@@ -25,7 +25,7 @@ from areal_hpc.proxy.sessions.untrained import UntrainedSealer
 from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import time_span
+from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
 from areal_hpc.shards.verify import repair_index
 from areal_hpc.shards.writer import write_sealed_shard

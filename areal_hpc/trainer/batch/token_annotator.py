@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.rundir.annotations import REASONS, RowAnnotation
 from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.telemetry.annotations import REASONS, RowAnnotation
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, mask_cut_replies
 from areal_hpc.wire.ledger import BatchManifest

@@ -5,7 +5,7 @@ import os
 
 import torch
 
-from areal_hpc.trainer.torch_private import pin_host_memory, unpin_host_memory
+from areal_hpc.trainer.private_apis.torch_private import pin_host_memory, unpin_host_memory
 
 
 class CopyMemory:

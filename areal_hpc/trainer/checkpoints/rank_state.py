@@ -41,9 +41,9 @@ from areal_hpc.trainer.checkpoints.stored_tensors import (
     open_stored_tensors,
 )
 from areal_hpc.trainer.collectives import all_reduce_max, raise_on_all_ranks
-from areal_hpc.trainer.megatron_private import OptimizerShard, list_optimizer_shards
 from areal_hpc.trainer.model.families.weight_map import EMBEDDING_NAME
 from areal_hpc.trainer.model.policy import TrainedNetwork
+from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard, list_optimizer_shards
 
 CRITIC_PREFIX = "critic."
 

@@ -12,9 +12,9 @@ from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.alerts import MAX_JUDGED_ROWS, AlertTracker
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventLog
 
 logger = logging.getLogger(__name__)
 

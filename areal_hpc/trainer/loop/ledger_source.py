@@ -17,9 +17,9 @@ from areal_hpc.metrics.step_metrics import (
     list_evaluated_sets,
 )
 from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
-from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
+from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.loop import BatchSource, PublishState

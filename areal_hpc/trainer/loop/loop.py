@@ -50,7 +50,7 @@ from areal_hpc.errors import (
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
-from areal_hpc.rundir.spans import time_span
+from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.trainer.collectives import any_true, broadcast_object
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule

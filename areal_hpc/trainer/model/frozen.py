@@ -17,7 +17,7 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.memory_estimate import adapt_parallel
 from areal_hpc.trainer.model.policy import Network, Policy, build_network
-from areal_hpc.trainer.torch_private import pin_host_memory
+from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
 
 @dataclass(slots=True, eq=False)

@@ -22,11 +22,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import KEEP_ALL, ActivationConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import PackParallelism
-from areal_hpc.trainer.megatron_private import (
-    ScoredTokenCritic,
-    ScoredTokenGPT,
-    enable_norm_recompute,
-)
 from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
 from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.families.architecture import (
@@ -43,6 +38,11 @@ from areal_hpc.trainer.model.families.weight_map import (
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
 from areal_hpc.trainer.model.token_dispatch import use_stable_dispatch
+from areal_hpc.trainer.private_apis.megatron_private import (
+    ScoredTokenCritic,
+    ScoredTokenGPT,
+    enable_norm_recompute,
+)
 
 TORCH_DTYPE_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 GRADIENT_BUCKET_ELEMENTS = 40_000_000

@@ -6,8 +6,8 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from areal_hpc.trainer.megatron_private import begin_copy_of_split_sizes
 from areal_hpc.trainer.model.kernels.expert_order import plan_expert_order
+from areal_hpc.trainer.private_apis.megatron_private import begin_copy_of_split_sizes
 
 
 class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]

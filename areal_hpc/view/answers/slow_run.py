@@ -6,9 +6,9 @@ from collections.abc import Iterator, Sequence
 
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page
 from areal_hpc.view.answers.slow_parts import measure_replica_speeds, measure_update_pauses
 from areal_hpc.view.answers.step_parts import StepPart, list_step_parts, split_waits

@@ -8,9 +8,9 @@ from typing import Any
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page
 from areal_hpc.view.answers.happenings import describe_events, describe_recipe_changes
 from areal_hpc.view.answers.task_change import compare_tasks, read_source_sizes

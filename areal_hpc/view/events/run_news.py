@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
-from areal_hpc.rundir.events import RANKS_HANG_EVENT
+from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT
 from areal_hpc.view.events.agent_failures import AgentFailures, FailureCause
 from areal_hpc.view.tables import format_duration
 

@@ -20,7 +20,6 @@ from areal_hpc.view.answers.collapse import explain_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.compare import find_differing_keys
-from areal_hpc.view.health import read_alerts
 from areal_hpc.view.metric_values import format_value, list_numbers, select_trained_rows
 from areal_hpc.view.report.charts import Chart
 from areal_hpc.view.report.curves import draw_run_curves, draw_step_times, summarize_metric
@@ -35,7 +34,8 @@ from areal_hpc.view.report.recipe_differences import (
     flatten_public,
     format_setting,
 )
-from areal_hpc.view.summary import RunProgress, read_run_progress
+from areal_hpc.view.state.health import read_alerts
+from areal_hpc.view.state.summary import RunProgress, read_run_progress
 
 TOLD_METRICS = (
     "staleness/mean",

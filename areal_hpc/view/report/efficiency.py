@@ -8,14 +8,14 @@ from typing import Any
 
 from areal_hpc.metrics.limit import find_main_step_limit
 from areal_hpc.metrics.step_line import compute_tokens_per_s
-from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launches
 from areal_hpc.view.answers.step_parts import list_step_parts
-from areal_hpc.view.idle_time import describe_idle_time, read_run_size
 from areal_hpc.view.metric_values import format_value, list_numbers
 from areal_hpc.view.report.curves import list_restart_steps
 from areal_hpc.view.tables import format_duration
+from areal_hpc.view.timing.idle_time import describe_idle_time, read_run_size
 
 MAX_TOLD_EVENTS = 12
 

@@ -22,7 +22,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.device_table import list_gpu_recipes
 from tests.support.environments import CHECKOUT
 

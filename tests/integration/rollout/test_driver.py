@@ -23,8 +23,8 @@ from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SessionLimits, StartSessionRequest
 from areal_hpc.wire.reward import Reward

@@ -18,10 +18,10 @@ from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
+from areal_hpc.rundir.telemetry.events import EventLog
 from tests.integration.rollout.test_episode import ask
 
 TASKS = [{"messages": [{"role": "user", "content": "hello"}], "number": n} for n in range(8)]

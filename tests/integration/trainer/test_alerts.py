@@ -11,11 +11,11 @@ import yaml
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.alert_reporter import AlertReporter
-from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.commands import exit_code_of, write_program
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TRAINER, record_run, write_recipe

@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 
-from areal_hpc.rundir.annotations import StepAnnotations, read_annotations
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.annotations import StepAnnotations, read_annotations
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from areal_hpc.wire.trajectory import TrajectoryRow

@@ -23,8 +23,8 @@ from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource

@@ -12,7 +12,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.rundir.checkpoint_index import get_rank_file_path, read_index
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.learner import Learner
-from areal_hpc.trainer.megatron_private import list_optimizer_shards
+from areal_hpc.trainer.private_apis.megatron_private import list_optimizer_shards
 from tests.support.counted_reads import counted_reads
 from tests.support.replay_worker import Scenario, begin_training, make_learner, state_of
 

@@ -15,7 +15,7 @@ from areal_hpc.launch.replay import ReplayRun, compare_metrics, find_replay_star
 from areal_hpc.metrics.catalogue import REPRODUCIBLE_SOURCES, find_metric
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.environments import CHECKOUT
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, record_run, write_recipe

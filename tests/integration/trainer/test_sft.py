@@ -41,7 +41,7 @@ def start(paths: RunPaths) -> subprocess.Popen[bytes]:
     )  # fmt: skip
     config.write_text(json.dumps(settings))
     return subprocess.Popen(
-        [sys.executable, "-m", PROCESS_MAIN, "areal_hpc.trainer.sft_job:run", config],
+        [sys.executable, "-m", PROCESS_MAIN, "areal_hpc.trainer.sft.sft_job:run", config],
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )  # fmt: skip
 

@@ -16,7 +16,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.memory_estimate import GIB, estimate_trainer_memory
-from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import PlainReporter
 
 CHECKOUT = Path(__file__).parents[3]
 MODEL = CHECKOUT / "tests/samples/models/Qwen3-32B"

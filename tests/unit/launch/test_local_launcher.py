@@ -14,7 +14,7 @@ from areal_hpc.launch.local_launcher import (
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import PlainReporter
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.health import find_alert_of_failures_only
+from areal_hpc.view.state.health import find_alert_of_failures_only
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.rundir.events import EventLog
 from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.telemetry.events import EventLog
 from tests.support.full_disk import full_disk
 
 FIRST, SECOND = {"node": "n01", "step": 1}, {"node": "n02", "step": 2}

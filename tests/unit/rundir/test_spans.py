@@ -9,9 +9,14 @@ import pytest
 from areal_hpc.rollout.ledger_clock import LedgerClock
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.span_file import read_span_lines
-from areal_hpc.rundir.span_reader import UNDER_WAY, ProcessSpans, read_spans, split_process_name
-from areal_hpc.rundir.spans import (
+from areal_hpc.rundir.telemetry.span_file import read_span_lines
+from areal_hpc.rundir.telemetry.span_reader import (
+    UNDER_WAY,
+    ProcessSpans,
+    read_spans,
+    split_process_name,
+)
+from areal_hpc.rundir.telemetry.spans import (
     MAX_PENDING_SPANS,
     ClockSample,
     ProcessStart,
@@ -62,8 +67,8 @@ def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None
 
 
 def test_what_lasts_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_hpc.rundir.spans.TOLD_AFTER_S", 0.0)
-    monkeypatch.setattr("areal_hpc.rundir.spans.FLUSH_INTERVAL_S", 0.01)
+    monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.FLUSH_INTERVAL_S", 0.01)
     paths = RunPaths(tmp_path)
     path = paths.spans("cell-0-driver")
 

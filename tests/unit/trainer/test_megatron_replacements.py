@@ -9,7 +9,7 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.trainer.megatron_replacements import (
+from areal_hpc.trainer.private_apis.megatron_replacements import (
     MEGATRON_REPLACEMENTS,
     raise_if_megatron_is_replaced,
 )

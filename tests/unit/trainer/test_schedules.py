@@ -8,7 +8,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 # isort: split
 from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
 from areal_hpc.trainer.optimizer import compute_learning_rate
-from areal_hpc.trainer.sft_data import get_batch_indices
+from areal_hpc.trainer.sft.sft_data import get_batch_indices
 
 
 def test_the_rate_climbs_then_stays() -> None:

@@ -5,15 +5,15 @@ from pathlib import Path
 import numpy as np
 
 from areal_hpc.dashboard.row_annotation import describe_tokens
-from areal_hpc.rundir.annotations import (
+from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.annotations import (
     AnnotationWriter,
     RowAnnotation,
     StepAnnotations,
     find_row_annotation,
     read_annotations,
 )
-from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.token_annotator import SAMPLED_ROWS, choose_rows, name_rows
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from tests.support.full_disk import full_disk

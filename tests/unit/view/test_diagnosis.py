@@ -21,8 +21,8 @@ from areal_hpc.view.inspection import (
     TaskExitRecord,
     find_last_traceback,
 )
-from areal_hpc.view.jobs import JobView, RunJobs, describe_jobs
 from areal_hpc.view.logs import LogFile
+from areal_hpc.view.state.jobs import JobView, RunJobs, describe_jobs
 
 NOW = 1_000_000.0
 EXITED = {"role": "trainer", "event": "process_exited", "process": "trainer", "exit_code": 1}

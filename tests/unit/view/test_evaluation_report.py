@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.evaluation_report import (
+from areal_hpc.view.evaluations.evaluation_report import (
     EvaluationReport,
     build_report_of_run,
     compare_reports,

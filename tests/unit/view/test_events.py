@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.rundir.events import EventFollower, EventLog
+from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
 from areal_hpc.view.events.agent_failures import AgentFailures
 from areal_hpc.view.events.run_news import MAX_TOLD_CAUSES, RunEventAnnouncer

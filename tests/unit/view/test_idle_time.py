@@ -8,7 +8,7 @@ import msgspec
 
 from areal_hpc.rundir.jobs import CellSpec, JobSpec, LaunchFile
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.idle_time import (
+from areal_hpc.view.timing.idle_time import (
     RunSize,
     describe_idle_time,
     measure_wait_without_cells_s,

@@ -13,7 +13,7 @@ from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
 from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
-from areal_hpc.view.jobs import JobView, build_run_jobs, describe_jobs, get_run_state
+from areal_hpc.view.state.jobs import JobView, build_run_jobs, describe_jobs, get_run_state
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
 
 TRAINER, CELL = job("trainer", "RUNNING", "1"), job("cell-0", "RUNNING", "2")

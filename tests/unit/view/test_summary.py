@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.run_state import RunSnapshot
-from areal_hpc.view.summary import RunProgress, format_run_progress
+from areal_hpc.view.state.run_state import RunSnapshot
+from areal_hpc.view.state.summary import RunProgress, format_run_progress
 
 
 @pytest.mark.parametrize(

@@ -14,8 +14,8 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
-from areal_hpc.view.timeline import place_phases
-from areal_hpc.view.trace import write_trace
+from areal_hpc.view.timing.timeline import place_phases
+from areal_hpc.view.timing.trace import write_trace
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.commands import exit_code_of

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
 from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions
-from areal_hpc.trainer.torch_private import run_flash_attention
+from areal_hpc.trainer.private_apis.torch_private import run_flash_attention
 
 
 @dataclass(slots=True, eq=False)

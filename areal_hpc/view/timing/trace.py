@@ -14,10 +14,10 @@ import msgspec
 from areal_hpc.errors import RecipeError
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.atomic import write_atomic_private
-from areal_hpc.rundir.events import read_all_events
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
-from areal_hpc.view.timeline import (
+from areal_hpc.view.timing.timeline import (
     EPISODES_LANE,
     Row,
     Timeline,
@@ -25,7 +25,7 @@ from areal_hpc.view.timeline import (
     read_timeline,
     select_timed_rows,
 )
-from areal_hpc.view.trace_writer import TraceWriter
+from areal_hpc.view.timing.trace_writer import TraceWriter
 
 STEPS_PID, EVENTS_PID, FIRST_PROCESS_PID = 1, 2, 10
 

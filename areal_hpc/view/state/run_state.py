@@ -8,9 +8,9 @@ from typing import Any
 from areal_hpc.errors import ClusterError
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
 from areal_hpc.wire.signing import RequestSigner

@@ -16,7 +16,7 @@ from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.frozen import FrozenNetwork, load_frozen_network
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy
-from areal_hpc.trainer.token_scores import ScoresByRow, score_rows
+from areal_hpc.trainer.scoring.token_scores import ScoresByRow, score_rows
 
 REFERENCE_KEY, TEACHER_KEY = "trainer.objective.kl.reference", "trainer.objective.teacher.path"
 

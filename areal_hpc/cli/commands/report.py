@@ -60,7 +60,7 @@ def _write_report(arguments: argparse.Namespace) -> int:
 
 
 def _write_trace(arguments: argparse.Namespace) -> int:
-    from areal_hpc.view.trace import write_trace
+    from areal_hpc.view.timing.trace import write_trace
 
     run = parse_run_dir(arguments.run)
     out = arguments.out or Path(f"{run.run_name.replace('/', '-')}-trace.json")

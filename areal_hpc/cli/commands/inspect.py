@@ -141,14 +141,18 @@ def _parse_row_count(text: str) -> int:
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
-    from areal_hpc.view.health import format_alert, list_failures, read_alerts
-    from areal_hpc.view.jobs import (
+    from areal_hpc.view.state.health import format_alert, list_failures, read_alerts
+    from areal_hpc.view.state.jobs import (
         describe_allocation_steps,
         describe_jobs,
         fetch_run_jobs,
         get_run_state,
     )
-    from areal_hpc.view.summary import describe_run_now, format_run_progress, read_run_progress
+    from areal_hpc.view.state.summary import (
+        describe_run_now,
+        format_run_progress,
+        read_run_progress,
+    )
 
     paths = parse_run_dir(arguments.run)
     run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)

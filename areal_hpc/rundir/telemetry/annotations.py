@@ -14,7 +14,7 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import MIN_FREE_BYTES
+from areal_hpc.rundir.telemetry.spans import MIN_FREE_BYTES
 
 log = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ import time
 from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import PlainReporter
 
 LINES = 10
 """Lines about tasks that are done, of a whole evaluation."""

@@ -26,13 +26,13 @@ from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_facto
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.value_loss import VALUE_SUM_NAMES, compute_value_loss
 from areal_hpc.trainer.optimizer import build_optimizer, compute_learning_rate
+from areal_hpc.trainer.scoring.token_scores import ScoresByRow, value_rows
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
     make_micro_batches,
     run_value_passes,
 )
-from areal_hpc.trainer.token_scores import ScoresByRow, value_rows
 
 CRITIC_KEY = "trainer.objective.critic.model"
 

@@ -13,12 +13,12 @@ from rich.text import Text
 from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation
-from areal_hpc.rundir.events import EventFollower
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.run_news import RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase
-from areal_hpc.view.health import format_alert, read_alerts_config
-from areal_hpc.view.run_state import RunSnapshot, read_run_snapshot
+from areal_hpc.view.state.health import format_alert, read_alerts_config
+from areal_hpc.view.state.run_state import RunSnapshot, read_run_snapshot
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning process, one per rank: `areal_hpc.trainer.sft_job:run`."""
+"""Supervised fine-tuning process, one per rank: `areal_hpc.trainer.sft.sft_job:run`."""
 
 import gc
 import logging
@@ -13,7 +13,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import any_true
 from areal_hpc.trainer.config import SftJobConfig
@@ -24,7 +24,7 @@ from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_po
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.process_groups import run_rank
-from areal_hpc.trainer.sft_data import (
+from areal_hpc.trainer.sft.sft_data import (
     ConversationTokenizer,
     get_batch_indices,
     read_demonstrations,

@@ -10,8 +10,8 @@ import msgspec
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
-from areal_hpc.rundir.span_file import read_span_lines
-from areal_hpc.rundir.spans import (
+from areal_hpc.rundir.telemetry.span_file import read_span_lines
+from areal_hpc.rundir.telemetry.spans import (
     BegunSpan,
     ClockSample,
     LostSpans,

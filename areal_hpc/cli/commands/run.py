@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import CommandGroup
-from areal_hpc.cli.plan import describe_plan
+from areal_hpc.cli.commands.plan import describe_plan
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 

@@ -11,10 +11,10 @@ from areal_hpc.metrics.alerts import find_alerts
 from areal_hpc.metrics.episode_failures import is_training_failure
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
-from areal_hpc.view.run_state import read_launch_time
+from areal_hpc.rundir.telemetry.events import read_recent_events
+from areal_hpc.view.state.run_state import read_launch_time
 
 
 def read_alerts(paths: RunPaths) -> list[Alert]:

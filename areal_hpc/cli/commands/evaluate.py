@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from areal_hpc.launch.evaluation.target import EvaluationTarget
     from areal_hpc.recipe.sections.evaluation import EvaluationSet
-    from areal_hpc.view.evaluation_report import EvaluationReport
+    from areal_hpc.view.evaluations.evaluation_report import EvaluationReport
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -49,7 +49,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _evaluate(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.evaluation.start import build_report, choose_sets, find_missing_sets
     from areal_hpc.launch.evaluation.target import find_target
-    from areal_hpc.view.evaluation_report import format_report, write_report
+    from areal_hpc.view.evaluations.evaluation_report import format_report, write_report
 
     if arguments.wait and not arguments.submit:
         raise RecipeError("--wait is for a job under Slurm", key="--wait", hint="add --submit")
@@ -99,7 +99,7 @@ def _find_compared_report(
 ) -> EvaluationReport:
     """The results to compare with: those of a step of the run, or those in a file."""
     from areal_hpc.launch.evaluation.start import find_report_of_step
-    from areal_hpc.view.evaluation_report import read_report
+    from areal_hpc.view.evaluations.evaluation_report import read_report
 
     if compared.isdigit():
         return find_report_of_step(target, int(compared), sets)
@@ -107,7 +107,7 @@ def _find_compared_report(
 
 
 def _compare(before: EvaluationReport, report: EvaluationReport) -> int:
-    from areal_hpc.view.evaluation_report import compare_reports, format_comparison
+    from areal_hpc.view.evaluations.evaluation_report import compare_reports, format_comparison
 
     compared = compare_reports(before, report)
     print("\n" + "\n".join(format_comparison(before.name, report.name, compared)))

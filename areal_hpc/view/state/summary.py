@@ -15,20 +15,24 @@ from areal_hpc.metrics.step_line import (
     format_set_metrics,
 )
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.events import read_recent_events
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.events.agent_failures import AgentFailures
 from areal_hpc.view.events.run_phase import RunPhase
-from areal_hpc.view.idle_time import describe_idle_time, measure_wait_without_cells_s, read_run_size
-from areal_hpc.view.run_state import (
+from areal_hpc.view.state.run_state import (
     RunSnapshot,
     read_events_since_launch,
     read_launch_time,
     read_run_snapshot,
 )
 from areal_hpc.view.tables import format_duration
+from areal_hpc.view.timing.idle_time import (
+    describe_idle_time,
+    measure_wait_without_cells_s,
+    read_run_size,
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 
 from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_WAIT_PHASE, IDLE_CELLS_METRIC
-from areal_hpc.rundir.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.rendezvous import is_training_cell_job
+from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 
 TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BATCH_WAIT_PHASE))
 

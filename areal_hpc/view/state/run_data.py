@@ -23,7 +23,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
-from areal_hpc.rundir.span_reader import read_spans
+from areal_hpc.rundir.telemetry.span_reader import read_spans
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
 from areal_hpc.wire.trajectory import TrajectoryRow

@@ -106,7 +106,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
         list_recorded_job_ids,
         list_unrecorded_jobs,
     )
-    from areal_hpc.view.summary import read_run_progress
+    from areal_hpc.view.state.summary import read_run_progress
 
     paths = _parse_slurm_run_dir(arguments.run)
     grace_s = 0.0
@@ -137,7 +137,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
-    from areal_hpc.view.jobs import find_work_dir
+    from areal_hpc.view.state.jobs import find_work_dir
 
     paths = _parse_slurm_run_dir(arguments.run)
     if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
@@ -235,7 +235,7 @@ def _export_in_train_environment(configured: str, arguments: argparse.Namespace)
 def _replay_steps(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.replay import ReplayRun, parse_step_range
     from areal_hpc.launch.run import STOPPING_MESSAGE, catch_stop_signals
-    from areal_hpc.view.live_progress import PlainReporter
+    from areal_hpc.view.state.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)
     first, last = parse_step_range(arguments.steps)

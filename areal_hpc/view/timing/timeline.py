@@ -11,7 +11,7 @@ from typing import Any
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.span_reader import ProcessSpans, read_spans, split_process_name
+from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans, split_process_name
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.episode_metrics import merge_spans

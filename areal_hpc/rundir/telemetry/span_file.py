@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.rundir.jsonl import decode_lines
-from areal_hpc.rundir.spans import Span, SpanLine, get_older_path
+from areal_hpc.rundir.telemetry.spans import Span, SpanLine, get_older_path
 
 MAX_CLOCK_ERROR_S = 600.0
 """Lines are looked for so far outside of the stretch: their times are not corrected yet."""

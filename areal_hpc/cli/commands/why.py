@@ -59,7 +59,7 @@ def _explain_failure(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.diagnosis import diagnose, format_diagnosis
     from areal_hpc.view.inspection import inspect_run
-    from areal_hpc.view.summary import describe_quarantined_batches
+    from areal_hpc.view.state.summary import describe_quarantined_batches
 
     paths = parse_run_dir(arguments.run)
     diagnosis = diagnose(inspect_run(paths, QueuePoller()))

@@ -1,0 +1,1 @@
+"""Events, spans and annotations: files that say how a run went."""

@@ -1,0 +1,1 @@
+"""Private parts of Megatron-core and PyTorch that the trainer relies on."""

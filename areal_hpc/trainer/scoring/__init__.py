@@ -1,0 +1,1 @@
+"""Networks beside the policy: frozen ones that score its tokens, and the critic."""

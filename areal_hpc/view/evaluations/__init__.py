@@ -1,0 +1,1 @@
+"""Evaluations of a run, as they go on and when they are over."""

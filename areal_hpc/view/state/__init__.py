@@ -1,0 +1,1 @@
+"""What a run is doing now: its jobs, progress and health."""
