@@ -13,11 +13,14 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.harness.harness_agent import HarnessAgent
+from areal_hpc.agents.harness.installation import HARNESSES_DIR
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.auxiliary import find_known_auxiliary_call
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
@@ -42,6 +45,8 @@ TASK_FOLDER_TEXTS = {
     "notes.txt": "greet in the evening\n",
 }
 WITH_TOOLS = "<tools>"
+IN_A_SANDBOX = ("continue", "opencode", "gemini-cli")
+"""Those of npm: a program of PyPI needs a Python that the sandbox's user may run."""
 
 
 def judge(
@@ -64,7 +69,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     log = tmp_path_factory.mktemp("sglang") / "log"
-    with serving(model_dir, log, context_tokens=CONTEXT_TOKENS, total_tokens=CONTEXT_TOKENS) as url:
+    length = {"context_tokens": CONTEXT_TOKENS, "total_tokens": CONTEXT_TOKENS}
+    with serving(model_dir, log, "--weight-version", "1.0", **length) as url:
         yield url
 
 
@@ -106,7 +112,7 @@ class Scene:
         self.turns += 1
         return replies[min(self.turns, len(replies)) - 1]
 
-    def play(self) -> EpisodeOutcome:
+    def play(self, how: AgentExecutionConfig) -> EpisodeOutcome:
         """The episode, as a driver runs it."""
         agent = HarnessAgent(
             harness=self.name,
@@ -127,14 +133,17 @@ class Scene:
         spec = EpisodeSpec(session, data, PROGRAM_S + 60, auxiliary=find_known_auxiliary_call)
 
         async def run() -> EpisodeOutcome:
+            sandboxes = make_agent_sandboxes(how, warm=0)
             directory, key = self.stage.paths.rendezvous_dir, self.stage.admin_key
             proxy, http_client = (
                 ServiceClient(directory, f"proxy-{CELL}", key),
                 make_http_client(60.0),
             )
             try:
-                return await run_episode(spec, agent, proxy, http_client)
+                return await run_episode(spec, agent, proxy, http_client, sandboxes)
             finally:
+                if sandboxes is not None:
+                    await sandboxes.close()
                 await http_client.aclose()
                 await proxy.close()
 
@@ -154,16 +163,35 @@ def test_a_harness_reads_runs_and_edits_and_all_of_it_is_recorded(
     name: str, tmp_path: Path, model_dir: Path, sglang_url: str
 ) -> None:
     with closing(Scene(name, tmp_path, model_dir, sglang_url)) as scene:
-        outcome = scene.play()
-        told = scene.describe(outcome)
-        assert outcome.status == "ok", told
-        scene.stage.finish_ticket(REF, outcome.session_id)
-        scene.stage.seal()
-        rows = scene.stage.sealed_rows(REF)
-        assert outcome.reward == 1.0, (told, rows[0].record.calls[-1].reward)
-        beside = scene.stage.untrained_rows(outcome.session_id)
-        check_rows(scene, rows, beside)
-        wait_for(lambda: not list_processes_of(scene.folder), 30)
+        check_episode(scene, AgentExecutionConfig())
+
+
+@pytest.mark.parametrize("name", IN_A_SANDBOX)
+def test_a_harness_does_the_same_in_a_sandbox_that_reaches_the_model_alone(
+    name: str, tmp_path: Path, model_dir: Path, sglang_url: str
+) -> None:
+    sandbox = {
+        "network": "session-only",
+        "readonly_folders": [str(HARNESSES_DIR)],
+        "memory_bytes": 16 << 30,
+    }
+    how = AgentExecutionConfig.model_validate({"isolation": "bwrap", "sandbox": sandbox})
+    with closing(Scene(name, tmp_path, model_dir, sglang_url)) as scene:
+        check_episode(scene, how)
+
+
+def check_episode(scene: Scene, how: AgentExecutionConfig) -> None:
+    """The task is solved, and what was said is recorded."""
+    outcome = scene.play(how)
+    told = scene.describe(outcome)
+    assert outcome.status == "ok", told
+    scene.stage.finish_ticket(REF, outcome.session_id)
+    scene.stage.seal()
+    sealed = scene.stage.sealed_rows(REF)
+    rows = [row for row in sealed if not row.record.auxiliary_reason]
+    assert outcome.reward == 1.0, (told, rows[0].record.calls[-1].reward)
+    check_rows(scene, rows, [row for row in sealed if row.record.auxiliary_reason])
+    wait_for(lambda: not list_processes_of(scene.folder), 30)
 
 
 def list_processes_of(folder: Path) -> list[str]:
