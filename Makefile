@@ -25,7 +25,7 @@ setup: ## make or repair the environments in .venvs/
 frameworks: ## all environments, those of the agent frameworks included, which only tests need
 	@scripts/setup.sh tests
 
-harnesses: setup ## coding agents from npm and PyPI (1.7 GB), which only acceptance tests run
+harnesses: setup ## coding harnesses from npm and PyPI (4 GB), which only acceptance tests run
 	@scripts/setup_harnesses.sh
 
 gyms: ## Pythons of gyms (2 GB), which only acceptance tests run

@@ -1,30 +1,27 @@
 #!/usr/bin/env bash
-# Installs the coding agents that tests/acceptance/test_harnesses.py runs against the proxy into
-# .venvs/harnesses: those of npm from requirements/harnesses, those of Python from
-# requirements/harnesses.txt. Idempotent, like scripts/setup.sh, which makes the Python it uses.
+# Installs what tests/acceptance/test_harnesses.py and test_framework_programs.py run against the
+# proxy into .venvs/harnesses: each coding harness from its lock in requirements/harnesses, and
+# Python frameworks from requirements/harnesses.txt. Idempotent, like scripts/setup.sh, which makes
+# the Python it uses.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 home=$root/.venvs/harnesses
-locks=$root/requirements
+lock=$root/requirements/harnesses.txt
+python=$root/.venvs/train/bin/python
 
 fail() { # message, hint
   printf 'set-up of harnesses: %s\n  try: %s\n' "$1" "$2" >&2
   exit 78
 }
 
-stamp=$(cat "$locks"/harnesses/*.json "$locks/harnesses.txt" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1)
-[ "$(cat "$home/.installed" 2>/dev/null)" != "$stamp" ] || exit 0
+[ -x "$python" ] || fail "there is no Python to start from" "make setup"
+echo "set-up: harnesses  4 GB from npm and PyPI"
+"$python" -m areal_hpc install-harness all --dir "$home"
 
-command -v npm >/dev/null || fail "npm is missing" "install Node.js 20 or newer, which has it"
-[ -x "$root/.venvs/train/bin/python" ] || fail "there is no Python to start from" "make setup"
-
-echo "set-up: harnesses  2 GB from npm and PyPI"
-rm -rf "$home"
-mkdir -p "$home"
-cp "$locks"/harnesses/*.json "$home"
-# Not `npm ci`: it gives up on optional packages for other systems, which not every registry has.
-(cd "$home" && npm install --no-save --no-audit --no-fund --loglevel=error)
-"$root/.venvs/train/bin/python" -m venv "$home/python"
-"$home/python/bin/python" -m pip install --quiet --no-deps -r "$locks/harnesses.txt"
-printf '%s\n' "$stamp" >"$home/.installed"
+stamp=$(cat "$lock" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1)
+[ "$(cat "$home/python/.installed" 2>/dev/null)" != "$stamp" ] || exit 0
+rm -rf "$home/python"
+"$python" -m venv "$home/python"
+"$home/python/bin/python" -m pip install --quiet --no-deps -r "$lock"
+printf '%s\n' "$stamp" >"$home/python/.installed"

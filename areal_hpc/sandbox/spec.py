@@ -38,3 +38,5 @@ class SandboxSpec:
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     folders: tuple[str, ...] = ()
     """Places of further folders that commands may write in, empty at first."""
+    readonly_folders: tuple[str, ...] = ()
+    """Folders of this machine that it shows at their own places, read-only."""

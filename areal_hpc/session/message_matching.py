@@ -62,14 +62,34 @@ def find_differing_field(ours: Message, theirs: Message) -> str | None:
 
     Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
     anew and no call is told from another by its id alone; nor does reasoning that is missing,
-    because most SDKs drop it, nor white space around text beside tool calls.
+    because most SDKs drop it, nor white space around text beside tool calls, nor arguments that
+    a client adds to a call of ours: Claude Code writes out those that have defaults.
     """
     for field in COMPARED_FIELDS:
-        if _get_comparable_value(ours, field) != _get_comparable_value(theirs, field) and not (
-            field == "reasoning_content" and field not in theirs
+        if (
+            _get_comparable_value(ours, field) != _get_comparable_value(theirs, field)
+            and not (field == "reasoning_content" and field not in theirs)
+            and not (field == "tool_calls" and _are_completed_calls(ours, theirs))
         ):
             return field
     return None
+
+
+def _are_completed_calls(ours: Message, theirs: Message) -> bool:
+    """True if their calls are ours, by their ids, with all of our arguments and more of them."""
+    pairs = (ours.get("tool_calls") or [], theirs.get("tool_calls") or [])
+    return len(pairs[0]) == len(pairs[1]) and all(map(_is_completed_call, *pairs))
+
+
+def _is_completed_call(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+    given, more = ours["function"]["arguments"], theirs["function"]["arguments"]
+    return (
+        ours.get("id") is not None
+        and (ours["id"], ours["function"]["name"]) == (theirs.get("id"), theirs["function"]["name"])
+        and isinstance(given, dict)
+        and isinstance(more, dict)
+        and given == {key: more[key] for key in given if key in more}
+    )
 
 
 def _get_comparable_value(message: Message, field: str) -> Any:

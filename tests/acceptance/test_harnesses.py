@@ -1,102 +1,221 @@
-"""Real coding agents against `areal-hpc proxy`: three turns each, all recorded token by token.
+"""Real coding harnesses by name before the real SGLang: read, run, edit, recorded token by token.
 
-The model is scripted, SGLang's parsers are real, and nothing of the agents is changed.
+SGLang is made to say what solves the task by a grammar; nothing of the programs is changed.
 """
 
+import asyncio
 import re
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
-from tests.acceptance.harnesses import HARNESSES, TASK, Harness
-from tests.support.chatml import byte_level_tokenizer
-from tests.support.lone_proxy import LoneProxy
-from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
+from areal_hpc.agents.harness.harness_agent import HarnessAgent
+from areal_hpc.agents.harness.installation import HARNESSES_DIR
+from areal_hpc.jobs.environment import get_interpreter
+from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.rollout.episodes.auxiliary import find_known_auxiliary_call
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
+from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
+from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
+from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.trajectory import TrajectoryRow
+from tests.acceptance.harnesses import CONVERSATIONS, TASK, build_replies
+from tests.support.environments import CHECKOUT
+from tests.support.forcing_relay import EngineCall, ForcingRelay
+from tests.support.proxy_stage import Stage
+from tests.support.scripted_sglang import CELL
+from tests.support.sglang_server import serving
+from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(400)
-WITH_TOOLS = "<|im_start|>system\n# Tools\n"
-TOO_SHORT_A_CONTEXT = "300"
+pytestmark = pytest.mark.timeout(900)
+REF = TicketRef(1, 0)
+CONTEXT_TOKENS = 131072
+PROGRAM_S = 400.0
+MARK = "HARNESS_SCENE"
+"""A variable by which the processes of a scene are known."""
+TASK_FOLDER_TEXTS = {
+    "greeting.py": 'print("good morning")\n',
+    "notes.txt": "greet in the evening\n",
+}
+WITH_TOOLS = "<tools>"
+IN_A_SANDBOX = ("continue", "opencode", "gemini-cli")
+"""Those of npm: a program of PyPI needs a Python that the sandbox's user may run."""
+
+
+def judge(
+    *, folder: Path, diff: str, exit_code: int, timed_out: bool, log: str, data: Any
+) -> Reward:
+    """What the program left; the rest is told in the note."""
+    is_right = (folder / "greeting.py").read_text() == 'print("good evening")\n'
+    note = f"exit {exit_code}, timed out: {timed_out}\n{log[-3000:]}"
+    return Reward(float(is_right and exit_code == 0), note=note)
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("tiny") / "model"
+    texts = [one.read_text() for one in sorted((CHECKOUT / "docs").glob("*.md"))]
+    make_tiny_model(path, texts, max_position_embeddings=CONTEXT_TOKENS, seed=5, vocab=4096)
+    return path
+
+
+@pytest.fixture(scope="module")
+def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    log = tmp_path_factory.mktemp("sglang") / "log"
+    length = {"context_tokens": CONTEXT_TOKENS, "total_tokens": CONTEXT_TOKENS}
+    with serving(model_dir, log, "--weight-version", "1.0", **length) as url:
+        yield url
 
 
 class Scene:
-    """A harness, its proxy and its model."""
+    """A harness in its episode, the proxy and the engine."""
 
-    def __init__(self, harness: Harness, folder: Path, context_tokens: str) -> None:
-        self.tokenizer = byte_level_tokenizer()
-        self.turns: list[tuple[list[int], list[int]]] = []
-        """Prompt and reply of each turn of the task."""
-        self._harness = harness
-        self._folder = folder
-        self._loop = LoopThread()
-        self._server = ScriptedSGLang(self.tokenizer, self._script, incremental=True)
-        self._loop.run(self._server.start())
-        arguments = ("--tool-call-parser", "qwen25", "--context-length", context_tokens)
-        self.proxy = LoneProxy(folder, self._server.url, arguments=arguments)
-        self.session_id, self.key = self.proxy.open_session()
-
-    def _script(self, request: dict[str, Any]) -> Script:
-        prompt = self.text_of(request["input_ids"])
-        if WITH_TOOLS not in prompt or TASK not in prompt:  # no turn of the task
-            return Script("Seventeen.")
-        said = self._harness.says[min(len(self.turns), 2)]
-        reply = self.tokenizer.encode(f"{said}<|im_end|>").ids
-        self.turns.append((request["input_ids"], reply))
-        return Script(said, piece_tokens=8)
+    def __init__(self, name: str, folder: Path, model_dir: Path, sglang_url: str) -> None:
+        self.name, self.folder = name, folder
+        self.stage = Stage(
+            folder,
+            model_dir=model_dir,
+            context_tokens=CONTEXT_TOKENS,
+            tool_call_parser="qwen25",
+            serve_python=get_interpreter("serve", "auto"),
+        )
+        self._encoder = self.stage.tokenizer.from_file(str(model_dir / "tokenizer.json"))
+        self.turns = 0
+        self.relay = ForcingRelay(sglang_url, self._choose_reply)
+        self.stage.loop.run(self.relay.start())
+        self.stage.route_to(self.relay.url)
+        self._source = folder / "task"
+        self._source.mkdir()
+        for file, text in TASK_FOLDER_TEXTS.items():
+            (self._source / file).write_text(text)
 
     def text_of(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._encoder.decode(ids, skip_special_tokens=False)
 
-    def play(self) -> tuple[int, str, str]:
-        """Exit status, output, and that with all else that may tell what went wrong."""
-        done = self._harness.run(self.proxy.url, self.key, self._folder / "home")
-        told = (done.stdout[-3000:], done.stderr[-3000:], self.proxy.log.read_text())
-        return done.returncode, done.stdout + done.stderr, "\n".join(told)
+    def is_of_the_task(self, call: EngineCall) -> bool:
+        prompt = self.text_of(call.prompt)
+        return WITH_TOOLS in prompt and TASK in prompt
 
-    def ignored(self) -> set[str]:
-        """The parameters that had no effect."""
-        text = httpx.get(f"{self.proxy.url}/metrics", timeout=60).text
-        return {*re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=', text)}
+    def _choose_reply(self, prompt_ids: list[int]) -> str:
+        prompt = self.text_of(prompt_ids)
+        if WITH_TOOLS not in prompt or TASK not in prompt:
+            return "A greeting"
+        found = re.findall(r"(/[\w./-]+/harness/work)\b", prompt)
+        replies = build_replies(self.name, found[0] if found else ".")
+        self.turns += 1
+        return replies[min(self.turns, len(replies)) - 1]
 
-    def rows(self) -> list[dict[str, list[int]]]:
-        """The session's export, once it has been rewarded."""
-        for route in ("/rl/set_reward", "/rl/end_session"):
-            assert self.proxy.post(route, {"reward": 1.0}, self.key).status_code == 200
-        asked = {"session_id": self.session_id, "style": "concat"}
-        exported = self.proxy.post("/export_trajectories", asked).json()["interactions"]
-        tensors = [row["tensor_dict"] for row in exported.values()]
-        return [{name: values[0] for name, values in one.items()} for one in tensors]
+    def play(self, how: AgentExecutionConfig) -> EpisodeOutcome:
+        """The episode, as a driver runs it."""
+        agent = HarnessAgent(
+            harness=self.name,
+            reward=f"{__name__}:judge",
+            timeout_s=PROGRAM_S,
+            context_tokens=CONTEXT_TOKENS,
+            # What asks for the rest of the world all the same finds nobody.
+            variables={
+                MARK: str(self.folder),
+                **{"HTTP_PROXY": "http://127.0.0.1:9", "HTTPS_PROXY": "http://127.0.0.1:9"},
+                "NO_PROXY": "127.0.0.1,localhost",
+            },
+        )
+        session = StartSessionRequest(
+            "task", REF, 0, SamplingDefaults(1.0), 11, sampling_from="recipe"
+        )
+        data = {"messages": [{"role": "user", "content": TASK}], "folder": str(self._source)}
+        spec = EpisodeSpec(session, data, PROGRAM_S + 60, auxiliary=find_known_auxiliary_call)
+
+        async def run() -> EpisodeOutcome:
+            sandboxes = make_agent_sandboxes(how, warm=0)
+            directory, key = self.stage.paths.rendezvous_dir, self.stage.admin_key
+            proxy, http_client = (
+                ServiceClient(directory, f"proxy-{CELL}", key),
+                make_http_client(60.0),
+            )
+            try:
+                return await run_episode(spec, agent, proxy, http_client, sandboxes)
+            finally:
+                if sandboxes is not None:
+                    await sandboxes.close()
+                await http_client.aclose()
+                await proxy.close()
+
+        return asyncio.run(run())
+
+    def describe(self, outcome: EpisodeOutcome) -> str:
+        said = [(len(one.prompt), one.said) for one in self.relay.calls]
+        return f"{outcome}\n{said}\n{self.stage.log[-6000:]}"
 
     def close(self) -> None:
-        self.proxy.kill()
-        self._loop.run(self._server.stop())
-        self._loop.stop()
+        self.stage.loop.run(self.relay.stop())
+        self.stage.close()
 
 
-@pytest.mark.parametrize("name", HARNESSES)
-def test_three_turns_of_a_harness_are_recorded_token_by_token(name: str, tmp_path: Path) -> None:
-    harness = HARNESSES[name]
-    with closing(Scene(harness, tmp_path, "200000")) as scene:
-        code, output, told = scene.play()
-        assert (code, len(scene.turns)) == (0, 3), told
-        assert "DONE" in output, told
-        heard = [scene.text_of(prompt).count("seventeen") for prompt, _ in scene.turns]
-        assert heard[0] < heard[1] < heard[2]
-        assert scene.ignored() == harness.ignored
-        rows = scene.rows()
-    assert len(rows) == harness.rows
-    for prompt, reply in scene.turns:
-        end = len(prompt) + len(reply)
-        (row,) = (row for row in rows if row["input_ids"][:end] == prompt + reply)
-        assert row["loss_mask"][len(prompt) - 1 : end] == [0] + [1] * len(reply)
+@pytest.mark.parametrize("name", CONVERSATIONS)
+def test_a_harness_reads_runs_and_edits_and_all_of_it_is_recorded(
+    name: str, tmp_path: Path, model_dir: Path, sglang_url: str
+) -> None:
+    with closing(Scene(name, tmp_path, model_dir, sglang_url)) as scene:
+        check_episode(scene, AgentExecutionConfig())
 
 
-@pytest.mark.parametrize("name", [name for name, one in HARNESSES.items() if one.overflow])
-def test_a_harness_knows_a_prompt_that_is_too_long(name: str, tmp_path: Path) -> None:
-    harness = HARNESSES[name]
-    with closing(Scene(harness, tmp_path, TOO_SHORT_A_CONTEXT)) as scene:
-        _, output, told = scene.play()
-        assert harness.overflow in output, told
-        assert scene.turns == []
+@pytest.mark.parametrize("name", IN_A_SANDBOX)
+def test_a_harness_does_the_same_in_a_sandbox_that_reaches_the_model_alone(
+    name: str, tmp_path: Path, model_dir: Path, sglang_url: str
+) -> None:
+    sandbox = {
+        "network": "session-only",
+        "readonly_folders": [str(HARNESSES_DIR)],
+        "memory_bytes": 16 << 30,
+    }
+    how = AgentExecutionConfig.model_validate({"isolation": "bwrap", "sandbox": sandbox})
+    with closing(Scene(name, tmp_path, model_dir, sglang_url)) as scene:
+        check_episode(scene, how)
+
+
+def check_episode(scene: Scene, how: AgentExecutionConfig) -> None:
+    """The task is solved, and what was said is recorded."""
+    outcome = scene.play(how)
+    told = scene.describe(outcome)
+    assert outcome.status == "ok", told
+    scene.stage.finish_ticket(REF, outcome.session_id)
+    scene.stage.seal()
+    sealed = scene.stage.sealed_rows(REF)
+    rows = [row for row in sealed if not row.record.auxiliary_reason]
+    assert outcome.reward == 1.0, (told, rows[0].record.calls[-1].reward)
+    check_rows(scene, rows, [row for row in sealed if row.record.auxiliary_reason])
+    wait_for(lambda: not list_processes_of(scene.folder), 30)
+
+
+def list_processes_of(folder: Path) -> list[str]:
+    """Processes of a scene's program, by a variable of its environment."""
+    found = []
+    for one in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"{MARK}={folder}".encode() in (one / "environ").read_bytes():
+                found.append((one / "cmdline").read_text())
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def check_rows(scene: Scene, rows: list[TrajectoryRow], beside: list[TrajectoryRow]) -> None:
+    """One row of the task, each turn of it as the engine read and said it; the rest is named."""
+    (row,) = rows
+    turns = [call for call in scene.relay.calls if scene.is_of_the_task(call)]
+    assert [call.reuse for call in row.record.calls] == ["none"] + ["reused"] * (len(turns) - 1)
+    ids = row.input_ids_T.tolist()
+    for turn in turns:
+        end = len(turn.prompt) + len(turn.reply)
+        assert ids[:end] == turn.prompt + turn.reply
+        assert row.loss_mask_T[len(turn.prompt) : end].tolist() == [1] * len(turn.reply)
+    others = [call for call in scene.relay.calls if not scene.is_of_the_task(call)]
+    assert len(beside) == len(others)
+    assert all(one.record.auxiliary_reason for one in beside)

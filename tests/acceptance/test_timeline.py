@@ -18,15 +18,15 @@ from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.timing.timeline import EPISODES_LANE
 from areal_hpc.wire.http import responds_with_200
-from tests.acceptance.harnesses import PYTHON
 from tests.support.browser import Page, in_browser
 from tests.support.commands import areal_hpc, said_by
+from tests.support.environments import CHECKOUT
 from tests.support.small_run import LIGHT, SmallRun
 from tests.support.waiting import wait_for
 
 SHIFT_S, MAX_ERROR_S = 5.0, 0.05
 MIN_COVERED = 0.95
-VIEWER = PYTHON.parent / "vizviewer"
+VIEWER = CHECKOUT / ".venvs" / "harnesses" / "python" / "bin" / "vizviewer"
 SHIFTED_CLOCK = f"""
 import os, sys, time
 if any("/jobs/cell-1/" in word for word in sys.orig_argv):

@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.agents.harness.installation import LOCKS_DIR
+from areal_hpc.agents.harness.programs import HARNESSES
 from tests.support.agents_table import locked, normal
 from tests.support.commands import only_programs, write_program
 from tests.support.environments import CHECKOUT
@@ -194,8 +196,16 @@ def test_a_lock_pins_public_versions(role: str) -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked(role).values())
 
 
-def test_the_lock_of_npm_pins_what_the_public_registry_has() -> None:
-    lock = json.loads((CHECKOUT / "requirements" / "harnesses" / "package-lock.json").read_text())
+@pytest.mark.parametrize("name", HARNESSES)
+def test_the_lock_of_a_harness_pins_the_version_that_the_table_names(name: str) -> None:
+    program = HARNESSES[name]
+    if program.registry == "PyPI":
+        pins = locked(f"harnesses/{name}/requirements")
+        assert pins[normal(program.package)] == program.version
+        assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in pins.values())
+        return
+    lock = json.loads((LOCKS_DIR / name / "package-lock.json").read_text())
+    assert lock["packages"][f"node_modules/{program.package}"]["version"] == program.version
     packages = [package for path, package in lock["packages"].items() if path]
     assert packages
     for package in packages:
@@ -224,10 +234,13 @@ def test_a_lock_holds_what_the_package_declares(role: str, extras: list[str]) ->
     assert declared(*extras) <= locked(role).keys()
 
 
+TRACKER = "trackers/wandb_program.py"
+
+
 def test_everything_imported_is_declared() -> None:
     imported: set[str] = set()
     for path, text in sources().items():
-        if path.startswith("agents/gyms/workers/"):  # the next test's
+        if path.startswith("agents/gyms/workers/") or path == TRACKER:  # the next tests'
             continue
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.Import):
@@ -268,6 +281,11 @@ def test_a_gym_s_lock_has_what_its_worker_imports(gym: str, packages: set[str]) 
     }
     assert imported - sys.stdlib_module_names - {"worker-loop"} == packages
     assert packages <= locked(f"gyms/{gym}").keys()
+
+
+def test_the_lock_of_a_tracker_has_what_its_program_imports() -> None:
+    assert "import wandb" in sources()[TRACKER]
+    assert "wandb" in locked("wandb")
 
 
 def test_the_exact_pins_of_the_extras_are_those_of_the_locks() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from areal_hpc.agents.harness.programs import render_harness_table
 from areal_hpc.areal.config.translation import render_rule_table
 from areal_hpc.metrics.alert_rules import render_alert_table
 from areal_hpc.metrics.catalogue import render_metric_table
@@ -35,6 +36,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("dialects.md", "parameters"): _render_dialects,
     ("errors.md", "agents"): mistakes.agent_mistakes_table,
     ("errors.md", "mistakes"): mistakes.mistakes_table,
+    ("harnesses.md", "programs"): render_harness_table,
     ("metrics.md", "alerts"): render_alert_table,
     ("metrics.md", "metrics"): render_metric_table,
     ("migrating-from-areal.md", "keys"): render_rule_table,

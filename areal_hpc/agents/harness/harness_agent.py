@@ -9,6 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.agents.harness.harness_folder import HarnessFolder
+from areal_hpc.agents.harness.installation import HARNESSES_DIR, find_installed_harness
+from areal_hpc.agents.harness.programs import (
+    QUIET_VARIABLES,
+    HarnessPlace,
+    HarnessProgram,
+    get_program,
+)
 from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.user_functions import load_user_function
@@ -17,8 +24,13 @@ from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.wire.reward import Reward
 
 REWARD_KEY = "rollout.workflow_kwargs.reward"
+HARNESS_KEY = "rollout.workflow_kwargs.harness"
 TASK_WORD = "{task}"
 """In a command: where the task's text stands; without it, it comes last."""
+UNSHIELDED = AgentExecutionConfig.model_validate(
+    {"isolation": "none", "sandbox": {"memory_bytes": 16 << 30, "processes": 4096}}
+)
+"""Where a program runs without a sandbox: Node.js and Bun reserve far more than they use."""
 CLEAN_UP_S = 60.0
 """What the end of an episode may take beside the program: the diff, the copy of the folder."""
 
@@ -26,37 +38,60 @@ CLEAN_UP_S = 60.0
 class HarnessAgent:
     """Runs a program in a copy of the task's folder, `data["folder"]`, or in an empty one.
 
-    The program learns from `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys whom to call. It
-    runs in the task's sandbox if there is one, else as you do. All that it started ends with it.
+    A known harness is pointed at the session by its own settings; a command learns from
+    `OPENAI_BASE_URL`, `ANTHROPIC_BASE_URL` and their keys whom to call. It runs in the task's
+    sandbox if there is one, else as you do. All that it started ends with it.
 
     Args:
-        command: The program and its arguments. Its text is the last message of the task.
         reward: `package.module:function` of `folder` (Path), `diff`, `exit_code`, `timed_out`,
             `log` and `data`, all by name; returns a number or a `Reward`.
+        harness: A name of `HARNESSES`, such as `opencode`. Its text is the last message of the
+            task.
+        command: In its place a program and its arguments.
+        harnesses_dir: Where `areal-hpc install-harness` has put it.
+        context_tokens: What a harness is told of the length of the model's context.
         timeout_s: Time of the program; it is killed then, and judged all the same.
         variables: More of its environment.
         max_log_bytes: What is kept of its output, from the end.
 
     Raises:
-        RecipeError: There is no command, or no such function.
+        RecipeError: There is not one program, it is not installed, or there is no such function.
     """
 
     def __init__(
         self,
-        command: Sequence[str],
+        *,
         reward: str,
+        harness: str = "",
+        command: Sequence[str] = (),
+        harnesses_dir: str = str(HARNESSES_DIR),
+        context_tokens: int = 131072,
         timeout_s: float = 540.0,
         variables: dict[str, str] | None = None,
         max_log_bytes: int = 64 << 10,
     ) -> None:
-        if isinstance(command, str) or not command:
+        if harness and command:
+            raise RecipeError(
+                "expected a harness or a command, got both",
+                key=HARNESS_KEY,
+                hint="remove one of them",
+            )
+        if not harness and (isinstance(command, str) or not command):
             raise RecipeError(
                 f"expected a list of a program and its arguments, got {command!r}",
                 key="rollout.workflow_kwargs.command",
-                hint="write it as [program, argument]",
+                hint="write it as [program, argument], or name a harness",
             )
+        self.program: HarnessProgram | None = None
         self.command = [str(word) for word in command]
+        if harness:
+            self.program = get_program(harness, HARNESS_KEY)
+            self.command = list(self.program.command)
+            self.installed_in = str(
+                find_installed_harness(harness, Path(harnesses_dir).absolute(), HARNESS_KEY)
+            )
         self.reward: Callable[..., float | Reward] = load_user_function(reward, REWARD_KEY)
+        self.context_tokens = context_tokens
         self.timeout_s = timeout_s
         self.variables = dict(variables or {})
         self.max_log_bytes = max_log_bytes
@@ -66,8 +101,13 @@ class HarnessAgent:
         async with self._acquire_sandbox(data, extra_kwargs) as sandbox:
             folder = HarnessFolder(sandbox)
             await folder.fill(Path(data["folder"]) if data.get("folder") else None)
-            command = build_command(self.command, get_task_text(data))
-            ended = await folder.run(command, self.variables, self.timeout_s)
+            command, variables = self.command, self.variables
+            if self.program is not None:
+                key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
+                command, own = await self._set_up_program(self.program, folder, sandbox, key)
+                variables = own | variables
+            command = build_command(command, get_task_text(data))
+            ended = await folder.run(command, variables, self.timeout_s)
             diff, log = await folder.read_diff(), await folder.read_log(self.max_log_bytes)
             with tempfile.TemporaryDirectory() as copy:
                 await folder.copy_to(Path(copy))
@@ -81,6 +121,20 @@ class HarnessAgent:
                     log=log,
                     data=task,
                 )
+
+    async def _set_up_program(
+        self, program: HarnessProgram, folder: HarnessFolder, sandbox: Sandbox, api_key: str
+    ) -> tuple[list[str], dict[str, str]]:
+        """Write a harness's settings; its command and its variables."""
+        root_url = sandbox.base_url.removesuffix("/v1")
+        place = HarnessPlace(root_url, api_key, folder.home, self.installed_in, self.context_tokens)
+        command = [place.fill(word) for word in program.command]
+        await folder.check_program(command[0], HARNESS_KEY)
+        await folder.write_into_home(
+            {name: place.fill(text) for name, text in program.files.items()}
+        )
+        own = {name: place.fill(value) for name, value in program.variables.items()}
+        return command, QUIET_VARIABLES | own
 
     @asynccontextmanager
     async def _acquire_sandbox(
@@ -98,7 +152,7 @@ class HarnessAgent:
             return
         url = extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"]
         key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
-        sandboxes = make_agent_sandboxes(AgentExecutionConfig(isolation="none"), warm=0)
+        sandboxes = make_agent_sandboxes(UNSHIELDED, warm=0)
         assert sandboxes is not None
         own: dict[str, Any] = {}
         async with sandboxes.acquire(own) as free:

@@ -6,7 +6,7 @@ import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 
 MAX_DIFF_BYTES = 4 << 20
@@ -31,6 +31,8 @@ class HarnessFolder:
         self._sandbox = sandbox
         self._root = f"{sandbox.folder.rstrip('/')}/harness"
         self._work = f"{self._root}/work"
+        self.home = f"{self._root}/home"
+        """Home of the program."""
 
     async def fill(self, source: Path | None) -> None:
         """Copy a folder of this machine into it, and note how it is.
@@ -46,6 +48,25 @@ class HarnessFolder:
         await self._call("mkdir -p work && tar -xf before.tar -C work", self._root)
         await self._call(_BEGIN, self._work)
 
+    async def write_into_home(self, files: Mapping[str, str]) -> None:
+        """Write settings of the program, which nobody else may read."""
+        for name, text in files.items():
+            await self._sandbox.put(f"{self.home}/{name}", text, 0o600)
+
+    async def check_program(self, path: str, key: str) -> None:
+        """Refuse a program that the sandbox does not show.
+
+        Raises:
+            RecipeError: It is not there; names `key`.
+        """
+        ended = await self._sandbox.exec(["test", "-x", path], timeout_s=STEP_TIMEOUT_S)
+        if ended.exit_code != 0:
+            raise RecipeError(
+                f"the sandbox does not show {path}, or its user may not run it",
+                key=key,
+                hint="name the folder that holds it in rollout.agent.sandbox.readonly_folders",
+            )
+
     async def run(
         self, command: Sequence[str], variables: Mapping[str, str], timeout_s: float
     ) -> CommandResult:
@@ -54,7 +75,7 @@ class HarnessFolder:
             ["/bin/sh", "-c", _RUN, "harness", *command],
             timeout_s=timeout_s,
             folder=self._work,
-            variables={"HOME": f"{self._root}/home", "TERM": "dumb", **variables},
+            variables={"HOME": self.home, "TERM": "dumb", **variables},
         )
 
     async def read_diff(self) -> str:

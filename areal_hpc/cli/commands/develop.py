@@ -12,7 +12,7 @@ from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
 
-BENCHMARKS_DIR = Path(__file__).resolve().parents[2] / "benchmarks"
+BENCHMARKS_DIR = Path(__file__).resolve().parents[3] / "benchmarks"
 ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
 """Benchmarks that need another environment than the trainer's."""
 

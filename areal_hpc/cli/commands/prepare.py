@@ -1,4 +1,4 @@
-"""`areal-hpc make-tiny-model`, `prefetch` and `migrate`: models, data and recipes for a run."""
+"""`areal-hpc make-tiny-model`, `prefetch`, `install-harness` and `migrate`: what a run needs."""
 
 import argparse
 import sys
@@ -32,6 +32,17 @@ def add_commands(commands: CommandGroup) -> None:
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
         example="areal-hpc prefetch recipes/math_7b.yaml",
     )
+    harness = commands.add_command(
+        "install-harness",
+        _install_harnesses,
+        help="install coding harnesses for HarnessAgent",
+        description="Install coding harnesses (claude-code, codex, opencode and others; "
+        "docs/harnesses.md) from npm or PyPI, each in a folder of its own, with the exact "
+        "packages of its lock. One that is there already is left as it is.",
+        example="areal-hpc install-harness opencode",
+    )
+    harness.add_argument("names", nargs="+", metavar="NAME", help="a harness, or all")
+    harness.add_argument("--dir", type=Path, help="where to (.venvs/harnesses of the checkout)")
     migrate = commands.add_command(
         "migrate",
         _translate_areal_config,
@@ -94,6 +105,17 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     paths = RunPaths(recipe.run_dir)
     prefetch_recipe_files(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetched}")
+    return 0
+
+
+def _install_harnesses(arguments: argparse.Namespace) -> int:
+    from areal_hpc.agents.harness.installation import HARNESSES_DIR, install_harness
+    from areal_hpc.agents.harness.programs import HARNESSES
+
+    folder = (arguments.dir or HARNESSES_DIR).absolute()
+    for name in HARNESSES if arguments.names == ["all"] else arguments.names:
+        is_new = install_harness(name, folder)
+        print(f"{name} {'is installed in' if is_new else 'was there already:'} {folder / name}")
     return 0
 
 

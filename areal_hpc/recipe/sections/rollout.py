@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
@@ -67,6 +68,15 @@ class EpisodeLimitsConfig(BaseConfig):
     """Tokens sampled in one episode: replies are cut, then calls refused (400). 0: any number."""
 
 
+AGENT_DEFAULTS_BY_WORKFLOW: Mapping[str, Mapping[str, str]] = {
+    "areal_hpc.agents.harness.harness_agent.HarnessAgent": {
+        "sampling": "recipe",  # programs ask for temperature 0, on which nothing can be learnt
+        "auxiliary": "drop",
+    }
+}
+"""What `rollout.agent` is for these workflows, unless the recipe says otherwise."""
+
+
 class RolloutConfig(BaseConfig):
     """The user's agent and how many of its episodes run at once."""
 
@@ -129,6 +139,16 @@ class RolloutConfig(BaseConfig):
     def tries_per_episode(self) -> int:
         """How often an episode fails before it is missing from its group."""
         return 1 if self.failed_episodes == "drop" else self.max_episode_tries
+
+    @model_validator(mode="before")
+    @classmethod
+    def _fill_in_agent_defaults(cls, given: Any) -> Any:
+        """A recipe as it was written, with the defaults of its workflow."""
+        own = AGENT_DEFAULTS_BY_WORKFLOW.get(
+            str(given.get("workflow")) if isinstance(given, dict) else ""
+        )
+        agent = given.get("agent") or {} if own else None
+        return {**given, "agent": {**own, **agent}} if own and isinstance(agent, dict) else given
 
     @model_validator(mode="after")
     def _check_failed_episodes(self) -> RolloutConfig:

@@ -1,7 +1,7 @@
 """Sandboxes of agents: one for each episode, as the recipe describes them."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -150,10 +150,31 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
             key="rollout.agent.sandbox.root",
             hint="put its folder, or a tar of it, there, on every node",
         )
+    _check_readonly_folders(config.readonly_folders, runtime)
     limits = SandboxLimits(
         config.memory_bytes, config.processes, config.disk_bytes, config.files, config.output_bytes
     )
-    return SandboxSpec(Path(config.root).resolve() if config.root else None, network, limits)
+    return SandboxSpec(
+        Path(config.root).resolve() if config.root else None,
+        network,
+        limits,
+        readonly_folders=config.readonly_folders,
+    )
+
+
+def _check_readonly_folders(folders: Sequence[str], runtime: Runtime) -> None:
+    key = "rollout.agent.sandbox.readonly_folders"
+    if folders and runtime.name == "gvisor":
+        raise RecipeError(
+            "gvisor shows the programs of the node, and no other folders",
+            key=key,
+            hint="use rollout.agent.isolation=bwrap",
+        )
+    missing = [folder for folder in folders if not Path(folder).is_dir()]
+    if missing:
+        raise RecipeError(
+            f"there is no folder {', '.join(missing)}", key=key, hint="put it there, on every node"
+        )
 
 
 def check_sandbox_starts(agent: dict[str, Any]) -> None:

@@ -68,7 +68,8 @@ class BwrapRuntime:
         if as_nobody:
             bwrap = get_bwrap_runnable_by_all(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
-        taken = [str(bwrap), str(spec.root or ""), *(source for source, _ in python.binds)]
+        taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
+        taken += [source for source, _ in python.binds]
         with _open_contents() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
@@ -145,6 +146,8 @@ def build_bwrap_arguments(
         writable = ["/"]
         if spec.network == "open":
             command += ["--ro-bind-try", "/etc/resolv.conf", "/etc/resolv.conf"]
+    for folder in spec.readonly_folders:
+        command += ["--ro-bind", folder, folder]
     command += ["--proc", "/proc", "--dev", "/dev", "--bind", f"{scratch}/shm", "/dev/shm"]
     command += ["--perms", "0755", "--tmpfs", GUEST_DIR]
     for source, place in python.binds:

@@ -9,8 +9,8 @@ import pytest
 
 from areal_hpc.jobs.environment import get_interpreter
 from tests.integration.agents.theatre import Theatre
-from tests.integration.sglang_server import serving
 from tests.support.proxy_stage import Stage
+from tests.support.sglang_server import serving
 from tests.support.talking_model import CONTEXT_TOKENS, make_talking_model
 
 FOLDER = Path(__file__).parent

@@ -7,9 +7,9 @@ import pytest
 
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
-from tests.integration.sglang_server import serving
 from tests.support.chatml import TRAINING_TEXT
 from tests.support.proxy_stage import Stage
+from tests.support.sglang_server import serving
 
 VERSION = "1.0"
 

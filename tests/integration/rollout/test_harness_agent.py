@@ -1,7 +1,10 @@
 """Programs as agents: in a folder of their own, judged by what they left, and gone afterwards."""
 
 import dataclasses
+import json
 import random
+import re
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -107,5 +110,78 @@ def test_a_sandbox_without_the_model_is_refused(tmp_path: Path) -> None:
 
 def test_a_command_that_is_one_text_is_refused() -> None:
     with pytest.raises(RecipeError) as caught:
-        HarnessAgent("python3 x.py", REWARD)
+        HarnessAgent(command="python3 x.py", reward=REWARD)
     assert caught.value.problems[0].key == "rollout.workflow_kwargs.command"
+
+
+@pytest.mark.parametrize(
+    ("harness", "said"),
+    [
+        ("opencoed", "there is no harness 'opencoed'; did you mean 'opencode'?"),
+        ("opencode", "the harness opencode is not installed"),
+    ],
+)
+def test_a_harness_that_is_not_there_is_refused_with_a_way_out(
+    harness: str, said: str, tmp_path: Path
+) -> None:
+    with pytest.raises(RecipeError) as caught:
+        HarnessAgent(harness=harness, reward=REWARD, harnesses_dir=str(tmp_path))
+    (problem,) = caught.value.problems
+    assert said in problem.message
+    assert problem.key == "rollout.workflow_kwargs.harness"
+
+
+WRITES_WHAT_IT_IS_TOLD = """#!/usr/bin/env python3
+import json, os, pathlib, sys, urllib.request
+home = pathlib.Path(os.environ["HOME"])
+settings = (home / ".pi/agent/models.json").read_text()
+told = "\\n".join([" ".join(sys.argv), os.getcwd(), str(home), settings])
+pathlib.Path("told").write_text(told)
+(session,) = json.loads(settings)["providers"].values()
+body = {"model": "default", "messages": [{"role": "user", "content": sys.argv[-1]}]}
+headers = {"authorization": "Bearer " + session["apiKey"], "content-type": "application/json"}
+url = session["baseUrl"] + "/chat/completions"
+urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
+"""
+
+
+def judge_what_it_was_told(*, folder: Path, **others: Any) -> float:
+    told = (folder / "told").read_text()
+    arguments, work, home, settings = told.split("\n", 3)
+    (provider,) = json.loads(settings)["providers"].values()
+    assert arguments.endswith("--provider session --model default -p 2 + 2")
+    assert (work.endswith("/harness/work"), home.endswith("/harness/home")) == (True, True)
+    assert re.fullmatch(r"http://127.0.0.1:\d+/v1", provider["baseUrl"])
+    assert re.fullmatch(r"[^$]+-1", provider["apiKey"])
+    assert provider["models"][0]["contextWindow"] == 4321
+    return 1.0
+
+
+@pytest.mark.parametrize("isolation", ["none", "bwrap"])
+def test_a_harness_is_pointed_at_its_session_by_files_in_a_home_of_its_own(
+    isolation: str, tmp_path: Path
+) -> None:
+    # Folders that a sandbox's user may enter.
+    with tempfile.TemporaryDirectory(dir="/var/tmp") as programs:
+        Path(programs).chmod(0o755)
+        for word in ("node_modules/node/bin/node", "node_modules/.bin/pi"):
+            path = Path(programs) / "pi" / word
+            path.parent.mkdir(parents=True)
+            path.write_text(WRITES_WHAT_IT_IS_TOLD)
+            path.chmod(0o755)
+        section = {}
+        if isolation == "bwrap":
+            section = {
+                "isolation": "bwrap",
+                "sandbox": {"network": "session-only", "readonly_folders": [programs]},
+            }
+        kwargs = {
+            "harness": "pi",
+            "reward": f"{__name__}:judge_what_it_was_told",
+            "harnesses_dir": programs,
+            "context_tokens": 4321,
+        }
+        specs = [make_spec(make_task(tmp_path / "task", "exit"))]
+        config = AgentExecutionConfig.model_validate(section)
+        (outcome,) = finish(play(tmp_path / "run", config, specs, kwargs, PATH))
+    assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason

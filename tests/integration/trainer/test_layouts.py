@@ -18,7 +18,6 @@ from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
-from tests.integration.sglang_server import serving
 from tests.support.layout_launch import Findings, launch
 from tests.support.layout_worker import make_rows
 from tests.support.parity_table import (
@@ -31,6 +30,7 @@ from tests.support.parity_table import (
 )
 from tests.support.rank_server import RankServer
 from tests.support.reference_models import hf_model
+from tests.support.sglang_server import serving
 
 pytestmark = pytest.mark.timeout(900)
 

@@ -1,9 +1,15 @@
 """What makes no difference between two messages, and what would not be stored."""
 
+from typing import Any
+
 import msgspec
 import pytest
 
-from areal_hpc.session.message_matching import normalize_chat_message, strip_volatile_lines
+from areal_hpc.session.message_matching import (
+    find_differing_field,
+    normalize_chat_message,
+    strip_volatile_lines,
+)
 
 
 def call(arguments: str) -> object:
@@ -44,3 +50,25 @@ def test_a_billing_line_is_taken_away_and_nothing_else() -> None:
     assert strip_volatile_lines(line.strip()) == ""
     kept = "Say x-anthropic-billing-header: when asked."
     assert strip_volatile_lines(kept) == kept
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "is_same"),
+    [
+        ("call-1", {"x": 1, "all": False}, True),
+        ("call-1", {"x": 1}, True),
+        ("call-1", {"x": 2, "all": False}, False),
+        ("call-1", {"all": False}, False),
+        ("call-2", {"x": 1, "all": False}, False),  # another call
+    ],
+)
+def test_a_call_of_ours_may_come_back_with_more_arguments(
+    name: str, arguments: dict[str, object], is_same: bool
+) -> None:
+    def reply(name: str, arguments: dict[str, object]) -> dict[str, Any]:
+        function = {"name": "edit", "arguments": arguments}
+        call = {"type": "function", "id": name, "function": function}
+        return normalize_chat_message({"role": "assistant", "tool_calls": [call]})
+
+    differing = find_differing_field(reply("call-1", {"x": 1}), reply(name, arguments))
+    assert differing == (None if is_same else "tool_calls")

