@@ -13,8 +13,8 @@ KILLS := 300
 SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup frameworks harnesses gyms slurm demo test check lint format unit contract integration \
-  slurm-tests acceptance soak parity gpu gpu8 clean
+.PHONY: help setup frameworks harnesses gyms oracles slurm demo test check lint format unit contract \
+  integration slurm-tests acceptance soak parity gpu gpu8 clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +30,9 @@ harnesses: setup ## coding harnesses from npm and PyPI (4 GB), which only accept
 
 gyms: ## Pythons of gyms (2 GB), which only acceptance tests run
 	@scripts/setup_gyms.sh
+
+oracles: setup ## a Python with TRL and verl (0.4 GB), which only acceptance tests ask
+	@scripts/setup_oracles.sh
 
 slurm: ## the distribution's Slurm, for devclusters (root on Debian or Ubuntu; starts no service)
 	@scripts/install_slurm.sh
@@ -70,7 +73,7 @@ integration: frameworks ## real servers, real processes
 slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespaces)
 	$(PYTEST) tests/slurm
 
-acceptance: setup harnesses gyms ## kill, compare and train at length, and write the tables (four hours)
+acceptance: setup harnesses gyms oracles ## kill, compare and train at length, and write the tables (four hours)
 	@scripts/install_browser.sh
 	$(PYTEST) tests/acceptance
 

@@ -1,0 +1,216 @@
+"""Losses, advantages and estimators against TRL's and verl's own code, on 100 random batches each.
+
+`scripts/setup_oracles.sh` installs both into `.venvs/oracles` (or `ORACLES_DIR`). Writes the table
+of docs/objectives.md.
+"""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.recipe.sections.trainer import CriticConfig, ObjectiveConfig
+from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.custom_loss import load_custom_loss
+from areal_hpc.trainer.objective.divergence import estimate_divergence
+from areal_hpc.trainer.objective.gae import estimate_advantages
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from areal_hpc.trainer.objective.reply_credit import BatchCredit, ReplyReward
+from areal_hpc.trainer.objective.value_loss import compute_value_loss
+from tests.support import oracle_table
+from tests.support.environments import CHECKOUT
+from tests.support.oracle_cases import (
+    ADVANTAGE_CASES,
+    CLIP_VALUE,
+    DISCOUNT,
+    LAMBDA,
+    LOSS_CASES,
+    SEEDS,
+    AdvantageCase,
+    Array,
+    LossCase,
+    OracleBatch,
+    make_oracle_batch,
+)
+from tests.support.tables import write_table
+
+pytestmark = pytest.mark.timeout(900)
+ORACLES = Path(os.environ.get("ORACLES_DIR", CHECKOUT / ".venvs" / "oracles"))
+BOUND = 1e-6
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Array]:
+    """What TRL and verl say of every batch."""
+    python, out = ORACLES / "bin" / "python", tmp_path_factory.mktemp("oracles") / "answers.npz"
+    assert python.exists(), f"{python} is missing: scripts/setup_oracles.sh makes it"
+    command = [str(python), "-m", "tests.support.oracle_program", str(out)]
+    environment = {**os.environ, "PYTHONPATH": str(CHECKOUT), "HF_HUB_OFFLINE": "1"}
+    asked = subprocess.run(
+        command, cwd=CHECKOUT, env=environment, capture_output=True, text=True, timeout=600
+    )
+    assert asked.returncode == 0, asked.stderr[-3000:]
+    with np.load(out, allow_pickle=False) as found:
+        return dict(found)
+
+
+def test_losses_and_gradients_are_theirs(answers: Mapping[str, Array]) -> None:
+    off = {}
+    for place, case in enumerate(LOSS_CASES):
+        expected = answers[f"loss {place}"]
+        found = np.array([compute_loss(case, make_oracle_batch(seed)) for seed in SEEDS])
+        off[oracle_table.key_of(case)] = measure(found, expected)
+    report("losses", off)
+
+
+def test_advantages_are_theirs(answers: Mapping[str, Array]) -> None:
+    off = {}
+    for place, case in enumerate(ADVANTAGE_CASES):
+        expected = answers[f"advantage {place}"]
+        found = np.array([advantages_of(case, make_oracle_batch(seed)) for seed in SEEDS])
+        off[oracle_table.key_of(case)] = measure(found, expected)
+    report("advantages", off)
+
+
+def test_estimators_and_critics_are_theirs(answers: Mapping[str, Array]) -> None:
+    off: dict[str, float] = {}
+    for kind in ("k1", "k2", "k3"):
+        found = np.array([diverge(kind, make_oracle_batch(seed)) for seed in SEEDS])
+        off[kind] = measure(found, answers[kind])
+    returns, whitened, losses = [], [], []
+    for seed in SEEDS:
+        batch = make_oracle_batch(seed)
+        is_trained = batch.mask == 1
+        advantages, own = estimate_values(batch)
+        deviation = np.sqrt(advantages[is_trained].var(ddof=1) + 1e-8)
+        whitened.append((advantages - advantages[is_trained].mean()) / deviation * batch.mask)
+        returns.append(own * batch.mask)
+        losses.append(critic_loss(batch))
+    masks = np.array([make_oracle_batch(seed).mask for seed in SEEDS])
+    off["gae returns"] = measure(np.array(returns), answers["gae returns"] * masks)
+    off["gae advantages"] = measure(np.array(whitened), answers["gae advantages"] * masks)
+    off["value loss"] = measure(np.array(losses), answers["value loss"])
+    report("values", off)
+
+
+def measure(found: Array, expected: Array) -> float:
+    """The largest difference of any batch, relative to the largest number of that batch."""
+    apart = np.abs(found - expected).reshape(len(found), -1).max(axis=1)
+    largest = np.abs(expected).reshape(len(found), -1).max(axis=1)
+    assert (largest > 0).all()
+    return float((apart / largest).max())
+
+
+def report(part: str, off: dict[str, float]) -> None:
+    """Keep what was measured, and fail where a number is not theirs."""
+    oracle_table.keep(part, off)
+    write_table(CHECKOUT / "docs" / "objectives.md", "oracles", oracle_table.table())
+    assert {name: size for name, size in off.items() if size > BOUND} == {}
+
+
+def compute_loss(case: LossCase, batch: OracleBatch) -> Array:
+    """The loss, then its gradient [1 + B T], as the trainer computes them."""
+    keys: dict[str, Any] = {"off_policy_correction": "none", **case.ours}
+    objective = ObjectiveConfig(**keys)
+    is_trained = torch.tensor(batch.mask == 1)
+    rows = torch.arange(len(batch.mask))[:, None].expand_as(is_trained)[is_trained]
+    lengths = batch.mask.sum(axis=1).astype(int).tolist()
+    scales = compute_row_scales(lengths, range(len(lengths)), objective)
+    logprobs = torch.tensor(batch.logprobs, requires_grad=True)
+    proximal, behavior, reference = (
+        torch.tensor(one)[is_trained] for one in (batch.proximal, batch.behavior, batch.reference)
+    )
+    total, _, _ = compute_policy_loss(
+        logprobs[is_trained],
+        proximal,
+        behavior,
+        torch.tensor(batch.advantages)[rows],
+        TokenRowMap(rows, len(lengths)),
+        objective,
+        None if scales is None else torch.tensor(scales, dtype=torch.float64)[rows],
+        custom=load_custom_loss(objective),
+        reference_N=reference if objective.kl.coef else None,
+    )
+    loss = total / len(rows)
+    loss.backward()
+    assert logprobs.grad is not None
+    return np.concatenate([[loss.item()], logprobs.grad.numpy().ravel()])
+
+
+def advantages_of(case: AdvantageCase, batch: OracleBatch) -> Array:
+    """Advantages here, with the constants put in that verl has besides."""
+    objective = ObjectiveConfig(**case.ours)
+    episodes = np.arange(len(batch.rewards))
+    credit = BatchCredit(
+        batch.rewards, batch.groups, episodes, np.ones(len(episodes)), [[] for _ in episodes]
+    )
+    found = compute_advantages(credit, objective)
+    if objective.scale_rewards == "group":
+        spreads = np.array([batch.rewards[batch.groups == one].std(ddof=1) for one in batch.groups])
+        found = found * spreads / (spreads + 1e-6)
+    if objective.scale_rewards == "batch":
+        found = found * _change_of_spread(found, batch, objective)
+    return found
+
+
+def _change_of_spread(found: Array, batch: OracleBatch, objective: ObjectiveConfig) -> float:
+    """From B - 1 degrees of freedom to those of B T tokens that repeat B numbers."""
+    means = np.full(len(batch.rewards), batch.rewards.mean())
+    if objective.baseline == "group_mean":
+        means = np.array([batch.rewards[batch.groups == one].mean() for one in batch.groups])
+    squares = np.square(batch.rewards - means).sum()
+    tokens, episodes = batch.mask.size, len(found)
+    theirs = squares * batch.mask.shape[1] / (tokens - 1) + 1e-8
+    return float(np.sqrt(squares / (episodes - 1) / theirs))
+
+
+def diverge(kind: Any, batch: OracleBatch) -> Array:
+    """The estimates and their derivatives [2, B, T]."""
+    logprobs = torch.tensor(batch.logprobs, requires_grad=True)
+    estimates = estimate_divergence(logprobs, torch.tensor(batch.reference), kind)
+    estimates.sum().backward()
+    assert logprobs.grad is not None
+    return np.stack([estimates.detach().numpy(), logprobs.grad.numpy()])
+
+
+def estimate_values(batch: OracleBatch) -> tuple[Array, Array]:
+    """GAE's advantages and returns before they are scaled [B, T], 0 where nothing is trained."""
+    objective = ObjectiveConfig(
+        baseline="value",
+        critic=CriticConfig(model="initial"),
+        discount=DISCOUNT,
+        gae_lambda=LAMBDA,
+    )
+    places = [np.flatnonzero(row) for row in batch.mask]
+    replies = [
+        ReplyReward(0, row, own, float(batch.rewards[row]), np.zeros(len(own)), [], 1.0, True)
+        for row, own in enumerate(places)
+    ]
+    values = [batch.values[row][own] for row, own in enumerate(places)]
+    advantages, returns = np.zeros(batch.mask.shape), np.zeros(batch.mask.shape)
+    for row, one in enumerate(estimate_advantages(replies, values, objective)):
+        advantages[row, places[row]] = one.advantages_t
+        returns[row, places[row]] = one.returns_t
+    return advantages, returns
+
+
+def critic_loss(batch: OracleBatch) -> Array:
+    """The mean loss of a critic over tokens, then its gradient [1 + B T]."""
+    is_trained = torch.tensor(batch.mask == 1)
+    values = torch.tensor(batch.logprobs, requires_grad=True)
+    before, returns = torch.tensor(batch.proximal), torch.tensor(batch.returns)
+    total, _ = compute_value_loss(
+        values[is_trained], before[is_trained], returns[is_trained], CLIP_VALUE
+    )
+    loss = total / int(is_trained.sum())
+    loss.backward()
+    assert values.grad is not None
+    return np.concatenate([[loss.item()], values.grad.numpy().ravel()])
