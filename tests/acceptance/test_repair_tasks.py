@@ -2,9 +2,11 @@
 
 import contextlib
 import json
+import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from tests.support.commands import areal_hpc
@@ -56,15 +58,30 @@ def read_sandboxes(note: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in note.read_text().splitlines()] if note.exists() else []
 
 
-def list_left(sandboxes: list[dict[str, Any]]) -> list[str]:
-    """Processes of these sandboxes that live, and mount namespaces of theirs that any has."""
+def list_left(sandboxes: list[dict[str, Any]], since: float) -> list[str]:
+    """Processes in mount namespaces of these sandboxes, but for what began since a time.
+
+    The kernel gives the number of a namespace that is gone to another.
+    """
     namespaces = {name for one in sandboxes for name in one["namespaces"]}
     left = []
-    for process in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if process.name.isdecimal() and str((process / "ns/mnt").readlink()) in namespaces:
-                left.append(f"{process.name}: {(process / 'cmdline').read_bytes()!r}")
+    for process in psutil.process_iter():
+        with contextlib.suppress(OSError, psutil.Error):
+            namespace = str(Path(f"/proc/{process.pid}/ns/mnt").readlink())
+            if namespace in namespaces and process.create_time() < since:
+                left.append(f"{process.pid}: {process.cmdline()}")
     return left
+
+
+def list_living(sandboxes: list[dict[str, Any]]) -> list[int]:
+    """Processes of these sandboxes, as they were noted, that are still where they were."""
+    living = []
+    for one in sandboxes:
+        for pid in one["pids"]:
+            with contextlib.suppress(OSError):
+                if str(Path(f"/proc/{pid}/ns/mnt").readlink()) in one["namespaces"]:
+                    living.append(pid)
+    return living
 
 
 def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task(
@@ -81,16 +98,17 @@ def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task
         for process in supervisors:
             process.kill()
         wait_for(lambda: not Path(f"/proc/{first}").exists(), 20.0)
+        gone_at = time.time()
         killed = [one for one in read_sandboxes(note) if one["driver"] == first]
         assert killed[-1]["namespaces"]
-        wait_for(lambda: list_left(killed) == [], 20.0, lambda: list_left(killed))
+        wait_for(lambda: not list_left(killed, gone_at), 20.0)
         assert run.wait(RUN_TIMEOUT_S) == 0, run.said()
     assert len({one["driver"] for one in read_sandboxes(note)}) == 2
     submitted = [event["job"] for event in events_of(run.paths, "job_submitted")]
     assert submitted.count("cell-0") == 2
     assert run.audited() == f"trained_once={GROUPS * STEPS} duplicates=0 lost=0 open=0"
     await_none_left(run, 20.0)
-    assert list_left(read_sandboxes(note)) == []
+    assert list_living(read_sandboxes(note)) == []
     mounts = Path("/proc/self/mountinfo").read_text()
     assert str(tmp_path) not in mounts
     assert "areal-hpc" not in mounts

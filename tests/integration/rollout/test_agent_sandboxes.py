@@ -67,7 +67,7 @@ def test_each_episode_has_a_sandbox_from_which_it_reaches_the_model(
     assert [(one.status, one.reward) for one in outcomes] == [("ok", 1.0)] * 3, outcomes[0].reason
     used = read_sandboxes(note)
     assert len({pid for pids in used for pid in pids}) == sum(map(len, used))
-    assert not [pid for pids in used for pid in pids if is_running(pid)]
+    wait_for(lambda: not [pid for pids in used for pid in pids if is_running(pid)])
 
 
 @pytest.mark.parametrize("mode", ["inline", "subproc"])
