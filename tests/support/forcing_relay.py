@@ -53,6 +53,8 @@ class ForcingRelay:
             sampling.pop(name, None)
         sampling["ebnf"] = f"root ::= {json.dumps(said)}"
         reply: list[int] = []
+        # Before the end, which the proxy does not wait for: it hangs up when it has the last token.
+        self.calls.append(EngineCall(body["input_ids"], reply, said))
         async with self._client.post("/generate", json=body) as answer:
             passed = web.StreamResponse(status=answer.status)
             passed.content_type = answer.content_type
@@ -65,7 +67,6 @@ class ForcingRelay:
                 async for line in answer.content:  # each event is one line
                     reply += _read_output_ids(line)
                     await passed.write(line)
-        self.calls.append(EngineCall(body["input_ids"], reply, said))
         return passed
 
 
