@@ -37,6 +37,7 @@ def record_run(
     steps: int,
     *,
     oldest: int = 0,
+    groups: int = TICKETS,
     far_steps: Collection[int] = (),
     rewards: Mapping[int, Sequence[float]] | None = None,
 ) -> RunPaths:
@@ -53,7 +54,7 @@ def record_run(
     for step in range(1, steps + 1):
         rows = [
             _trajectory(generator, step, ticket, episode, episode % (oldest + 1))
-            for ticket in range(TICKETS)
+            for ticket in range(groups)
             for episode in range(SAMPLES)
         ]
         if step in far_steps:
@@ -64,13 +65,13 @@ def record_run(
         shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
         tickets = [
             SealedTicket(
-                TicketRef((step - 1) * TICKETS + ticket, 0),
+                TicketRef((step - 1) * groups + ticket, 0),
                 shard.file,
                 list(range(ticket * SAMPLES, (ticket + 1) * SAMPLES)),
                 [row.reward for row in rows[ticket * SAMPLES : (ticket + 1) * SAMPLES]],
                 NO_VERSION,
             )
-            for ticket in range(TICKETS)
+            for ticket in range(groups)
         ]
         write_manifest(paths, BatchManifest(step, 1, tickets))
     return paths
