@@ -96,7 +96,7 @@ def test_one_kernel_steps_everything_and_the_host_reads_nothing() -> None:
         log.names.clear()
         with log:
             fused.step(seed)
-    assert log.names.count("fused_adamw") == 1
-    assert log.reads == []
+        assert log.names.count("fused_adamw") == 1
+        assert log.reads == []
     for expected, found in zip(plain.content, fused.content, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-7)
