@@ -186,7 +186,8 @@ def test_an_array_that_nobody_recorded_is_named_taken_over_and_removed(
     assert [line for line in held if "JobHeldUser" in line and "_1 " not in line] == []
     assert f"cancelled {killed_at} jobs" in said_by(run.call("cancel", str(second.root)))
     left = cluster.slurm("squeue", "-h", "--array", "-o", "%i").split()
-    assert sorted(left) == sorted(one.job_id for one in found.values())
+    # What was released may have run to its end.
+    assert set(left) <= {one.job_id for one in found.values()}
 
 
 def unrecorded(

@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.trainer.model.families.architecture import find_stage_of_layer
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
     HfTensorSpec,
@@ -140,9 +141,9 @@ def _broadcast_from_owner(policy: Policy, parameter: ParamMap) -> torch.Tensor:
 
 
 def _find_pipeline_stage(parameter: ParamMap, layers: int, stages: int) -> int:
-    """The pipeline stage that holds a parameter. Every stage has equally many layers."""
+    """The pipeline stage that holds a parameter."""
     if parameter.layer is not None:
-        return parameter.layer * stages // layers
+        return find_stage_of_layer(parameter.layer, layers, stages)
     return 0 if parameter.megatron == EMBEDDING_NAME else stages - 1
 
 

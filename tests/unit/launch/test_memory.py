@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from areal_hpc.trainer.model import memory_estimate
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
     divide_layers,
+    find_stage_of_layer,
     parse_architecture,
 )
 from areal_hpc.trainer.model.families.weight_map import (
@@ -192,6 +194,13 @@ def test_misfits_are_told(gpu_gib: int, inference: dict[str, Any], keys: list[st
     serving = memory.estimate_serving_memory(arch, config, gpu)
     problems = memory.find_memory_problems(held, serving, config, gpu)
     assert [problem.key for problem in problems] == keys
+
+
+def test_a_layer_is_on_the_stage_that_was_given_it() -> None:
+    assert find_stage_of_layer(23, 94, 4) == 1
+    for layers, stages in ((94, 4), (6, 4), (7, 4), (62, 4), (61, 8), (36, 4), (5, 2), (3, 1)):
+        found = Counter(find_stage_of_layer(layer, layers, stages) for layer in range(layers))
+        assert tuple(found[stage] for stage in range(stages)) == divide_layers(layers, stages)
 
 
 def test_layers_that_do_not_divide_are_spread_over_the_middle_stages() -> None:

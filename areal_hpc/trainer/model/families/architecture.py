@@ -1,5 +1,7 @@
 """Architecture of a network, from a model directory's `config.json`. Pure, no torch."""
 
+import bisect
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -186,6 +188,11 @@ def divide_layers(layers: int, stages: int) -> tuple[int, ...]:
     """
     each, more = divmod(layers, stages)
     return tuple(each + (0 < stages - 1 - stage <= more) for stage in range(stages))
+
+
+def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
+    """The pipeline stage that holds a layer, as `divide_layers` divides them."""
+    return bisect.bisect_right([*itertools.accumulate(divide_layers(layers, stages))], layer)
 
 
 def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
