@@ -137,6 +137,15 @@ def test_layers_that_the_stages_do_not_divide(ranks: RankServer, tmp_path: Path)
         assert max(resumed[family]["resumed_from"]["uneven"].values()) <= RESUME_BOUND
 
 
+def test_an_export_where_the_middle_stages_have_more_layers(
+    ranks: RankServer, tmp_path: Path
+) -> None:
+    found = launch(ranks, tmp_path / "pp4", {"pp": 4, "layers": 6}, ("llama",))["llama"]
+    assert found["gradient_gap"] <= GRADIENT_BOUND
+    assert found["export_is_exact"]
+    assert (found["missing"], found["resume_is_bitwise"]) == ([], True)
+
+
 @every_family
 def test_a_saved_model_gives_transformers_the_same_logits(root: Path, family: str) -> None:
     original = hf_model(family)
