@@ -134,7 +134,7 @@ class Scene:
 
         async def run() -> EpisodeOutcome:
             sandboxes = make_agent_sandboxes(how, warm=0)
-            directory, key = self.stage.paths.rendezvous_dir, self.stage.admin_key
+            directory, key = self.stage.paths.rendezvous_dir, self.stage.service_key
             proxy, http_client = (
                 ServiceClient(directory, f"proxy-{CELL}", key),
                 make_http_client(60.0),

@@ -97,19 +97,35 @@ def _install_from_npm(name: str, program: HarnessProgram, folder: Path) -> None:
 
 
 def _install_from_pypi(name: str, program: HarnessProgram, folder: Path) -> None:
-    python = sys.executable
-    if program.python:
-        found = shutil.which(f"python{program.python}")
-        if found is None:
-            raise ClusterError(
-                f"{name} needs Python {program.python}, and there is no python{program.python}",
-                hint="put one on PATH",
-            )
-        python = found
+    version = program.python
+    python = _find_python(version) if version else sys.executable
+    if python is None:
+        raise ClusterError(
+            f"{name} needs Python {version}, and there is none on PATH, of pyenv or of uv",
+            hint=f"module load, pyenv install {version} or uv python install {version}",
+        )
     _run([python, "-m", "venv", str(folder / "python")], folder)
     lock = str(LOCKS_DIR / name / "requirements.txt")
     pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     _run([*pip, "--no-deps", "-r", lock], folder)
+
+
+def _find_python(version: str) -> str | None:
+    """A Python of this version: on PATH, where a shim of pyenv's may be empty, pyenv's or uv's."""
+    home = Path.home()
+    candidates = [
+        f"python{version}",
+        *map(str, home.glob(f".pyenv/versions/{version}*/bin/python{version}")),
+        *map(str, home.glob(f".local/share/uv/python/cpython-{version}*/bin/python{version}")),
+    ]
+    return next((one for one in candidates if _is_usable(one)), None)
+
+
+def _is_usable(python: str) -> bool:
+    try:
+        return subprocess.run([python, "-c", ""], capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
