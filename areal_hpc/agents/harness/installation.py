@@ -129,14 +129,20 @@ def _is_usable(python: str) -> bool:
 
 
 def _run(command: Sequence[str], folder: Path) -> None:
-    ended = subprocess.run(
-        command,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=INSTALL_TIMEOUT_S,
-    )
+    try:
+        ended = subprocess.run(
+            command,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=INSTALL_TIMEOUT_S,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterError(
+            f"{' '.join(command[:3])} took more than {INSTALL_TIMEOUT_S} s",
+            hint="run this where the registry can be reached",
+        ) from error
     if ended.returncode != 0:
         said = " ".join((ended.stdout + ended.stderr).split())[-500:]
         raise ClusterError(

@@ -47,7 +47,12 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.evaluation.start import build_report, choose_sets, find_missing_sets
+    from areal_hpc.launch.evaluation.start import (
+        build_report,
+        choose_sets,
+        find_missing_sets,
+        refuse_results_of_another,
+    )
     from areal_hpc.launch.evaluation.target import find_target
     from areal_hpc.view.evaluations.evaluation_report import format_report, write_report
 
@@ -61,6 +66,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         site=arguments.site,
     )
     sets = choose_sets(target.recipe, arguments.sets)
+    refuse_results_of_another(target, sets)
     before = arguments.compare and _find_compared_report(arguments.compare, target, sets)
     if find_missing_sets(target, sets):
         print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)

@@ -16,6 +16,7 @@ from areal_hpc.launch.gpu_assignment import find_usable_gpus
 from areal_hpc.launch.local_launcher import LocalLauncher
 from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.prepared_run import lock_prepared_run
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluation
@@ -40,6 +41,32 @@ def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
         hint = "set valid_dataset, or add a set to evaluation.sets"
         raise RecipeError("the recipe has no evaluation set", key="evaluation.sets", hint=hint)
     return [one for name, one in known.items() if not names or name in names]
+
+
+def refuse_results_of_another(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> None:
+    """Demand that what the evaluation's directory holds is of this model, played in this way.
+
+    Raises:
+        RecipeError: It is of another model, or a set was played by other settings.
+    """
+    if not target.paths.recipe.exists():
+        return
+    recorded = load_recipe(target.paths.recipe)
+    played = {one.name: one for one in recorded.evaluation_sets}
+    hint = f"set another trial_name, or remove {target.paths.root}"
+    problems = []
+    if recorded.model.path != target.recipe.model.path:
+        message = f"the results there are of {recorded.model.path}, not of {target.model}"
+        problems.append(Problem(message, "model.path", hint))
+    for one in sets:
+        before = played.get(one.name, one)
+        for key in ("n_samples", "sampling", "workflow", "workflow_kwargs"):
+            old, new = getattr(before, key), getattr(one, key)
+            if old != new:
+                message = f"set {one.name} was played with {old!r}, got {new!r}"
+                problems.append(Problem(message, f"evaluation.{key}", hint))
+    if problems:
+        raise RecipeError.from_problems(problems)
 
 
 def find_missing_sets(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> list[str]:

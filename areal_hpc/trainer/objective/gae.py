@@ -10,6 +10,7 @@ followers where the episode branches, or the end. With `gae_unit=turn` a reply i
 is that before its first token, its reward the sum of its tokens', and all of them get its A.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import TopologicalSorter
@@ -120,8 +121,10 @@ def scale_estimates(
     by_batch = objective.scale_rewards == "batch"
     groups = [0 if by_batch else reply.group for reply in replies]
     scaled = [one.advantages_t.copy() for one in estimates]
-    for group in set(groups):
-        members = [place for place, one in enumerate(groups) if one == group]
+    members_of: dict[int, list[int]] = defaultdict(list)
+    for place, group in enumerate(groups):
+        members_of[group].append(place)
+    for members in members_of.values():
         together = np.concatenate([scaled[place] for place in members])
         spread = float(np.sqrt(np.square(together).mean())) if len(together) else 0.0
         for place in members:

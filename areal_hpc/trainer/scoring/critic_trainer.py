@@ -1,5 +1,6 @@
 """Training of the critic beside the policy: its values, its steps, its metrics."""
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -88,7 +89,8 @@ class CriticTrainer:
         return {
             "critic/loss": sums["value_loss"] / tokens,
             "critic/clip_fraction": sums["value_clipped"] / tokens,
-            "critic/grad_norm": max(norms, default=0.0),
+            # One that is not finite is not hidden by the others: max(1.0, nan) is 1.0.
+            "critic/grad_norm": max(norms, default=0.0) if np.isfinite(norms).all() else math.nan,
             "critic/lr": rate,
             **measure_values(rows),
         }, norms

@@ -169,7 +169,7 @@ def _compare_sets(
             key="--compare",
             hint="evaluate both on the same tasks",
         )
-    for metric in after.metrics.keys() & before.metrics.keys():
+    for metric in (one for one in after.metrics if one in before.metrics):
         values = [_compute_values(metric, one) for one in (before, after)]
         if values[0] and values[1]:
             yield ComparedMetric(

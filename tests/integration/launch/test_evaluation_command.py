@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,6 +101,13 @@ def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     assert again.startswith("set ")
     assert "no difference is shown" in again
     assert json.loads(paths.evaluation_report.read_text())["model"] == str(model.resolve())
+
+    # Of another model by the same name, or by other settings, these are not the results.
+    other = shutil.copytree(model, tmp_path / "other" / model.name)
+    mistaken = areal_hpc(*list_arguments(other, tmp_path / "runs"), "evaluation.n_samples=3")
+    assert mistaken.returncode == 78
+    assert f"not of {other}" in mistaken.stderr
+    assert "set valid was played with 1, got 3" in mistaken.stderr
 
 
 def test_what_cannot_be_evaluated_is_said_before_anything_starts(tmp_path: Path) -> None:
