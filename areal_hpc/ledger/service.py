@@ -6,12 +6,13 @@ be durable is written before it is answered, by blocking writes: a few per train
 
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import msgspec
 
 from areal_hpc.errors import LedgerRequestError
+from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.config import LedgerEvaluationSet
@@ -368,7 +369,7 @@ class LedgerService:
         if evaluation.n_tasks_left:
             return total - evaluation.n_tasks_left, None
         self._evaluation = None
-        self._paths.evaluated_tickets(step).unlink(missing_ok=True)
+        self._forget_evaluated_tickets(step, n_tasks_by_set)
         results = self._read_results(step, n_tasks_by_set)
         return total, compute_result_metrics(results, self._evaluation_sets)
 
@@ -386,6 +387,13 @@ class LedgerService:
             manifests.append_evaluated_ticket(self._paths, evaluation.step, ticket)
         except OSError as error:
             log.warning("the rewards of %s are in memory only: %s", request.ref, error)
+
+    def _forget_evaluated_tickets(self, step: int, set_names: Collection[str]) -> None:
+        """Leave the kept tasks of other sets, which somebody may go on with."""
+        done = {self._evaluation_sets[name].number for name in set_names}
+        tickets = manifests.read_evaluated_tickets(self._paths, step)
+        left = [one for one in tickets if split_ticket_id(one.ticket_id)[0] not in done]
+        manifests.replace_evaluated_tickets(self._paths, step, left)
 
     def _read_results(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationResults:
         return read_current_results(self._paths, self._state, step, n_tasks_by_set)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.atomic import write_atomic, write_once
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines, write_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import BatchManifest, DropRequest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
@@ -180,6 +180,20 @@ def append_evaluated_ticket(paths: RunPaths, step: int, ticket: EvaluatedTicket)
 def read_evaluated_tickets(paths: RunPaths, step: int) -> list[EvaluatedTicket]:
     """The tasks of the evaluation of `step` that were done while it was under way."""
     return read_lines(paths.evaluated_tickets(step), EvaluatedTicket)
+
+
+def replace_evaluated_tickets(
+    paths: RunPaths, step: int, tickets: Sequence[EvaluatedTicket]
+) -> None:
+    """Keep these tasks of an evaluation alone; the file of none is removed.
+
+    Raises:
+        OSError: The file system refused.
+    """
+    if tickets:
+        write_lines(paths.evaluated_tickets(step), tickets)
+    else:
+        paths.evaluated_tickets(step).unlink(missing_ok=True)
 
 
 def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:

@@ -1,6 +1,7 @@
 """Learner: the policy of one rank, its updates, checkpoints and exports."""
 
 import logging
+import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -207,7 +208,7 @@ class Learner:
                 of_critic, critic_norms = self._train_critic(rows, scores)
         with timer.time_phase("measure"):
             self._annotator.end_step(manifest, untrained, norms, self.version.generation)
-        untrained += self._build_nonfinite_records([*norms, *critic_norms], manifest.step)
+        untrained += self._build_nonfinite_records(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained)
         with timer.time_phase("score"):
             self._frozen.follow(self.policy, self.state.step)
@@ -300,17 +301,28 @@ class Learner:
         found: UntrainedRecord = broadcast_object(record, UntrainedRecord)
         return found
 
-    def _build_nonfinite_records(self, norms: Sequence[float], step: int) -> list[UntrainedRecord]:
+    def _build_nonfinite_records(
+        self, norms: Sequence[float], critic_norms: Sequence[float], step: int
+    ) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
+        whose, hint = (
+            "",
+            (
+                "areal-hpc replay tries settings on these batches, without servers: resume "
+                "with some that keep the norm finite, as trainer.objective.proximal=recompute may"
+            ),
+        )
+        if all(map(math.isfinite, norms)):  # then it is the critic that fails
+            whose = " of the critic"
+            hint = "lower trainer.objective.critic.lr, or set trainer.objective.critic.clip_value"
         return build_nonfinite_records(
-            norms,
+            [*norms, *critic_norms],
             step,
             self.state.untrained,
             self._config.optimizer.on_nonfinite,
             section="trainer.optimizer",
-            name=lambda step: f"step {step}, trained on {self._paths.manifest(step).name}",
-            hint="areal-hpc replay tries settings on these batches, without servers: resume "
-            "with some that keep the norm finite, as trainer.objective.proximal=recompute may",
+            name=lambda step: f"step {step}{whose}, trained on {self._paths.manifest(step).name}",
+            hint=hint,
         )
 
     def _take_optimizer_steps(

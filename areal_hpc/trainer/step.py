@@ -185,7 +185,7 @@ def run_forward_backward(
 def run_value_passes(
     critic: Network, batches: Sequence[MicroBatch], loss: LossFunction, *, backward: bool
 ) -> LossStats:
-    """The same with a critic, of whose values [N] the loss is. A collective over all ranks."""
+    """Forward (and backward) passes of a critic, whose values [N] `loss` is given. A collective."""
     return run_passes(
         critic,
         batches,

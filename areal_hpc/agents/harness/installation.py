@@ -37,9 +37,10 @@ def find_installed_harness(name: str, harnesses_dir: Path, key: str) -> Path:
     """
     folder = harnesses_dir / name
     program = get_program_path(get_program(name, key), folder)
-    if not os.access(program, os.X_OK):
+    if not (os.access(program, os.X_OK) and (folder / STAMP).exists()):
         raise RecipeError(
-            f"the harness {name} is not installed: there is no program {program}",
+            f"the harness {name} is not installed, or not to its end: "
+            f"expected the program {program} and the file {folder / STAMP}",
             key=key,
             hint=f"areal-hpc install-harness {name} --dir {harnesses_dir}",
         )

@@ -29,7 +29,7 @@ def add_commands(commands: CommandGroup) -> None:
     help_ = "the Python that has the tracker's package (default: that of this command)"
     add("--python", default=sys.executable, metavar="PATH", help=help_)
     add("--project", default="", metavar="NAME", help="project of the tracker")
-    add("--follow", action="store_true", help="go on until the run is finished")
+    add("--follow", action="store_true", help="go on until the run is finished or cancelled")
 
 
 def _sync_run(arguments: argparse.Namespace) -> int:
@@ -40,8 +40,8 @@ def _sync_run(arguments: argparse.Namespace) -> int:
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
 
     def sync() -> bool:
-        """Write a part; true if the run had been finished before."""
-        is_last = paths.finished_marker.exists()
+        """Write a part; true if the run had been finished or cancelled before."""
+        is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
         rows = sync_run(paths, tracker)
         if rows or not arguments.follow:
             print(f"{paths.tracker(tracker.name).root}: {rows} new rows", flush=True)

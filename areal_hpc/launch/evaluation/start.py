@@ -3,8 +3,6 @@
 import os
 from collections.abc import Callable, Sequence
 
-import msgspec
-
 from areal_hpc.dataset.materialize import count_materialized_rows
 from areal_hpc.errors import Problem, RecipeError, RunInterruptedError
 from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
@@ -94,10 +92,12 @@ def find_report_of_step(
         raise RecipeError(message, key="--compare", hint="give a file of results")
     asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
     own = find_target(run.root, step=step, recipe=None)
-    for paths, at in ((own.paths, LOADED_STEP), (run, step)):
-        report = build_report_of_run(paths, at, asked)
-        if report.sets:
-            return msgspec.structs.replace(report, step=step)
+    alone, trained = (
+        build_report_of_run(paths, at, asked)
+        for paths, at in ((own.paths, LOADED_STEP), (run, step))
+    )
+    if found := {**trained.sets, **alone.sets}:
+        return EvaluationReport("", str(run.root), step, found)
     raise RecipeError(
         f"the weights of step {step} were not evaluated on {', '.join(asked)}",
         key="--compare",
@@ -125,7 +125,7 @@ def run_evaluation(
         RunInterruptedError: `stop` was set.
     """
     recipe = target.recipe
-    reporter = EvaluationReporter(target.paths, sum(one.tasks for one in sets))
+    reporter = EvaluationReporter(target.paths, sets)
     target.put_in_place(reporter.print_line)
     with lock_prepared_run(
         recipe,
@@ -158,7 +158,7 @@ def submit_evaluation(
     target.put_in_place(say)
     slurm_launcher.submit(target.recipe, say=say, plan=plan)
     if wait_until is not None:
-        reporter = EvaluationReporter(target.paths, sum(one.tasks for one in sets))
+        reporter = EvaluationReporter(target.paths, sets)
         slurm_launcher.watch_submitted_run(
             target.recipe, target.paths, reporter, wait_until, plan=plan
         )

@@ -44,7 +44,7 @@ TIME_DIGITS = 4
 
 
 class ProcessStart(Struct, frozen=True, tag="process", omit_defaults=True):
-    """What follows in the file is of this start of the process."""
+    """Start of a process, to which the lines after it belong."""
 
     at: float
     """Unix seconds of the node's own clock, as are all times in the file: no earlier span."""
@@ -55,7 +55,7 @@ class ProcessStart(Struct, frozen=True, tag="process", omit_defaults=True):
 
 
 class Span(Struct, frozen=True, tag="span", omit_defaults=True):
-    """Something that a process did."""
+    """Piece of work of a process, from when to when."""
 
     name: str
     begin: float
@@ -66,7 +66,7 @@ class Span(Struct, frozen=True, tag="span", omit_defaults=True):
 
 
 class BegunSpan(Struct, frozen=True, tag="begun", omit_defaults=True):
-    """Something that lasts: its span follows when it ends, unless the process ends first."""
+    """Work under way: its span follows when it ends, unless the process ends first."""
 
     name: str
     begin: float
@@ -77,7 +77,7 @@ class BegunSpan(Struct, frozen=True, tag="begun", omit_defaults=True):
 
 
 class ClockSample(Struct, frozen=True, tag="clock", omit_defaults=True):
-    """The clock of the ledger's node compared with that of this one."""
+    """Difference between the clock of the ledger's node and that of this one."""
 
     at: float
     offset_s: float

@@ -1,8 +1,10 @@
 """Progress of an evaluation without a trainer, in lines."""
 
 import time
+from collections.abc import Sequence
 
-from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.evaluation.ticket_numbers import LOADED_STEP, split_ticket_id
+from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
@@ -16,14 +18,16 @@ PERIOD_S = 30.0
 class EvaluationReporter(PlainReporter):
     """A line for every tenth of the tasks, and for what happens."""
 
-    def __init__(self, paths: RunPaths, n_tasks: int) -> None:
+    def __init__(self, paths: RunPaths, sets: Sequence[EvaluationSet]) -> None:
         super().__init__(paths, total_steps=1, sft_steps=0)
-        self._n_tasks = n_tasks
+        self._n_tasks = sum(one.tasks for one in sets)
+        self._set_numbers = {one.number for one in sets}
         self._told = -1
         self._told_at = time.monotonic()
 
     def _refresh(self, stage: str) -> None:
-        done = len(read_evaluated_tickets(self._paths, LOADED_STEP))
+        tickets = read_evaluated_tickets(self._paths, LOADED_STEP)
+        done = sum(split_ticket_id(one.ticket_id)[0] in self._set_numbers for one in tickets)
         is_late = time.monotonic() - self._told_at >= PERIOD_S and done > self._told
         if self._told < 0 or done >= self._told + max(1, self._n_tasks // LINES) or is_late:
             self._told, self._told_at = done, time.monotonic()

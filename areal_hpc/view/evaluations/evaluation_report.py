@@ -142,7 +142,7 @@ def compare_reports(before: EvaluationReport, after: EvaluationReport) -> list[C
     """Every metric that both have, on the sets that both have, by a paired test.
 
     Raises:
-        RecipeError: They have no set in common, or other tasks or samples of one.
+        RecipeError: They have no set in common, or other tasks or another pass reward of one.
     """
     common = [name for name in after.sets if name in before.sets]
     if not common:
@@ -168,6 +168,13 @@ def _compare_sets(
             f"{len(before.samples)}, this on {len(after.samples)}",
             key="--compare",
             hint="evaluate both on the same tasks",
+        )
+    if before.pass_reward != after.pass_reward:
+        raise RecipeError(
+            f"a sample of {name} passes from a reward of {after.pass_reward} here, and of "
+            f"{before.pass_reward} in {title}",
+            key="evaluation.sets.<name>.pass_reward",
+            hint="evaluate both with the same pass_reward",
         )
     for metric in (one for one in after.metrics if one in before.metrics):
         values = [_compute_values(metric, one) for one in (before, after)]

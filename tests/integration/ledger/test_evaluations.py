@@ -142,3 +142,19 @@ def test_only_tasks_without_a_reward_are_played_again_by_a_restarted_ledger(
     kept = json.loads(ledger.paths.evaluation(0, "aime").read_bytes())
     assert kept["samples"] == [[0.0, 1.0], [0.0, 0.0]]
     assert kept["failures"] == {"1": "it kept failing"}
+
+
+def test_a_set_that_is_done_leaves_what_was_kept_of_another(start_ledger: StartLedger) -> None:
+    sets = {name: {"number": n, "n_tasks": 2} for n, name in enumerate(("valid", "aime"))}
+    ledger = start_ledger(evaluation_sets=sets)
+    ledger.open_generation()
+    ledger.evaluate_sets(0, {"aime": 2})
+    first, _ = ledger.lease(tickets=2, splits=("valid",)).grants
+    ledger.report(first.ref, 1.0)
+    ledger.restart()
+    ledger.evaluate_sets(0, {"valid": 2})
+    for grant in ledger.lease(tickets=2, splits=("valid",)).grants:
+        ledger.report(grant.ref, 1.0)
+    assert ledger.evaluate_sets(0, {"valid": 2}).metrics is not None
+    ledger.restart()
+    assert ledger.evaluate_sets(0, {"aime": 2}) == EvaluateReply(1, 2)

@@ -169,6 +169,7 @@ def test_a_harness_is_pointed_at_its_session_by_files_in_a_home_of_its_own(
             path.parent.mkdir(parents=True)
             path.write_text(WRITES_WHAT_IT_IS_TOLD)
             path.chmod(0o755)
+        (Path(programs) / "pi" / ".installed").touch()  # which an installation writes last
         section = {}
         if isolation == "bwrap":
             section = {

@@ -73,6 +73,9 @@ def test_other_tasks_and_other_sets_are_not_compared(tmp_path: Path) -> None:
     other = msgspec.structs.replace(report.sets["valid"], tasks_digest="another")
     with pytest.raises(RecipeError, match="other tasks of valid"):
         compare_reports(msgspec.structs.replace(report, sets={"valid": other}), report)
+    lenient = msgspec.structs.replace(report.sets["aime"], pass_reward=0.5)
+    with pytest.raises(RecipeError, match=r"passes from a reward of 1\.0 here, and of 0\.5"):
+        compare_reports(msgspec.structs.replace(report, sets={"aime": lenient}), report)
     with pytest.raises(RecipeError, match="was evaluated on no set"):
         compare_reports(msgspec.structs.replace(report, sets={}), report)
     with pytest.raises(RecipeError, match="no results of an evaluation"):
