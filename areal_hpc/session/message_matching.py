@@ -2,7 +2,7 @@
 
 import contextlib
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import msgspec
@@ -24,16 +24,37 @@ def normalize_chat_message(message: Mapping[str, Any]) -> Message:
     A field the template does not read, such as `refusal`, makes no difference. A developer is
     OpenAI's newer name for the system, which most templates do not know.
     """
-    role = "system" if message["role"] == "developer" else message["role"]
     content = message.get("content") or ""
     if not isinstance(content, str):
         content = "\n".join(part["text"] for part in content)
-    normal: Message = {"role": role, "content": content}
-    for name in ("name", "tool_call_id", "reasoning_content"):
-        if message.get(name) is not None:
-            normal[name] = message[name]
-    if message.get("tool_calls"):
-        normal["tool_calls"] = [_normalize_tool_call(call) for call in message["tool_calls"]]
+    return build_normal_message(
+        message["role"],
+        content,
+        message.get("name"),
+        message.get("tool_call_id"),
+        message.get("reasoning_content"),
+        message.get("tool_calls"),
+    )
+
+
+def build_normal_message(
+    role: str,
+    content: str,
+    name: str | None = None,
+    tool_call_id: str | None = None,
+    reasoning_content: str | None = None,
+    tool_calls: Iterable[Mapping[str, Any]] | None = None,
+) -> Message:
+    """The normal form of a message of which the parts have been read."""
+    normal: Message = {"role": "system" if role == "developer" else role, "content": content}
+    if name is not None:
+        normal["name"] = name
+    if tool_call_id is not None:
+        normal["tool_call_id"] = tool_call_id
+    if reasoning_content is not None:
+        normal["reasoning_content"] = reasoning_content
+    if tool_calls:
+        normal["tool_calls"] = [_normalize_tool_call(call) for call in tool_calls]
     return normal
 
 

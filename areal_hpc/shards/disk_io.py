@@ -65,8 +65,8 @@ def write_all(descriptor: int, buffers: Iterable[Buffer], offset: int | None = N
         OSError: The storage refused; some bytes may have been written.
     """
     # Arrays are buffers, but typing has no word for that before Python 3.12.
-    views = (memoryview(buffer) for buffer in buffers)  # type: ignore[arg-type]
-    waiting = deque(view.cast("B") for view in views if view.nbytes)
+    views = [memoryview(buffer) for buffer in buffers]  # type: ignore[arg-type]
+    waiting = deque([view.cast("B") for view in views if view.nbytes])
     total_bytes = 0
     while waiting:
         batch = list(islice(waiting, _MAX_BUFFERS_PER_CALL))

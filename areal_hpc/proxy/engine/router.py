@@ -147,6 +147,8 @@ class Router:
         Calls in flight alone would not do: sessions whose short first calls come one after the
         other would all find the same replica without load.
         """
+        if len(replicas) == 1:
+            return replicas[0]
         load, together = Counter(self._in_flight), Counter[int]()
         ticket = session.request.ref
         for other, home in self._homes.items():

@@ -33,7 +33,7 @@ from areal_hpc.proxy.dialects.validation import (
 )
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.message_matching import normalize_chat_message
+from areal_hpc.session.message_matching import build_normal_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 
@@ -61,7 +61,7 @@ class _ToolCall(Struct):
     type: Literal["function", "custom"] = "function"
 
 
-class ChatMessage(Struct, omit_defaults=True):
+class ChatMessage(Struct):
     """One message of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
@@ -263,7 +263,7 @@ def _split_prefill(request: ChatRequest) -> tuple[str | None, Sequence[ChatMessa
     key = f"messages[{len(others)}]"
     if last.role != "assistant" or last.tool_calls or last.function_call or last.reasoning_content:
         raise ProxyRequestError(400, "a reply can go on from text of the assistant alone", key=key)
-    text: str = normalize_chat_message(_read_message_in_newer_form(last, len(others)))["content"]
+    text: str = _normalize_message(last, len(others))["content"]
     return text, others
 
 
@@ -273,32 +273,34 @@ def normalize_messages(messages: Sequence[ChatMessage]) -> list[Message]:
     Raises:
         ProxyRequestError: 400, naming a part that is no text: nothing else is served.
     """
-    return [
-        normalize_chat_message(_read_message_in_newer_form(one, i))
-        for i, one in enumerate(messages)
-    ]
+    return [_normalize_message(one, i) for i, one in enumerate(messages)]
 
 
-def _read_message_in_newer_form(message: ChatMessage, i: int) -> dict[str, Any]:
-    """A message with OpenAI's older calls in their newer form."""
-    fields: dict[str, Any] = msgspec.to_builtins(message)
+def _normalize_message(message: ChatMessage, i: int) -> Message:
+    """A message in normal form; of OpenAI's older calls their newer form."""
     if message.audio:
         problem = "speech is not supported"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")
-    if isinstance(message.content, list):
-        fields["content"] = [
-            _read_content_part(part, i, j) for j, part in enumerate(message.content)
-        ]
-    if message.tool_calls is not None:
-        fields["tool_calls"] = [
-            {"id": call.id, "type": "function", "function": _read_call(call, i, j)}
-            for j, call in enumerate(message.tool_calls)
-        ]
+    content = message.content or ""
+    if not isinstance(content, str):
+        content = "\n".join(_read_text_part(part, i, j) for j, part in enumerate(content))
+    calls: list[dict[str, Any]] = [
+        {"id": call.id, "function": _read_call(call, i, j)}
+        for j, call in enumerate(message.tool_calls or ())
+    ]
     if message.function_call is not None:
         function = message.function_call
-        called = {"name": function.name, "arguments": _encode_arguments(function)}
-        fields["tool_calls"] = [*fields.get("tool_calls", ()), {"function": called}]
-    return {**fields, "role": "tool"} if message.role == "function" else fields
+        calls.append(
+            {"function": {"name": function.name, "arguments": _encode_arguments(function)}}
+        )
+    return build_normal_message(
+        "tool" if message.role == "function" else message.role,
+        content,
+        message.name,
+        message.tool_call_id,
+        message.reasoning_content,
+        calls,
+    )
 
 
 def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, str]:
@@ -311,12 +313,12 @@ def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, str]:
     return {"name": call.function.name, "arguments": _encode_arguments(call.function)}
 
 
-def _read_content_part(part: _ContentPart, i: int, j: int) -> dict[str, str]:
+def _read_text_part(part: _ContentPart, i: int, j: int) -> str:
     text = {"text": part.text, "refusal": part.refusal}.get(part.type)
     if text is None:
         problem = f"content parts of type {part.type!r} are not supported"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].content[{j}].type")
-    return {"text": text}
+    return text
 
 
 def _encode_arguments(function: _CalledFunction) -> str:
@@ -401,7 +403,9 @@ def _build_thinking_variables(
     }
     found: dict[str, Any] = {}
     for name, effort in efforts.items():
-        found |= build_reasoning_variables(model, name, ignored, effort=effort)
+        if effort is not None:
+            found |= build_reasoning_variables(model, name, ignored, effort=effort)
     for name, thinks in switches.items():
-        found |= build_reasoning_variables(model, name, ignored, thinks=thinks)
+        if thinks is not None:
+            found |= build_reasoning_variables(model, name, ignored, thinks=thinks)
     return found

@@ -1,6 +1,7 @@
 """OpenAI sampling parameters, with SGLang's extensions."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from operator import attrgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -132,8 +133,7 @@ def build_sampling_params(
             the engine takes one at most, and that of a reply that must call a tool is one.
     """
     stop = [request.stop] if isinstance(request.stop, str) else request.stop
-    grammar = _read_grammar(request, choice)
-    sampling = SamplingParams(
+    return SamplingParams(
         temperature=get_given_or_default(request.temperature, defaults.temperature),
         max_new_tokens=max_new_tokens,
         top_p=get_given_or_default(request.top_p, defaults.top_p),
@@ -148,12 +148,27 @@ def build_sampling_params(
         logit_bias=request.logit_bias or None,
         min_new_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
+        **_read_grammar(request, choice),  # type: ignore[arg-type]
     )
-    return msgspec.structs.replace(sampling, **grammar)
+
+
+_GRAMMAR_PARAMS = (
+    "response_format",
+    "regex",
+    "ebnf",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "structured_outputs",
+)
+_get_grammar_params: Callable[[Any], tuple[Any, ...]] = attrgetter(*_GRAMMAR_PARAMS)
 
 
 def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[str, str]:
     """The one grammar that a request asks for, under SGLang's name; empty if it asks for none."""
+    if _get_grammar_params(request).count(None) == len(_GRAMMAR_PARAMS):
+        return {}
     form, vllm = request.response_format, request.structured_outputs or _StructuredOutputs()
     schema = None
     if form is not None and form.type != "text":
