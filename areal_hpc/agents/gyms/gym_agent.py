@@ -4,7 +4,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.agents.gyms.gym_worker import GymWorkers
+from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.wire.reward import Reward
 
@@ -39,7 +39,7 @@ class GymAgent:
     ) -> None:
         self.prompt, self.max_turns, self.request = prompt, max_turns, request
         self.step_timeout_s = step_timeout_s
-        self._workers = GymWorkers(
+        self._workers = build_gym_worker_pool(
             python or sys.executable, script, config, variables or {}, max_workers
         )
 

@@ -1,15 +1,15 @@
 """Processes that run a gym in its own Python, and the JSON lines to and from them."""
 
-import asyncio
 import json
 import os
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.rollout.execution.line_process import LineProcess, select_variables
+from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
 WORKERS_DIR = Path(__file__).with_name("workers")
 MAX_LINE_BYTES = 64 << 20
@@ -79,53 +79,8 @@ class GymWorker:
         self._process.close()
 
 
-class GymWorkers:
-    """At most so many workers, started when they are needed and used again."""
-
-    def __init__(
-        self,
-        python: str,
-        script: str,
-        config: Mapping[str, Any],
-        variables: Mapping[str, str],
-        size: int,
-    ) -> None:
-        self._python, self._script = python, script
-        self._config, self._variables = dict(config), dict(variables)
-        self._size = size
-        self._idle: list[GymWorker] = []
-        self._places: asyncio.Semaphore | None = None
-        self._loop: asyncio.AbstractEventLoop | None = None
-
-    @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[GymWorker]:
-        """A worker to oneself; waits while all are taken."""
-        async with self._get_places():
-            worker = await self._take()
-            try:
-                yield worker
-            finally:
-                if worker.is_usable:
-                    self._idle.append(worker)
-                else:
-                    worker.close()
-
-    def close(self) -> None:
-        """End those that wait."""
-        while self._idle:
-            self._idle.pop().close()
-
-    def _get_places(self) -> asyncio.Semaphore:
-        """Those of this event loop: a process of mode `subproc` has one per episode."""
-        loop = asyncio.get_running_loop()
-        if self._places is None or self._loop is not loop:
-            self._places, self._loop = asyncio.Semaphore(self._size), loop
-        return self._places
-
-    async def _take(self) -> GymWorker:
-        while self._idle:
-            worker = self._idle.pop()
-            if worker.is_usable:
-                return worker
-            worker.close()
-        return await GymWorker.start(self._python, self._script, self._config, self._variables)
+def build_gym_worker_pool(
+    python: str, script: str, config: Mapping[str, Any], variables: Mapping[str, str], size: int
+) -> WorkerPool[GymWorker]:
+    """A pool of at most `size` workers of one gym; see `GymWorker.start`."""
+    return WorkerPool(size, partial(GymWorker.start, python, script, config, variables))

@@ -5,7 +5,7 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.agents.gyms.gym_worker import GymWorkers
+from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool
 from areal_hpc.wire.reward import Reward
 
 
@@ -43,7 +43,7 @@ class VerifiersAgent:
             "env": dict(env or {}),
         }
         self.timeout_s, self.request = timeout_s, request
-        self._workers = GymWorkers(
+        self._workers = build_gym_worker_pool(
             python or sys.executable, "verifiers_worker.py", config, variables or {}, max_workers
         )
 

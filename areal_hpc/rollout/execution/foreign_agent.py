@@ -1,6 +1,5 @@
 """Agents that run with another Python than the driver's (`rollout.agent.python`)."""
 
-import asyncio
 import json
 import os
 import sys
@@ -13,6 +12,7 @@ from areal_hpc.errors import AgentError, RecipeError, WorkerLostError
 from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
 from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_answer
 from areal_hpc.rollout.execution.line_process import LineProcess, select_variables
+from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
 WORKER = Path(__file__).with_name("agent_worker.py")
 
@@ -28,30 +28,25 @@ class ForeignAgentPool:
         size: int,
         variables: Sequence[str],
     ) -> None:
-        self._python = python
         self._request = {
             "workflow": workflow,
             "kwargs": dict(kwargs),
             "sys_path": list_user_folders(),
         }
-        self._variables = variables
-        self._idle: list[LineProcess] = []
-        self._places = asyncio.Semaphore(size)
+
+        async def start() -> LineProcess:
+            return _start_worker(python, select_variables(os.environ, variables))
+
+        self._processes = WorkerPool(size, start)
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator["ForeignProcess"]:
-        """A process to oneself; waits while all are taken."""
-        async with self._places:
-            process = self._take()
+        """A process to oneself; waits while all are taken. What it started ends with its turn."""
+        async with self._processes.acquire() as process:
             try:
                 yield ForeignProcess(process, self._request)
             finally:
-                below = list_descendants(process.pid)
-                if process.is_usable:
-                    self._idle.append(process)
-                else:
-                    process.close()
-                for one in below:
+                for one in list_descendants(process.pid):
                     kill_and_reap_process(one)
 
     async def check_agent_builds(self) -> None:
@@ -65,25 +60,18 @@ class ForeignAgentPool:
 
     def close(self) -> None:
         """Kill idle processes."""
-        while self._idle:
-            self._idle.pop().close()
+        self._processes.close()
 
-    def _take(self) -> LineProcess:
-        while self._idle:
-            process = self._idle.pop()
-            if process.is_usable:
-                return process
-            process.close()
-        environ = select_variables(os.environ, self._variables)
-        command = [self._python, str(WORKER)]
-        try:
-            return LineProcess(command, environ, "the worker process", MAX_ANSWER_BYTES)
-        except OSError as error:
-            raise RecipeError(
-                f"there is no Python for the agent at {self._python}: {error.strerror}",
-                key="rollout.agent.python",
-                hint="name an interpreter that every node has",
-            ) from error
+
+def _start_worker(python: str, environ: Mapping[str, str]) -> LineProcess:
+    try:
+        return LineProcess([python, str(WORKER)], environ, "the worker process", MAX_ANSWER_BYTES)
+    except OSError as error:
+        raise RecipeError(
+            f"there is no Python for the agent at {python}: {error.strerror}",
+            key="rollout.agent.python",
+            hint="name an interpreter that every node has",
+        ) from error
 
 
 def list_user_folders() -> list[str]:

@@ -15,8 +15,8 @@ import socket
 import subprocess
 import sys
 import weakref
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Mapping
+from contextlib import AbstractAsyncContextManager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -34,6 +34,7 @@ from areal_hpc.rollout.execution.answers import (
     encode_raised,
     encode_returned,
 )
+from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
 _SERVE_SCRIPT = """
 import json, sys
@@ -54,22 +55,14 @@ class ProcessPool:
     """
 
     def __init__(self, size: int, environ: Mapping[str, str] | None = None) -> None:
-        self._environ = environ
-        self._idle: list[_Process] = []
-        self._places = asyncio.Semaphore(size)
+        async def start() -> _Process:
+            return _Process(environ)
 
-    @asynccontextmanager
-    async def acquire(self) -> AsyncIterator[_Process]:
+        self._processes = WorkerPool(size, start)
+
+    def acquire(self) -> AbstractAsyncContextManager[_Process]:
         """A process to oneself; waits while all are taken."""
-        async with self._places:
-            process = self._idle.pop() if self._idle else _Process(self._environ)
-            try:
-                yield process
-            finally:
-                if process.is_usable:
-                    self._idle.append(process)
-                else:
-                    process.kill()
+        return self._processes.acquire()
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """What the function returned. Cancelling it kills the process.
@@ -83,8 +76,7 @@ class ProcessPool:
 
     def close(self) -> None:
         """Kill idle processes."""
-        while self._idle:
-            self._idle.pop().kill()
+        self._processes.close()
 
 
 class _Process:
@@ -143,7 +135,7 @@ class _Process:
                 )
         return bytes(answer)
 
-    def kill(self) -> None:
+    def close(self) -> None:
         """End the child, whatever it does, and all that it started."""
         below = list_descendants(self._child.pid)
         _end_child(self._child, self._answers)

@@ -10,19 +10,21 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker, GymWorkers
+from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker, build_gym_worker_pool
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from tests.support.gym_stage import GymStage
 
 WORKER = str(Path(__file__).with_name("counting_worker.py"))
+Gyms = WorkerPool[GymWorker]
 VARIABLES = {"PYTHONPATH": str(WORKERS_DIR), "COLOR": "blue"}
 
 
-def run(scene: Callable[[GymWorkers], Awaitable[None]], size: int = 2, **config: Any) -> None:
+def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) -> None:
     async def play() -> None:
-        workers = GymWorkers(sys.executable, WORKER, config, VARIABLES, size)
+        workers = build_gym_worker_pool(sys.executable, WORKER, config, VARIABLES, size)
         try:
             await scene(workers)
         finally:
@@ -46,7 +48,7 @@ async def step(worker: GymWorker, text: str, timeout_s: float = 30) -> dict[str,
 def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET", "s")
 
-    async def scene(workers: GymWorkers) -> None:
+    async def scene(workers: Gyms) -> None:
         async with workers.acquire() as one, workers.acquire() as other:
             (_, first), (_, second) = await reset(one), await reset(other)
             assert first != second
@@ -67,7 +69,7 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
     ],
 )
 def test_a_gym_that_fails_costs_its_episode(text: str, said: str, stays: bool) -> None:
-    async def scene(workers: GymWorkers) -> None:
+    async def scene(workers: Gyms) -> None:
         async with workers.acquire() as worker:
             _, pid = await reset(worker)
             with pytest.raises(AgentError, match=said):
@@ -80,7 +82,7 @@ def test_a_gym_that_fails_costs_its_episode(text: str, said: str, stays: bool) -
 
 
 def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
-    async def broken(workers: GymWorkers) -> None:
+    async def broken(workers: Gyms) -> None:
         with pytest.raises(RecipeError, match=r"cannot be built: .*no such gym"):
             async with workers.acquire():
                 pass
@@ -92,7 +94,7 @@ def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
 
 
 def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
-    workers = GymWorkers(sys.executable, WORKER, {}, VARIABLES, 1)
+    workers = build_gym_worker_pool(sys.executable, WORKER, {}, VARIABLES, 1)
 
     async def play() -> tuple[int, int]:
         async with workers.acquire() as worker:
