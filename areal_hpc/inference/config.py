@@ -19,8 +19,8 @@ from areal_hpc.inference.server.command import (
     compute_replica_seed,
 )
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.jobs.gpus import DEVICES_DIR, list_device_files, parse_visible_devices
-from areal_hpc.jobs.topology import get_advertised_host, get_task_log_dir
+from areal_hpc.jobs.node.gpus import DEVICES_DIR, list_device_files, parse_visible_devices
+from areal_hpc.jobs.node.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.replicas import generate_server_keys

@@ -7,7 +7,7 @@ incarnation whose part was once running somewhere, and is not any more, is lost 
 import threading
 
 from areal_hpc.inference.server.command import ServerPorts
-from areal_hpc.jobs.topology import get_advertised_host
+from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
 
 NODE_TIMEOUT_S = 15.0

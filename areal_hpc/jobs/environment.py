@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
-from areal_hpc.slurm.container import get_image_python
+from areal_hpc.slurm.batch_script.container import get_image_python
 
 GPU_VARIABLES = {
     # GPUs have the numbers that nvidia-smi, Slurm and the launcher's assignment give them.

@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.jobs import starts, time_limit
-from areal_hpc.jobs.topology import (
+from areal_hpc.jobs.node.topology import (
     JOB_START_VARIABLE,
     TaskPosition,
     find_interface,

@@ -14,9 +14,9 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.node.topology import JOB_START_VARIABLE, TaskPosition
 from areal_hpc.jobs.restart_policy import SLURM_POLICY, RestartDecision
 from areal_hpc.jobs.starts import claim_next_start
-from areal_hpc.jobs.topology import JOB_START_VARIABLE, TaskPosition
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,

@@ -15,11 +15,18 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import starts, time_limit
-from areal_hpc.jobs.node_probe import (
+from areal_hpc.jobs.node.node_probe import (
     NodeProblem,
     ReachabilityServer,
     is_fault_of_storage,
     probe_node,
+)
+from areal_hpc.jobs.node.topology import (
+    JOB_START_VARIABLE,
+    TaskPosition,
+    find_interface,
+    find_own_address,
+    get_slurm_restart_count,
 )
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
@@ -35,13 +42,6 @@ from areal_hpc.jobs.restart_policy import (
 )
 from areal_hpc.jobs.shared_job import split_exits_by_cell
 from areal_hpc.jobs.succession import find_own_record, find_reason_to_leave, take_place
-from areal_hpc.jobs.topology import (
-    JOB_START_VARIABLE,
-    TaskPosition,
-    find_interface,
-    find_own_address,
-    get_slurm_restart_count,
-)
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,

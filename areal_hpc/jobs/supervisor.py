@@ -17,6 +17,7 @@ import msgspec
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.local_task import LocalTask, StepTask
+from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
@@ -25,7 +26,6 @@ from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy
 from areal_hpc.jobs.shared_job import SharedCell, get_part_of_task, get_part_outside_cells
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
-from areal_hpc.jobs.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
     LOST_PEER_EXIT_CODE,

@@ -11,10 +11,10 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs import gpus
+from areal_hpc.jobs.node import gpus
+from areal_hpc.jobs.node.topology import TaskPosition, get_slurm_restart_count
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
 from areal_hpc.jobs.shared_job import JobPart
-from areal_hpc.jobs.topology import TaskPosition, get_slurm_restart_count
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.jobs import LaunchFile, ProcessSpec

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from areal_hpc.inference.config import WORKER_NODE_ENTRY, InferenceJobConfig
 from areal_hpc.ledger.config import LedgerEvaluationSet, LedgerJobConfig
-from areal_hpc.ledger.task_stream import TaskSource
+from areal_hpc.ledger.tasks.task_stream import TaskSource
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best

@@ -25,11 +25,14 @@ from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.jobs.restart_policy import find_crash_error
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.host_memory import find_host_memory_problems, find_memory_bytes_of_job_nodes
 from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, lock_prepared_run
+from areal_hpc.launch.resources.host_memory import (
+    find_host_memory_problems,
+    find_memory_bytes_of_job_nodes,
+)
+from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     REQUEUE_MARGIN_S,
@@ -50,9 +53,10 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
+from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.batch_script.successors import build_chain_dependency, name_unknown_job_ids
 from areal_hpc.slurm.queue import find_live_job_ids
 from areal_hpc.slurm.run_jobs import LiveJob
-from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
 from areal_hpc.slurm.submit import (
     SubmittedJob,
@@ -61,7 +65,6 @@ from areal_hpc.slurm.submit import (
     write_job_files,
     write_member_payload,
 )
-from areal_hpc.slurm.successors import build_chain_dependency, name_unknown_job_ids
 from areal_hpc.wire.fault_points import fault_point
 
 RUN_FILES_POLL_S = 0.5

@@ -9,9 +9,9 @@ from pathlib import Path
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
+from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.slurm_launcher import (
     build_dependency,
     build_launch_file,
@@ -25,7 +25,7 @@ from areal_hpc.launch.slurm_launcher import (
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submit import SubmittedJob, submit_array
 
 

@@ -7,7 +7,7 @@ from pydantic import Field
 from areal_hpc.evaluation.set_metrics import DEFAULT_PASS_REWARD
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.task_stream import TaskSource
+from areal_hpc.ledger.tasks.task_stream import TaskSource
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.wire.ledger import StaleGroups
 

@@ -10,16 +10,16 @@ from typing import Any
 import uvloop
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.requeue import release_held_jobs
-from areal_hpc.jobs.topology import get_advertised_host
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.curriculum import RECIPE_KEY, Curriculum
 from areal_hpc.ledger.evaluation_run import evaluate_and_finish
 from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.service import LedgerService
-from areal_hpc.ledger.task_stream import TaskSource, TaskStream
+from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum
+from areal_hpc.ledger.tasks.task_stream import TaskSource, TaskStream
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.manifests import read_drops

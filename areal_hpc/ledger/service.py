@@ -26,7 +26,7 @@ from areal_hpc.ledger.evaluation_results import (
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
 from areal_hpc.ledger.sealed_index import SealedIndex
-from areal_hpc.ledger.task_stream import TaskStream
+from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.generations import read_newest_number

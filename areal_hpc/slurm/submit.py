@@ -30,9 +30,9 @@ from areal_hpc.rundir.jobs import (
     write_array_membership,
 )
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.slurm.script import PAYLOAD_FILE, JobRequest
+from areal_hpc.slurm.batch_script.script import PAYLOAD_FILE, JobRequest
+from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
 from areal_hpc.slurm.submission import JobIdentity, submit_script
-from areal_hpc.slurm.successors import build_options_to_start_after_failure
 from areal_hpc.wire.fault_points import fault_point
 
 Entry: TypeAlias = Callable[[str], None]

@@ -15,14 +15,14 @@ from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs.gpus import find_visible_gpus
-from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.topology import (
+from areal_hpc.jobs.node.gpus import find_visible_gpus
+from areal_hpc.jobs.node.topology import (
     TaskPosition,
     get_advertised_host,
     get_task_log_dir,
     get_task_position,
 )
+from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE

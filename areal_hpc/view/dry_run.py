@@ -5,9 +5,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.script import JobRequest
+from areal_hpc.slurm.batch_script.script import JobRequest
+from areal_hpc.slurm.batch_script.successors import (
+    build_options_to_start_after_failure,
+    name_unknown_job_ids,
+)
 from areal_hpc.slurm.submit import render_script
-from areal_hpc.slurm.successors import build_options_to_start_after_failure, name_unknown_job_ids
 
 
 def format_dry_run(

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 MAX_CLOCK_SKEW_S = 60.0
 """Between the clocks of two nodes, with the time that a request is under way. The check of nodes
-(`jobs/node_probe.py`) refuses those whose clocks are off by half of that."""
+(`jobs/node/node_probe.py`) refuses those whose clocks are off by half of that."""
 SKEW_WARNING_S, SKEW_WARNING_PERIOD_S = 10.0, 60.0
 TOO_OLD_STATUS = 425
 """Answers a sound signature of another time: a client that was stopped meanwhile signs anew."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.slurm.container import IMAGE_CHECKOUT_DIR, get_image_python
+from areal_hpc.slurm.batch_script.container import IMAGE_CHECKOUT_DIR, get_image_python
 from tests.support.commands import run_program, write_program
 from tests.support.environments import CHECKOUT
 

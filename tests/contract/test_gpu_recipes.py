@@ -13,8 +13,8 @@ import huggingface_hub.constants
 import pytest
 
 from areal_hpc.cli.main import main
-from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.gpu_assignment import find_gpu_shortages
+from areal_hpc.jobs.node.gpus import VisibleGpus
+from areal_hpc.launch.resources.gpu_assignment import find_gpu_shortages
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import load_agent

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.recipe.sections.cluster import SlurmConfig
-from areal_hpc.slurm.script import JobRequest, RunContext, build_job_requests
+from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submission import release_jobs
 from areal_hpc.slurm.submit import submit_array
 from tests.slurm.supervised_jobs import SupervisedJob

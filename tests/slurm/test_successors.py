@@ -11,8 +11,8 @@ import pytest
 
 from areal_hpc.rundir.jobs import Submission, list_successors, read_submissions, record_submission
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT
+from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
 from areal_hpc.slurm.submission import JobIdentity, submit_script
-from areal_hpc.slurm.successors import build_options_to_start_after_failure
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, light_overrides

@@ -9,15 +9,15 @@ from pathlib import Path
 from areal_hpc.errors import RecipeError
 from areal_hpc.inference.config import InferenceJobConfig, build_server_command
 from areal_hpc.inference.server.command import ServerPorts
-from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.gpu_assignment import assign_gpus
-from areal_hpc.launch.node_shares import add_cpu_and_memory_options
+from areal_hpc.jobs.node.gpus import VisibleGpus
 from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.resources.gpu_assignment import assign_gpus
+from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.script import compute_resources
+from areal_hpc.slurm.batch_script.script import compute_resources
 from tests.support.environments import CHECKOUT
 
 GOLDEN = CHECKOUT / "tests" / "golden" / "devices.txt"

@@ -24,9 +24,9 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     And, unless the jobs run elsewhere, who gets which of this machine's GPUs.
     """
     # Imported here: `--help` stays quick without pydantic and submitit.
-    from areal_hpc.launch.host_memory import build_host_memory_report
-    from areal_hpc.launch.memory import build_memory_report
     from areal_hpc.launch.plan import plan_run
+    from areal_hpc.launch.resources.host_memory import build_host_memory_report
+    from areal_hpc.launch.resources.memory import build_memory_report
     from areal_hpc.recipe.presets import describe_preset
     from areal_hpc.rundir.paths import RunPaths
 
@@ -76,7 +76,7 @@ def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[
 
 def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
     """Processors and memory that a job with GPUs asks Slurm for; nothing for other jobs."""
-    from areal_hpc.launch.node_shares import add_cpu_and_memory_options
+    from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 
     if not job.gpus_per_task:
         return ""
@@ -100,7 +100,11 @@ def _describe_successors(recipe: Recipe) -> str:
 
 def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
-    from areal_hpc.launch.gpu_assignment import assign_gpus, find_usable_gpus, format_assignment
+    from areal_hpc.launch.resources.gpu_assignment import (
+        assign_gpus,
+        find_usable_gpus,
+        format_assignment,
+    )
 
     try:
         visible = find_usable_gpus(recipe, os.environ)

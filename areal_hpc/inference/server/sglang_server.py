@@ -26,7 +26,7 @@ from areal_hpc.inference.server.shared_memory import (
     remove_files_of_dead_servers,
     remove_unused_files,
 )
-from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
+from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.wire.http import responds_with_200
 

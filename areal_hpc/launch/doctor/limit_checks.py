@@ -13,8 +13,8 @@ from areal_hpc.launch.doctor.partition_checks import (
     read_partition,
 )
 from areal_hpc.launch.doctor.subject import DoctorSubject
+from areal_hpc.slurm.batch_script.script import JobRequest
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.script import JobRequest
 
 _ASSOCIATION_COLUMNS = (
     *("account", "user", "partition", "defaultqos"),

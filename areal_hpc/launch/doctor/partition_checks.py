@@ -8,8 +8,8 @@ from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, format_cell_name
+from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.script import DEFAULT_TIME_LIMIT_MINUTES
 
 
 def list_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:

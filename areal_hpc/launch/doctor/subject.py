@@ -10,8 +10,8 @@ from areal_hpc.launch.doctor.gpu.examination import GpuExamination
 from areal_hpc.launch.slurm_launcher import build_requests_of_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
+from areal_hpc.slurm.batch_script.script import JobRequest
 from areal_hpc.slurm.commands import has_slurm, run_slurm_command
-from areal_hpc.slurm.script import JobRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,10 @@ from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import slurm_launcher
 from areal_hpc.launch.evaluation.plan import plan_evaluation_of
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
-from areal_hpc.launch.gpu_assignment import find_usable_gpus
 from areal_hpc.launch.local_launcher import LocalLauncher
 from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.prepared_run import lock_prepared_run
+from areal_hpc.launch.resources.gpu_assignment import find_usable_gpus
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet

@@ -15,10 +15,10 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutErr
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmClock, read_checkpoint_duration_s
-from areal_hpc.launch.host_memory import MIB, find_host_memory_problems
 from areal_hpc.launch.places.place import build_launch_file
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.launch.resources.host_memory import MIB, find_host_memory_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import WantedGpus
 from areal_hpc.rundir.allocation_note import (
@@ -32,7 +32,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import format_cell_name
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import Allocation
-from areal_hpc.slurm.container import build_container_command
+from areal_hpc.slurm.batch_script.container import build_container_command
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import StepJobHandle, build_step_command
 from areal_hpc.slurm.submit import JobHandle, write_launch

@@ -7,17 +7,17 @@ import msgspec
 
 from areal_hpc.errors import Problem
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.gpu_assignment import (
+from areal_hpc.launch.places.place import build_launch_file
+from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.launch.resources.gpu_assignment import (
     GpuAssignment,
     assign_gpus,
     find_gpu_problems,
     find_usable_gpus,
     format_assignment,
 )
-from areal_hpc.launch.host_memory import find_allocation_memory_problems
-from areal_hpc.launch.places.place import build_launch_file
-from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun
+from areal_hpc.launch.resources.host_memory import find_allocation_memory_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.slurm.submit import JobHandle, submit_local

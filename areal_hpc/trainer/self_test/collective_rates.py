@@ -13,7 +13,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.jobs.topology import get_task_position
+from areal_hpc.jobs.node.topology import get_task_position
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.collectives import all_reduce_max

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from areal_hpc.jobs.topology import TaskPosition, get_task_position
+from areal_hpc.jobs.node.topology import TaskPosition, get_task_position
 from areal_hpc.recipe.sections.trainer import AdamConfig, ParallelConfig
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.gpus import (
+from areal_hpc.jobs.node.gpus import (
     VISIBLE_DEVICES_VARIABLE,
     VisibleGpus,
     find_visible_gpus,

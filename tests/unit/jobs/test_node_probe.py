@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.node_probe import (
+from areal_hpc.jobs.node.node_probe import (
     ReachabilityServer,
     compare_gpus_with_driver,
     find_clock_skew_problems,

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from areal_hpc.jobs.node.topology import JOB_START_VARIABLE, TaskPosition
 from areal_hpc.jobs.shared_job import (
     IDLE_NOTE_MARGIN_S,
     SharedCell,
@@ -14,7 +15,6 @@ from areal_hpc.jobs.shared_job import (
     split_exits_by_cell,
 )
 from areal_hpc.jobs.starts import claim_next_start
-from areal_hpc.jobs.topology import JOB_START_VARIABLE, TaskPosition
 from areal_hpc.rundir.jobs import (
     CellSpec,
     JobSpec,

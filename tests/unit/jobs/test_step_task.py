@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.jobs import starts
 from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, StepTask
-from areal_hpc.jobs.topology import TaskPosition
+from areal_hpc.jobs.node.topology import TaskPosition
 from areal_hpc.rundir.allocation_note import LAUNCHER_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,

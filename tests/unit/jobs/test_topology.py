@@ -6,7 +6,7 @@ import psutil
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.topology import find_interface, find_own_address
+from areal_hpc.jobs.node.topology import find_interface, find_own_address
 from areal_hpc.slurm.allocation import expand_node_list
 
 

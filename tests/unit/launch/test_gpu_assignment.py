@@ -8,8 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.jobs.gpus import VisibleGpus
-from areal_hpc.launch.gpu_assignment import (
+from areal_hpc.jobs.node.gpus import VisibleGpus
+from areal_hpc.launch.plan import JobStage, plan_run
+from areal_hpc.launch.resources.gpu_assignment import (
     GpuAssignment,
     assign_gpus,
     find_gpu_problems,
@@ -17,7 +18,6 @@ from areal_hpc.launch.gpu_assignment import (
     find_usable_gpus,
     format_assignment,
 )
-from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths

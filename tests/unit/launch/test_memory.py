@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.launch import memory
+from areal_hpc.launch.resources import memory
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model import memory_estimate

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
-from areal_hpc.ledger.curriculum import Curriculum, WeighTasks
+from areal_hpc.ledger.tasks.curriculum import Curriculum, WeighTasks
 
 
 def evenly(known: dict[str, Any]) -> Any:

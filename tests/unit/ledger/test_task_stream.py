@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.ledger.task_stream import (
+from areal_hpc.ledger.tasks.task_stream import (
     TaskSource,
     TaskStream,
     count_block_tickets_by_source,

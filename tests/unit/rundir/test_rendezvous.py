@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.jobs.topology import detect_task_position
+from areal_hpc.jobs.node.topology import detect_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 

@@ -11,9 +11,9 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.server.command import ServerPorts, build_replica_command
-from areal_hpc.jobs.gpus import VISIBLE_DEVICES_VARIABLE
+from areal_hpc.jobs.node.gpus import VISIBLE_DEVICES_VARIABLE
+from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
-from areal_hpc.jobs.topology import LOOPBACK_ADDRESS
 from areal_hpc.launch.checks.server_options import ask_sglang_to_parse_options, find_option_problems
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, Unmeasured
 from areal_hpc.launch.doctor.gpu.worker_processes import Worker, await_workers_and_kill_rest

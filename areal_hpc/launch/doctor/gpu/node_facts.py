@@ -14,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from areal_hpc.jobs.gpus import find_visible_gpus, read_numa_nodes, select_gpus
+from areal_hpc.jobs.node.gpus import find_visible_gpus, read_numa_nodes, select_gpus
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuFacts, NodeFacts, PythonFacts
 from areal_hpc.recipe.sections.cluster import WantedGpus
 

@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.rundir.rendezvous import is_training_cell_job
-from areal_hpc.slurm.container import build_container_command
+from areal_hpc.slurm.batch_script.container import build_container_command
 
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
 PAYLOAD_FILE = "payload.pkl"

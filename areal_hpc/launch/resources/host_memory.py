@@ -16,11 +16,11 @@ from areal_hpc.launch.checks.model_files import (
     find_critic_architecture,
     find_frozen_architectures,
 )
-from areal_hpc.launch.memory import estimate_serving_memory
 from areal_hpc.launch.plan import build_training_job
+from areal_hpc.launch.resources.memory import estimate_serving_memory
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.rendezvous import format_cell_name
-from areal_hpc.slurm.script import compute_resources
+from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.jobs.gpus import VisibleGpus, find_visible_gpus, read_numa_nodes, select_gpus
+from areal_hpc.jobs.node.gpus import VisibleGpus, find_visible_gpus, read_numa_nodes, select_gpus
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths

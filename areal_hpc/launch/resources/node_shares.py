@@ -18,7 +18,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
-from areal_hpc.slurm.script import compute_resources
+from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
     estimate_checkpoint_copy,

@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from areal_hpc.errors import AgentError
 from areal_hpc.evaluation.ticket_numbers import split_ticket_id
-from areal_hpc.ledger.curriculum import Curriculum
+from areal_hpc.ledger.tasks.curriculum import Curriculum
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 
 _SEED_MASK = 2**31 - 1

@@ -1,0 +1,1 @@
+"""Tasks of a run: which one each ticket is of, drawn in order or by a curriculum."""
