@@ -1,8 +1,8 @@
 """Succession of a job under Slurm: one of its successors starts, and takes its place.
 
-Successors are laid at submission (`slurm/batch_script/successors.py`). One that starts runs the same
-launch file as the job's next start. It leaves at once, and with success, where nobody is to bring
-the job back: then Slurm removes those behind it.
+Successors are laid at submission (`slurm/batch_script/successors.py`). One that starts runs the
+same launch file as the job's next start. It leaves at once, and with success, where nobody is to
+bring the job back: then Slurm removes those behind it.
 """
 
 import logging
