@@ -1,61 +1,45 @@
 """Slurm launcher: submit all jobs of a run; no process stays on the login node.
 
 Unlike the foreground launcher nobody stays behind: jobs start each other again and end by
-themselves. Who waits only watches files, and the queue now and then.
+themselves.
 """
 
 import contextlib
 import shlex
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-
-import msgspec
 
 from areal_hpc.errors import (
     ClusterError,
-    JobFailedError,
-    Problem,
     RecipeError,
-    RunInterruptedError,
-    SlurmTimeoutError,
 )
-from areal_hpc.jobs.caretaker import CaretakerConfig
-from areal_hpc.jobs.environment import build_role_variables, get_interpreters
-from areal_hpc.jobs.restart_policy import find_crash_error
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, lock_prepared_run
 from areal_hpc.launch.resources.host_memory import (
     find_host_memory_problems,
     find_memory_bytes_of_job_nodes,
 )
-from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
+from areal_hpc.launch.slurm_requests import (
+    build_dependency,
+    build_requests_of_run,
+    build_requests_of_stage,
+)
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
-    REQUEUE_MARGIN_S,
-    JobSpec,
     LaunchFile,
-    SlurmLaunchInfo,
     Submission,
     get_array_index,
-    get_latest_submissions,
-    list_excluded_nodes,
     list_held_jobs,
     list_successors,
     read_array_memberships,
     read_submissions,
-    read_task_exits,
     record_submission,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
-from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.batch_script.successors import build_chain_dependency, name_unknown_job_ids
-from areal_hpc.slurm.queue import find_live_job_ids
+from areal_hpc.slurm.batch_script.script import JobRequest
+from areal_hpc.slurm.batch_script.successors import build_chain_dependency
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
 from areal_hpc.slurm.submit import (
@@ -66,16 +50,6 @@ from areal_hpc.slurm.submit import (
     write_member_payload,
 )
 from areal_hpc.wire.fault_points import fault_point
-
-RUN_FILES_POLL_S = 0.5
-"""Between two looks at the run's files."""
-FIRST_QUEUE_POLL_S = 15.0
-"""Between two questions to slurmctld, at first."""
-MAX_QUEUE_POLL_S = 60.0
-MIN_JOB_START_UP_S = 60.0
-"""A start of a job takes longer: SGLang and Megatron are imported, and a model is loaded."""
-JOBS_END_TIMEOUT_S = 120.0
-"""Time that jobs get to end after the run's last step."""
 
 
 def submit(
@@ -117,7 +91,7 @@ def submit(
         with cancel_jobs_on_failure(say, submission.job_ids):
             dependency = build_dependency(after)
             for stage in ready.stages:
-                for request, launch in _build_stage_requests(stage, recipe, ready):
+                for request, launch in build_requests_of_stage(stage, recipe, ready):
                     asked = request.with_dependency(dependency) if dependency else request
                     submission.submit(asked, launch)
                 dependency = build_chain_dependency(submission.chains[stage.leader.name])
@@ -237,7 +211,7 @@ def prepare_run_and_write_scripts(
         return [
             write_job_files(request, launch, run_task).script
             for stage in ready.stages
-            for request, launch in _build_stage_requests(stage, recipe, ready)
+            for request, launch in build_requests_of_stage(stage, recipe, ready)
         ]
 
 
@@ -282,16 +256,6 @@ def release_submitted_jobs(job_ids: Sequence[str], *runs: RunPaths) -> None:
         ) from error
 
 
-def _build_stage_requests(
-    stage: JobStage, recipe: Recipe, ready: PreparedRun
-) -> Iterator[tuple[JobRequest, LaunchFile]]:
-    place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
-    slurm = add_cpu_and_memory_options(recipe, stage.jobs)
-    requests = build_job_requests(stage.jobs, slurm, place)
-    for spec, request in zip(stage.jobs, requests, strict=True):
-        yield request, build_launch_file(spec, stage, request, recipe, ready)
-
-
 def record_job_submission(ready: PreparedRun, job: str, submitted: SubmittedJob) -> None:
     """Write down that a job was submitted."""
     paths = ready.paths
@@ -308,197 +272,3 @@ def record_job_submission(ready: PreparedRun, job: str, submitted: SubmittedJob)
     EventLog(paths.events, "launcher").record(
         "job_submitted", job=job, job_id=submitted.job_id, successor=submitted.successor
     )
-
-
-def build_launch_file(
-    spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, ready: PreparedRun
-) -> LaunchFile:
-    """Launch facts for the supervisors of a job under Slurm."""
-    cluster, paths = recipe.cluster, ready.paths
-    network = cluster.slurm.network
-    return LaunchFile(
-        job=_add_caretaker(spec, stage, paths),
-        job_dir=str(paths.job(spec.name).root),
-        log_dir=str(paths.log_dir(ready.attempt)),
-        events=str(paths.events),
-        pythons=ready.pythons,
-        variables=build_role_variables(recipe, network.build_variables()),
-        recipe=str(paths.recipe),
-        umask=UMASKS[cluster.readable_by],
-        stop_grace_s=cluster.stop_grace_s,
-        slurm=SlurmLaunchInfo(
-            submissions=str(paths.submissions),
-            script=str(paths.job(spec.name).script),
-            excluded_nodes=str(paths.excluded_nodes),
-            excluded_by_recipe=cluster.slurm.get_options(spec.name).exclude or "",
-            job_name=request.name,
-            comment=request.comment,
-            cancelled=str(paths.cancelled_marker),
-            interface=network.interface,
-            progress=str(stage.progress or paths.metrics),
-            done_marker=str(stage.done_marker),
-            prerequisite=_find_prerequisite(stage, ready),
-            idle_timeout_s=cluster.idle_timeout_s,
-        ),
-    )
-
-
-def _find_prerequisite(stage: JobStage, ready: PreparedRun) -> str:
-    """The done marker of the stage before, if that is to be run too; else empty."""
-    before = ready.stages[: ready.stages.index(stage)]
-    return str(before[-1].done_marker) if before else ""
-
-
-def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
-    """The job with a process that submits others of its stage again; alone it has no others."""
-    if not stage.others:
-        return spec
-    others = tuple(job.name for job in stage.others)
-    config = CaretakerConfig(
-        run_dir=paths.root, job=spec.name, leader=stage.leader.name, others=others
-    )
-    caretaker = config.build_process_spec("caretaker", tasks="first", restarts=MAX_SERVICE_RESTARTS)
-    return msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
-
-
-def build_run_context(
-    recipe: Recipe, paths: RunPaths, pythons: dict[str, str], working_folder: Path
-) -> RunContext:
-    """Options that all jobs of a run share."""
-    return RunContext(
-        name=f"{recipe.experiment_name}-{recipe.trial_name}",
-        run_dir=paths.root,
-        jobs_dir=paths.jobs_dir,
-        pythons=pythons,
-        working_folder=working_folder,
-        mounted=(recipe.model.path.resolve(),) if recipe.model.path else (),
-        excluded_nodes=tuple(sorted(list_excluded_nodes(paths.excluded_nodes))),
-    )
-
-
-def build_requests_of_run(
-    recipe: Recipe,
-    working_folder: Path,
-    after: Sequence[str] = (),
-    place: RunContext | None = None,
-    plan: PlanStages | None = None,
-) -> list[JobRequest]:
-    """Requests to Slurm for all that is left of a run; nothing is written.
-
-    Numbers that Slurm has not given out yet are spelt `SFT_JOBID`. The run's own place holds unless
-    another is given.
-
-    Raises:
-        RecipeError: Jobs do not fit the nodes; every misfit at once.
-    """
-    paths = RunPaths(recipe.run_dir.resolve())
-    place = place or build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
-    planned = (plan or plan_run)(recipe, paths, None)
-    stages = [one for one in planned if not one.done_marker.exists()]
-    jobs = [job for stage in stages for job in stage.jobs]
-    slurm = add_cpu_and_memory_options(recipe, jobs)
-    requests = {request.job: request for request in build_job_requests(jobs, slurm, place)}
-    if problems := _find_short_time_limits(recipe, requests.values()):
-        raise RecipeError.from_problems(problems)
-    dependency = build_dependency(after)
-    for stage in stages:
-        for job in stage.jobs if dependency else ():
-            requests[job.name] = requests[job.name].with_dependency(dependency)
-        leading = name_unknown_job_ids(stage.leader.name, recipe.cluster.slurm.successors)
-        dependency = (
-            f"aftercorr:{leading[0]}" if place.is_array else build_chain_dependency(leading)
-        )
-    return list(requests.values())
-
-
-def build_dependency(job_ids: Sequence[str]) -> str:
-    """Slurm's way to say that jobs must have succeeded; empty for none."""
-    return f"afterok:{':'.join(job_ids)}" if job_ids else ""
-
-
-def _find_short_time_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
-    """Time limits that leave no time between a job's start and the stop before its end."""
-    least_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
-    return [
-        Problem(
-            f"the time limit of job {one.job} is {one.shape.time_limit_minutes} min; its start, "
-            f"last checkpoint and requeue take at least {least_s / 60:.1f} min",
-            "cluster.slurm.time_limit_minutes",
-            "give it a longer limit: a run resumes at each, so hours are better than minutes",
-        )
-        for one in requests
-        if one.shape.time_limit_minutes * 60 <= least_s
-    ]
-
-
-def watch_submitted_run(
-    recipe: Recipe,
-    paths: RunPaths,
-    reporter: ProgressReporter,
-    stop: threading.Event,
-    plan: PlanStages | None = None,
-) -> None:
-    """Show a submitted run's progress until it has ended and its jobs are gone.
-
-    Raises:
-        JobFailedError: The leading job is gone for good, and the run is not finished.
-        RunInterruptedError: `stop` was set. The jobs go on.
-    """
-    poll_s, asked_at, was_gone = FIRST_QUEUE_POLL_S, time.monotonic(), False
-    while not paths.finished_marker.exists():
-        planned = (plan or plan_run)(recipe, paths, None)
-        left = (one for one in planned if not one.done_marker.exists())
-        if (stage := next(left, None)) is None:
-            break  # it has just finished
-        reporter.show_progress(stage.name)
-        if stop.wait(RUN_FILES_POLL_S):
-            raise RunInterruptedError
-        if time.monotonic() - asked_at < poll_s:
-            continue
-        is_gone = _is_job_gone(paths, stage.leader.name)
-        if is_gone and was_gone and not paths.finished_marker.exists():
-            raise _build_gone_job_error(paths, stage.leader.name)
-        # Asked again soon: a job may be submitting itself anew at this moment.
-        poll_s = FIRST_QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
-        asked_at, was_gone = time.monotonic(), is_gone
-    reporter.show_progress("train")
-    _wait_for_jobs_to_end_or_report_them(paths, reporter, stop)
-
-
-def _is_job_gone(paths: RunPaths, job: str) -> bool:
-    """True if Slurm no longer has the newest submission of a job, nor a successor of it."""
-    submissions = read_submissions(paths.submissions)
-    chain = [get_latest_submissions(submissions)[job], *list_successors(submissions, job)]
-    try:
-        return not find_live_job_ids([one.job_id for one in chain])
-    except ClusterError:
-        return False  # slurmctld may be away for a while
-
-
-def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
-    for job in (leader, *get_latest_submissions(read_submissions(paths.submissions))):
-        if (
-            crash := find_crash_error(job, list(read_task_exits(paths.job(job)).values()))
-        ) is not None:
-            return crash
-    return JobFailedError(
-        f"job {leader} disappeared before its work was done",
-        key=str(paths.job(leader).submitit_dir),
-        hint="read the files in that directory; submit again to resume",
-        code=ClusterError.exit_code,
-    )
-
-
-def _wait_for_jobs_to_end_or_report_them(
-    paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
-) -> None:
-    live = [
-        one.job_id for one in get_latest_submissions(read_submissions(paths.submissions)).values()
-    ]
-    give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
-    while live:
-        with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
-            live = find_live_job_ids(live)
-        if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
-            reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")
-            return

@@ -13,14 +13,16 @@ from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.slurm_launcher import (
-    build_dependency,
-    build_launch_file,
-    build_requests_of_run,
-    build_run_context,
     cancel_jobs_on_failure,
     record_job_submission,
     record_submission_refusal,
     release_submitted_jobs,
+)
+from areal_hpc.launch.slurm_requests import (
+    build_dependency,
+    build_launch_file,
+    build_requests_of_run,
+    build_run_context,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_hpc.launch.slurm_launcher import build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_requests_of_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.dry_run import format_dry_run

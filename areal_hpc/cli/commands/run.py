@@ -115,7 +115,7 @@ def _print_recipe_keys(arguments: argparse.Namespace) -> int:
 
 
 def _submit_recipe(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch import slurm_launcher
+    from areal_hpc.launch import slurm_launcher, slurm_requests
     from areal_hpc.launch.run import report_if_finished, say, submit
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_dry_run
@@ -125,7 +125,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
-        requests = slurm_launcher.build_requests_of_run(recipe, Path.cwd(), arguments.after)
+        requests = slurm_requests.build_requests_of_run(recipe, Path.cwd(), arguments.after)
         print(format_dry_run(paths, requests), end="")
         return 0
     if arguments.write_only:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-from areal_hpc.launch.slurm_launcher import build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_requests_of_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.batch_script.script import JobRequest

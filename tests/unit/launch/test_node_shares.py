@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
-from areal_hpc.launch.slurm_launcher import build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_requests_of_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec

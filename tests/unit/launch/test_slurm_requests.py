@@ -10,7 +10,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.slurm_launcher import build_launch_file, build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_launch_file, build_requests_of_run
 from areal_hpc.launch.sweep import build_array_requests, parse_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe

@@ -1,0 +1,106 @@
+"""Watch over a submitted run: its files, and the queue now and then."""
+
+import contextlib
+import threading
+import time
+
+from areal_hpc.errors import (
+    ClusterError,
+    JobFailedError,
+    RunInterruptedError,
+    SlurmTimeoutError,
+)
+from areal_hpc.jobs.restart_policy import find_crash_error
+from areal_hpc.launch.local_launcher import ProgressReporter
+from areal_hpc.launch.plan import plan_run
+from areal_hpc.launch.prepared_run import PlanStages
+from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.jobs import (
+    get_latest_submissions,
+    list_successors,
+    read_submissions,
+    read_task_exits,
+)
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.queue import find_live_job_ids
+
+RUN_FILES_POLL_S = 0.5
+"""Between two looks at the run's files."""
+FIRST_QUEUE_POLL_S = 15.0
+"""Between two questions to slurmctld, at first."""
+MAX_QUEUE_POLL_S = 60.0
+JOBS_END_TIMEOUT_S = 120.0
+"""Time that jobs get to end after the run's last step."""
+
+
+def watch_submitted_run(
+    recipe: Recipe,
+    paths: RunPaths,
+    reporter: ProgressReporter,
+    stop: threading.Event,
+    plan: PlanStages | None = None,
+) -> None:
+    """Show a submitted run's progress until it has ended and its jobs are gone.
+
+    Raises:
+        JobFailedError: The leading job is gone for good, and the run is not finished.
+        RunInterruptedError: `stop` was set. The jobs go on.
+    """
+    poll_s, asked_at, was_gone = FIRST_QUEUE_POLL_S, time.monotonic(), False
+    while not paths.finished_marker.exists():
+        planned = (plan or plan_run)(recipe, paths, None)
+        left = (one for one in planned if not one.done_marker.exists())
+        if (stage := next(left, None)) is None:
+            break  # it has just finished
+        reporter.show_progress(stage.name)
+        if stop.wait(RUN_FILES_POLL_S):
+            raise RunInterruptedError
+        if time.monotonic() - asked_at < poll_s:
+            continue
+        is_gone = _is_job_gone(paths, stage.leader.name)
+        if is_gone and was_gone and not paths.finished_marker.exists():
+            raise _build_gone_job_error(paths, stage.leader.name)
+        # Asked again soon: a job may be submitting itself anew at this moment.
+        poll_s = FIRST_QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
+        asked_at, was_gone = time.monotonic(), is_gone
+    reporter.show_progress("train")
+    _wait_for_jobs_to_end_or_report_them(paths, reporter, stop)
+
+
+def _is_job_gone(paths: RunPaths, job: str) -> bool:
+    """True if Slurm no longer has the newest submission of a job, nor a successor of it."""
+    submissions = read_submissions(paths.submissions)
+    chain = [get_latest_submissions(submissions)[job], *list_successors(submissions, job)]
+    try:
+        return not find_live_job_ids([one.job_id for one in chain])
+    except ClusterError:
+        return False  # slurmctld may be away for a while
+
+
+def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
+    for job in (leader, *get_latest_submissions(read_submissions(paths.submissions))):
+        if (
+            crash := find_crash_error(job, list(read_task_exits(paths.job(job)).values()))
+        ) is not None:
+            return crash
+    return JobFailedError(
+        f"job {leader} disappeared before its work was done",
+        key=str(paths.job(leader).submitit_dir),
+        hint="read the files in that directory; submit again to resume",
+        code=ClusterError.exit_code,
+    )
+
+
+def _wait_for_jobs_to_end_or_report_them(
+    paths: RunPaths, reporter: ProgressReporter, stop: threading.Event
+) -> None:
+    live = [
+        one.job_id for one in get_latest_submissions(read_submissions(paths.submissions)).values()
+    ]
+    give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
+    while live:
+        with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
+            live = find_live_job_ids(live)
+        if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
+            reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")
+            return
