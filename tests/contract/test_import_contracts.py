@@ -22,7 +22,11 @@ OFFENSES = [
     ("session/__init__.py", "import areal_hpc.shards.schema", "session -> {}.shards.schema"),
     ("rundir/paths.py", "import areal_hpc.recipe.base", "rundir.paths -> {}.recipe.base"),
     # What asks Slurm knows the processes of a job.
-    ("slurm/states.py", "import areal_hpc.jobs.node.topology", "slurm.states -> {}.jobs.topology"),
+    (
+        "slurm/states.py",
+        "import areal_hpc.jobs.node.topology",
+        "slurm.states -> {}.jobs.node.topology",
+    ),
     # A module and a package without a layer appear.
     ("odds.py", '"""Odds and ends."""', "- {}.odds"),
     ("later/__init__.py", '"""Later."""', "- {}.later"),
@@ -33,7 +37,7 @@ OFFENSES = [
         "cycles are allowed in {}.weights",
     ),
     # A second file and an actor import submitit.
-    ("slurm/batch_script/script.py", "import submitit", "slurm.script -> submitit"),
+    ("slurm/batch_script/script.py", "import submitit", "slurm.batch_script.script -> submitit"),
     ("trainer/config.py", "import submitit", "trainer.config -> submitit"),
     # A function of the planner imports torch; the recipe reaches Megatron and SGLang by a section.
     ("launch/plan.py", "def _late() -> None:\n    import torch", "launch.plan -> torch"),
