@@ -137,6 +137,7 @@ def _add_step(
         "tokens__sampled": 2 * sum(sampled),
         "tokens__trained": 3 * sum(sampled),
         "logprob__engine_trainer_mean_abs_diff": 0.004 * rng.uniform(0.8, 1.2),
+        "logprob__engine_trainer_max_abs_diff": 0.03,
         "logprob__compared_tokens": 2 * sum(sampled),
         "grad_norm": rng.uniform(0.2, 0.4),
         "cells__idle_s": idle_s,
