@@ -52,6 +52,8 @@ class InferenceJobConfig(ProcessConfig):
     """The run's seed."""
     updates_in_place: bool = False
     """Weights change while generations keep their keys and values."""
+    serves_metrics: bool = False
+    """Replicas are asked for their metrics whenever Prometheus scrapes this process."""
 
 
 def build_server_command(
@@ -74,6 +76,7 @@ def build_server_command(
         ports=ports,
         random_seed=compute_replica_seed(job.seed, job.cell, index, incarnation),
         updates_in_place=job.updates_in_place,
+        serves_metrics=job.serves_metrics,
         weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,
         part=part,
     )

@@ -15,6 +15,7 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import BackgroundEventLog
+from areal_hpc.rundir.telemetry.process_metrics import register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
 
 REPLICA_POLL_S = 0.1
@@ -51,6 +52,10 @@ def run(config: dict[str, Any]) -> None:
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
     rendezvous.publish_endpoint(paths.rendezvous_dir, service, control_proxy.url)
+    if job.serves_metrics:
+        from areal_hpc.inference.replica_metrics import read_replica_samples
+
+        register_samples(lambda: read_replica_samples(replicas))
     enter_state("serve")
     try:
         while not stop.requested:

@@ -11,6 +11,8 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.batch_script.container import get_image_python
 
+PROMETHEUS_VARIABLE = "AREAL_HPC_PROMETHEUS"
+"""Set to 1 in the processes of a run with `cluster.prometheus`."""
 GPU_VARIABLES = {
     # GPUs have the numbers that nvidia-smi, Slurm and the launcher's assignment give them.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -98,6 +100,9 @@ def build_role_variables(
         trainer=recipe.trainer.device, inference=recipe.inference.device
     )
     of_roles["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
+    if recipe.cluster.prometheus:
+        for role in ("train", "agents"):
+            of_roles[role] = {**of_roles[role], PROMETHEUS_VARIABLE: "1"}
     return {
         role: {
             **(shared or {}),

@@ -253,6 +253,7 @@ def plan_cell(
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
         updates_in_place=recipe.weights.pause_mode == "in_place",
+        serves_metrics=recipe.cluster.prometheus,
     ).build_process_spec("inference", tasks="first", restarts=MAX_SERVICE_RESTARTS, uses_gpus=True)
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(

@@ -24,6 +24,7 @@ from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.asgi import ServiceServer
 
@@ -74,6 +75,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
             key=str(paths.root),
             hint="check free space, quota and permissions",
         ) from error
+    register_samples(lambda: build_samples("areal_hpc_ledger", service.count_tickets()))
     app = LedgerApp(service, key, time.monotonic)
     listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
     server = ServiceServer(app)

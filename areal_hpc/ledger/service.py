@@ -86,6 +86,21 @@ class LedgerService:
         self._index = SealedIndex(paths.index_dir)
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
+    def count_tickets(self) -> dict[str, int]:
+        """Numbers of tickets by where they are, of batches, and of starts of trainer and ledger."""
+        tickets = self._tickets
+        return {
+            "tickets_leased": tickets.n_leased,
+            "tickets_awaiting_seal": tickets.n_awaiting_seal,
+            "tickets_ready_for_batch": tickets.n_ready_for_batch,
+            "tickets_in_unpublished_batches": tickets.n_in_unpublished_batches,
+            "tickets_trained": tickets.n_trained,
+            "batches_formed": tickets.n_formed_batches,
+            "published_step": self._state.version_step,
+            "trainer_generation": self._state.generation,
+            "incarnation": self.incarnation,
+        }
+
     # Cells -----------------------------------------------------------------------------------
 
     async def record_heartbeat_and_lease_tickets(

@@ -88,6 +88,8 @@ class MetricsWriter:
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
         self._held: list[tuple[int, FlatRow]] | None = None
+        self.newest_line: FlatRow = {}
+        """The line that this process wrote last."""
 
     def write(self, step: int, values: FlatRow) -> None:
         """Append a line of one step, or keep it for later after `hold_back_lines`.
@@ -97,7 +99,7 @@ class MetricsWriter:
         if self._held is not None:
             self._held.append((step, values))
             return
-        line = {"step": step, **replace_non_finite(values)}
+        self.newest_line = line = {"step": step, **replace_non_finite(values)}
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:

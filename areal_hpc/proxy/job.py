@@ -23,6 +23,7 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.process_metrics import register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.signing import RequestVerifier
 
@@ -73,6 +74,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         verifier=RequestVerifier(service_key, name),
         online=job.online,
     )
+    register_samples(service.metrics.list_samples)
     listener = _open_listener(paths.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:

@@ -2,12 +2,13 @@
 
 import logging
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import SessionStore
+from areal_hpc.rundir.telemetry.process_metrics import Sample
 
 log = logging.getLogger(__name__)
 
@@ -110,6 +111,12 @@ class ProxyMetrics:
                 f" for {parameter[:100]!r}" if parameter else "",
                 refusal.message,
             )
+
+    def list_samples(self) -> Iterator[Sample]:
+        """All numbers, for the endpoint of the process."""
+        for metric in self._registry.collect():
+            for one in metric.samples:
+                yield Sample(one.name, one.value, one.labels)
 
     def render(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format 0.0.4."""

@@ -82,6 +82,7 @@ class ProxyService:
         completions = CompletionService(
             model, self._router, self._upstream, recorder, limits, parsers
         )
+        self.metrics = completions.metrics
         self._app = ProxyApp(
             admin_key=admin_key,
             verifier=verifier,

@@ -28,6 +28,7 @@ from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
 from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
 
 log = logging.getLogger(__name__)
@@ -123,6 +124,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             await play_trial_tasks(job.rollout, agent, tasks, proxy, http_client, events, sandboxes)
         await loop.run()
 
+    register_samples(lambda: build_samples("areal_hpc_driver", _count_episodes(tickets, watch)))
     enter_state("idle")
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
@@ -133,6 +135,16 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             await sandboxes.close()
         await http_client.aclose()
         await services.close()
+
+
+def _count_episodes(tickets: LeasedTickets, watch: EpisodeWatch) -> dict[str, float]:
+    return {
+        "tickets_held": len(tickets.held),
+        "free_episode_slots": tickets.free_episode_slots,
+        "slowest_episode_s": watch.slowest_s,
+        "episodes_ended_total": watch.ended,
+        "episodes_failed_total": watch.failed,
+    }
 
 
 async def _run_until_stopped_or_idle(

@@ -114,6 +114,8 @@ class RunPaths(_Folder):
     """What each process did from when to when: a file a process. It may be removed."""
     annotations_dir = _PathDescriptor("annotations")
     """What the trainer found of tokens that it learned from: a file a step. It may be removed."""
+    prometheus_dir = _PathDescriptor("prometheus")
+    """Targets for `file_sd_configs` of Prometheus: a file a process that may be scraped."""
     learning_curve = _PathDescriptor("learning_curve.png")
     """The learning curve as a picture."""
     replay = _PathDescriptor("replay.json")
@@ -173,6 +175,10 @@ class RunPaths(_Folder):
     def spans(self, process: str) -> Path:
         """The spans of a process, `<job>-<process>`."""
         return self.spans_dir / f"{process}.jsonl"
+
+    def prometheus_target(self, process: str) -> Path:
+        """Where Prometheus finds a process, `<job>-<process>`."""
+        return self.prometheus_dir / f"{process}.json"
 
     def annotation(self, step: int) -> Path:
         """What the trainer found of tokens of the batch that led to `step`."""

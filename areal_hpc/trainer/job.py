@@ -26,6 +26,7 @@ from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
@@ -111,6 +112,7 @@ def _open_generation_and_make_coordinator(
     metrics = MetricsWriter(
         paths.metrics, paths.board_run_dir, version.step, job.schedule.total_steps
     )
+    register_samples(lambda: build_samples("areal_hpc_trainer", metrics.newest_line))
     alerts = AlertReporter(job.alerts, paths, events)
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_step

@@ -81,6 +81,7 @@ def build_replica_command(
     ports: ServerPorts,
     random_seed: int,
     updates_in_place: bool = False,
+    serves_metrics: bool = False,
     weight_version: str = UNSET_WEIGHT_VERSION,
     part: NodeOptions | None = None,
 ) -> ServerCommand:
@@ -127,6 +128,8 @@ def build_replica_command(
         options["--dist-init-addr"] = part.meeting_point
         # Requests go from node to node as well; SGLang would ask for the way to the internet.
         environment["SGLANG_HOST_IP"] = part.host
+    if serves_metrics:
+        options["--enable-metrics"] = True
     options["--context-length"] = config.context_length
     options["--tool-call-parser"] = config.tool_call_parser
     options["--reasoning-parser"] = config.reasoning_parser

@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
-from areal_hpc.jobs.environment import raise_file_limit, set_up_logging
+from areal_hpc.jobs.environment import PROMETHEUS_VARIABLE, raise_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
@@ -50,7 +50,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
-    with _log_spans(config, config_path):
+    with _log_spans(config, config_path), _serve_metrics(config, config_path):
         enter_state("start")
         _call_entry(entry, config_path, config, log)
 
@@ -61,6 +61,18 @@ def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextMana
         return nullcontext()
     name = f"{config_path.parent.name}-{config_path.stem}"
     return log_spans_of_process(RunPaths(Path(config["run_dir"])).spans(name))
+
+
+def _serve_metrics(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
+    """The process's endpoint for Prometheus, if its run wants one."""
+    if "run_dir" not in config or os.environ.get(PROMETHEUS_VARIABLE) != "1":
+        return nullcontext()
+    from areal_hpc.jobs.node.topology import get_advertised_host
+    from areal_hpc.rundir.telemetry.prometheus import serve_process_metrics
+
+    paths = RunPaths(Path(config["run_dir"]))
+    job, process = config_path.parent.name, config_path.stem
+    return serve_process_metrics(paths, job, process, get_advertised_host())
 
 
 def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger) -> None:

@@ -1,0 +1,38 @@
+"""What the roles of a process tell of it when somebody asks: numbers with names and labels."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
+
+_NO_LABELS: Mapping[str, str] = MappingProxyType({})
+
+
+class Sample(NamedTuple):
+    """One number of a process."""
+
+    name: str
+    """`areal_hpc_<role>_<what>`, with its unit; one that ends in `_total` only grows."""
+    value: float
+    labels: Mapping[str, str] = _NO_LABELS
+
+
+ReadSamples = Callable[[], Iterable[Sample]]
+_readers: list[ReadSamples] = []
+
+
+def register_samples(read: ReadSamples) -> None:
+    """Have `read` called, in a thread of its own, whenever the process is asked."""
+    _readers.append(read)
+
+
+def list_readers() -> list[ReadSamples]:
+    """What has been registered so far."""
+    return list(_readers)
+
+
+def build_samples(prefix: str, values: Mapping[str, object]) -> Iterator[Sample]:
+    """A sample for each value that is a number: `reward/mean` becomes `<prefix>_reward_mean`."""
+    for name, value in values.items():
+        if isinstance(value, int | float):
+            plain = "".join(one if one.isalnum() and one.isascii() else "_" for one in name)
+            yield Sample(f"{prefix}_{plain}", value)

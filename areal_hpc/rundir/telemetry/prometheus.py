@@ -1,0 +1,80 @@
+"""Prometheus endpoint of a process, and the file in the run directory that Prometheus finds it by.
+
+Whoever reaches the port may read: numbers, with names of nodes, jobs and parameters; no text of a
+conversation and no key. Nothing here may stop a run: what cannot be served is told and left out.
+"""
+
+import contextlib
+import json
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from prometheus_client import REGISTRY, CollectorRegistry, start_http_server
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
+from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.process_metrics import ReadSamples, Sample, list_readers
+
+log = logging.getLogger(__name__)
+
+
+@contextmanager
+def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) -> Iterator[None]:
+    """Within the context the process answers `GET /metrics` at a free port of `host`.
+
+    Its processor time, memory and open files are there, and what roles have registered. The file of
+    its target lies in `paths.prometheus_dir`. One whose process was killed stays until the process
+    starts again: Prometheus then calls the target down, as it is.
+    """
+    target = paths.prometheus_target(f"{job}-{process}")
+    registry = CollectorRegistry()
+    registry.register(_SamplesCollector())
+    with contextlib.ExitStack() as ends:
+        try:
+            server, _ = start_http_server(0, host, registry)
+            ends.callback(server.server_close)
+            ends.callback(server.shutdown)
+            labels = {"run": paths.run_name, "job": job, "process": process}
+            address = f"{host}:{server.server_port}"
+            write_atomic(target, json.dumps([{"targets": [address], "labels": labels}]).encode())
+            ends.callback(_remove, target)
+        except OSError as error:
+            log.warning("Prometheus cannot scrape this process: %s", error)
+        yield
+
+
+def _remove(target: Path) -> None:
+    with contextlib.suppress(OSError):
+        target.unlink()
+
+
+class _SamplesCollector(Collector):
+    """The process's own metrics, as prometheus_client has them, and those of its roles."""
+
+    def collect(self) -> Iterable[Metric]:
+        """What there is now."""
+        yield from REGISTRY.collect()
+        found: dict[str, Metric] = {}
+        for read in list_readers():
+            for sample in _read_or_log(read):
+                name = sample.name.removesuffix("_total")
+                kind = "gauge" if name == sample.name else "counter"
+                metric = found.setdefault(sample.name, Metric(name, sample.name, kind))
+                metric.add_sample(sample.name, dict(sample.labels), sample.value)
+        yield from found.values()
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: what there will be is not known before."""
+        return ()
+
+
+def _read_or_log(read: ReadSamples) -> list[Sample]:
+    try:
+        return [*read()]
+    except Exception as error:  # boundary: what one role cannot tell must not cost the others
+        log.warning("some metrics cannot be told to Prometheus: %r", error)
+        return []
