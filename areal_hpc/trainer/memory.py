@@ -45,13 +45,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 @contextmanager
-def note_work_on_memory_error(describe_phase_by_ledger_counts: Callable[[], str]) -> Iterator[None]:
+def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None]:
     """Have an error of memory say what was being done, as a note for `explain_out_of_memory`."""
     try:
         yield
     except RuntimeError as error:
         if is_out_of_memory(error):
-            error.add_note(describe_phase_by_ledger_counts())
+            error.add_note(describe_work())
         raise
 
 

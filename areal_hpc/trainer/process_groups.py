@@ -234,6 +234,8 @@ def _connect_to_store(
         except (OSError, dist.DistNetworkError, dist.DistStoreError) as error:
             logger.debug("the rendezvous store at %s is gone (%s)", endpoint.url, error)
             time.sleep(0.1)
+    if is_cancelled():
+        raise ClusterError(f"rank {task.rank} was stopped while it waited for rank 0")
     raise ClusterError(
         f"rank {task.rank} found no living {rendezvous.RANK_STORE_SERVICE} "
         f"within {JOIN_RANKS_TIMEOUT_S:.0f} s",

@@ -79,8 +79,11 @@ def require_matching_checksums(
     }
     elsewhere = _find_expert_kinds_in_other_layouts(expected, reported, different, replica_device)
     if elsewhere:
-        log.info(
-            "%s: not compared, as a kernel has them in a layout of its own: %s", who, elsewhere
+        log.warning(
+            "%s: the checksums of %s are not compared: none agrees, as where a kernel has them in "
+            "a layout of its own; the log-probability drift of each step shows if they are wrong",
+            who,
+            ", ".join(sorted(elsewhere)),
         )
     server_names = {name for name in reported if _get_expert_kind(name) not in elsewhere}
     sent_names = {name for name in expected if _get_expert_kind(name) not in elsewhere}

@@ -5,6 +5,8 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.rendezvous import (
     EVALUATION_CELL,
@@ -94,7 +96,11 @@ class ReplicaDiscovery:
     def _fetch_cell_replicas(self, cell: str) -> DiscoveredReplicas | None:
         """The cell's replicas; None when it does not answer."""
         service = format_control_proxy_name(cell)
-        endpoint = find_endpoint(self._rendezvous_dir, service)
+        try:
+            endpoint = find_endpoint(self._rendezvous_dir, service)
+        except (OSError, msgspec.DecodeError) as error:  # storage that stalls, or is being replaced
+            log.info("cannot look for %s: %s", cell, error)
+            return None
         if endpoint is None:
             return []
         try:

@@ -158,6 +158,9 @@ class UpdateInProgress(Generic[SessionT]):
                     failures[session] = WeightSyncError(late)
                 except WeightSyncError as error:
                     failures[session] = error
+                except Exception as error:  # boundary: one group's trouble is not the others'
+                    log.exception("%s failed for a group of replicas", name)
+                    failures[session] = WeightSyncError(f"{name} failed: {error!r}")
             self._drop_sessions(failures)
 
         return settle

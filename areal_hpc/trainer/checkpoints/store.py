@@ -10,6 +10,7 @@ Random state needs no file: nothing draws random numbers but the order of data, 
 function of `seed` and `step`.
 """
 
+import contextlib
 import shutil
 import time
 import uuid
@@ -142,7 +143,8 @@ class CheckpointStore:
             if written_by is None or written_by <= generation:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
                 doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
-                path.rename(doomed)
+                with contextlib.suppress(FileNotFoundError):  # its writer has just removed it
+                    path.rename(doomed)
                 shutil.rmtree(doomed, ignore_errors=True)  # its writer may be about to be killed
 
     # Writing ---------------------------------------------------------------------------------

@@ -77,13 +77,16 @@ class CheckpointWeights:
         return whole[len(_get_layer_expert_indices(parameter)) :]
 
     def _require_fitting_shape(self, parameter: ParamMap) -> None:
-        shape = self._find_shape(parameter)
-        least = sum(tensor.shape[0] for tensor in parameter.hf)
-        if len(shape) != len(parameter.hf[0].shape) or shape[0] < least:
-            found = self._stored.find_shape(get_stored_name(parameter)) or "nothing"
+        stored = self._stored.find_shape(get_stored_name(parameter)) or ()
+        counts = (self._arch.layers, self._arch.experts.count if self._arch.experts else 0)
+        stacked = counts[: len(_get_layer_expert_indices(parameter))]
+        rows, rest = sum(one.shape[0] for one in parameter.hf), parameter.hf[0].shape[1:]
+        # A vocabulary is padded to a multiple of what divides it over ranks.
+        may_be_padded = not stacked and stored[1:] == rest and stored[:1] > (rows,)
+        if stored != (*stacked, rows, *rest) and not may_be_padded:
             raise RecipeError(
-                f"the checkpoint has {found} under {get_stored_name(parameter)}, "
-                f"expected {[tensor.shape for tensor in parameter.hf]}",
+                f"the checkpoint has {stored or 'nothing'} under {get_stored_name(parameter)}, "
+                f"expected {(*stacked, rows, *rest)}",
                 key=str(self._directory),
                 hint="export with the recipe that the run was trained with",
             )

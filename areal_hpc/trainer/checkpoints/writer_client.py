@@ -121,7 +121,7 @@ class WriterClient:
 
     def _send_request(self, request: WriteRequest | RemoveRequest) -> None:
         assert self._process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it died: `poll` notices
+        with contextlib.suppress(BrokenPipeError):  # it died: `poll_write` notices
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
 
     def close(self) -> None:

@@ -1,8 +1,10 @@
 """Alerts as the trainer tells them: events, its log, and a program of the user's."""
 
+import contextlib
 import dataclasses
 import logging
 import os
+import signal
 import subprocess
 import threading
 from collections import deque
@@ -61,6 +63,7 @@ class AlertReporter:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 env=os.environ | variables,
+                start_new_session=True,
             )
         except OSError as error:
             logger.error("alerts.command: %s cannot be started: %s", self._command[0], error)
@@ -73,9 +76,10 @@ def _await_command_and_log_failure(process: subprocess.Popen[bytes]) -> None:
     try:
         said, _ = process.communicate(timeout=COMMAND_TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        process.kill()
-        process.communicate()
         logger.error("alerts.command: killed after %.0f s", COMMAND_TIMEOUT_S)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
         return
     if process.returncode:
         text = said.decode(errors="replace").strip()[-500:]

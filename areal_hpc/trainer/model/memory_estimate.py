@@ -334,6 +334,9 @@ def _list_thriftier_configs(
         if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
             full = config.model_copy(update={"recompute": mode})
             yield f"trainer.recompute={mode}", full
+    if full.recompute == "full" and full.recompute_layers is not None:
+        full = full.model_copy(update={"recompute_layers": None})
+        yield "trainer.recompute_layers=null", full
     recompute = "" if full is config else "trainer.recompute=full "
     now = config.parallel
     sizes = [1, 2, 4, 8, 16, 32]
@@ -342,7 +345,9 @@ def _list_thriftier_configs(
             update={"tp": tp, "cp": cp, "pp": pp, "dp": now.world_size // (tp * cp * pp)}
         )
         for pp, cp, tp in itertools.product(sizes, sizes, sizes[:4])
-        if tp >= now.tp and cp >= now.cp and pp >= now.pp and now.world_size % (tp * cp * pp) == 0
+        if tp >= now.tp and cp >= now.cp and pp >= now.pp
+        # Experts are spread over all ranks of a pipeline stage.
+        if now.world_size % (tp * cp * pp) == 0 and now.world_size // pp % now.ep == 0
     ]
     for parallel in sorted(layouts, key=lambda one: one.world_size // one.dp):
         if parallel != now and not [*find_layout_problems(arch, parallel)]:

@@ -22,16 +22,23 @@ def read_demonstrations(path: Path) -> list[Conversation]:
     conversations: list[Conversation] = []
     with path.open() as stream:
         for number, line in enumerate(stream, 1):
-            messages = json.loads(line).get("messages")
-            if not messages or messages[-1].get("role") != "assistant":
-                raise RecipeError(
-                    "a demonstration is {'messages': [...]} ending with an assistant's message",
-                    key=f"{path}:{number}",
-                )
-            conversations.append(messages)
+            if line.strip():
+                conversations.append(_read_demonstration(line, f"{path}:{number}"))
     if not conversations:
         raise RecipeError("expected at least one demonstration, got none", key=str(path))
     return conversations
+
+
+def _read_demonstration(line: str, where: str) -> Conversation:
+    problem = "a demonstration is {'messages': [...]} ending with an assistant's message"
+    try:
+        messages: Conversation = json.loads(line)["messages"]
+        is_right = bool(messages) and messages[-1]["role"] == "assistant"
+    except (ValueError, TypeError, LookupError) as error:
+        raise RecipeError(f"{problem}: {error!r}", key=where) from error
+    if not is_right:
+        raise RecipeError(problem, key=where)
+    return messages
 
 
 def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:

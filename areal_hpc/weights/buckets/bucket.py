@@ -14,7 +14,7 @@ from areal_hpc.weights.buckets.plan import BucketPlan
 
 
 class OpenBucket:
-    """A bucket being filled: place every parameter, then send its `messages`.
+    """A bucket being filled: place every parameter, then send its `tensors_to_send`.
 
     Parameters are copied end to end into `flat`, which is one message. Without it they stay where
     they are, each of them a message, and must not change until sent.

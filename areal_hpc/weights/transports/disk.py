@@ -4,6 +4,7 @@ Each bucket becomes one safetensors file. A folder gets its name when it is comp
 """
 
 import itertools
+import logging
 import re
 import shutil
 import time
@@ -30,6 +31,8 @@ from areal_hpc.weights.transports.transport import Transport, UpdateRequest, Wat
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession
 from areal_hpc.wire.replicas import LoadWeightsRequest
 from areal_hpc.wire.weight_version import WeightVersion
+
+log = logging.getLogger(__name__)
 
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"\.?([0-9]+\.[0-9]+\.[0-9]+)(?:\.partial)?")
 
@@ -71,7 +74,12 @@ class WeightsFolder:
 
     def delete_older(self) -> None:
         """Delete what was written before this one; a trainer that has taken over keeps its own."""
-        for path in self._root.iterdir():
+        try:
+            paths = [*self._root.iterdir()]
+        except OSError as error:
+            log.warning("older weights stay in %s until the next update: %s", self._root, error)
+            return
+        for path in paths:
             match = _WEIGHTS_FOLDER_PATTERN.fullmatch(path.name)
             if match and _parse_version_and_serial_number(
                 match[1]

@@ -43,7 +43,7 @@ class UpdateReport:
     ok: tuple[ReplicaKey, ...]
     """Verified and open to agents."""
     failed: dict[ReplicaKey, WeightSyncError]
-    """Left out of service; `Publisher.outdated` names them again for a full resend."""
+    """Left out of service; `discover_outdated_replicas` names them for a full resend."""
     size_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)

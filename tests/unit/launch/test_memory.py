@@ -249,3 +249,19 @@ def test_the_change_that_fits_may_be_the_offload_of_the_optimizer() -> None:
     gpu = state.total - state.optimizer + 2 * memory_estimate.GIB
     change = memory_estimate.find_fitting_change(arch, config, gpu)
     assert change.startswith("trainer.recompute=full trainer.offload.optimizer=true takes ")
+
+
+@pytest.mark.parametrize("ranks", [8, 24])
+def test_every_proposed_layout_divides_the_experts_over_its_ranks(ranks: int) -> None:
+    arch = architecture("Qwen3-30B-A3B")
+    config = trainer(dp=ranks, ep=8)
+    proposed = [one.parallel for _, one in memory_estimate._list_thriftier_configs(arch, config)]
+    assert len(set(proposed)) > 1
+    assert {one.world_size // one.pp % one.ep for one in proposed} == {0}
+    memory_estimate.find_fitting_change(arch, config, 70 * memory_estimate.GIB)  # no crash
+
+
+def test_recomputing_all_layers_is_proposed_before_another_layout() -> None:
+    config = trainer(dp=8).model_copy(update={"recompute": "full", "recompute_layers": 4})
+    change, _ = next(memory_estimate._list_thriftier_configs(architecture("Qwen3-0.6B"), config))
+    assert change == "trainer.recompute_layers=null"
