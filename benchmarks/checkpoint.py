@@ -43,7 +43,7 @@ from areal_hpc.rundir.checkpoints import (
     find_latest_checkpoint,
 )
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
+from areal_hpc.trainer.checkpoints.copy_memory import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.rank_state import RankState
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
@@ -79,12 +79,15 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     """The same checkpoint, written and synced by this process."""
     partial = folder / f".step_{number}"
     partial.mkdir()
-    held, memory = RankState(trainee.policy, trainee.optimizer), CopyMemory()
+    held, memory = RankState(trainee.policy, trainee.optimizer), SharedCopyBuffer()
     held.copy_to(memory.allocate(held.size_bytes, trainee.policy.device))
     write_rank_file(memory.descriptor, get_rank_file_path(partial, 0), held.size_bytes)
     memory.close()
     write_checkpoint_index(
-        partial, merge_rank_indices([held.build_index(0)], held.types, held.count_steps()[""])
+        partial,
+        merge_rank_indices(
+            [held.build_index(0)], held.types, held.all_reduce_optimizer_steps()[""]
+        ),
     )
     state = TrainerState(step=number, generation=1, seed=SEED)
     (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))

@@ -26,7 +26,7 @@ from areal_hpc.rundir.rendezvous import (
     format_cell_name,
 )
 from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
-from areal_hpc.trainer.loop.schedule import SetSchedule
+from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule
 from areal_hpc.wire.ledger import TaskSplit
 
 MAX_SERVICE_RESTARTS = 20
@@ -151,7 +151,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         weights=recipe.weights,
         cells=recipe.inference.cells,
         evaluations={
-            one.name: SetSchedule(
+            one.name: EvaluationSetSchedule(
                 one.every_steps, min(one.tasks, facts.tasks_by_evaluation_set[one.name])
             )
             for one in sets

@@ -42,7 +42,7 @@ CLOCK_COMPARISONS = 9
 ResultT = TypeVar("ResultT")
 
 
-def any_true(flag: bool) -> bool:
+def is_true_on_any_rank(flag: bool) -> bool:
     """True on every rank when it is true on one. A collective."""
     return bool(all_reduce_max(int(flag)))
 
@@ -56,7 +56,7 @@ def all_reduce_max(number: int) -> int:
     return int(numbers)
 
 
-def compare_clock_with_first_rank() -> tuple[float, float]:
+def measure_clock_lag_and_spread_s() -> tuple[float, float]:
     """Seconds that this rank's clock lacks to be rank 0's, and how far they may be off.
 
     A collective. Ranks come out of one together, but for the moment that the last message takes:
@@ -66,7 +66,7 @@ def compare_clock_with_first_rank() -> tuple[float, float]:
         return 0.0, 0.0
     offsets = []
     for _ in range(CLOCK_COMPARISONS):
-        any_true(flag=False)
+        is_true_on_any_rank(flag=False)
         times = torch.zeros(dist.get_world_size(), dtype=torch.float64)
         times[dist.get_rank()] = time.time()
         dist.all_reduce(times)
@@ -86,7 +86,7 @@ def broadcast_object(message: object, kind: Any) -> Any:
     return msgspec.json.decode(body, type=kind)
 
 
-def gather_objects(message: object, kind: Any) -> list[Any]:
+def gather_objects_on_first_rank(message: object, kind: Any) -> list[Any]:
     """All ranks' messages, decoded by msgspec, on rank 0; none elsewhere. A collective."""
     body = msgspec.json.encode(message)
     if dist.get_world_size() == 1:
@@ -115,10 +115,10 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
             result = read()
         except expected as error:
             trouble = error
-        if not any_true(trouble is not None):
+        if not is_true_on_any_rank(trouble is not None):
             return cast("ResultT", result)
-        if any_true(time.monotonic() >= give_up_at):
-            if any_true(trouble is None):
+        if is_true_on_any_rank(time.monotonic() >= give_up_at):
+            if is_true_on_any_rank(trouble is None):
                 raise (
                     OtherRankError
                     if trouble is None
@@ -146,12 +146,12 @@ def raise_on_all_ranks(trouble: Exception | None) -> None:
     Raises:
         OtherRankError: This rank is well, another one is not.
     """
-    if any_true(trouble is not None):
+    if is_true_on_any_rank(trouble is not None):
         raise trouble or OtherRankError
 
 
 @contextmanager
-def report_first_failure() -> Iterator[None]:
+def let_first_failed_rank_report() -> Iterator[None]:
     """Of all ranks that fail in the block, let the one that failed first say why.
 
     The end of a rank breaks the collectives of all others. What they would report is a lost

@@ -15,7 +15,7 @@ from areal_hpc.recipe.sections.trainer import (
     TrainerConfig,
 )
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
+from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 
 STOP_MARGIN_S = 4.0
 """A step or checkpoint that is not over this long before the job is killed is given up."""
@@ -50,7 +50,7 @@ class TrainerJobConfig(PolicyJobConfig):
     """Transport of new weights to replicas."""
     cells: Annotated[int, Field(ge=1)]
     """Cells to send them to, that of evaluation not counted."""
-    evaluations: dict[str, SetSchedule]
+    evaluations: dict[str, EvaluationSetSchedule]
     """By the names of evaluation sets: when, and on how many tasks."""
     keep_best: str = ""
     """`SET/METRIC` by which the best checkpoint is kept; empty: none is."""
@@ -107,7 +107,7 @@ class SftJobConfig(RankJobConfig):
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations."""
 
-    def build_comparable_trainer_config(self) -> TrainerConfig:
+    def build_trainer_config_of_same_memory(self) -> TrainerConfig:
         """The trainer whose memory that of this stage is like."""
         activations = self.activations
         return TrainerConfig(

@@ -115,7 +115,7 @@ def _open_generation_and_make_coordinator(
     register_samples(lambda: build_samples("areal_hpc_trainer", metrics.newest_line))
     alerts = AlertReporter(job.alerts, paths, events)
     record = StepRecord(
-        metrics, version, metrics.reopened or learner.reopened_row, alerts.report_step
+        metrics, version, metrics.reopened or learner.reopened_row, alerts.report_new_alerts
     )
     service_key = rendezvous.ensure_service_key(paths.service_key)
     ledger = LedgerClient(

@@ -27,10 +27,14 @@ from areal_hpc.trainer.batch.batch_metrics import (
     group_episode_rewards,
     summarize_replies,
     summarize_rewards,
-    summarize_tokens,
+    summarize_token_staleness,
 )
 from areal_hpc.trainer.batch.episode_metrics import group_episode_records, summarize_episodes
-from areal_hpc.trainer.batch.packing import TrainingRow, count_scored_tokens, split_minibatches
+from areal_hpc.trainer.batch.packing import (
+    TrainingRow,
+    count_scored_tokens,
+    deal_rows_into_minibatches,
+)
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     BEHAVIOR_LOGPROBS_CHANNEL,
@@ -43,13 +47,16 @@ from areal_hpc.trainer.batch.training_rows import (
     STALENESS_CHANNEL,
     BatchScores,
     build_rows,
-    measure_largest_advantage,
-    read_batch,
+    measure_largest_abs_advantage,
+    read_sound_rows_on_all_ranks,
 )
-from areal_hpc.trainer.batch.untrainable import check_trainable_share, count_untrainable_tokens
+from areal_hpc.trainer.batch.untrainable import (
+    count_untrainable_tokens,
+    raise_if_mostly_untrainable,
+)
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import all_reduce_max, broadcast_object, raise_on_all_ranks
-from areal_hpc.trainer.memory import explain_out_of_memory, read_peak_memory_bytes
+from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error, read_peak_memory_bytes
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
@@ -77,8 +84,8 @@ from areal_hpc.trainer.step import (
 )
 from areal_hpc.trainer.step_annotator import StepAnnotator
 from areal_hpc.trainer.untrained import (
-    build_damaged_batch_record,
-    build_nonfinite_records,
+    build_damaged_batch_record_or_raise,
+    build_nonfinite_records_or_raise,
     build_norm_metrics,
 )
 from areal_hpc.wire.fault_points import fault_point
@@ -129,7 +136,7 @@ class Learner:
         self._critic = (
             CriticTrainer(config, model_path, device) if config.objective.has_critic else None
         )
-        self._optimizer, checkpoint = self.checkpoints.load_latest(
+        self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
             self.policy,
             config.optimizer,
             is_offloaded=config.offload.optimizer,
@@ -179,19 +186,19 @@ class Learner:
         timer, config = PhaseTimer(records_spans=True), self._config
         enter_place(f"reading of batch {manifest.step}")
         with timer.time_phase("read"):
-            batch, untrained = self._read_sound_rows(manifest, quarantine)
+            batch, untrained = self._read_rows_or_quarantine(manifest, quarantine)
         with timer.time_phase("measure"):
-            metrics = self._summarize_batch(batch, manifest.step)
+            metrics = self._update_reward_range_and_summarize(batch, manifest.step)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective)
         scores = NO_SCORES
         if self._frozen.are_needed or self._critic is not None:
-            with timer.time_phase("score"), self._explain_out_of_memory():
+            with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
                 scores = self._score_batch(rows)
             with timer.time_phase("pack"):
                 rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
         with timer.time_phase("pack"):
-            minibatches = split_minibatches(rows, config.minibatches)
+            minibatches = deal_rows_into_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
             channels = (
                 [name for name in rows[0].channels if name not in CRITIC_CHANNELS] if rows else []
@@ -203,11 +210,13 @@ class Learner:
         self._annotator.begin_step(batch, rows, len(parts), self.state)
         with timer.time_phase("train"):
             rate = compute_learning_rate(self.state.step, config.total_steps, config.optimizer)
-            with self._explain_out_of_memory():
+            with self._raise_out_of_memory_as_recipe_error():
                 stats, norms = self._take_optimizer_steps(parts, factors, rate)
                 of_critic, critic_norms = self._train_critic(rows, scores)
         with timer.time_phase("measure"):
-            self._annotator.end_step(manifest, untrained, norms, self.version.generation)
+            self._annotator.gather_and_write_step(
+                manifest, untrained, norms, self.version.generation
+            )
         untrained += self._build_nonfinite_records(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained)
         with timer.time_phase("score"):
@@ -216,7 +225,7 @@ class Learner:
         line: FlatRow = {
             "version": str(self.version),
             **metrics,
-            "advantage/abs_max": measure_largest_advantage(rows),
+            "advantage/abs_max": measure_largest_abs_advantage(rows),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **self._frozen.build_metrics(stats.sums, scores),
             **of_critic,
@@ -230,9 +239,9 @@ class Learner:
         fault_point("train.after_step")
         return replace_non_finite(line)
 
-    def _explain_out_of_memory(self) -> AbstractContextManager[None]:
+    def _raise_out_of_memory_as_recipe_error(self) -> AbstractContextManager[None]:
         critic = self._critic.network.arch if self._critic else None
-        return explain_out_of_memory(self.policy, self._config, "trainer", critic)
+        return raise_out_of_memory_as_recipe_error(self.policy, self._config, "trainer", critic)
 
     def _score_batch(self, rows: Sequence[TrainingRow]) -> BatchScores:
         """What the objective has to know of the rows before they are trained. A collective."""
@@ -249,7 +258,9 @@ class Learner:
             return {}, []
         return self._critic.train(rows, scores, self.state.step)
 
-    def _summarize_batch(self, batch: Sequence[TrajectoryRow], step: int) -> dict[str, float]:
+    def _update_reward_range_and_summarize(
+        self, batch: Sequence[TrajectoryRow], step: int
+    ) -> dict[str, float]:
         """Metrics of the batch before it is trained; those that take long on rank 0 alone.
 
         Raises an UntrainableBatchError, as `train_batch` does.
@@ -259,24 +270,24 @@ class Learner:
         self.state = msgspec.structs.replace(self.state, reward_range=reward_range)
         metrics = {
             **summarize_rewards(groups, reward_range, self._config.objective.min_reward_std),
-            **summarize_tokens(batch, self.version, self.state.forks),
+            **summarize_token_staleness(batch, self.version, self.state.forks),
         }
         untrainable = count_untrainable_tokens(batch)
         metrics["tokens/untrainable"] = untrainable.total()
-        check_trainable_share(step, int(metrics["tokens/sampled"]), untrainable)
+        raise_if_mostly_untrainable(step, int(metrics["tokens/sampled"]), untrainable)
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
             metrics |= summarize_episodes(group_episode_records(batch))
         return metrics
 
-    def _read_sound_rows(
+    def _read_rows_or_quarantine(
         self, manifest: BatchManifest, quarantine: UntrainedRecord | None
     ) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
         """The rows to train on, and what is left out. A collective."""
         if quarantine is not None:
             return [], [quarantine]
         try:
-            return read_batch(manifest, self._shards, self.policy.arch.vocab)
+            return read_sound_rows_on_all_ranks(manifest, self._shards, self.policy.arch.vocab)
         except ShardError as error:  # on all ranks alike
             return [], [self._quarantine_damaged_batch(manifest.step, error.problems[0])]
 
@@ -286,7 +297,9 @@ class Learner:
         A collective. Raises as `train_batch` does.
         """
         reason = broadcast_object(f"{Path(problem.key).name}: {problem.message}", str)
-        record = build_damaged_batch_record(step, self.state.untrained, reason, self._paths.root)
+        record = build_damaged_batch_record_or_raise(
+            step, self.state.untrained, reason, self._paths.root
+        )
         trouble = None
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it
@@ -315,7 +328,7 @@ class Learner:
         if all(map(math.isfinite, norms)):  # then it is the critic that fails
             whose = " of the critic"
             hint = "lower trainer.objective.critic.lr, or set trainer.objective.critic.clip_value"
-        return build_nonfinite_records(
+        return build_nonfinite_records_or_raise(
             [*norms, *critic_norms],
             step,
             self.state.untrained,
@@ -370,7 +383,7 @@ class Learner:
     ) -> tuple[torch.Tensor, LossStats]:
         """Keep the log-probabilities of the weights that the batch starts from."""
         batch.channels_N[PROXIMAL_CHANNEL] = logprobs_N
-        return logprobs_N.sum(), _compare_with_engine(batch, logprobs_N)
+        return logprobs_N.sum(), _build_engine_mismatch_stats(batch, logprobs_N)
 
     def _compute_loss(
         self, batch: MicroBatch, logprobs_N: torch.Tensor, part: int, taken: float, factor: float
@@ -378,7 +391,7 @@ class Learner:
         """The loss of a micro-batch of `part`, after the share `taken` of the step's updates."""
         held_N = logprobs_N.detach()
         proximal_N = self._compute_proximal_logprobs(batch, held_N, taken)
-        self._annotator.note_tokens(part, batch, held_N, proximal_N)
+        self._annotator.note_token_measures(part, batch, held_N, proximal_N)
         total, sums, weight_max = compute_policy_loss(
             logprobs_N,
             proximal_N,
@@ -395,9 +408,9 @@ class Learner:
         )
         start_N = batch.channels_N.get(PROXIMAL_CHANNEL)
         if start_N is None and taken == 0:
-            stats.add(_compare_with_engine(batch, held_N))
+            stats.add(_build_engine_mismatch_stats(batch, held_N))
         elif start_N is not None and self._config.objective.scores_start:  # else it is done
-            stats.add(_compare_with_engine(batch, start_N))
+            stats.add(_build_engine_mismatch_stats(batch, start_N))
         return total * factor, stats
 
     def _compute_entropy_loss(
@@ -461,7 +474,7 @@ class Learner:
         save_hf_model(self.policy, self._model_path, target)
 
 
-def _compare_with_engine(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
+def _build_engine_mismatch_stats(batch: MicroBatch, logprobs_N: torch.Tensor) -> LossStats:
     """Engine's and trainer's log-probabilities of the tokens that the current weights sampled."""
     found = measure_engine_mismatch(
         logprobs_N,

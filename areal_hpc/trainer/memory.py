@@ -14,15 +14,15 @@ from areal_hpc.trainer.model.memory_estimate import (
     GIB,
     RESERVE_BYTES,
     TrainerMemory,
+    describe_cheapest_fitting_change,
     estimate_stage_memory,
-    find_fitting_change,
 )
 from areal_hpc.trainer.model.policy import Policy
 
 OUT_OF_MEMORY_TEXTS = ("out of memory", "can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED")
 """Of CUDA and NCCL, of the CPU's allocator, of cuBLAS: not all raise `torch.OutOfMemoryError`."""
-OPTIMIZER_WORK = "the optimizer's step"
-MIN_SAVED_SHARE = 0.1
+OPTIMIZER_STEP_DESCRIPTION = "the optimizer's step"
+MIN_SAVED_MEMORY_SHARE = 0.1
 """A change is named only if it saves so much of what was estimated, which was too little."""
 MAX_QUOTED_CHARACTERS = 300
 """Of the allocator's own message; PyTorch's goes on with general advice."""
@@ -46,7 +46,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @contextmanager
 def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None]:
-    """Have an error of memory say what was being done, as a note for `explain_out_of_memory`."""
+    """Add a note of what was being done to an error of memory; the context below reads it."""
     try:
         yield
     except RuntimeError as error:
@@ -56,7 +56,7 @@ def note_work_on_memory_error(describe_work: Callable[[], str]) -> Iterator[None
 
 
 @contextmanager
-def explain_out_of_memory(
+def raise_out_of_memory_as_recipe_error(
     policy: Policy, config: TrainerConfig, section: str, critic: Architecture | None = None
 ) -> Iterator[None]:
     """Turn an error of memory into one for whoever writes the recipe's `section`.
@@ -108,10 +108,12 @@ def _suggest_memory_saving_change(
 ) -> str:
     """The cheapest change that would have saved enough."""
     fewer = f"lower {section}.max_tokens_per_microbatch"
-    if work == OPTIMIZER_WORK:
+    if work == OPTIMIZER_STEP_DESCRIPTION:
         if not config.offload.optimizer:
             return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"
         return "raise trainer.parallel.tp, pp or dp"
-    saved = MIN_SAVED_SHARE * (estimate.total - RESERVE_BYTES)
-    change = find_fitting_change(arch, config, int(estimate.total - saved), critic=critic)
+    saved = MIN_SAVED_MEMORY_SHARE * (estimate.total - RESERVE_BYTES)
+    change = describe_cheapest_fitting_change(
+        arch, config, int(estimate.total - saved), critic=critic
+    )
     return f"{change}, estimated; or {fewer}" if change else f"{fewer}, or use more ranks"

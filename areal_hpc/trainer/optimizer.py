@@ -11,7 +11,7 @@ from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.model.policy import TrainedNetwork
-from areal_hpc.trainer.optimizer_offload import lend_master_weights, offload_optimizer
+from areal_hpc.trainer.optimizer_offload import hold_master_stand_ins, offload_optimizer
 
 
 def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
@@ -101,7 +101,7 @@ def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float
     when all advantages are, or every token is clipped or masked: momentum and decay would move the
     weights all the same, by what earlier batches taught. A collective.
     """
-    with lend_master_weights(optimizer):
+    with hold_master_stand_ins(optimizer):
         optimizer.prepare_grads()
         norm = float(optimizer.get_grad_norm())
         kind = _NORM_NOT_FINITE if not math.isfinite(norm) else _NORM_FINITE if norm else _NORM_ZERO

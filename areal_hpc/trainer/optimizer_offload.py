@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import AdamW, adamw
 
-from areal_hpc.trainer.model.memory_estimate import STEP_CHUNK_ELEMENTS
+from areal_hpc.trainer.model.memory_estimate import OPTIMIZER_CHUNK_ELEMENTS
 from areal_hpc.trainer.private_apis.megatron_private import list_master_weights
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
@@ -66,7 +66,7 @@ class HostAdamW(AdamW):
             if MASTER_NAME in places:
                 parameter.data = places[MASTER_NAME].copy_(parameter.data)
 
-    def lend_masters_to_gradients(self) -> None:
+    def put_master_stand_ins_on_device(self) -> None:
         """Let master weights claim to be where gradients are, which a gradient's parameter must.
 
         What stands for one meanwhile has its shape and the memory of one number.
@@ -75,8 +75,8 @@ class HostAdamW(AdamW):
             if MASTER_NAME in places:
                 parameter.data = torch.zeros((), device=self.device).expand(parameter.shape)
 
-    def take_masters_back(self) -> None:
-        """Undo `lend_masters_to_gradients`, and forget the gradients."""
+    def restore_masters_and_drop_gradients(self) -> None:
+        """Undo `put_master_stand_ins_on_device`, and forget the gradients."""
         for parameter, places in self._host.items():
             parameter.grad = None
             if MASTER_NAME in places:
@@ -88,7 +88,7 @@ class HostAdamW(AdamW):
         for group in self.param_groups:
             for parameter in group["params"]:
                 self._step_parameter(parameter, group)
-        self.take_masters_back()
+        self.restore_masters_and_drop_gradients()
         if self.device.type == "cuda":  # whoever reads the host's tensors waits for no stream
             torch.cuda.current_stream(self.device).synchronize()
 
@@ -111,7 +111,7 @@ class HostAdamW(AdamW):
 
 
 def offload_optimizer(
-    optimizer: Any, device: torch.device, chunk_elements: int = STEP_CHUNK_ELEMENTS
+    optimizer: Any, device: torch.device, chunk_elements: int = OPTIMIZER_CHUNK_ELEMENTS
 ) -> None:
     """Move the state of Megatron's optimizer to the host, where it is stepped from now on."""
     for part in optimizer.chained_optimizers:
@@ -121,16 +121,16 @@ def offload_optimizer(
 
 
 @contextmanager
-def lend_master_weights(optimizer: Any) -> Iterator[None]:
+def hold_master_stand_ins(optimizer: Any) -> Iterator[None]:
     """The time in which gradients are handed to master weights, measured, clipped and applied."""
     offloaded = _list_offloaded_optimizers(optimizer)
     for adam in offloaded:
-        adam.lend_masters_to_gradients()
+        adam.put_master_stand_ins_on_device()
     try:
         yield
     finally:
         for adam in offloaded:
-            adam.take_masters_back()
+            adam.restore_masters_and_drop_gradients()
 
 
 def _list_offloaded_optimizers(optimizer: Any) -> list[HostAdamW]:

@@ -30,9 +30,9 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.rundir.telemetry.spans import record_clock_sample
 from areal_hpc.trainer.collectives import (
-    compare_clock_with_first_rank,
+    let_first_failed_rank_report,
+    measure_clock_lag_and_spread_s,
     raise_if_peer_lost,
-    report_first_failure,
 )
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
@@ -82,8 +82,8 @@ def run_rank(
         raise_if_peer_lost(error)
         raise
     _start_watching_for_hanging_ranks(paths)
-    with report_first_failure():
-        record_clock_sample(*compare_clock_with_first_rank())
+    with let_first_failed_rank_report():
+        record_clock_sample(*measure_clock_lag_and_spread_s())
         finished = train(job, paths, device, stop)
     stop_watching_ranks()
     destroy_process_groups()

@@ -122,11 +122,11 @@ class RankProgress:
     def _run(self) -> None:
         try:
             while not self._is_over.wait(self._look_s):
-                self.publish_and_find_hanging_ranks(time.monotonic())
+                self.publish_place_and_report_hangs(time.monotonic())
         except RuntimeError as error:  # the store is gone, and the trainer with it
             logger.info("ranks are not watched any more: %s", error)
 
-    def publish_and_find_hanging_ranks(self, now: float) -> None:
+    def publish_place_and_report_hangs(self, now: float) -> None:
         """Publish where this rank is, and see where the others are."""
         self._store.set(_build_key(self._rank), msgspec.json.encode(self._own).decode())
         for rank in range(self._ranks) if self._rank == 0 else [self._rank]:

@@ -22,10 +22,10 @@ from areal_hpc.trainer.batch.packing import (
     build_pack,
     plan_packs,
 )
-from areal_hpc.trainer.memory import OPTIMIZER_WORK, note_work_on_memory_error
+from areal_hpc.trainer.memory import OPTIMIZER_STEP_DESCRIPTION, note_work_on_memory_error
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import (
-    KeptTokens,
+    SampleableTokens,
     compute_logprobs_and_entropy,
     compute_token_logprobs,
 )
@@ -50,7 +50,7 @@ class MicroBatch:
     attention: AttentionPlan
     places: int
     """Tokens of the pass, padding included."""
-    kept: KeptTokens | None
+    kept: SampleableTokens | None
     """What could be sampled in the place of the tokens that it is scored on; None: everything."""
     row_lengths: Sequence[int]
     """Tokens of each row over all context-parallel ranks, padding included."""
@@ -66,7 +66,7 @@ class MicroBatch:
 LossFunction = Callable[[MicroBatch, torch.Tensor], tuple[torch.Tensor, LossStats]]
 """From a micro-batch and its log-probabilities [N] to the summed loss and what to report."""
 
-EntropyNote = Callable[[MicroBatch, torch.Tensor], None]
+NoteEntropies = Callable[[MicroBatch, torch.Tensor], None]
 """Told a micro-batch and the entropies [N] of what its tokens were sampled from."""
 
 
@@ -104,17 +104,19 @@ def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.in
         ),
         attention=plan_attention(pack, network.split, network.frequencies, network.arch.rope_scale),
         places=len(pack.input_ids_T),
-        kept=None if pack.kept is None else _place_kept_tokens(pack.kept, network.device),
+        kept=None
+        if pack.kept is None
+        else _move_sampling_mask_to_device(pack.kept, network.device),
         row_lengths=pack.lengths.tolist(),
         tokens_N=first_of[pack.rows_N] + pack.places_N,
     )
 
 
-def _place_kept_tokens(mask: SamplingMask, device: torch.device) -> KeptTokens:
+def _move_sampling_mask_to_device(mask: SamplingMask, device: torch.device) -> SampleableTokens:
     rows_K = np.repeat(np.arange(len(mask.counts_T)), mask.counts_T)
     starts = np.cumsum([0, *mask.counts_T.tolist()]).tolist()
     ids_K = torch.from_numpy(mask.ids.astype(np.int64)).to(device, non_blocking=True)
-    return KeptTokens(ids_K, torch.from_numpy(rows_K).to(device, non_blocking=True), starts)
+    return SampleableTokens(ids_K, torch.from_numpy(rows_K).to(device, non_blocking=True), starts)
 
 
 class PassProgress:
@@ -147,7 +149,7 @@ def run_forward_backward(
     backward: bool,
     measures_entropy: bool = False,
     entropy_loss: LossFunction | None = None,
-    note_entropies: EntropyNote | None = None,
+    note_entropies: NoteEntropies | None = None,
 ) -> LossStats:
     """Forward (and backward) over all micro-batches. A collective over all ranks.
 
@@ -253,7 +255,7 @@ def apply_gradients(network: TrainedNetwork, optimizer: Any, rate: float) -> flo
     """The optimizer's step after the passes; the norm before clipping. A collective."""
     fault_point("optimizer.before_step")
     enter_place("the optimizer's step")
-    with note_work_on_memory_error(lambda: OPTIMIZER_WORK):
+    with note_work_on_memory_error(lambda: OPTIMIZER_STEP_DESCRIPTION):
         norm = step_optimizer(network, optimizer, rate)
     fault_point("optimizer.after_step")
     return norm

@@ -11,13 +11,17 @@ from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.annotations import AnnotationWriter, StepAnnotations
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.token_annotator import TokenAnnotator, choose_rows, name_rows
+from areal_hpc.trainer.batch.token_annotator import (
+    TokenAnnotator,
+    choose_rows_to_annotate,
+    split_trained_and_left_out_rows,
+)
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     BEHAVIOR_LOGPROBS_CHANNEL,
     PROXIMAL_CHANNEL,
 )
-from areal_hpc.trainer.objective.token_measures import measure_tokens
+from areal_hpc.trainer.objective.token_measures import measure_token_ratios_and_bounds
 from areal_hpc.trainer.step import MicroBatch
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -40,17 +44,19 @@ class StepAnnotator:
         state: TrainerState,
     ) -> None:
         """Choose the rows of a batch that `state` is about to be trained on, in minibatches."""
-        chosen = choose_rows(batch, self._config.annotate, (state.seed << 32) + state.step)
+        chosen = choose_rows_to_annotate(
+            batch, self._config.annotate, (state.seed << 32) + state.step
+        )
         self._tokens = TokenAnnotator(batch, rows, chosen, parts) if chosen else None
         self._rows_of_batch = len(batch)
 
-    def note_tokens(
+    def note_token_measures(
         self, part: int, batch: MicroBatch, held_N: torch.Tensor, proximal_N: torch.Tensor
     ) -> None:
         """Take what a pass found, before the loss is made of it. A collective where that is one."""
         if self._tokens is None:
             return
-        found = measure_tokens(
+        found = measure_token_ratios_and_bounds(
             held_N,
             proximal_N,
             batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
@@ -68,7 +74,7 @@ class StepAnnotator:
         if self._tokens is not None:
             self._tokens.note_entropies(part, batch.tokens_N, entropies_N)
 
-    def end_step(
+    def gather_and_write_step(
         self,
         manifest: BatchManifest,
         untrained: Sequence[UntrainedRecord],
@@ -81,7 +87,7 @@ class StepAnnotator:
         is_first_copy = parallel_state.get_tensor_model_parallel_rank() == 0
         measures = self._tokens.gather(is_first_copy=is_first_copy)
         if dist.get_rank() == 0:
-            names, left_out = name_rows(manifest, untrained)
+            names, left_out = split_trained_and_left_out_rows(manifest, untrained)
             rows = self._tokens.build_rows(measures, names, norms, self._config.objective)
             self._writer.write(
                 StepAnnotations(

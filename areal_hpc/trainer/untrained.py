@@ -15,7 +15,7 @@ MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
 """Batches. One has an odd row; in three one after another it is the weights or the settings."""
 
 
-def build_nonfinite_records(
+def build_nonfinite_records_or_raise(
     norms: Sequence[float],
     step: int,
     earlier: Sequence[UntrainedRecord],
@@ -59,12 +59,12 @@ def build_nonfinite_records(
     return [UntrainedRecord(step, reason)]
 
 
-def build_damaged_batch_record(
+def build_damaged_batch_record_or_raise(
     step: int, earlier: Sequence[UntrainedRecord], reason: str, run_dir: Path
 ) -> UntrainedRecord:
     """The record of a batch that no rank can read. Pure, and the same on all ranks.
 
-    The streak is read as in `build_nonfinite_records`; batches set aside by hand do
+    The streak is read as in `build_nonfinite_records_or_raise`; batches set aside by hand do
     not belong to it.
 
     Raises:

@@ -28,11 +28,11 @@ CONNECT_TIMEOUT_S = 5.0
 """A control proxy accepts connections at once, whatever its servers do: longer means it is gone."""
 FENCE_NOTICE_TIMEOUT_S = 2.0
 """Replicas that are given up are told so once, and mostly cannot hear it."""
-CONTROL_DEADLINE_S = 30.0
+CONTROL_TIMEOUT_S = 30.0
 """At most, for a call that moves no weights."""
 
 
-def get_update_step_deadline_s(update_timeout_s: float) -> float:
+def get_update_step_timeout_s(update_timeout_s: float) -> float:
     """How long a group may take for one step of an update, while the other groups stand still.
 
     Longer than any single wait, so that what is reported is which wait was in vain.
@@ -49,7 +49,7 @@ def get_sender_silence_limit_s(update_timeout_s: float) -> float:
     sending one.
     """
     return (
-        get_update_step_deadline_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S + update_timeout_s
+        get_update_step_timeout_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S + update_timeout_s
     )
 
 
@@ -92,7 +92,7 @@ class ReplicaClient:
             trust_env=False,
         )
         self._update_timeout_s = update_timeout_s
-        self._control_s = min(CONTROL_DEADLINE_S, update_timeout_s)
+        self._control_s = min(CONTROL_TIMEOUT_S, update_timeout_s)
 
     def fence_until_next_update(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
@@ -104,7 +104,7 @@ class ReplicaClient:
             self.post("end_weight_update")
             self.post("begin_weight_update")
 
-    def request_bucket_load(
+    def load_bucket_and_wait(
         self, bucket: BucketPlan, group_name: str, version: WeightVersion | None, *, packed: bool
     ) -> None:
         """Receive and load one bucket. Returns when it is loaded.

@@ -161,17 +161,17 @@ class UpdateInProgress(Generic[SessionT]):
                 except Exception as error:  # boundary: one group's trouble is not the others'
                     log.exception("%s failed for a group of replicas", name)
                     failures[session] = WeightSyncError(f"{name} failed: {error!r}")
-            self._drop_sessions(failures)
+            self._drop_and_fence_sessions(failures)
 
         return settle
 
     def fail_all_sessions(self) -> None:
         """The sender itself failed: nobody got complete weights."""
-        self._drop_sessions(
+        self._drop_and_fence_sessions(
             {session: WeightSyncError("the sender failed") for session in self.live}
         )
 
-    def _drop_sessions(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
+    def _drop_and_fence_sessions(self, failures: Mapping[SessionT, WeightSyncError]) -> None:
         for session, error in failures.items():
             log.warning("excluded from this update: %s", error)
             self.live.remove(session)

@@ -19,7 +19,7 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.memory import read_peak_memory_bytes
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.memory_estimate import RESERVE_BYTES, estimate_trainer_memory
-from areal_hpc.trainer.model.utilization import find_peak_flops
+from areal_hpc.trainer.model.utilization import find_peak_flops_per_s
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from benchmarks import _learning as learning
 from benchmarks._pairs import Side, add_out, measure_pairs, median_wall_s, report
@@ -91,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     lengths = TINY_LENGTHS if arguments.tiny else LENGTHS
     bench = Bench(TINY if arguments.tiny else QWEN3_8B_LAYERS, device, lengths[-1])
     name = device_name(device)
-    peak_rate = find_peak_flops(name)
+    peak_rate = find_peak_flops_per_s(name)
     figures: dict[str, float] = {}
     for length in lengths:
         rows = bench.make_rows(length)

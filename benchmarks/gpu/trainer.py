@@ -19,7 +19,7 @@ import torch
 
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.cpu import megatron_cpu
-from areal_hpc.trainer.model.utilization import find_peak_flops
+from areal_hpc.trainer.model.utilization import find_peak_flops_per_s
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from benchmarks import _learning as learning
 from benchmarks._pairs import Side, add_out, measure_pairs, median_wall_s, report, wall_ratio
@@ -138,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(f"{name}, {sizes.family}, {sizes.parameters / 1e6:.0f}M parameters, bfloat16")
     figures = measure(bench, arguments.rows, arguments.length, arguments.pairs)
     matmul = matmul_flops_per_s(device, 128 if arguments.tiny else 8192)
-    peak = find_peak_flops(name) or matmul
+    peak = find_peak_flops_per_s(name) or matmul
     best = figures["flops_per_s_unpadded"]
     figures |= {
         "matmul_flops_per_s": matmul,

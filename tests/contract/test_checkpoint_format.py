@@ -20,7 +20,7 @@ from areal_hpc.rundir.checkpoint_index import (
     merge_rank_indices,
     write_checkpoint_index,
 )
-from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
+from areal_hpc.trainer.checkpoints.copy_memory import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.flat_ranges import Box
 from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
@@ -90,7 +90,7 @@ def test_tensors_are_read_from_the_files_of_all_ranks(
 
 
 def test_files_are_written_so(tmp_path: Path) -> None:
-    memory = CopyMemory()
+    memory = SharedCopyBuffer()
     for rank in NUMBERS:
         columns = content_of(rank)[:-4]
         held = memory.allocate(len(columns), torch.device("cpu"))

@@ -17,7 +17,7 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.environment import UPDATE_GROUP_VARIABLES
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.transports import process_group
-from areal_hpc.weights.transports.process_group import UpdateProcessGroup, get_group_timeout_s
+from areal_hpc.weights.transports.process_group import UpdateProcessGroup, get_torch_group_timeout_s
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.nccl_like_cells import Fault, NcclLikeCell
@@ -167,7 +167,7 @@ def test_the_stand_in_ends_the_process_unless_it_is_told_not_to(
             sender = UpdateProcessGroup(
                 f"{fault}{len(variables)}", "127.0.0.1", 2, nccl_like.BACKEND, 0.2
             )
-            monkeypatch.setattr(process_group, "get_group_timeout_s", lambda *_: 0.1)
+            monkeypatch.setattr(process_group, "get_torch_group_timeout_s", lambda *_: 0.1)
             sender.join(lambda: False)
         member = nccl_like.join_as_member("127.0.0.1", sender.port, sender.name, 1, 2)
         receiving = threading.Thread(target=take_part, args=(member, fault == "dies"))
@@ -183,4 +183,4 @@ def test_the_stand_in_ends_the_process_unless_it_is_told_not_to(
 
 def test_torchs_deadline_of_an_nccl_group_comes_after_ours() -> None:
     for timeout_s in (0.5, 120.0, 3600.0):
-        assert get_group_timeout_s("nccl", timeout_s) > 2 * timeout_s
+        assert get_torch_group_timeout_s("nccl", timeout_s) > 2 * timeout_s

@@ -22,11 +22,11 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.small_policy import (
+    init_single_rank_groups,
+    list_scored_logprobs,
     load_policy,
     make_training_row,
-    open_lone_rank,
-    score_row,
-    take_adamw_step,
+    take_step_with_fresh_adamw,
 )
 from areal_hpc.weights.checksum import compute_sglang_gpu_hash
 from areal_hpc.weights.transports.process_group import (
@@ -112,9 +112,9 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     policy = load_policy(source, "float32", device)
     ids = [(7 * place) % policy.arch.vocab for place in range(100)]
     row = make_training_row(ids, 1, {ADVANTAGE_CHANNEL: 1.0})
-    before = score_row(policy, row)
-    take_adamw_step(policy, [row], RATE)
-    after = score_row(policy, row)
+    before = list_scored_logprobs(policy, row)
+    take_step_with_fresh_adamw(policy, [row], RATE)
+    after = list_scored_logprobs(policy, row)
     save_hf_model(policy, source, folder / "written")
     config = transformers.AutoConfig.from_pretrained(folder / "written")
     model = transformers.AutoModelForCausalLM.from_config(config)  # see `TransformersReference`
@@ -131,7 +131,7 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     kernel = Path(sys.argv[3]) if len(sys.argv) > 3 else None
-    device = open_lone_rank("cuda" if sys.argv[1] == "cuda" else "cpu")
+    device = init_single_rank_groups("cuda" if sys.argv[1] == "cuda" else "cpu")
     with tempfile.TemporaryDirectory() as folder:
         found = {
             "hashes": hashes(device, kernel),

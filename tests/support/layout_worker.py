@@ -27,7 +27,7 @@ from areal_hpc.trainer.model.hf_weights import (
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.scoring.token_scores import score_rows
+from areal_hpc.trainer.scoring.token_scores import compute_row_logprobs
 from areal_hpc.trainer.step import (
     MicroBatch,
     make_micro_batches,
@@ -256,9 +256,9 @@ class Case:
         frozen = load_frozen_network(
             self.folder / "saved", self.parallel, torch.float32, torch.device("cpu"), "reference"
         )
-        expected = score_rows(self.policy, rows, minibatches=3, max_tokens=90)
-        with frozen.lend_weights() as network:
-            found = score_rows(network, rows, minibatches=3, max_tokens=90)
+        expected = compute_row_logprobs(self.policy, rows, minibatches=3, max_tokens=90)
+        with frozen.hold_weights_on_device() as network:
+            found = compute_row_logprobs(network, rows, minibatches=3, max_tokens=90)
         return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -33,7 +33,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.collectives import broadcast_object, report_first_failure
+from areal_hpc.trainer.collectives import broadcast_object, let_first_failed_rank_report
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
@@ -167,7 +167,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
         init_process_groups(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
-        with report_first_failure():
+        with let_first_failed_rank_report():
             found = act(scenario, paths)
         report.write_text(json.dumps(found))
         destroy_process_groups()

@@ -18,7 +18,7 @@ from areal_hpc.trainer.model.families.architecture import (
     read_architecture,
 )
 from areal_hpc.trainer.model.families.known_models import find_known_config
-from areal_hpc.trainer.model.memory_estimate import adapt_parallel
+from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 
 
 def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
@@ -55,7 +55,9 @@ def _find_other_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator
     except RecipeError as error:
         yield from error.problems
         return
-    for problem in find_layout_problems(arch, adapt_parallel(arch, recipe.trainer.parallel)):
+    for problem in find_layout_problems(
+        arch, drop_ep_for_dense_network(arch, recipe.trainer.parallel)
+    ):
         yield Problem(f"of {path}: {problem.message}", problem.key, problem.hint)
     policy = _find_model_dir(recipe.model)
     if policy is None:

@@ -24,7 +24,7 @@ from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
-    estimate_checkpoint_copy,
+    estimate_checkpoint_copy_bytes,
     estimate_stage_memory,
 )
 
@@ -194,7 +194,7 @@ def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: in
         for stage in range(config.parallel.pp)
     ]
     held = {
-        "checkpoint": estimate_checkpoint_copy(arch, config, critic),
+        "checkpoint": estimate_checkpoint_copy_bytes(arch, config, critic),
         "optimizer": max(one.host_optimizer for one in stages),
         "frozen networks": max(one.host_frozen for one in stages),
     }

@@ -17,7 +17,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.recipe.sections.weights import MAX_NCCL_GROUPS
-from areal_hpc.trainer.model.families.architecture import Architecture, divide_layers
+from areal_hpc.trainer.model.families.architecture import Architecture, divide_layers_over_stages
 from areal_hpc.trainer.model.memory_estimate import (
     BYTES_BY_DTYPE,
     GIB,
@@ -29,8 +29,8 @@ from areal_hpc.trainer.model.memory_estimate import (
     count_layer_expert_parameters,
     count_layer_non_expert_parameters,
     count_model_parameters,
+    describe_cheapest_fitting_change,
     estimate_trainer_memory,
-    find_fitting_change,
 )
 
 
@@ -133,7 +133,9 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
     change = (
         ""
         if trainer.total <= gpu_bytes
-        else find_fitting_change(arch, recipe.trainer, gpu_bytes, groups, frozen, critic)
+        else describe_cheapest_fitting_change(
+            arch, recipe.trainer, gpu_bytes, groups, frozen, critic
+        )
     )
     for problem in find_memory_problems(trainer, serving, recipe.inference, gpu_bytes, change):
         yield f"warning: {problem}"
@@ -156,7 +158,7 @@ def _format_trainer_lines(
     stage = f"highest use on pipeline stage {memory.stage}"
     yield f"  trainer  {split.world_size} ranks, {sizes}; {stage}"
     if arch.layers % split.pp:
-        layers = " + ".join(map(str, divide_layers(arch.layers, split.pp)))
+        layers = " + ".join(map(str, divide_layers_over_stages(arch.layers, split.pp)))
         yield f"    {arch.layers} layers on {split.pp} stages: {layers}"
     for name in (
         "parameters", "gradients", "optimizer", "activations", "logits", "communicators"

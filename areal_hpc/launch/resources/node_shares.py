@@ -21,7 +21,7 @@ from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
 from areal_hpc.slurm.batch_script.script import compute_resources
 from areal_hpc.trainer.model.memory_estimate import (
     GIB,
-    estimate_checkpoint_copy,
+    estimate_checkpoint_copy_bytes,
     estimate_trainer_memory,
 )
 
@@ -109,7 +109,9 @@ def _estimate_trainer_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str
     critic = find_critic_architecture(recipe, arch)
     memory = estimate_trainer_memory(arch, recipe.trainer, frozen=frozen, critic=critic)
     offloaded = memory.host_activations + memory.host_optimizer + memory.host_frozen
-    return tasks_per_node * (estimate_checkpoint_copy(arch, recipe.trainer, critic) + offloaded)
+    return tasks_per_node * (
+        estimate_checkpoint_copy_bytes(arch, recipe.trainer, critic) + offloaded
+    )
 
 
 def _has_flag(options: JobOptions, names: Sequence[str]) -> bool:

@@ -24,7 +24,7 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-def summarize_tokens(
+def summarize_token_staleness(
     batch: Sequence[TrajectoryRow], current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> dict[str, float]:
     """Number of the batch's tokens, and how old the weights are that sampled them."""
@@ -120,7 +120,7 @@ def summarize_replies(batch: Sequence[TrajectoryRow]) -> dict[str, float]:
         "reply/tokens_mean": float(lengths.mean()),
         "reply/tokens_p95": float(np.percentile(lengths, 95)),
         "reply/tokens_max": int(lengths.max()),
-        "reply/repeated_fraction": compute_repeated_fraction(replies),
+        "reply/repeated_fraction": compute_repeated_ngram_fraction(replies),
     }
 
 
@@ -130,7 +130,7 @@ def _split_row_into_replies(row: TrajectoryRow) -> list[npt.NDArray[np.int32]]:
     return [row.input_ids_T[begin:end] for begin, end in edges.reshape(-1, 2).tolist()]
 
 
-def compute_repeated_fraction(replies: Sequence[npt.NDArray[np.int32]]) -> float:
+def compute_repeated_ngram_fraction(replies: Sequence[npt.NDArray[np.int32]]) -> float:
     """Runs of tokens that came before in the same reply, as a share of all; 0 for short replies."""
     keys = []
     for number, reply in enumerate(replies):

@@ -58,8 +58,8 @@ def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
         **_summarize_turns(told),
         **_summarize_durations(told),
         **_summarize_generation([call for episode in told for call in episode.calls.values()]),
-        **_measure_slowest_cell_ratio(told),
-        **_summarize_agent_numbers(told),
+        **_measure_slowest_to_fastest_speed_ratio(told),
+        **_summarize_reward_parts_and_metrics(told),
     }
 
 
@@ -126,15 +126,15 @@ def _summarize_generation(calls: Sequence[CallRecord]) -> dict[str, float]:
     return metrics
 
 
-def _measure_slowest_cell_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _measure_slowest_to_fastest_speed_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """How much slower the slowest cell's calls are than the fastest one's."""
-    speeds = [speed for _, speed in _measure_cell_speeds(episodes)]
+    speeds = [speed for _, speed in _measure_cell_tokens_per_s(episodes)]
     if len(speeds) < 2:
         return {}
     return {"generation/slowest_cell_ratio": min(speeds) / max(speeds)}
 
 
-def _measure_cell_speeds(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
+def _measure_cell_tokens_per_s(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[str, float]]:
     """Sampled tokens per second of model calls, of each cell that is known."""
     for cell in sorted({episode.cell for episode in episodes if episode.cell}):
         calls = [
@@ -150,7 +150,7 @@ def _measure_cell_speeds(episodes: Sequence[EpisodeRecord]) -> Iterator[tuple[st
             yield cell, tokens / seconds
 
 
-def _summarize_agent_numbers(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _summarize_reward_parts_and_metrics(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Means over episodes of the parts and metrics that agents gave with their rewards.
 
     An episode with several rewards counts with their sums; one that does not name a number counts

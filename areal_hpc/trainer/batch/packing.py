@@ -81,7 +81,7 @@ def count_scored_tokens(rows: Sequence[TrainingRow]) -> int:
     return sum(int(np.count_nonzero(row.loss_mask_T[1:])) for row in rows)
 
 
-def split_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
+def deal_rows_into_minibatches(rows: Sequence[TrainingRow], count: int) -> list[list[TrainingRow]]:
     """Rows dealt out in turn, so that each part sees every group; no part is empty."""
     return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]
 
@@ -162,11 +162,11 @@ def build_pack(
         rows_N=rows_N,
         places_N=predicted_N - starts[rows_N],
         channels_N={name: value[predicted_N] for name, value in values.items()},
-        kept=_pick_kept_tokens(rows, starts, predicted_N),
+        kept=_gather_sampling_mask_of_predicted(rows, starts, predicted_N),
     )
 
 
-def _pick_kept_tokens(
+def _gather_sampling_mask_of_predicted(
     rows: Sequence[TrainingRow], starts: IntArray, predicted_N: IntArray
 ) -> SamplingMask | None:
     """What could be sampled in these places of the pack; None if all could, in all of them."""
@@ -195,7 +195,7 @@ def get_zigzag_positions(length: int, cp: int, rank: int) -> IntArray:
     return np.concatenate([first + rank * chunk, first + (2 * cp - 1 - rank) * chunk])
 
 
-def get_gathered_positions(index: int, lengths: IntArray, cp: int) -> IntArray:
+def locate_sequence_after_cp_gather(index: int, lengths: IntArray, cp: int) -> IntArray:
     """Where each position of a sequence lies once all ranks' tokens are gathered rank by rank."""
     local_total = int(lengths.sum()) // cp
     start = int(lengths[:index].sum()) // cp

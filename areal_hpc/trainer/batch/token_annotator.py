@@ -13,27 +13,33 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.telemetry.annotations import REASONS, RowAnnotation
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, mask_cut_replies
+from areal_hpc.trainer.batch.training_rows import (
+    ADVANTAGE_CHANNEL,
+    build_loss_mask_without_cut_replies,
+)
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 AnnotateMode = Literal["off", "sampled", "all"]
-SAMPLED_ROWS = 64
+MAX_ROWS_IN_SAMPLED_MODE = 64
 """Rows of a step that `sampled` annotates, in whole groups."""
 CUT, UNTRAINABLE, OUT_OF_BOUNDS, CLIPPED = (
     REASONS.index(name)
     for name in ("cut reply", "untrainable reply", "weight out of bounds", "clipped")
 )
-MEASURES = ("logprob", "entropy", "ratio", "outside", "clipped", "seen")
+TOKEN_MEASURE_NAMES = ("logprob", "entropy", "ratio", "outside", "clipped", "seen")
 """What is collected of each token, in this order."""
 
 FloatArray = npt.NDArray[np.float32]
 
 
-def choose_rows(batch: Sequence[TrajectoryRow], mode: AnnotateMode, seed: int) -> list[int]:
+def choose_rows_to_annotate(
+    batch: Sequence[TrajectoryRow], mode: AnnotateMode, seed: int
+) -> list[int]:
     """Places of the rows to annotate: all, or whole groups drawn by `seed`. Pure.
 
-    The first group drawn is taken whatever its size, others while all fit into `SAMPLED_ROWS`.
+    The first group drawn is taken whatever its size, others while all
+    fit into `MAX_ROWS_IN_SAMPLED_MODE`.
     """
     if mode == "off":
         return []
@@ -46,12 +52,12 @@ def choose_rows(batch: Sequence[TrajectoryRow], mode: AnnotateMode, seed: int) -
     chosen: list[int] = []
     for number in np.random.default_rng(seed).permutation(len(keys)):
         group = groups[keys[number]]
-        if not chosen or len(chosen) + len(group) <= SAMPLED_ROWS:
+        if not chosen or len(chosen) + len(group) <= MAX_ROWS_IN_SAMPLED_MODE:
             chosen += group
     return sorted(chosen)
 
 
-def name_rows(
+def split_trained_and_left_out_rows(
     manifest: BatchManifest, untrained: Sequence[UntrainedRecord]
 ) -> tuple[list[tuple[str, int]], list[RowAnnotation]]:
     """Shard and number of each row that is trained, in the batch's order, and of the others. Pure.
@@ -89,11 +95,11 @@ class TokenAnnotator:
         for place in chosen:
             self._starts[place] = self._size
             self._size += len(rows[place].input_ids_T)
-        self._places = [self._place_part(part) for part in range(parts)]
+        self._places = [self._map_part_tokens_to_columns(part) for part in range(parts)]
         self._found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
         self._entropies: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
-    def _place_part(self, part: int) -> npt.NDArray[np.int64]:
+    def _map_part_tokens_to_columns(self, part: int) -> npt.NDArray[np.int64]:
         """For each token of a part, where it goes; -1 for those of rows that are not chosen."""
         targets = []
         for place in range(part, len(self._rows), self._parts):
@@ -132,12 +138,12 @@ class TokenAnnotator:
         return places_N[kept_K], torch.from_numpy(kept_K).to(device, non_blocking=True)
 
     def gather(self, *, is_first_copy: bool) -> FloatArray:
-        """All ranks' measures, in the order of `MEASURES`, by token of the chosen rows.
+        """All ranks' measures, in the order of `TOKEN_MEASURE_NAMES`, by token of the chosen rows.
 
         A collective. 0 where no pass saw a token. Of ranks that found the same, one has the
         first copy.
         """
-        values = torch.zeros(len(MEASURES), self._size)
+        values = torch.zeros(len(TOKEN_MEASURE_NAMES), self._size)
         if is_first_copy:
             for places, measured in self._found:
                 targets = torch.from_numpy(places)
@@ -189,7 +195,7 @@ def _annotate_row(
     reasons_T = np.zeros(len(seen), np.uint8)
     reasons_T[row.loss_mask_T == 0] = UNTRAINABLE
     if objective.overlong.mask:
-        reasons_T[mask_cut_replies(stored) == 0] = CUT
+        reasons_T[build_loss_mask_without_cut_replies(stored) == 0] = CUT
     reasons_T[is_seen_T & (clipped > 0)] = CLIPPED
     if objective.off_policy_correction != "none":
         reasons_T[is_seen_T & (outside > 0)] = OUT_OF_BOUNDS

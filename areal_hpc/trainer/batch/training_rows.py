@@ -13,12 +13,12 @@ from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
-from areal_hpc.trainer.batch.untrainable import get_reply_span, mask_untrainable_replies
+from areal_hpc.trainer.batch.untrainable import drop_untrainable_from_loss_mask, get_reply_span
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
-from areal_hpc.trainer.objective.gae import estimate_advantages, scale_estimates
+from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
 from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
-from areal_hpc.trainer.objective.reply_credit import credit_batch, list_reply_rewards
+from areal_hpc.trainer.objective.reply_credit import compute_reply_credits, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
@@ -58,7 +58,7 @@ class BatchScores:
         return [one - other for one, other in zip(self.start, self.reference, strict=True)]
 
     @property
-    def teacher_gaps(self) -> list[npt.NDArray[np.float32]] | None:
+    def teacher_minus_policy_logprobs(self) -> list[npt.NDArray[np.float32]] | None:
         """Log teacher - log pi at each token."""
         if self.start is None or self.teacher is None:
             return None
@@ -68,7 +68,7 @@ class BatchScores:
 NO_SCORES = BatchScores()
 
 
-def read_batch(
+def read_sound_rows_on_all_ranks(
     manifest: BatchManifest, shards: CheckedShards, vocab_size: int
 ) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
     """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none.
@@ -81,7 +81,9 @@ def read_batch(
 
     def read() -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
         with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
-            return drop_unsound_tickets(read_rows_by_ticket(manifest, shards), manifest, vocab_size)
+            return set_rewards_and_drop_unsound_tickets(
+                read_rows_by_ticket(manifest, shards), manifest, vocab_size
+            )
 
     return read_on_all_ranks(read, ShardError)
 
@@ -118,7 +120,7 @@ def _replace_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
     return replace(row, record=record)
 
 
-def drop_unsound_tickets(
+def set_rewards_and_drop_unsound_tickets(
     tickets: Sequence[Sequence[TrajectoryRow]], manifest: BatchManifest, vocab_size: int
 ) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
     """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
@@ -160,26 +162,33 @@ def build_rows(
     scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs, as far as they are known."""
-    teacher_gaps = scores.teacher_gaps
+    teacher_minus_policy_logprobs = scores.teacher_minus_policy_logprobs
     tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
     held = [version.packed for version in list_versions_of_current_weights(current, forks)]
-    masks = [mask_cut_replies(one) if objective.overlong.mask else one.loss_mask_T for one in batch]
-    masks = [mask_untrainable_replies(*both) for both in zip(batch, masks, strict=True)]
+    masks = [
+        build_loss_mask_without_cut_replies(one) if objective.overlong.mask else one.loss_mask_T
+        for one in batch
+    ]
+    masks = [drop_untrainable_from_loss_mask(*both) for both in zip(batch, masks, strict=True)]
     scales = compute_row_scales(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
         [(one.ticket_id, one.episode) for one in batch],
         objective,
     )
     if objective.has_critic:
-        advantages, returns = _estimate_by_critic(batch, masks, objective, scores)
+        advantages, returns = _compute_critic_advantages_and_returns(
+            batch, masks, objective, scores
+        )
     else:
-        advantages, returns = _compare_with_baseline(batch, objective, scores), None
+        advantages, returns = _compute_baseline_advantages(batch, objective, scores), None
     rows = []
     for place, trajectory in enumerate(batch):
         size = trajectory.num_tokens
         advantages_T = advantages[place]
-        if teacher_gaps is not None:  # policy gradient of KL(pi || teacher), token by token
-            advantages_T += objective.teacher.coef * teacher_gaps[place]
+        if (
+            teacher_minus_policy_logprobs is not None
+        ):  # policy gradient of KL(pi || teacher), token by token
+            advantages_T += objective.teacher.coef * teacher_minus_policy_logprobs[place]
         channels = {
             ADVANTAGE_CHANNEL: advantages_T,
             BEHAVIOR_LOGPROBS_CHANNEL: trajectory.logprobs_T,
@@ -207,18 +216,18 @@ def build_rows(
     return rows
 
 
-def _get_reward_divergences(
+def _get_kl_taken_off_rewards(
     objective: ObjectiveConfig, scores: BatchScores
 ) -> list[npt.NDArray[np.float32]] | None:
     """What rewards are penalized for; None if nothing is."""
     return scores.divergences if objective.kl.placement == "reward" else None
 
 
-def _compare_with_baseline(
+def _compute_baseline_advantages(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores
 ) -> list[npt.NDArray[np.float32]]:
     """Advantages at the tokens of each row: a reply has one for all of them."""
-    credit = credit_batch(batch, objective, _get_reward_divergences(objective, scores))
+    credit = compute_reply_credits(batch, objective, _get_kl_taken_off_rewards(objective, scores))
     advantages_K = compute_advantages(credit, objective)
     found = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
     for advantages_T, spans in zip(found, credit.spans, strict=True):
@@ -227,7 +236,7 @@ def _compare_with_baseline(
     return found
 
 
-def _estimate_by_critic(
+def _compute_critic_advantages_and_returns(
     batch: Sequence[TrajectoryRow],
     masks: Sequence[npt.NDArray[np.uint8]],
     objective: ObjectiveConfig,
@@ -239,24 +248,24 @@ def _estimate_by_critic(
     )
     if scores.values is None:
         return advantages, returns
-    divergences = _get_reward_divergences(objective, scores)
+    divergences = _get_kl_taken_off_rewards(objective, scores)
     replies = list_reply_rewards(batch, masks, objective, divergences)
     values = [scores.values[one.row][one.tokens_t].astype(np.float64) for one in replies]
     estimates = estimate_advantages(replies, values, objective)
-    scaled = scale_estimates(replies, estimates, objective)
+    scaled = scale_and_weigh_advantages(replies, estimates, objective)
     for reply, estimate, scaled_t in zip(replies, estimates, scaled, strict=True):
         advantages[reply.row][reply.tokens_t] = scaled_t
         returns[reply.row][reply.tokens_t] = estimate.returns_t
     return advantages, returns
 
 
-def measure_largest_advantage(rows: Sequence[TrainingRow]) -> float:
+def measure_largest_abs_advantage(rows: Sequence[TrainingRow]) -> float:
     """Of the tokens that the loss sees, without its sign; 0 without any."""
     seen = [np.abs(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows]
     return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
 
 
-def mask_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
+def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
     """The row's loss mask without the replies that were cut at their limit of tokens."""
     mask_T = row.loss_mask_T.copy()
     for call in row.record.calls:

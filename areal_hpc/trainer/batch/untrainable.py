@@ -20,11 +20,11 @@ MAX_UNTRAINABLE_FRACTION = 0.5
 """Of a batch's sampled tokens. Beyond, what is left is no sample of what the agent does."""
 NO_TOP_K = 1 << 20
 """No vocabulary is larger: such a top_k leaves nothing out."""
-_BOUND_BY_RECIPE = ("temperature=0", "top_p", "top_k")
+_DISTORTIONS_PREVENTED_BY_RECIPE = ("temperature=0", "top_p", "top_k")
 """What `rollout.agent.sampling=recipe` keeps agents from asking for."""
-_RECORDABLE = ("top_p", "top_k", "min_p", "a grammar")
+_DISTORTIONS_CURED_BY_RECORDING = ("top_p", "top_k", "min_p", "a grammar")
 """What `rollout.record_sampling_mask` makes trainable."""
-_GRAMMARS = ("json_schema", "regex", "ebnf", "structural_tag")
+_GRAMMAR_PARAMETERS = ("json_schema", "regex", "ebnf", "structural_tag")
 _NEUTRAL_PENALTIES = {
     "frequency_penalty": 0.0,
     "presence_penalty": 0.0,
@@ -32,7 +32,9 @@ _NEUTRAL_PENALTIES = {
 }
 
 
-def list_distortions(sampling: Mapping[str, Any], *, is_recorded: bool = False) -> Iterator[str]:
+def list_sampling_distortions(
+    sampling: Mapping[str, Any], *, is_recorded: bool = False
+) -> Iterator[str]:
     """Names of the parameters by which a reply was not sampled from the softmax that is trained.
 
     That is one over the tokens that were left, if it `is_recorded` which these are.
@@ -47,7 +49,7 @@ def list_distortions(sampling: Mapping[str, Any], *, is_recorded: bool = False) 
         yield "top_k"
     if sampling.get("min_p", 0.0) > 0 and not is_recorded:
         yield "min_p"
-    if any(sampling.get(name) is not None for name in _GRAMMARS) and not is_recorded:
+    if any(sampling.get(name) is not None for name in _GRAMMAR_PARAMETERS) and not is_recorded:
         yield "a grammar"
     if sampling.get("logit_bias"):
         yield "logit_bias"
@@ -67,10 +69,10 @@ def _list_reply_distortions(
     if row.sampling_mask is not None:
         counts = row.sampling_mask.counts_T[get_reply_span(call)]
         is_recorded |= len(counts) > 0 and bool(counts.all())
-    return list(list_distortions(call.sampling, is_recorded=is_recorded))
+    return list(list_sampling_distortions(call.sampling, is_recorded=is_recorded))
 
 
-def mask_untrainable_replies(
+def drop_untrainable_from_loss_mask(
     row: TrajectoryRow, mask_T: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
     """A loss mask of the row without the replies that were not sampled from the plain softmax."""
@@ -98,7 +100,7 @@ def count_untrainable_tokens(
     return +tokens
 
 
-def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int]) -> None:
+def raise_if_mostly_untrainable(step: int, sampled: int, untrainable: Mapping[str, int]) -> None:
     """Raise an UntrainableBatchError if more than half of a batch's tokens are untrainable."""
     total = sum(untrainable.values())
     if total <= MAX_UNTRAINABLE_FRACTION * sampled:
@@ -116,9 +118,13 @@ def check_trainable_share(step: int, sampled: int, untrainable: Mapping[str, int
 
 def _suggest(names: Sequence[str]) -> str:
     """What makes replies trainable whose parameters these are."""
-    if all(name in _BOUND_BY_RECIPE for name in names):
+    if all(name in _DISTORTIONS_PREVENTED_BY_RECIPE for name in names):
         return "set it to recipe, which replaces the agent's temperature, top_p and top_k"
-    if all(name in _RECORDABLE for name in names):
+    if all(name in _DISTORTIONS_CURED_BY_RECORDING for name in names):
         return "set rollout.record_sampling_mask=true"
-    others = ", ".join(name for name in names if name not in (*_BOUND_BY_RECIPE, *_RECORDABLE))
+    others = ", ".join(
+        name
+        for name in names
+        if name not in (*_DISTORTIONS_PREVENTED_BY_RECIPE, *_DISTORTIONS_CURED_BY_RECORDING)
+    )
     return f"have the agent ask without {others or ', '.join(names)}"

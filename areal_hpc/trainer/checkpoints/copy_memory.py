@@ -8,7 +8,7 @@ import torch
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory, unpin_host_memory
 
 
-class CopyMemory:
+class SharedCopyBuffer:
     """Anonymous memory: a kill leaves nothing of it behind.
 
     It is as large as the largest copy so far, from the first checkpoint to the end of the run.

@@ -29,7 +29,7 @@ class Box(NamedTuple):
             for offset, size in zip(self.offsets, self.sizes, strict=True)
         )
 
-    def shift_to_coordinates_around(self, outer: "Box") -> "Box":
+    def shift_from_within_to_whole(self, outer: "Box") -> "Box":
         """The same block, given within `outer`, in the tensor that `outer` is a block of.
 
         That tensor may have further axes in front, in which `outer` has the length 1.

@@ -36,7 +36,7 @@ from areal_hpc.trainer.checkpoints.flat_ranges import (
     split_into_matrices,
 )
 from areal_hpc.trainer.checkpoints.stored_tensors import (
-    DTYPES,
+    TORCH_DTYPE_BY_NUMBER_TYPE,
     StoredTensors,
     open_stored_tensors,
 )
@@ -48,7 +48,7 @@ from areal_hpc.trainer.private_apis.megatron_private import OptimizerShard, list
 CRITIC_PREFIX = "critic."
 
 
-class TrainedState(NamedTuple):
+class NetworkWithOptimizer(NamedTuple):
     """A network with its optimizer, and what its tensors are called by."""
 
     network: TrainedNetwork
@@ -80,7 +80,7 @@ class StateShard:
     is_kept: bool
     """False where another rank keeps the same numbers."""
 
-    def split_by_place(self) -> Iterator[tuple[TensorPlace, int]]:
+    def iterate_places_with_offsets(self) -> Iterator[tuple[TensorPlace, int]]:
         """Each place, and which of the shard's numbers is its first."""
         first = 0
         for place in self.places:
@@ -95,10 +95,10 @@ class RankState:
     """
 
     def __init__(
-        self, policy: TrainedNetwork, optimizer: Any, critic: TrainedState | None = None
+        self, policy: TrainedNetwork, optimizer: Any, critic: NetworkWithOptimizer | None = None
     ) -> None:
         self._device = policy.device
-        self._shards_of = {"": _list_state_shards(TrainedState(policy, optimizer))}
+        self._shards_of = {"": _list_state_shards(NetworkWithOptimizer(policy, optimizer))}
         if critic is not None:
             self._shards_of[critic.prefix] = _list_state_shards(critic)
         self.types: dict[Column, NumberType] = {"exp_avg": "float32", "exp_avg_sq": "float32"}
@@ -116,7 +116,7 @@ class RankState:
         """Size of the copy."""
         return compute_data_bytes(self.types, self._count)
 
-    def count_steps(self) -> dict[str, int]:
+    def all_reduce_optimizer_steps(self) -> dict[str, int]:
         """Steps that AdamW has taken, by prefix. A collective: a rank may have nothing to step."""
         return {
             prefix: all_reduce_max(_read_max_steps(shards))
@@ -128,7 +128,7 @@ class RankState:
         tensors: dict[str, StoredTensor] = {}
         done = 0
         for shard in self._kept:
-            for place, first in shard.split_by_place():
+            for place, first in shard.iterate_places_with_offsets():
                 held = tensors.setdefault(place.name, StoredTensor(place.shape, []))
                 held.pieces.append(TensorPiece(rank, done + first, *place.box))
             done += shard.columns["weight"].numel()
@@ -139,7 +139,7 @@ class RankState:
         start = 0
         for column, type_ in self.types.items():
             size = compute_data_bytes({column: type_}, self._count)
-            rest = memory[start : start + size].view(DTYPES[type_])
+            rest = memory[start : start + size].view(TORCH_DTYPE_BY_NUMBER_TYPE[type_])
             for shard in self._kept:
                 own = shard.columns[column]
                 rest[: own.numel()].copy_(own, non_blocking=True)
@@ -164,7 +164,7 @@ class RankState:
         for column in self.types:
             source = self._choose_source_column(column, stored)
             for shard in shards:
-                for place, first in shard.split_by_place():
+                for place, first in shard.iterate_places_with_offsets():
                     flat = shard.columns[column][first : first + place.box.numel]
                     _read_place(stored, source, place, flat.view(place.box.sizes))
         for shard in shards:
@@ -180,7 +180,10 @@ class RankState:
 
 
 def load_checkpoint_into(
-    policy: TrainedNetwork, optimizer: Any, directory: Path, critic: TrainedState | None = None
+    policy: TrainedNetwork,
+    optimizer: Any,
+    directory: Path,
+    critic: NetworkWithOptimizer | None = None,
 ) -> None:
     """Restore weights and optimizer. A collective; the layout may differ from the saved one.
 
@@ -213,7 +216,7 @@ def _read_max_steps(shards: Sequence[StateShard]) -> int:
     return int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
 
 
-def _list_state_shards(trained: TrainedState) -> list[StateShard]:
+def _list_state_shards(trained: NetworkWithOptimizer) -> list[StateShard]:
     """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
     network = trained.network
@@ -264,7 +267,7 @@ def _list_tensor_places(parts: list[ShardedTensor], start: int, stop: int) -> It
                 yield TensorPlace(
                     part.key,
                     tuple(part.global_shape),
-                    box.shift_to_coordinates_around(whole),
+                    box.shift_from_within_to_whole(whole),
                     part.allow_shape_mismatch,
                 )
         base += part.data.numel()

@@ -50,15 +50,15 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.trainer.checkpoints.rank_state import (
     CRITIC_PREFIX,
+    NetworkWithOptimizer,
     RankState,
-    TrainedState,
     load_checkpoint_into,
 )
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
 from areal_hpc.trainer.collectives import (
     all_reduce_max,
     broadcast_object,
-    gather_objects,
+    gather_objects_on_first_rank,
     raise_on_all_ranks,
     read_on_all_ranks,
 )
@@ -97,13 +97,13 @@ class CheckpointStore:
 
     # Reading ---------------------------------------------------------------------------------
 
-    def load_latest(
+    def build_optimizer_and_load_latest(
         self,
         policy: Policy,
         config: AdamConfig,
         *,
         is_offloaded: bool = False,
-        critic: TrainedState | None = None,
+        critic: NetworkWithOptimizer | None = None,
     ) -> tuple[Any, Checkpoint | None]:
         """An optimizer for the policy, and the latest checkpoint, loaded into both. A collective.
 
@@ -154,7 +154,7 @@ class CheckpointStore:
         policy: Policy,
         optimizer: Any,
         state: TrainerState,
-        critic: TrainedState | None = None,
+        critic: NetworkWithOptimizer | None = None,
     ) -> Path:
         """Copy the state and begin to write it, after an earlier one; its path. A collective.
 
@@ -166,7 +166,7 @@ class CheckpointStore:
         target = self._directory / format_step_dir(state.step)
         partial = get_unfinished_path(self._directory, state.step, state.generation)
         is_first = dist.get_rank() == 0
-        with _explain_storage_errors(partial):
+        with _convert_storage_errors(partial):
             if is_first:
                 shutil.rmtree(partial, ignore_errors=True)
                 partial.mkdir(parents=True)
@@ -174,9 +174,9 @@ class CheckpointStore:
             self._writer = self._writer or WriterClient()
             fault_point("checkpoint.before_copy")
             held = RankState(policy, optimizer, critic)
-            held.copy_to(self._writer.allocate_memory(held.size_bytes, policy.device))
+            held.copy_to(self._writer.reuse_or_grow_memory(held.size_bytes, policy.device))
             fault_point("checkpoint.after_copy")
-            small = _write_small_files(partial, held, state)
+            small = _write_index_and_trainer_state(partial, held, state)
             self._writer.begin_write(
                 get_rank_file_path(partial, dist.get_rank()), held.size_bytes, small
             )
@@ -209,7 +209,7 @@ class CheckpointStore:
             return False
         if slowest == WriteStatus.DONE and dist.get_rank() == 0:
             try:
-                self._publish_and_hide_superseded(self._begun)
+                self._publish_and_delete_superfluous(self._begun)
                 record_checkpoint_duration(self._copied_s + self._writer.took_s)
             except ArealError as error:
                 trouble = error
@@ -231,13 +231,13 @@ class CheckpointStore:
             self._writer.close()
             self._writer = None
 
-    def _publish_and_hide_superseded(self, checkpoint: Checkpoint) -> None:
+    def _publish_and_delete_superfluous(self, checkpoint: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous."""
         partial = get_unfinished_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )
         fault_point("checkpoint.before_marker")
-        with _explain_storage_errors(partial):
+        with _convert_storage_errors(partial):
             (partial / COMPLETE_MARKER_FILE).touch()
             fsync_path(partial / COMPLETE_MARKER_FILE)
             fsync_path(partial)
@@ -278,10 +278,12 @@ class CheckpointStore:
             partial.rename(target)
 
 
-def _write_small_files(partial: Path, held: RankState, state: TrainerState) -> list[str]:
+def _write_index_and_trainer_state(
+    partial: Path, held: RankState, state: TrainerState
+) -> list[str]:
     """Rank 0 says what the ranks' files hold and what they are of; its files. A collective."""
-    steps = held.count_steps()
-    parts = gather_objects(held.build_index(dist.get_rank()), RankIndex)
+    steps = held.all_reduce_optimizer_steps()
+    parts = gather_objects_on_first_rank(held.build_index(dist.get_rank()), RankIndex)
     if not parts:
         return []
     index = merge_rank_indices(parts, held.types, steps[""], steps.get(CRITIC_PREFIX, 0))
@@ -300,7 +302,7 @@ def _require_visible_checkpoint(path: Path) -> None:
 
 
 @contextmanager
-def _explain_storage_errors(path: Path) -> Iterator[None]:
+def _convert_storage_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

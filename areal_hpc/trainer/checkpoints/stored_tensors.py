@@ -30,7 +30,7 @@ from areal_hpc.trainer.checkpoints.flat_ranges import (
 from areal_hpc.trainer.checkpoints.megatron_format import MegatronTensors
 from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+TORCH_DTYPE_BY_NUMBER_TYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class StoredTensors(Protocol):
@@ -70,14 +70,14 @@ def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
         ShardError: It is damaged, or of a later format.
     """
     stored: StoredTensors
-    stored = (MegatronTensors if is_megatron_format(directory) else RankFiles)(directory)
+    stored = (MegatronTensors if is_megatron_format(directory) else RankFileTensors)(directory)
     try:
         yield stored
     finally:
         stored.close()
 
 
-class RankFiles:
+class RankFileTensors:
     """A checkpoint of format 2: a file of each rank, and an index of them all."""
 
     def __init__(self, directory: Path) -> None:
@@ -97,7 +97,7 @@ class RankFiles:
     @property
     def weight_dtype(self) -> torch.dtype:
         """Of the column `weight`."""
-        return DTYPES[self._index.columns["weight"]]
+        return TORCH_DTYPE_BY_NUMBER_TYPE[self._index.columns["weight"]]
 
     def has_column(self, column: Column) -> bool:
         """Whether its files have the column."""
@@ -125,7 +125,7 @@ class RankFiles:
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
         held = self._open_file(piece.rank).read(offset_bytes, count * TYPE_BYTES[type_])
-        flat = torch.frombuffer(held, dtype=DTYPES[type_])
+        flat = torch.frombuffer(held, dtype=TORCH_DTYPE_BY_NUMBER_TYPE[type_])
         return flat.as_strided(part.sizes, compute_strides(piece.sizes))
 
     def _open_file(self, rank: int) -> RankFileReader:

@@ -14,7 +14,7 @@ import torch
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.checkpoints import build_checkpoint_write_error
-from areal_hpc.trainer.checkpoints.copy_memory import CopyMemory
+from areal_hpc.trainer.checkpoints.copy_memory import SharedCopyBuffer
 from areal_hpc.trainer.checkpoints.writer_process import RemoveRequest, WriteReply, WriteRequest
 
 logger = logging.getLogger(__name__)
@@ -33,7 +33,7 @@ class WriterClient:
     """
 
     def __init__(self) -> None:
-        self._memory = CopyMemory()
+        self._memory = SharedCopyBuffer()
         self._request: WriteRequest | None = None
         self.took_s = 0.0
         """Seconds that the last file took to write."""
@@ -52,7 +52,7 @@ class WriterClient:
             pass_fds=(self._memory.descriptor,),
         )  # fmt: skip
 
-    def allocate_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+    def reuse_or_grow_memory(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         """Memory for a copy of what is on `device`. Nothing may be in the writing.
 
         Raises:

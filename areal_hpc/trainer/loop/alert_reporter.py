@@ -43,7 +43,7 @@ class AlertReporter:
         self._tracker = AlertTracker(config)
         self._tracker.find_new_alerts([*self._rows])
 
-    def report_step(self, row: FlatRow) -> None:
+    def report_new_alerts(self, row: FlatRow) -> None:
         """Judge the run by another row of metrics, that of its newest step."""
         self._rows.append(row)
         for alert in self._tracker.find_new_alerts([*self._rows]):

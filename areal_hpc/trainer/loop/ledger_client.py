@@ -106,7 +106,7 @@ class LedgerClient:
     ) -> ReplyT:
         give_up_at = float("inf")
         while True:
-            url = f"{self._url or self._find_ledger()}{route}"
+            url = f"{self._url or self._await_ledger_url()}{route}"
             try:
                 return self._client.call(
                     url,
@@ -126,7 +126,7 @@ class LedgerClient:
                 logger.info("reconnecting to the ledger: %s", error)
                 self._url = ""
 
-    def _find_ledger(self) -> str:
+    def _await_ledger_url(self) -> str:
         self._url = rendezvous.await_endpoint(
             self._dir, rendezvous.LEDGER_SERVICE, START_TIMEOUT_S, is_cancelled=self._is_stopping
         ).url

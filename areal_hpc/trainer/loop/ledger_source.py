@@ -111,7 +111,7 @@ class LedgerSource(BatchSource):
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
         """
-        if self._refresh_and_check_outdated_replicas():
+        if self._poll_replicas_and_evaluation():
             return "publish"
         if not self._is_served:
             with self._record.timer.time_phase(CELL_WAIT_PHASE):
@@ -126,7 +126,7 @@ class LedgerSource(BatchSource):
             return "publish"
         return "done"
 
-    def _refresh_and_check_outdated_replicas(self) -> bool:
+    def _poll_replicas_and_evaluation(self) -> bool:
         """Replicas lack the current weights. Looked up after a step, then every second."""
         if time.monotonic() < self._next_poll_at:
             return False
@@ -157,7 +157,9 @@ class LedgerSource(BatchSource):
     ) -> bool:
         """The evaluation cell lacks the weights that it shall judge: as of the last look."""
         version = self._record.version
-        outdated = evaluation.list_weight_receivers(self._publisher.evaluation_replicas, version)
+        outdated = evaluation.list_replicas_to_update_now(
+            self._publisher.evaluation_replicas, version
+        )
         is_last = version.step >= self._schedule.total_steps
         self._targets = self._backoff.filter_retryable(
             outdated, time.monotonic(), is_urgent=is_last
@@ -205,7 +207,7 @@ class LedgerSource(BatchSource):
             AgentError: Agents do nothing but fail.
         """
         step, row = self._record.version.step, self._record.row
-        due = self._schedule.list_due_sets(step)
+        due = self._schedule.list_due_evaluation_sets(step)
         if self._async_evaluation or due.keys() <= list_evaluated_sets(row):
             return True
         with self._record.timer.time_phase("eval"):
@@ -219,7 +221,7 @@ class LedgerSource(BatchSource):
         version = self._record.version
         if evaluation.under_way is not None:
             self._poll_evaluation_reward(evaluation, evaluation.under_way)
-        if not evaluation.may_begin(self._publisher.evaluation_replicas, version):
+        if not evaluation.may_grant_episodes(self._publisher.evaluation_replicas, version):
             return
         given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
         self._events.record(
@@ -242,7 +244,7 @@ class LedgerSource(BatchSource):
         self, evaluation: AsyncEvaluationTracker, version: WeightVersion
     ) -> None:
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
-        reply = self._ledger.request_evaluation(version.step, evaluation.list_sets(), 0.0)
+        reply = self._ledger.request_evaluation(version.step, evaluation.list_sets_under_way(), 0.0)
         if reply.metrics is not None:
             evaluation.mark_judged()
             self._record.add_metrics(version.step, dict(reply.metrics))

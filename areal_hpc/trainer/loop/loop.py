@@ -17,7 +17,7 @@ One turn of `run_loop` is one command. For each version of the weights they come
                                                         the next batch
     StopCommand            leave the loop
 
-`Coordinator._advance_step_and_pick_command` is this order in code. While rank 0 waits it looks once
+`Coordinator._pick_next_command` is this order in code. While rank 0 waits it looks once
 a second for replicas that came late, and every turn for a stop and for the checkpoint being
 written.
 
@@ -51,7 +51,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.telemetry.spans import time_span
-from areal_hpc.trainer.collectives import any_true, broadcast_object
+from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
@@ -175,9 +175,9 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             being written has been finished first: what was trained is worth keeping.
     """
     while True:
-        with _time_follower(coordinator, "command_wait"):
+        with _time_span_on_other_ranks(coordinator, "command_wait"):
             enter_place("the next command")
-            if any_true(stop.requested):
+            if is_true_on_any_rank(stop.requested):
                 stop.request()
             _publish_checkpoint_if_written(learner, coordinator, wait=False)
             enter_place("rank 0's decision")
@@ -220,7 +220,7 @@ def _execute_command(
         case PublishWeightsCommand():
             enter_place(f"sending of the weights {learner.version}")
             parameters = stream_hf_tensors(learner.policy)
-            with _time_follower(coordinator, "publish"):
+            with _time_span_on_other_ranks(coordinator, "publish"):
                 if coordinator:
                     coordinator.publish_weights(parameters)
                 for _ in parameters:  # exporting is a collective: the others drain it
@@ -229,20 +229,22 @@ def _execute_command(
             enter_place(f"checkpoint of step {learner.version.step}")
             _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
-            with _time_follower(coordinator, "checkpoint"):
+            with _time_span_on_other_ranks(coordinator, "checkpoint"):
                 learner.begin_checkpoint(row)
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
         case ExportModelCommand():
             enter_place(f"export of step {learner.version.step}")
             began = time.perf_counter()
-            with _time_follower(coordinator, "export"):
+            with _time_span_on_other_ranks(coordinator, "export"):
                 learner.export_model()
             if coordinator:
                 coordinator.on_exported(time.perf_counter() - began)
 
 
-def _time_follower(coordinator: Coordinator | None, name: str) -> AbstractContextManager[object]:
+def _time_span_on_other_ranks(
+    coordinator: Coordinator | None, name: str
+) -> AbstractContextManager[object]:
     """Note the time of the block on a rank other than 0, which has its timer for that."""
     return nullcontext() if coordinator else time_span(name)
 
@@ -298,17 +300,17 @@ class Coordinator:
         is_idle = self.source.lacks_cells_too_long()
         if not self._stop.requested and not is_idle:
             try:
-                return self._advance_step_and_pick_command()
+                return self._pick_next_command()
             except ClusterError:
                 if not self._stop.wait(timeout_s=0.0):
                     raise
                 # The ledger was told to stop as well.
-        command = self._decide_stop_command()
+        command = self._pick_save_or_stop_command()
         if is_idle and isinstance(command, StopCommand) and not self._stop.requested:
             raise IdleError("no cell has been there for long: the trainer gives its nodes back")
         return command
 
-    def _advance_step_and_pick_command(self) -> RankCommand:
+    def _pick_next_command(self) -> RankCommand:
         step = self._record.version.step
         match self.source.poll_publish_state():
             case "publish":
@@ -323,7 +325,7 @@ class Coordinator:
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_generation()
             return ExportModelCommand()
-        self._record.write_row(self.source.get_weight_update_metrics())
+        self._record.write_row_once(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
             if manifest is None:
@@ -335,13 +337,13 @@ class Coordinator:
             else WaitCommand()
         )
 
-    def _decide_stop_command(self) -> RankCommand:
+    def _pick_save_or_stop_command(self) -> RankCommand:
         """Save what was trained, then stop."""
         step = self._record.version.step
         if self._saved_step < step:
             self._check_generation()
             return SaveCheckpointCommand(self._record.row)
-        self._record.write_row(self.source.get_weight_update_metrics())
+        self._record.write_row_once(self.source.get_weight_update_metrics())
         return StopCommand(finished=self._schedule.is_finished_once_saved(step))
 
     def on_trained(self, version: WeightVersion, row: FlatRow) -> None:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class SetSchedule:
+class EvaluationSetSchedule:
     """When the weights are judged on an evaluation set, and on how many of its tasks."""
 
     every_steps: int
@@ -21,10 +21,10 @@ class Schedule:
     checkpoint_every_steps: int
     export_every_steps: int | None
     """0 exports only the last step, None exports nothing."""
-    evaluations: Mapping[str, SetSchedule] = field(default_factory=dict)
+    evaluations: Mapping[str, EvaluationSetSchedule] = field(default_factory=dict)
     """By the names of evaluation sets; without any nothing is evaluated."""
 
-    def list_due_sets(self, step: int) -> dict[str, int]:
+    def list_due_evaluation_sets(self, step: int) -> dict[str, int]:
         """The evaluation sets on which the weights of `step` are judged, each with its tasks."""
         is_end = step in (0, self.total_steps)
         return {
@@ -35,16 +35,18 @@ class Schedule:
 
     def evaluates(self, step: int) -> bool:
         """The weights of `step` are judged on held-out tasks."""
-        return bool(self.list_due_sets(step))
+        return bool(self.list_due_evaluation_sets(step))
 
     def list_evaluation_steps(self, after: int, until: int) -> list[int]:
         """The steps above `after`, up to `until`, whose weights are judged, in order."""
         return [step for step in range(after + 1, until + 1) if self.evaluates(step)]
 
-    def list_sets_due_since(self, after: int, until: int) -> dict[str, int]:
+    def list_evaluation_sets_due_since(self, after: int, until: int) -> dict[str, int]:
         """The sets that are due at any step above `after`, up to `until`, each with its tasks."""
         steps = self.list_evaluation_steps(after, until)
-        return {name: n for step in steps for name, n in self.list_due_sets(step).items()}
+        return {
+            name: n for step in steps for name, n in self.list_due_evaluation_sets(step).items()
+        }
 
     def saves_checkpoint(self, step: int) -> bool:
         """The work up to `step` is made durable without being asked."""

@@ -49,7 +49,7 @@ class StepRecord:
         else:
             self.metrics.write(step, values)
 
-    def write_row(self, further: FlatRow) -> None:
+    def write_row_once(self, further: FlatRow) -> None:
         """Write the row once, with the times of its phases and `further` metrics."""
         if not self._is_open:
             return

@@ -15,7 +15,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     build_weight_map,
 )
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
-from areal_hpc.trainer.model.memory_estimate import adapt_parallel
+from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 from areal_hpc.trainer.model.policy import (
     TORCH_DTYPE_BY_NAME,
     TrainedNetwork,
@@ -52,7 +52,10 @@ def load_critic(model_dir: Path, config: TrainerConfig, device: torch.device, ke
     """
     # Its head is never that of the embedding, however the policy's is.
     arch = replace(read_architecture(model_dir), tied=False)
-    parallel, dtype = adapt_parallel(arch, config.parallel), TORCH_DTYPE_BY_NAME[config.dtype]
+    parallel, dtype = (
+        drop_ep_for_dense_network(arch, config.parallel),
+        TORCH_DTYPE_BY_NAME[config.dtype],
+    )
     network = build_network(arch, parallel, dtype, device, config.activations, gives_values=True)
     reader = HfModelReader(model_dir, key)
     critic = Critic(

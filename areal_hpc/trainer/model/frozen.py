@@ -15,7 +15,7 @@ import torch
 from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
-from areal_hpc.trainer.model.memory_estimate import adapt_parallel
+from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
 from areal_hpc.trainer.model.policy import Network, Policy, build_network
 from areal_hpc.trainer.private_apis.torch_private import pin_host_memory
 
@@ -40,7 +40,7 @@ class FrozenNetwork:
             parameter.data = waiting
 
     @contextmanager
-    def lend_weights(self) -> Iterator[Network]:
+    def hold_weights_on_device(self) -> Iterator[Network]:
         """The network, ready to compute."""
         for parameter, waiting in self._host.items():
             parameter.data = waiting.to(self.network.device, non_blocking=True)
@@ -50,7 +50,7 @@ class FrozenNetwork:
             for parameter, waiting in self._host.items():
                 parameter.data = waiting
 
-    def copy_weights(self, policy: Policy) -> None:
+    def copy_weights_from(self, policy: Policy) -> None:
         """Take the weights of a policy of the same architecture, as they are now."""
         held = dict(policy.gpt.named_parameters())
         for name, parameter in self.network.gpt.named_parameters():
@@ -66,7 +66,7 @@ def load_frozen_network(
         RecipeError: It does not divide as the policy does, or a tensor is missing.
     """
     arch = read_architecture(model_dir)
-    network = build_network(arch, adapt_parallel(arch, parallel), dtype, device)
+    network = build_network(arch, drop_ep_for_dense_network(arch, parallel), dtype, device)
     frozen = FrozenNetwork(network)
     load_hf(network, HfModelReader(model_dir, key).read_tensor)
     return frozen

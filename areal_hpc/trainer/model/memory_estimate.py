@@ -22,7 +22,7 @@ from areal_hpc.recipe.sections.trainer import (
 )
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
-    divide_layers,
+    divide_layers_over_stages,
     find_layout_problems,
 )
 
@@ -33,7 +33,7 @@ COMMUNICATOR_BYTES = 24 * ((4 << 20) + 120 * 640 * 8 * 8 + 8 * 512 * 8 * 16)
 """What NCCL keeps on a GPU for one communicator: 24 channels of a ring, each with the buffers of
 three protocols (src/init.cc of NCCL). The number of channels is an
 assumption: NCCL takes fewer over slow links, and trees come on top."""
-STEP_CHUNK_ELEMENTS = 1 << 24
+OPTIMIZER_CHUNK_ELEMENTS = 1 << 24
 """Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
 (`trainer/optimizer_offload.py`): a part of 64 MiB of each master weight and moment."""
 BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
@@ -95,11 +95,11 @@ def count_embedding_parameters(arch: Architecture, tp: int) -> int:
     return -(-arch.vocab // tp) * arch.hidden
 
 
-def count_stage_parameters(
+def count_stage_dense_and_expert_params(
     arch: Architecture, parallel: ParallelConfig, stage: int
 ) -> tuple[int, int]:
     """Parameters of one rank of a pipeline stage: those of experts apart, as the second."""
-    layers, last = divide_layers(arch.layers, parallel.pp)[stage], parallel.pp - 1
+    layers, last = divide_layers_over_stages(arch.layers, parallel.pp)[stage], parallel.pp - 1
     dense = layers * count_layer_non_expert_parameters(arch, parallel.tp)
     if stage == 0:
         dense += count_embedding_parameters(arch, parallel.tp)
@@ -112,12 +112,12 @@ def count_stage_parameters(
 
 def count_model_parameters(arch: Architecture) -> int:
     """Parameters of the whole network."""
-    return sum(count_stage_parameters(arch, ParallelConfig(), 0))
+    return sum(count_stage_dense_and_expert_params(arch, ParallelConfig(), 0))
 
 
 def count_critic_parameters(critic: Architecture) -> int:
     """Parameters of a whole critic, which has one row in the place of a vocabulary's head."""
-    return sum(_count_critic_parameters(critic, ParallelConfig(), 0))
+    return sum(_count_critic_stage_parameters(critic, ParallelConfig(), 0))
 
 
 def estimate_trainer_memory(
@@ -142,7 +142,7 @@ def estimate_trainer_memory(
     return max(stages, key=lambda one: one.total)
 
 
-def estimate_checkpoint_copy(
+def estimate_checkpoint_copy_bytes(
     arch: Architecture, config: TrainerConfig, critic: Architecture | None = None
 ) -> int:
     """Host memory of a rank's copy of its part of a checkpoint, in bytes: of the fullest stage.
@@ -152,8 +152,8 @@ def estimate_checkpoint_copy(
     each, parallel = 12 if config.dtype == "float32" else 14, config.parallel
     undivided = parallel.model_copy(update={"tp": 1, "ep": 1})
     fullest = max(
-        sum(count_stage_parameters(arch, undivided, stage))
-        + sum(_count_critic_parameters(critic, undivided, stage))
+        sum(count_stage_dense_and_expert_params(arch, undivided, stage))
+        + sum(_count_critic_stage_parameters(critic, undivided, stage))
         for stage in range(parallel.pp)
     )
     return each * fullest * parallel.pp // parallel.world_size
@@ -169,8 +169,8 @@ def estimate_stage_memory(
     """Memory of a GPU of one pipeline stage during a step."""
     parallel, element = config.parallel, BYTES_BY_DTYPE[config.dtype]
     counts = (
-        count_stage_parameters(arch, parallel, stage),
-        _count_critic_parameters(critic, parallel, stage),
+        count_stage_dense_and_expert_params(arch, parallel, stage),
+        _count_critic_stage_parameters(critic, parallel, stage),
     )
     dense, experts = (sum(one) for one in zip(*counts, strict=True))
     # Moments in float32; in bfloat16 also a float32 copy of the parameters.
@@ -187,19 +187,19 @@ def estimate_stage_memory(
         begun
         * element
         * max(
-            count_stage_activations(
-                one, config, divide_layers(one.layers, parallel.pp)[stage], tokens
+            count_stage_activation_values(
+                one, config, divide_layers_over_stages(one.layers, parallel.pp)[stage], tokens
             )
             for one in trained
         )
     )
     # The backward pass has one layer's at a time, however they were kept meanwhile.
-    whole = element * max(count_layer_activations(one, parallel, tokens) for one in trained)
+    whole = element * max(count_layer_activation_values(one, parallel, tokens) for one in trained)
     is_thrifty = config.recompute != "none" or config.offload.activations
     host = kept if config.offload.activations else 0
-    weights = [_count_frozen_parameters(one, parallel, stage) * element for one in frozen]
+    weights = [_count_frozen_stage_parameters(one, parallel, stage) * element for one in frozen]
     scoring = [
-        held + count_layer_activations(one, parallel, tokens) * element
+        held + count_layer_activation_values(one, parallel, tokens) * element
         for one, held in zip(frozen, weights, strict=True)
     ]
     logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
@@ -207,7 +207,7 @@ def estimate_stage_memory(
         stage=stage,
         parameters=(dense + experts) * element,
         gradients=(dense + experts) * 4,
-        optimizer=min(optimizer, state * STEP_CHUNK_ELEMENTS) if host_optimizer else optimizer,
+        optimizer=min(optimizer, state * OPTIMIZER_CHUNK_ELEMENTS) if host_optimizer else optimizer,
         activations=kept - host + whole * is_thrifty,
         logits=logits if stage == parallel.pp - 1 else 0,
         communicators=count_trainer_communicators(arch, parallel) * COMMUNICATOR_BYTES,
@@ -218,23 +218,27 @@ def estimate_stage_memory(
     )
 
 
-def adapt_parallel(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
+def drop_ep_for_dense_network(arch: Architecture, parallel: ParallelConfig) -> ParallelConfig:
     """The policy's layout for another network: a dense one has no experts to spread."""
     return parallel if arch.experts is not None else parallel.model_copy(update={"ep": 1})
 
 
-def _count_frozen_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> int:
-    return sum(count_stage_parameters(arch, adapt_parallel(arch, parallel), stage))
+def _count_frozen_stage_parameters(arch: Architecture, parallel: ParallelConfig, stage: int) -> int:
+    return sum(
+        count_stage_dense_and_expert_params(arch, drop_ep_for_dense_network(arch, parallel), stage)
+    )
 
 
-def _count_critic_parameters(
+def _count_critic_stage_parameters(
     critic: Architecture | None, parallel: ParallelConfig, stage: int
 ) -> tuple[int, int]:
     """Those of a critic, which has a number for each place in the place of a vocabulary."""
     if critic is None:
         return 0, 0
     untied = replace(critic, tied=False)
-    dense, experts = count_stage_parameters(untied, adapt_parallel(critic, parallel), stage)
+    dense, experts = count_stage_dense_and_expert_params(
+        untied, drop_ep_for_dense_network(critic, parallel), stage
+    )
     if stage == parallel.pp - 1:
         dense += critic.hidden - count_embedding_parameters(critic, parallel.tp)
     return dense, experts
@@ -260,7 +264,7 @@ def count_trainer_communicators(arch: Architecture, parallel: ParallelConfig) ->
     return sum(size > 1 for size in sizes)
 
 
-def count_stage_activations(
+def count_stage_activation_values(
     arch: Architecture, config: TrainerConfig, layers: int, tokens: int
 ) -> int:
     """Numbers that the `layers` of a stage keep of a micro-batch between forward and backward."""
@@ -268,7 +272,7 @@ def count_stage_activations(
     recomputed = activations.count_recomputed_layers(layers)
     inputs = recomputed * _count_values_per_rank(config.parallel, tokens, arch.hidden)
     modules = activations.recompute_modules if activations.recompute == "selective" else ()
-    each = count_layer_activations(arch, config.parallel, tokens, modules)
+    each = count_layer_activation_values(arch, config.parallel, tokens, modules)
     return inputs + (layers - recomputed) * each
 
 
@@ -277,7 +281,7 @@ def _count_values_per_rank(parallel: ParallelConfig, tokens: int, numbers: int) 
     return tokens // parallel.cp * numbers // parallel.tp
 
 
-def count_layer_activations(
+def count_layer_activation_values(
     arch: Architecture,
     parallel: ParallelConfig,
     tokens: int,
@@ -306,7 +310,7 @@ def count_layer_activations(
     return numbers
 
 
-def find_fitting_change(
+def describe_cheapest_fitting_change(
     arch: Architecture,
     config: TrainerConfig,
     gpu_bytes: int,

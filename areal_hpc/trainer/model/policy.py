@@ -26,14 +26,14 @@ from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
 from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
-    divide_layers,
+    divide_layers_over_stages,
     find_layout_problems,
 )
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT_NAME,
     ParamMap,
     build_weight_map,
-    pad_vocab_size,
+    compute_padded_vocab_size,
 )
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
@@ -199,7 +199,7 @@ def build_network(
         raise RecipeError.from_problems(problems)
     config = build_transformer_config(arch, parallel, dtype, device, activations)
     options: dict[str, Any] = {
-        "vocab_size": pad_vocab_size(arch, parallel.tp),
+        "vocab_size": compute_padded_vocab_size(arch, parallel.tp),
         "max_sequence_length": 0,
         "pre_process": parallel_state.is_pipeline_first_stage(),
         "post_process": parallel_state.is_pipeline_last_stage(),
@@ -308,7 +308,7 @@ def _build_recompute_options(
         feed_forward = "mlp" if arch.experts is None else "moe"
         modules = [feed_forward if one == "mlp" else one for one in activations.recompute_modules]
         return {"recompute_granularity": "selective", "recompute_modules": modules}
-    layers = max(divide_layers(arch.layers, parallel.pp))
+    layers = max(divide_layers_over_stages(arch.layers, parallel.pp))
     recomputed = activations.count_recomputed_layers(layers)
     return {
         "recompute_granularity": "full",
@@ -343,7 +343,9 @@ def _build_stage_options(arch: Architecture, parallel: ParallelConfig) -> dict[s
     """Megatron's list of what each pipeline stage holds, where layers do not divide."""
     if arch.layers % parallel.pp == 0:
         return {}
-    stages = [["decoder"] * layers for layers in divide_layers(arch.layers, parallel.pp)]
+    stages = [
+        ["decoder"] * layers for layers in divide_layers_over_stages(arch.layers, parallel.pp)
+    ]
     stages[0].insert(0, "embedding")
     stages[-1].append("loss")
     return {"pipeline_model_parallel_layout": stages}

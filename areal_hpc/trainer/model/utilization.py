@@ -45,7 +45,7 @@ def measure_training_speed(
     """Metrics of optimizer steps on these rows, which hold `tokens` tokens, by their wall time."""
     ranks = dist.get_world_size()
     is_judged = policy.device.type == "cuda" and policy.dtype == torch.bfloat16
-    peak = find_peak_flops(torch.cuda.get_device_name(policy.device)) if is_judged else None
+    peak = find_peak_flops_per_s(torch.cuda.get_device_name(policy.device)) if is_judged else None
     lengths = [len(row.input_ids_T) for row in rows]
     scored = sum(int(row.loss_mask_T[1:].sum()) for row in rows)
     flops = count_training_flops(policy.arch, lengths, scored)
@@ -56,7 +56,7 @@ def measure_training_speed(
     }
 
 
-def find_peak_flops(device_name: str) -> float | None:
+def find_peak_flops_per_s(device_name: str) -> float | None:
     """Operations per second of a GPU in bfloat16; None if unknown, or for a part of a GPU."""
     words = set(re.split(r"[\s-]+", device_name))
     if "MIG" in words:

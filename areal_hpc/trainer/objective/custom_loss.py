@@ -10,7 +10,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.recipe.user_functions import describe_user_error, load_user_function
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 
-CUSTOM_KEY = "trainer.objective.custom"
+CUSTOM_LOSS_RECIPE_KEY = "trainer.objective.custom"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -52,13 +52,13 @@ def load_custom_loss(config: ObjectiveConfig) -> CustomLoss | None:
     """
     if not config.custom:
         return None
-    function: CustomLoss = load_user_function(config.custom, CUSTOM_KEY)
+    function: CustomLoss = load_user_function(config.custom, CUSTOM_LOSS_RECIPE_KEY)
     for count in (0, 4):  # a pass may have no token at all
-        _try_out(function, config, count)
+        _check_on_made_up_tokens(function, config, count)
     return function
 
 
-def _try_out(function: CustomLoss, config: ObjectiveConfig, count: int) -> None:
+def _check_on_made_up_tokens(function: CustomLoss, config: ObjectiveConfig, count: int) -> None:
     """Raise a RecipeError unless it gives the terms of so many tokens, with a gradient."""
     logprobs_N = -torch.linspace(0.1, 2.0, count)
     inputs = LossInputs(
@@ -75,18 +75,18 @@ def _try_out(function: CustomLoss, config: ObjectiveConfig, count: int) -> None:
         raise RecipeError(
             f"{config.custom!r} raised {describe_user_error(error)}\n"
             f"when it was tried on {count} made-up tokens",
-            key=CUSTOM_KEY,
+            key=CUSTOM_LOSS_RECIPE_KEY,
             hint="examples/objectives has functions that work",
         ) from error
-    if trouble := _find_trouble(outputs, count):
+    if trouble := _find_output_defect(outputs, count):
         raise RecipeError(
             f"{config.custom!r}, tried on {count} made-up tokens: {trouble}",
-            key=CUSTOM_KEY,
+            key=CUSTOM_LOSS_RECIPE_KEY,
             hint="return LossOutputs(terms_N) with a term for each of inputs.logprobs_N",
         )
 
 
-def _find_trouble(outputs: object, count: int) -> str | None:
+def _find_output_defect(outputs: object, count: int) -> str | None:
     """What is wrong with what a custom loss returned for so many tokens; None if nothing is."""
     if not isinstance(outputs, LossOutputs):
         return f"expected LossOutputs, got {type(outputs).__name__}"

@@ -108,7 +108,7 @@ def _estimate_tokens(
     return ReplyEstimate(advantages_t, advantages_t + values_t)
 
 
-def scale_estimates(
+def scale_and_weigh_advantages(
     replies: Sequence[ReplyReward],
     estimates: Sequence[ReplyEstimate],
     objective: ObjectiveConfig,

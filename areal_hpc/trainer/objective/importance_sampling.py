@@ -61,7 +61,9 @@ class TokenRowMap:
             sums_2R = _SumOverRanks.apply(sums_2R, self.group)  # type: ignore[no-untyped-call]
         return (sums_2R[0] / sums_2R[1].clamp(min=1))[self.row_N].to(values_N.dtype)
 
-    def aggregate_rows(self, values_N: torch.Tensor, how: CorrectionAggregate) -> torch.Tensor:
+    def aggregate_rows_at_tokens(
+        self, values_N: torch.Tensor, how: CorrectionAggregate
+    ) -> torch.Tensor:
         """The mean, sum or largest of the row's tokens, at each of them [N].
 
         Of values without a gradient. A collective of `group`. What is not a number stays to be
@@ -103,7 +105,7 @@ class ImportanceWeights:
     """An estimate of KL(behavior || proximal), never negative: k3 of joschu.net/blog/kl-approx."""
 
 
-def correct_off_policy(
+def compute_importance_weights(
     proximal_N: torch.Tensor, behavior_N: torch.Tensor, rows: TokenRowMap, config: ObjectiveConfig
 ) -> ImportanceWeights:
     """Weigh tokens as the objective asks. A collective of `rows.group` at level `sequence`.
@@ -121,7 +123,7 @@ def correct_off_policy(
     )
     judged_N = {"kl": kl_N, "k2": log_ratio_N.square() / 2}.get(metric, log_ratio_N)
     if by_row:
-        judged_N = rows.aggregate_rows(judged_N, config.off_policy_correction_agg)
+        judged_N = rows.aggregate_rows_at_tokens(judged_N, config.off_policy_correction_agg)
     if metric == "ratio":
         judged_N = judged_N.exp()
         raw_N = rows.compute_row_means(log_ratio_N).exp() if by_row else raw_N

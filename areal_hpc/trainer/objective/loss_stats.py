@@ -62,7 +62,7 @@ class LossStats:
             for name, bins in bins_of.items()
         ]
         sizes = [len(names), len(maxima), *bins_of.values()]
-        sums, tops, *counts_of = read_numbers(numbers, vectors).split(sizes)
+        sums, tops, *counts_of = copy_numbers_to_host(numbers, vectors).split(sizes)
         if dist.get_world_size() > 1:
             dist.all_reduce(sums)
             # A maximum over ranks passes over what is not a number: it travels as a flag beside.
@@ -98,7 +98,9 @@ def _take_larger(held: Number, value: Number) -> Number:
     return value if math.isnan(value) else max(held, value)
 
 
-def read_numbers(numbers: Sequence[Number], vectors: Sequence[torch.Tensor]) -> torch.Tensor:
+def copy_numbers_to_host(
+    numbers: Sequence[Number], vectors: Sequence[torch.Tensor]
+) -> torch.Tensor:
     """All numbers, then all vectors, as one float64 tensor on the host: one copy from a device."""
     found = torch.tensor([0.0 if isinstance(n, torch.Tensor) else n for n in numbers]).double()
     held = {place: n for place, n in enumerate(numbers) if isinstance(n, torch.Tensor)}

@@ -8,7 +8,7 @@ import torch
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.custom_loss import CustomLoss, LossInputs
 from areal_hpc.trainer.objective.divergence import estimate_divergence
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
 
 LOSS_SUM_NAMES = (
     "loss", "clipped", "outside", "weight", "applied", "applied_squared", "kl", "reference",
@@ -55,7 +55,7 @@ def compute_policy_loss(
         for.
     """
     proximal_N = proximal_N.detach()
-    correction = correct_off_policy(proximal_N, behavior_N, rows, config)
+    correction = compute_importance_weights(proximal_N, behavior_N, rows, config)
     raw_N, weight_N = correction.raw_N, correction.weight_N
     if custom is not None:
         inputs = LossInputs(logprobs_N, proximal_N, behavior_N, advantages_N, rows, config)

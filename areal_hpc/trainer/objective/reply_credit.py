@@ -42,7 +42,7 @@ class BatchCredit:
 
 
 @dataclass(frozen=True, slots=True)
-class _EarnedNumber:
+class _EarnedCredit:
     """A number, its weight, and where it applies: rows of the batch with tokens from and to."""
 
     earned: float
@@ -71,11 +71,11 @@ class ReplyReward:
 
 FloatRows = Sequence[npt.NDArray[np.float32]]
 MaskRows = Sequence[npt.NDArray[np.uint8]]
-MeasureSpan = Callable[[int, int, int], float]
+MeasureSpanPenalty = Callable[[int, int, int], float]
 """What tokens of a row, from and to, lose for their divergence from the reference."""
 
 
-def credit_batch(
+def compute_reply_credits(
     rows: Sequence[TrajectoryRow],
     objective: ObjectiveConfig,
     divergences: FloatRows | None = None,
@@ -94,7 +94,7 @@ def credit_batch(
     rows_of: dict[tuple[int, int], list[int]] = {}
     for place, row in enumerate(rows):
         rows_of.setdefault((row.ticket_id, row.episode), []).append(place)
-    numbers: list[tuple[int, int, _EarnedNumber]] = []
+    numbers: list[tuple[int, int, _EarnedCredit]] = []
     for (ticket, episode), places in sorted(rows_of.items()):
         own = {place: rows[place] for place in places}
         numbers += [(ticket, episode, one) for one in _credit_episode(own, objective, measure)]
@@ -147,7 +147,7 @@ def _list_episode_rewards(
             _build_reply_reward(place, 0, row.num_tokens, row.reward, [], 1.0)
             for place, row in rows.items()
         ]
-    calls, trained = _list_calls(rows)
+    calls, trained = _list_calls_and_trained_spans(rows)
     order = {name: first + number for number, name in enumerate(calls)}
     followers = {} if is_credited else _list_followers(calls)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
@@ -163,7 +163,7 @@ def _list_episode_rewards(
         row, begin, end = trained.get(name, (next(iter(rows)), 0, 0))
         reward = own[name] or 0.0
         if name in trained:
-            reward -= measure_penalty(call.reply_tokens, objective.overlong)
+            reward -= compute_overlong_penalty(call.reply_tokens, objective.overlong)
         after = [order[one] for one in followers.get(name, ())]
         is_rewarded = earned[name].total is not None
         found.append(
@@ -187,8 +187,8 @@ def _build_reply_reward(
 
 
 def _credit_episode(
-    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpan
-) -> Iterator[_EarnedNumber]:
+    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpanPenalty
+) -> Iterator[_EarnedCredit]:
     """The numbers of an episode, from its rows by their place in the batch."""
     is_credited = any(row.record.is_credited for row in rows.values())
     if (objective.credit == "turn" or is_credited) and all(r.record.calls for r in rows.values()):
@@ -201,11 +201,11 @@ def _credit_episode(
     if objective.overlong.penalty:
         calls = [call for row in rows.values() for call in row.record.calls if call.trained]
         reward -= math.fsum(
-            measure_penalty(call.reply_tokens, objective.overlong) for call in calls
+            compute_overlong_penalty(call.reply_tokens, objective.overlong) for call in calls
         )
     places = [(place, 0, row.num_tokens) for place, row in rows.items()]
     reward -= math.fsum(measure(*place) for place in places)
-    yield _EarnedNumber(reward, 1.0, places)
+    yield _EarnedCredit(reward, 1.0, places)
 
 
 def _credit_replies(
@@ -213,12 +213,12 @@ def _credit_replies(
     discount: float,
     is_credited: bool,
     overlong: OverlongConfig,
-    measure: MeasureSpan,
-) -> Iterator[_EarnedNumber]:
-    calls, trained = _list_calls(rows)
+    measure: MeasureSpanPenalty,
+) -> Iterator[_EarnedCredit]:
+    calls, trained = _list_calls_and_trained_spans(rows)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
     penalties = {
-        name: measure_penalty(calls[name].reply_tokens, overlong) + measure(*span)
+        name: compute_overlong_penalty(calls[name].reply_tokens, overlong) + measure(*span)
         for name, span in trained.items()
     }
     for name, penalty in penalties.items():
@@ -232,12 +232,12 @@ def _credit_replies(
         if total is None:
             continue
         if is_credited:  # what it earned is known already: nothing is passed back any more
-            yield _EarnedNumber(total - penalties[name], 1.0, [span])
+            yield _EarnedCredit(total - penalties[name], 1.0, [span])
         else:
-            yield _EarnedNumber(total, weights[name], [span])
+            yield _EarnedCredit(total, weights[name], [span])
 
 
-def _list_calls(
+def _list_calls_and_trained_spans(
     rows: dict[int, TrajectoryRow],
 ) -> tuple[dict[str, CallRecord], dict[str, tuple[int, int, int]]]:
     """The calls of an episode, and of those that are trained the row and the tokens from and to."""
@@ -252,7 +252,7 @@ def _list_calls(
     return calls, trained
 
 
-def measure_penalty(tokens: int, overlong: OverlongConfig) -> float:
+def compute_overlong_penalty(tokens: int, overlong: OverlongConfig) -> float:
     """What the length of a reply takes off: it grows from 0 to `penalty` over `cache_tokens`."""
     if not overlong.penalty or overlong.expected_tokens is None or overlong.cache_tokens is None:
         return 0.0

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
 from areal_hpc.trainer.objective.policy_loss import compute_surrogate
 
 
@@ -22,7 +22,7 @@ class TokenMeasures:
 
 
 @torch.no_grad()
-def measure_tokens(
+def measure_token_ratios_and_bounds(
     logprobs_N: torch.Tensor,
     proximal_N: torch.Tensor,
     behavior_N: torch.Tensor,
@@ -31,7 +31,7 @@ def measure_tokens(
     config: ObjectiveConfig,
 ) -> TokenMeasures:
     """What `compute_policy_loss` makes of tokens. A collective where that one is."""
-    outside_N = correct_off_policy(proximal_N, behavior_N, rows, config).outside_N
+    outside_N = compute_importance_weights(proximal_N, behavior_N, rows, config).outside_N
     log_ratio_N = logprobs_N - proximal_N
     if config.ratio_level == "sequence":
         log_ratio_N = rows.compute_row_means(log_ratio_N)

@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     count_scored_tokens,
-    split_minibatches,
+    deal_rows_into_minibatches,
 )
 from areal_hpc.trainer.batch.training_rows import (
     CRITIC_CHANNELS,
@@ -21,13 +21,13 @@ from areal_hpc.trainer.batch.training_rows import (
     VALUE_CHANNEL,
     BatchScores,
 )
-from areal_hpc.trainer.checkpoints.rank_state import CRITIC_PREFIX, TrainedState
+from areal_hpc.trainer.checkpoints.rank_state import CRITIC_PREFIX, NetworkWithOptimizer
 from areal_hpc.trainer.model.critic import Critic, load_critic
 from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.value_loss import VALUE_SUM_NAMES, compute_value_loss
 from areal_hpc.trainer.optimizer import build_optimizer, compute_learning_rate
-from areal_hpc.trainer.scoring.token_scores import ScoresByRow, value_rows
+from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_values
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
@@ -35,7 +35,7 @@ from areal_hpc.trainer.step import (
     run_value_passes,
 )
 
-CRITIC_KEY = "trainer.objective.critic.model"
+CRITIC_MODEL_RECIPE_KEY = "trainer.objective.critic.model"
 
 
 class CriticTrainer:
@@ -45,16 +45,16 @@ class CriticTrainer:
         self._config = config
         self._keys = config.objective.critic
         folder = self._keys.model if isinstance(self._keys.model, Path) else model_path
-        self.network: Critic = load_critic(folder, config, device, CRITIC_KEY)
+        self.network: Critic = load_critic(folder, config, device, CRITIC_MODEL_RECIPE_KEY)
         self._adam = config.optimizer.model_copy(update={"lr": self._keys.lr})
         self._optimizer: Any = build_optimizer(
             self.network, self._adam, is_offloaded=config.offload.optimizer
         )
 
     @property
-    def state(self) -> TrainedState:
+    def state(self) -> NetworkWithOptimizer:
         """What checkpoints hold of it."""
-        return TrainedState(self.network, self._optimizer, CRITIC_PREFIX)
+        return NetworkWithOptimizer(self.network, self._optimizer, CRITIC_PREFIX)
 
     def is_warming_up(self, step: int) -> bool:
         """True if after `step` steps the critic alone is trained."""
@@ -62,7 +62,7 @@ class CriticTrainer:
 
     def score(self, rows: Sequence[TrainingRow]) -> ScoresByRow:
         """Its values of the states before all trained tokens of the rows. A collective."""
-        return value_rows(
+        return compute_row_values(
             self.network,
             rows,
             minibatches=self._config.minibatches,
@@ -75,7 +75,7 @@ class CriticTrainer:
         """An optimizer step for each mini-batch; metrics and gradient norms. A collective."""
         rate = compute_learning_rate(step, self._config.total_steps, self._adam)
         stats, norms = LossStats(), []
-        parts = split_minibatches(rows, self._config.minibatches)
+        parts = deal_rows_into_minibatches(rows, self._config.minibatches)
         factors = compute_minibatch_factors([count_scored_tokens(part) for part in parts])
         for part, factor in zip(parts, factors, strict=True):
             batches = make_micro_batches(
@@ -92,7 +92,7 @@ class CriticTrainer:
             # One that is not finite is not hidden by the others: max(1.0, nan) is 1.0.
             "critic/grad_norm": max(norms, default=0.0) if np.isfinite(norms).all() else math.nan,
             "critic/lr": rate,
-            **measure_values(rows),
+            **measure_values_and_explained_variance(rows),
         }, norms
 
     def _compute_loss(
@@ -107,7 +107,7 @@ class CriticTrainer:
         return total * factor, LossStats(sums)
 
 
-def measure_values(rows: Sequence[TrainingRow]) -> dict[str, float]:
+def measure_values_and_explained_variance(rows: Sequence[TrainingRow]) -> dict[str, float]:
     """What the critic said before the step, and how much of the returns' variance that explains.
 
     Over the tokens that are trained. The share is 1 of a perfect critic, 0 of one that says the

@@ -16,7 +16,7 @@ from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
 from areal_hpc.trainer.model.frozen import FrozenNetwork, load_frozen_network
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy
-from areal_hpc.trainer.scoring.token_scores import ScoresByRow, score_rows
+from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_logprobs
 
 REFERENCE_KEY, TEACHER_KEY = "trainer.objective.kl.reference", "trainer.objective.teacher.path"
 
@@ -68,7 +68,7 @@ class FrozenModels:
         if self._reference is not None:
             found["kl/reference"] = sums["reference"] / tokens
         if self._teacher is not None:
-            gaps = scores.teacher_gaps or []
+            gaps = scores.teacher_minus_policy_logprobs or []
             found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
         return found
 
@@ -77,7 +77,7 @@ class FrozenModels:
         every = self._config.objective.kl.update_every_steps
         if self._reference is None or not every or step % every:
             return
-        self._reference.copy_weights(policy)
+        self._reference.copy_weights_from(policy)
         if dist.get_rank() == 0:
             self._check_generation()
         save_hf_model(policy, self._model_path, self._paths.reference(step))
@@ -114,12 +114,12 @@ class FrozenModels:
     ) -> ScoresByRow | None:
         if frozen is None:
             return None
-        with frozen.lend_weights() as network:
+        with frozen.hold_weights_on_device() as network:
             return self._score(network, rows)
 
     def _score(self, network: Network, rows: Sequence[TrainingRow]) -> ScoresByRow:
         config = self._config
-        return score_rows(
+        return compute_row_logprobs(
             network,
             rows,
             minibatches=config.minibatches,

@@ -8,7 +8,11 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow, split_minibatches
+from areal_hpc.trainer.batch.packing import (
+    TEMPERATURE_CHANNEL,
+    TrainingRow,
+    deal_rows_into_minibatches,
+)
 from areal_hpc.trainer.model.policy import Network
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import (
@@ -23,7 +27,7 @@ ScoresByRow = list[npt.NDArray[np.float32]]
 """For each row a number for each of its tokens: 0 where the loss does not see it."""
 
 
-def score_rows(
+def compute_row_logprobs(
     network: Network, rows: Sequence[TrainingRow], *, minibatches: int, max_tokens: int
 ) -> ScoresByRow:
     """Log-probabilities of all trained tokens, on every rank. A collective.
@@ -37,7 +41,7 @@ def score_rows(
     return _score_by_part(network, rows, minibatches, max_tokens, run)
 
 
-def value_rows(
+def compute_row_values(
     critic: Network, rows: Sequence[TrainingRow], *, minibatches: int, max_tokens: int
 ) -> ScoresByRow:
     """A critic's values of the states before all trained tokens, likewise. A collective."""
@@ -59,7 +63,7 @@ def _score_by_part(
     run: RunPasses,
 ) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
-    for hand, part in enumerate(split_minibatches(rows, minibatches)):
+    for hand, part in enumerate(deal_rows_into_minibatches(rows, minibatches)):
         scores[hand::minibatches] = _score_part(network, part, max_tokens, run)
     return scores
 

@@ -41,8 +41,10 @@ def measure_collective_rates(device: torch.device, order: CollectivesOrder) -> C
     wrong += int((received != pattern + (rank - 1) % ranks).sum())
 
     reduced = torch.zeros_like(pattern)
-    reduce_s = _time_rounds(lambda: dist.all_reduce(reduced), device, order.rounds)
-    ring_s = _time_rounds(lambda: _send_around_ring(pattern, received), device, order.rounds)
+    reduce_s = _measure_median_round_s(lambda: dist.all_reduce(reduced), device, order.rounds)
+    ring_s = _measure_median_round_s(
+        lambda: _send_around_ring(pattern, received), device, order.rounds
+    )
     wrongs = torch.tensor(wrong)
     dist.all_reduce(wrongs)
     return CollectiveRates(
@@ -68,7 +70,7 @@ def _send_around_ring(sent: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def _time_rounds(act: Callable[[], object], device: torch.device, rounds: int) -> float:
+def _measure_median_round_s(act: Callable[[], object], device: torch.device, rounds: int) -> float:
     """Median seconds of a round on the slowest rank."""
     times_s = []
     for number in range(WARM_UP_ROUNDS + rounds):

@@ -26,11 +26,11 @@ from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.self_test.messages import EngineComparison, EngineOrder
 from areal_hpc.trainer.self_test.small_policy import (
+    init_single_rank_groups,
+    list_scored_logprobs,
     load_policy,
     make_training_row,
-    open_lone_rank,
-    score_row,
-    take_adamw_step,
+    take_step_with_fresh_adamw,
 )
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaDiscovery
@@ -120,7 +120,9 @@ def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[fl
     return [
         abs(ours - theirs)
         for sample in samples
-        for ours, theirs in zip(score_row(policy, sample.row), sample.logprobs, strict=True)
+        for ours, theirs in zip(
+            list_scored_logprobs(policy, sample.row), sample.logprobs, strict=True
+        )
     ]
 
 
@@ -147,7 +149,7 @@ def publish_to_replica(order: EngineOrder, policy: Policy, service_key: str) -> 
         publisher.close()
 
 
-def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
+def compare_engine_around_update(policy: Policy, order: EngineOrder) -> EngineComparison:
     """All of it, on a replica that serves the policy's weights."""
     service_key = ensure_service_key(RunPaths(Path(order.run_dir)).service_key)
     began = time.monotonic()
@@ -156,9 +158,9 @@ def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
     reply_tokens = max(1, min(REPLY_TOKENS, order.context_tokens - PROMPT_TOKENS - 1))
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
     gaps = compare_logprobs(policy, first)
-    before = [score_row(policy, sample.row) for sample in first]
-    take_adamw_step(policy, [sample.row for sample in first], LEARNING_RATE)
-    after = [score_row(policy, sample.row) for sample in first]
+    before = [list_scored_logprobs(policy, sample.row) for sample in first]
+    take_step_with_fresh_adamw(policy, [sample.row for sample in first], LEARNING_RATE)
+    after = [list_scored_logprobs(policy, sample.row) for sample in first]
     update = publish_to_replica(order, policy, service_key)
     trouble = "; ".join(map(str, update.failed.values()))
     if not update.ok:
@@ -189,9 +191,9 @@ def compare_engine(policy: Policy, order: EngineOrder) -> EngineComparison:
 def main() -> None:
     """Compare as ordered."""
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineOrder)
-    device = open_lone_rank(order.device)
+    device = init_single_rank_groups(order.device)
     policy = load_policy(Path(order.model_dir), order.dtype, device)
-    comparison = compare_engine(policy, order)
+    comparison = compare_engine_around_update(policy, order)
     write_atomic(Path(order.report), msgspec.json.encode(comparison))
     destroy_process_groups()
 

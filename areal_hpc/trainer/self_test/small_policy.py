@@ -39,7 +39,7 @@ def join_self_test_ranks(
     return init_process_groups(get_task_position(), parallel, device, rendezvous_dir)
 
 
-def open_lone_rank(device: Device) -> torch.device:
+def init_single_rank_groups(device: Device) -> torch.device:
     """The trainer's process groups with this process alone in them; its device."""
     megatron_cpu.patch_megatron_for_cpu()
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +72,7 @@ def make_training_row(
     return TrainingRow(np.array(input_ids, dtype=np.int32), mask_T, filled)
 
 
-def score_row(policy: Policy, row: TrainingRow) -> list[float]:
+def list_scored_logprobs(policy: Policy, row: TrainingRow) -> list[float]:
     """Log-probabilities of the row's scored tokens, in order. For a lone rank."""
     found: list[float] = []
 
@@ -96,7 +96,7 @@ def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Ten
     return -(logprobs_N * batch.channels_N[ADVANTAGE_CHANNEL]).sum(), LossStats()
 
 
-def take_adamw_step(
+def take_step_with_fresh_adamw(
     policy: Policy, rows: Sequence[TrainingRow], rate: float, loss: LossFunction = compute_loss
 ) -> tuple[LossStats, float]:
     """One step of AdamW: this rank's statistics, and the gradient's norm before clipping."""

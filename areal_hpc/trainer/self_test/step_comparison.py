@@ -28,15 +28,15 @@ from areal_hpc.trainer.self_test.small_policy import (
     load_policy,
     make_training_row,
     pack_into_micro_batches,
-    take_adamw_step,
+    take_step_with_fresh_adamw,
 )
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
 
 LEARNING_RATE = 1e-4
-EXPECTED_CHANNEL = "expected"
+EXPECTED_LOGPROBS_CHANNEL = "expected"
 """What transformers makes of a token."""
 ROWS, MAX_ROW_TOKENS, SEED = 12, 160, 5
-FIRST_TOKEN_ID = 3
+MIN_TOKEN_ID = 3
 """Smallest token: the padding token, 0 in tiny models, has no gradient as an input there."""
 
 
@@ -51,7 +51,7 @@ class TransformersReference:
         model = transformers.AutoModelForCausalLM.from_pretrained(
             model_dir, dtype=torch.float32, local_files_only=True
         ).to(dtype)
-        rows = make_sequences(model.config.vocab_size)
+        rows = make_sequences_with_advantages(model.config.vocab_size)
         tokens = sum(len(ids) - 1 for ids, _ in rows)
         self.logprobs: list[list[float]] = []
         """Of every token but a row's first."""
@@ -67,12 +67,12 @@ class TransformersReference:
         self.gradient_norm = squares**0.5
 
 
-def make_sequences(vocab: int) -> list[tuple[list[int], float]]:
+def make_sequences_with_advantages(vocab: int) -> list[tuple[list[int], float]]:
     """Random tokens of several lengths with an advantage, every other one rewarded."""
     generator = np.random.default_rng(SEED)
     lengths = generator.integers(5, MAX_ROW_TOKENS, size=ROWS)
     return [
-        (generator.integers(FIRST_TOKEN_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
+        (generator.integers(MIN_TOKEN_ID, vocab, length).tolist(), 1.0 if number % 2 else -1.0)
         for number, length in enumerate(lengths)
     ]
 
@@ -100,7 +100,7 @@ def compute_loss_and_gap(
     """The loss of a step, how far its log-probabilities are from those expected, and their sums."""
     total, _ = compute_loss(batch, logprobs_N)
     held_N, advantages_N = logprobs_N.detach(), batch.channels_N[ADVANTAGE_CHANNEL]
-    gaps_N = (held_N - batch.channels_N[EXPECTED_CHANNEL]).abs()
+    gaps_N = (held_N - batch.channels_N[EXPECTED_LOGPROBS_CHANNEL]).abs()
     sums: dict[str, float | torch.Tensor] = {
         "tokens": len(held_N),
         "rewarded": (advantages_N > 0).sum(),
@@ -110,7 +110,7 @@ def compute_loss_and_gap(
     return total, LossStats(sums, {"gap": gaps_N.max() if len(gaps_N) else 0.0})
 
 
-def compare_step(
+def take_and_compare_step(
     policy: Policy, exact: TransformersReference, rounded: TransformersReference
 ) -> StepComparison:
     """A step, what the policy makes of the rows before and after it, and transformers.
@@ -119,13 +119,13 @@ def compare_step(
     """
     rows = [
         make_training_row(
-            ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_CHANNEL: [0.0, *expected]}
+            ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_LOGPROBS_CHANNEL: [0.0, *expected]}
         )
         for (ids, advantage), expected in zip(
-            make_sequences(policy.arch.vocab), exact.logprobs, strict=True
+            make_sequences_with_advantages(policy.arch.vocab), exact.logprobs, strict=True
         )
     ]
-    stats, norm = take_adamw_step(policy, rows, LEARNING_RATE, compute_loss_and_gap)
+    stats, norm = take_step_with_fresh_adamw(policy, rows, LEARNING_RATE, compute_loss_and_gap)
     before = _reduce_stats_over_ranks(stats)
     after = _reduce_stats_over_ranks(
         run_forward_backward(
@@ -166,7 +166,7 @@ def main() -> None:
     parallel = ParallelConfig.model_validate(order.parallel)
     device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
     policy = load_policy(model_dir, order.dtype, device, parallel)
-    comparison = compare_step(policy, exact, rounded)
+    comparison = take_and_compare_step(policy, exact, rounded)
     if dist.get_rank() == 0:
         write_atomic(Path(order.report), msgspec.json.encode(comparison))
     destroy_process_groups()

@@ -15,9 +15,9 @@ from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.collectives import any_true
+from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.config import SftJobConfig
-from areal_hpc.trainer.memory import explain_out_of_memory
+from areal_hpc.trainer.memory import raise_out_of_memory_as_recipe_error
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
@@ -31,7 +31,7 @@ from areal_hpc.trainer.sft.sft_data import (
 )
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches, train_step
 from areal_hpc.trainer.untrained import (
-    build_nonfinite_records,
+    build_nonfinite_records_or_raise,
     build_norm_metrics,
     is_optimizer_step_taken,
 )
@@ -76,7 +76,7 @@ class SftTrainer:
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)
         self.state = TrainerState(step=0, generation=SFT_GENERATION, seed=job.seed)
-        self._optimizer, checkpoint = self.checkpoints.load_latest(
+        self._optimizer, checkpoint = self.checkpoints.build_optimizer_and_load_latest(
             policy, job.sft.optimizer, is_offloaded=job.offloads_optimizer
         )
         if checkpoint is not None:
@@ -96,7 +96,7 @@ class SftTrainer:
         """Train to the end; false when a stop was asked for on any rank before it."""
         sft = self._job.sft
         while self.state.step < sft.total_steps:
-            if any_true(stop.requested):
+            if is_true_on_any_rank(stop.requested):
                 if self.state.step > self._saved_step:
                     self._begin_checkpoint_and_update_state()
                 self.checkpoints.finish_save()
@@ -116,11 +116,11 @@ class SftTrainer:
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
         batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
-        with explain_out_of_memory(
-            self._policy, self._job.build_comparable_trainer_config(), "sft"
+        with raise_out_of_memory_as_recipe_error(
+            self._policy, self._job.build_trainer_config_of_same_memory(), "sft"
         ):
             stats, norm = train_step(self._policy, self._optimizer, batches, compute_sft_loss, rate)
-        untrained = build_nonfinite_records(
+        untrained = build_nonfinite_records_or_raise(
             [norm],
             step,
             self.state.untrained,

@@ -48,7 +48,7 @@ class BroadcastSession(UpdateSession):
         """Of the bucket sent last: when each member had loaded it."""
         self._sent_at = 0.0
 
-    def form_group(self) -> None:
+    def fence_and_form_group(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
         self._call_all(lambda member: member.post("fence", FenceRequest()))
         group = self._group
@@ -86,7 +86,7 @@ class BroadcastSession(UpdateSession):
 
         def receive(member: ReplicaClient) -> float:
             is_packed = full.flat is not None
-            member.request_bucket_load(full.bucket, self._group.name, version, packed=is_packed)
+            member.load_bucket_and_wait(full.bucket, self._group.name, version, packed=is_packed)
             return time.monotonic()
 
         if len(self._members) > 1:
@@ -239,7 +239,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 standing.append(self._sessions.pop(keys))
             else:
                 update.live.append(self._new_session(order.version, keys))
-        update.run_step("join", lambda session: session.form_group())
+        update.run_step("join", lambda session: session.fence_and_form_group())
         update.live += standing
 
     def _new_session(

@@ -49,7 +49,7 @@ class WeightsFolder:
         self._root = root
         self._partial = root / f".{self.name}.partial"
         self._files = 0
-        with _explain_write_errors(self._partial):
+        with _convert_write_errors(self._partial):
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
 
@@ -57,13 +57,13 @@ class WeightsFolder:
         """Write one bucket and force it to disk."""
         self._files += 1
         path = self._partial / f"bucket-{self._files:05d}.safetensors"
-        with _explain_write_errors(path):
+        with _convert_write_errors(path):
             save_file(dict(full.tensors), path, metadata={"format": "pt"})
             fsync_path(path)
 
     def rename_into_place(self) -> None:
         """Give the folder its name; those of earlier versions are then of no more use."""
-        with _explain_write_errors(self._root):
+        with _convert_write_errors(self._root):
             fsync_path(self._partial)
             self._partial.rename(self._root / self.name)
             fsync_path(self._root)
@@ -93,7 +93,7 @@ def _parse_version_and_serial_number(name: str) -> list[int]:
 
 
 @contextmanager
-def _explain_write_errors(path: Path) -> Iterator[None]:
+def _convert_write_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -110,7 +110,7 @@ class DiskSession(UpdateSession):
     def __init__(self, member: ReplicaClient, config: WeightsConfig) -> None:
         super().__init__([member], config, str(member.key.cell_and_index))
 
-    def request_folder_load(self, folder: str, version: WeightVersion) -> None:
+    def load_folder_and_wait(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadWeightsRequest(folder, str(version))
@@ -154,7 +154,7 @@ class DiskTransport(Transport[DiskSession]):
             update.run_step("pause", lambda session: session.pause_replicas())
         with timer.time_phase("load"):
             update.run_step(
-                "load", lambda session: session.request_folder_load(folder.name, order.version)
+                "load", lambda session: session.load_folder_and_wait(folder.name, order.version)
             )
 
     def _write_folder(self, order: UpdateRequest, watch: WatchBucket) -> WeightsFolder:

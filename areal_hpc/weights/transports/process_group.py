@@ -51,7 +51,7 @@ def exempt_update_groups_from_nccl_watchdog() -> None:
     os.environ.update(UPDATE_GROUP_VARIABLES)
 
 
-def get_group_timeout_s(backend: str, timeout_s: float) -> float:
+def get_torch_group_timeout_s(backend: str, timeout_s: float) -> float:
     """Torch's own deadline of a group's operations; `timeout_s` is ours.
 
     NCCL's is never to come before ours. Gloo's ends what was given up, which nothing else does.
@@ -114,7 +114,7 @@ class UpdateProcessGroup:
             c10d.Backend(self.backend),
             c10d.PrefixStore(self.name, self._store),
             group_name=c10d.GroupName(self.name),
-            timeout=timedelta(seconds=get_group_timeout_s(self.backend, self._timeout_s)),
+            timeout=timedelta(seconds=get_torch_group_timeout_s(self.backend, self._timeout_s)),
         )
         assert isinstance(group, dist.ProcessGroup)
         # torch's broadcast translates ranks through this table.

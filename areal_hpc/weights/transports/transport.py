@@ -15,7 +15,7 @@ from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.digester import BucketDigester, ExpectedDigests
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replica_client import ReplicaClient, get_update_step_deadline_s
+from areal_hpc.weights.replica_client import ReplicaClient, get_update_step_timeout_s
 from areal_hpc.weights.update_session import SessionT, UpdateInProgress
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -66,7 +66,7 @@ class Transport(ABC, Generic[SessionT]):
         """Send, verify and put into service; see `Publisher.publish`."""
         timer = PhaseTimer()
         update: UpdateInProgress[SessionT] = UpdateInProgress(
-            self._pool, get_update_step_deadline_s(self._config.update_timeout_s)
+            self._pool, get_update_step_timeout_s(self._config.update_timeout_s)
         )
         digester = (
             BucketDigester(order.buckets, {key.tp for key in order.replicas}, self._replica_device)

@@ -111,7 +111,7 @@ def report(paths: RunPaths, rows: list[dict[str, Any]], *command: object) -> Ale
     reporter = AlertReporter(config, paths, EventLog(paths.events, "trainer"))
     for row in rows:
         append_line(paths.metrics, row)
-        reporter.report_step(row)
+        reporter.report_new_alerts(row)
     return reporter
 
 

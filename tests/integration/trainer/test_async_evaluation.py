@@ -25,7 +25,7 @@ from areal_hpc.trainer.loop.loop import (
     TrainOnBatchCommand,
     WaitCommand,
 )
-from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
+from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
 from areal_hpc.wire.replicas import ReplicaList
@@ -71,7 +71,7 @@ class Court:
         start_relay(stack, directory, "cell-0")
         self.evaluation_cell = self.start_evaluation_cell()
         rendezvous.await_endpoint(directory, "control-cell-0", 60)
-        schedule = Schedule(total_steps, 1000, 0, {"valid": SetSchedule(2, TASKS)})
+        schedule = Schedule(total_steps, 1000, 0, {"valid": EvaluationSetSchedule(2, TASKS)})
         evaluation = AsyncEvaluationTracker(schedule, -1)
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
 

@@ -13,7 +13,7 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from areal_hpc.errors import LostPeerError
-from areal_hpc.trainer.collectives import any_true, raise_if_peer_lost
+from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_if_peer_lost
 from areal_hpc.trainer.rank_progress import RankProgress, enter_place, note_detail, watch_ranks
 
 logging.basicConfig(stream=sys.stderr)
@@ -33,7 +33,7 @@ if rank == 1:
     hang()
 enter_place("the optimizer's step")
 try:
-    any_true(False)
+    is_true_on_any_rank(False)
 except RuntimeError as error:
     try:
         raise_if_peer_lost(error)

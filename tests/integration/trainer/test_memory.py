@@ -63,7 +63,7 @@ def count_kept(arch: Architecture, activations: ActivationConfig = KEEP_ALL) -> 
 def test_a_layer_keeps_as_much_as_is_estimated(scenario: Scenario, paths: RunPaths) -> None:
     for arch in (DENSE, replace(DENSE, family="qwen3"), MIXTURE):
         measured = (count_kept(replace(arch, layers=3)) - count_kept(arch)) // 2
-        estimated = memory.count_layer_activations(arch, ParallelConfig(), TOKENS)
+        estimated = memory.count_layer_activation_values(arch, ParallelConfig(), TOKENS)
         assert measured == pytest.approx(estimated, rel=0.04), arch.family
 
 
@@ -86,7 +86,7 @@ def test_recomputed_layers_keep_as_much_as_is_estimated(
         for setting in settings:
             config = TrainerConfig.model_validate(setting)
             measured = count_kept(deep, config.activations) - besides
-            estimated = memory.count_stage_activations(deep, config, 8, TOKENS)
+            estimated = memory.count_stage_activation_values(deep, config, 8, TOKENS)
             assert measured == pytest.approx(estimated, rel=0.04), (arch.family, setting)
             if setting == {"recompute": "full"}:
                 assert measured < (plain - besides) / 8

@@ -137,4 +137,4 @@ def test_the_sft_stage_is_as_large_as_a_trainer_of_its_keys(paths: RunPaths) -> 
         recompute_layers=1,
         offload=OffloadConfig(activations=True, optimizer=True),
     )
-    assert job.build_comparable_trainer_config() == trainer
+    assert job.build_trainer_config_of_same_memory() == trainer

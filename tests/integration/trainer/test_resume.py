@@ -14,7 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer import collectives
 from areal_hpc.trainer.checkpoints import store
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
-from areal_hpc.trainer.collectives import any_true
+from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from tests.support.rank_server import RankServer
@@ -131,7 +131,7 @@ def fail_alone(scenario: Scenario, paths: RunPaths) -> None:
     """The other ranks wait in a collective."""
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")
-    any_true(False)
+    is_true_on_any_rank(False)
 
 
 @pytest.mark.parametrize("failing", [0, 1])

@@ -79,7 +79,7 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
             [ReplicaClient(key, cell.service_key, 1, 20)],
             WeightsConfig(),
         )
-        session.form_group()
+        session.fence_and_form_group()
         session.pause_replicas()
         session.send_bucket(packed, version)
         session.end_update()

@@ -247,7 +247,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
             [ReplicaClient(key, cell.service_key, cell.generation, 20)],
             WeightsConfig(),
         )
-        session.form_group()
+        session.fence_and_form_group()
         session.pause_replicas()
         session.send_bucket(packed, version)
         session.end_update()

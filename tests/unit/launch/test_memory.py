@@ -16,7 +16,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.trainer.model import memory_estimate
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
-    divide_layers,
+    divide_layers_over_stages,
     find_stage_of_layer,
     parse_architecture,
 )
@@ -55,7 +55,7 @@ weight_map_of = functools.cache(build_weight_map)
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:
     """By the table of names: what one rank of a stage holds, experts apart."""
     counts = {False: 0, True: 0}
-    layers, rows = divide_layers(arch.layers, split.pp), weight_map_of(arch)
+    layers, rows = divide_layers_over_stages(arch.layers, split.pp), weight_map_of(arch)
     first = sum(layers[:stage])
     for row in rows:
         if row.layer is not None:
@@ -81,9 +81,9 @@ def test_a_ranks_parameters_are_those_of_the_name_table(name: str, split: dict[s
     ep = split.get("ep", 1) if arch.experts else 1
     parallel = ParallelConfig(**{**split, "ep": ep})
     for stage in range(parallel.pp):
-        assert memory_estimate.count_stage_parameters(arch, parallel, stage) == held_by(
+        assert memory_estimate.count_stage_dense_and_expert_params(
             arch, parallel, stage
-        )
+        ) == held_by(arch, parallel, stage)
 
 
 def trainer(**split: Any) -> TrainerConfig:
@@ -110,10 +110,15 @@ def test_activations_of_a_layer_by_hand() -> None:
     arch = architecture("Qwen3-0.6B")
     # norms 4 x 1024, projected 4096, rotated 3072, attended 2048, MLP 3 x 3072
     a_token = 4 * 1024 + 4096 + 3072 + 2048 + 3 * 3072
-    assert memory_estimate.count_layer_activations(arch, ParallelConfig(), 100) == 100 * a_token
-    assert memory_estimate.count_layer_activations(arch, ParallelConfig(tp=2), 100) == 50 * a_token
+    assert (
+        memory_estimate.count_layer_activation_values(arch, ParallelConfig(), 100) == 100 * a_token
+    )
+    assert (
+        memory_estimate.count_layer_activation_values(arch, ParallelConfig(tp=2), 100)
+        == 50 * a_token
+    )
     # of context-parallel ranks each also keeps the keys and values that it attends to
-    count = memory_estimate.count_layer_activations(arch, ParallelConfig(cp=2), 100)
+    count = memory_estimate.count_layer_activation_values(arch, ParallelConfig(cp=2), 100)
     assert count == 50 * a_token + 2048 * 125
 
 
@@ -135,7 +140,7 @@ def test_a_frozen_network_waits_on_the_host_and_takes_the_place_of_activations()
     held = memory_estimate.estimate_trainer_memory(small, config, frozen=[small, large])
     sizes = [sum(held_by(one, ParallelConfig(tp=2), 0)) * 2 for one in (small, large)]
     assert held.host_frozen == sum(sizes)
-    layer = memory_estimate.count_layer_activations(large, ParallelConfig(tp=2), 8192)
+    layer = memory_estimate.count_layer_activation_values(large, ParallelConfig(tp=2), 8192)
     assert held.scoring == sizes[1] + 2 * layer
     assert held.total == alone.total - alone.activations + max(alone.activations, held.scoring)
 
@@ -155,7 +160,7 @@ def test_a_critic_takes_what_a_policy_without_a_vocabulary_head_would(pp: int, t
         assert both.gradients - alone.gradients == 4 * own
         assert both.optimizer - alone.optimizer == pytest.approx(12 * own / 2, abs=12)
         assert both.activations == alone.activations, "the larger network's, one after the other"
-    copies = [memory_estimate.estimate_checkpoint_copy(policy, config, one)
+    copies = [memory_estimate.estimate_checkpoint_copy_bytes(policy, config, one)
               for one in (None, critic)]  # fmt: skip
     assert copies[1] > copies[0]
     assert memory_estimate.count_critic_parameters(critic) == 596_049_920 + critic.hidden
@@ -200,17 +205,19 @@ def test_a_layer_is_on_the_stage_that_was_given_it() -> None:
     assert find_stage_of_layer(23, 94, 4) == 1
     for layers, stages in ((94, 4), (6, 4), (7, 4), (62, 4), (61, 8), (36, 4), (5, 2), (3, 1)):
         found = Counter(find_stage_of_layer(layer, layers, stages) for layer in range(layers))
-        assert tuple(found[stage] for stage in range(stages)) == divide_layers(layers, stages)
+        assert tuple(found[stage] for stage in range(stages)) == divide_layers_over_stages(
+            layers, stages
+        )
 
 
 def test_layers_that_do_not_divide_are_spread_over_the_middle_stages() -> None:
-    assert divide_layers(94, 4) == (23, 24, 24, 23)
-    assert divide_layers(7, 4) == (2, 2, 2, 1)
-    assert divide_layers(5, 2) == (3, 2)
-    assert divide_layers(36, 4) == (9, 9, 9, 9)
+    assert divide_layers_over_stages(94, 4) == (23, 24, 24, 23)
+    assert divide_layers_over_stages(7, 4) == (2, 2, 2, 1)
+    assert divide_layers_over_stages(5, 2) == (3, 2)
+    assert divide_layers_over_stages(36, 4) == (9, 9, 9, 9)
     for layers in range(1, 40):
         for stages in range(1, layers + 1):
-            parts = divide_layers(layers, stages)
+            parts = divide_layers_over_stages(layers, stages)
             assert (sum(parts), len(parts)) == (layers, stages)
             assert parts[-1] == min(parts) >= max(parts) - 1
 
@@ -222,7 +229,7 @@ def test_an_offloaded_optimizer_is_on_the_host_but_for_one_chunk() -> None:
     there = memory_estimate.estimate_trainer_memory(arch, trainer(**layout))
     held = memory_estimate.estimate_trainer_memory(arch, TrainerConfig.model_validate(config))
     assert (there.host_optimizer, held.host_optimizer) == (0, there.optimizer)
-    assert held.optimizer == 12 * memory_estimate.STEP_CHUNK_ELEMENTS < there.optimizer / 10
+    assert held.optimizer == 12 * memory_estimate.OPTIMIZER_CHUNK_ELEMENTS < there.optimizer / 10
 
 
 def test_every_group_of_several_ranks_has_a_communicator() -> None:
@@ -247,7 +254,7 @@ def test_the_change_that_fits_may_be_the_offload_of_the_optimizer() -> None:
     config = TrainerConfig(max_tokens_per_microbatch=256)
     state = memory_estimate.estimate_trainer_memory(arch, config)
     gpu = state.total - state.optimizer + 2 * memory_estimate.GIB
-    change = memory_estimate.find_fitting_change(arch, config, gpu)
+    change = memory_estimate.describe_cheapest_fitting_change(arch, config, gpu)
     assert change.startswith("trainer.recompute=full trainer.offload.optimizer=true takes ")
 
 
@@ -258,7 +265,9 @@ def test_every_proposed_layout_divides_the_experts_over_its_ranks(ranks: int) ->
     proposed = [one.parallel for _, one in memory_estimate._list_thriftier_configs(arch, config)]
     assert len(set(proposed)) > 1
     assert {one.world_size // one.pp % one.ep for one in proposed} == {0}
-    memory_estimate.find_fitting_change(arch, config, 70 * memory_estimate.GIB)  # no crash
+    memory_estimate.describe_cheapest_fitting_change(
+        arch, config, 70 * memory_estimate.GIB
+    )  # no crash
 
 
 def test_recomputing_all_layers_is_proposed_before_another_layout() -> None:

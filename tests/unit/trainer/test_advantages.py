@@ -19,7 +19,11 @@ from areal_hpc.trainer.batch.training_rows import (
     build_rows,
 )
 from areal_hpc.trainer.objective.advantages import compute_advantages
-from areal_hpc.trainer.objective.reply_credit import BatchCredit, credit_batch, measure_penalty
+from areal_hpc.trainer.objective.reply_credit import (
+    BatchCredit,
+    compute_overlong_penalty,
+    compute_reply_credits,
+)
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
@@ -239,7 +243,7 @@ def test_scaled_advantages_are_bounded(
 ) -> None:
     if objective.scale_rewards == "none":
         return
-    credit = credit_batch(build_batch(batch, ExportSettings()), objective)
+    credit = compute_reply_credits(build_batch(batch, ExportSettings()), objective)
     advantages_K = compute_advantages(credit, objective)
     for group in range(len(batch)):
         by_batch = objective.scale_rewards == "batch"
@@ -355,8 +359,8 @@ def test_a_reply_that_was_cut_leaves_the_loss_and_counts_in_its_group() -> None:
 def test_the_penalty_grows_from_the_expected_length(tokens: int, expected: float) -> None:
     """DAPO: 0 up to L_max - L_cache, then a straight line down to -1 at L_max."""
     overlong = OverlongConfig(penalty=1.0, expected_tokens=10, cache_tokens=8)
-    assert measure_penalty(tokens, overlong) == expected
-    assert measure_penalty(tokens, OverlongConfig()) == 0.0
+    assert compute_overlong_penalty(tokens, overlong) == expected
+    assert compute_overlong_penalty(tokens, OverlongConfig()) == 0.0
 
 
 def test_long_replies_earn_less_each_or_in_sum() -> None:

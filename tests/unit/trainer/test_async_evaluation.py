@@ -4,13 +4,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
-from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
+from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaKey
 from areal_hpc.wire.replicas import ReplicaState, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
 TOTAL = 12
-SCHEDULE = Schedule(TOTAL, 1, 0, {"valid": SetSchedule(5, 8)})
+SCHEDULE = Schedule(TOTAL, 1, 0, {"valid": EvaluationSetSchedule(5, 8)})
 """Steps 0, 5, 10 and 12 are judged."""
 READY = ""
 
@@ -42,58 +42,60 @@ def judging(step: int, judged_step: int = -1) -> AsyncEvaluationTracker:
 def test_weights_are_given_when_they_are_due_and_not_otherwise() -> None:
     beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
     for step in range(1, 5):
-        assert beside.list_weight_receivers(cell("1.0"), at(step)) == []
-        assert not beside.may_begin(cell("1.0"), at(step))
-    assert indices(beside.list_weight_receivers(cell("1.0"), at(5))) == [0]
+        assert beside.list_replicas_to_update_now(cell("1.0"), at(step)) == []
+        assert not beside.may_grant_episodes(cell("1.0"), at(step))
+    assert indices(beside.list_replicas_to_update_now(cell("1.0"), at(5))) == [0]
 
 
 def test_no_episode_is_granted_while_a_replica_serves_other_weights() -> None:
     beside = AsyncEvaluationTracker(SCHEDULE, judged_step=0)
-    assert not beside.may_begin(cell("1.0", "1.5"), at(5))
-    assert indices(beside.list_weight_receivers(cell("1.0", "1.5"), at(5))) == [0]
-    assert beside.may_begin(cell("1.5", "1.5"), at(5))
-    assert beside.may_begin(cell("1.5", READY), at(5)), "one that serves nothing plays nothing"
+    assert not beside.may_grant_episodes(cell("1.0", "1.5"), at(5))
+    assert indices(beside.list_replicas_to_update_now(cell("1.0", "1.5"), at(5))) == [0]
+    assert beside.may_grant_episodes(cell("1.5", "1.5"), at(5))
+    assert beside.may_grant_episodes(cell("1.5", READY), at(5)), (
+        "one that serves nothing plays nothing"
+    )
 
 
 def test_a_cell_whose_replicas_are_not_up_begins_nothing() -> None:
     beside = AsyncEvaluationTracker(SCHEDULE, judged_step=-1)
     for replicas in ([], [found(0, "starting")], [found(0, "failed")]):
-        assert not beside.may_begin(replicas, at(0))
-        assert beside.list_weight_receivers(replicas, at(0)) == []
+        assert not beside.may_grant_episodes(replicas, at(0))
+        assert beside.list_replicas_to_update_now(replicas, at(0)) == []
     assert beside.has_unjudged_up_to(0)
 
 
 def test_what_is_under_way_keeps_its_weights_while_training_goes_on() -> None:
     beside = judging(5)
     for step in range(5, TOTAL + 1):
-        assert beside.list_weight_receivers(cell("1.5"), at(step)) == []
-        assert not beside.may_begin(cell("1.5"), at(step))
+        assert beside.list_replicas_to_update_now(cell("1.5"), at(step)) == []
+        assert not beside.may_grant_episodes(cell("1.5"), at(step))
         assert beside.under_way == at(5)
 
 
 def test_a_replica_that_restarts_beside_others_waits_for_the_next_version() -> None:
     beside = judging(5)
-    assert indices(beside.list_weight_receivers(cell("1.5", READY), at(5))) == [1]
-    assert beside.list_weight_receivers(cell("1.5", READY), at(6)) == []
-    assert not beside.may_begin(cell("1.5", READY), at(6))
+    assert indices(beside.list_replicas_to_update_now(cell("1.5", READY), at(5))) == [1]
+    assert beside.list_replicas_to_update_now(cell("1.5", READY), at(6)) == []
+    assert not beside.may_grant_episodes(cell("1.5", READY), at(6))
 
 
 def test_an_evaluation_whose_weights_are_lost_is_given_up_for_the_present_ones() -> None:
     beside = judging(5, judged_step=0)
-    assert beside.list_weight_receivers([], at(7)) == [], "a silent cell may still have them"
-    assert not beside.may_begin([], at(7))
-    assert not beside.may_begin([found(0, "starting")], at(7))
-    assert beside.may_begin(cell(READY), at(7))
+    assert beside.list_replicas_to_update_now([], at(7)) == [], "a silent cell may still have them"
+    assert not beside.may_grant_episodes([], at(7))
+    assert not beside.may_grant_episodes([found(0, "starting")], at(7))
+    assert beside.may_grant_episodes(cell(READY), at(7))
     assert beside.begin_and_list_skipped_steps(at(7)) == [5]
     assert beside.under_way == at(7)
-    assert indices(beside.list_weight_receivers(cell(READY), at(7))) == [0]
-    assert not beside.may_begin(cell(READY), at(7)), "it has begun"
+    assert indices(beside.list_replicas_to_update_now(cell(READY), at(7))) == [0]
+    assert not beside.may_grant_episodes(cell(READY), at(7)), "it has begun"
 
 
 def test_the_same_weights_given_once_more_go_on_with_the_same_evaluation() -> None:
     beside = judging(5)
-    assert not beside.may_begin(cell(READY), at(5))
-    assert indices(beside.list_weight_receivers(cell(READY), at(5))) == [0]
+    assert not beside.may_grant_episodes(cell(READY), at(5))
+    assert indices(beside.list_replicas_to_update_now(cell(READY), at(5))) == [0]
 
 
 def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others_are_named() -> (
@@ -101,7 +103,7 @@ def test_of_several_that_became_due_the_newest_weights_are_judged_and_the_others
 ):
     beside = judging(0)
     beside.mark_judged()
-    assert beside.may_begin(cell("1.11"), at(11))
+    assert beside.may_grant_episodes(cell("1.11"), at(11))
     assert beside.begin_and_list_skipped_steps(at(11)) == [5, 10]
     beside.mark_judged()
     assert beside.has_unjudged_up_to(TOTAL), "the last step is never left out"
@@ -136,10 +138,10 @@ def test_episodes_are_only_ever_played_on_the_version_of_their_evaluation(moves:
             step += 1
         if move == "lose":
             held = READY
-        if move == "give" and beside.list_weight_receivers(cell(held), at(step)):
+        if move == "give" and beside.list_replicas_to_update_now(cell(held), at(step)):
             assert held != str(beside.under_way), "weights under evaluation were replaced"
             held = str(at(step))
-        if beside.may_begin(cell(held), at(step)):
+        if beside.may_grant_episodes(cell(held), at(step)):
             beside.begin_and_list_skipped_steps(at(step))
         if move == "finish" and beside.under_way is not None and held:
             assert held == str(beside.under_way)

@@ -50,7 +50,7 @@ def test_blocks_intersect_where_slices_do() -> None:
         assert int((marks == 2).sum()) == common.numel
         within = common.shift_to_coordinates_within(one)
         assert torch.equal(marks[one.slices][within.slices], marks[common.slices])
-        assert within.shift_to_coordinates_around(one) == common
+        assert within.shift_from_within_to_whole(one) == common
         first, count = compute_flat_start_and_extent(shape, common)
         flat = torch.arange(20)[first : first + count]
         seen = flat.as_strided(common.sizes, compute_strides(shape))
@@ -59,9 +59,7 @@ def test_blocks_intersect_where_slices_do() -> None:
 
 def test_a_block_of_one_layer_lies_in_the_tensor_of_all() -> None:
     layer = Box((7, 3, 10, 0), (1, 1, 5, 6))
-    assert Box((2, 1), (3, 4)).shift_to_coordinates_around(layer) == Box(
-        (7, 3, 12, 1), (1, 1, 3, 4)
-    )
+    assert Box((2, 1), (3, 4)).shift_from_within_to_whole(layer) == Box((7, 3, 12, 1), (1, 1, 3, 4))
 
 
 @pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 3, 4), (2, 1, 3, 4)])

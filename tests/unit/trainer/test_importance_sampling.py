@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, correct_off_policy
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
 
 
 def settings(correction: str, **bounds: float | str) -> dict[str, Any]:
@@ -53,7 +53,7 @@ TOKENS = st.lists(st.tuples(LOGPROB, LOGPROB, st.integers(0, 3)), max_size=12)
 def slowly(
     proximal: list[float], behavior: list[float], row: list[int], config: ObjectiveConfig
 ) -> dict[str, list[float]]:
-    """What `correct_off_policy` should say, token by token, in double precision."""
+    """What `compute_importance_weights` should say, token by token, in double precision."""
     logs = [p - b for p, b in zip(proximal, behavior, strict=True)]
     kls = [math.exp(x) - 1 - x for x in logs]
 
@@ -86,7 +86,7 @@ def test_matches_loop(chosen: dict[str, Any], tokens: list[tuple[float, float, i
     expected = slowly(proximal, behavior, row, config)  # type: ignore[arg-type]
     rows = TokenRowMap(torch.tensor(row, dtype=torch.long), 4)
     both = torch.tensor([proximal, behavior], dtype=torch.float64)
-    found = correct_off_policy(both[0], both[1], rows, config)
+    found = compute_importance_weights(both[0], both[1], rows, config)
     np.testing.assert_allclose(found.weight_N, expected["weight"], rtol=1e-9, atol=1e-12)
     np.testing.assert_allclose(found.raw_N, expected["raw"], rtol=1e-9)
     np.testing.assert_allclose(found.kl_N, expected["kl"], rtol=1e-6, atol=1e-12)
@@ -101,7 +101,9 @@ def test_a_row_is_judged_as_one() -> None:
         ObjectiveConfig(**settings("mask", level=level, low=0.5, high=1.5))
         for level in ("token", "sequence")
     ]
-    by_token, by_row = (correct_off_policy(proximal, behavior, rows, one) for one in configs)
+    by_token, by_row = (
+        compute_importance_weights(proximal, behavior, rows, one) for one in configs
+    )
     assert by_token.outside_N.tolist() == [False, True, False, False]
     assert by_row.outside_N.tolist() == [True, True, False, False]
     np.testing.assert_allclose(by_row.weight_N, [0, 0, math.exp(0.05), math.exp(0.05)], rtol=1e-6)
@@ -111,7 +113,7 @@ def test_a_row_is_judged_as_one() -> None:
 def test_what_is_not_a_number_is_not_masked_away(chosen: dict[str, Any]) -> None:
     rows = TokenRowMap(torch.tensor([0, 1]), 2)
     behavior = torch.tensor([float("nan"), -1.0])
-    found = correct_off_policy(
+    found = compute_importance_weights(
         torch.tensor([-1.0, -1.0]), behavior, rows, ObjectiveConfig(**chosen)
     )
     assert found.weight_N[0].isnan()

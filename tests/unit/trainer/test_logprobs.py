@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from areal_hpc.trainer.model.kernels import rms_norm
 from areal_hpc.trainer.model.kernels.logprobs import (
-    KeptTokens,
+    SampleableTokens,
     compute_logprobs_and_entropy,
     compute_token_logprobs,
 )
@@ -30,7 +30,7 @@ def group() -> Iterator[dist.ProcessGroup]:
 @pytest.fixture(params=[1, 40, 1 << 18])
 def chunk_values(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
     """One row, a few rows, or all rows at a time."""
-    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS, "cpu", request.param)
+    monkeypatch.setitem(rms_norm.CHUNK_ELEMENTS_BY_DEVICE, "cpu", request.param)
     return int(request.param)
 
 
@@ -89,7 +89,7 @@ def test_distributions_are_over_the_tokens_that_could_be_sampled(
     counts = torch.tensor([len(one) for one in listed])
     starts = [0, *counts.cumsum(0).tolist()]
     ids = torch.tensor([token for one in listed for token in one])
-    kept = KeptTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts)
+    kept = SampleableTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts)
 
     ours = hidden.clone().requires_grad_()
     values, entropy = compute_logprobs_and_entropy(

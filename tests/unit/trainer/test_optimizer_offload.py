@@ -14,7 +14,7 @@ from areal_hpc.trainer.optimizer import use_fused_adamw
 from areal_hpc.trainer.optimizer_offload import (
     MOMENT_NAMES,
     HostAdamW,
-    lend_master_weights,
+    hold_master_stand_ins,
     offload_optimizer,
 )
 from tests.support.operations import OperationLog
@@ -48,7 +48,7 @@ class Optimizer:
 
     def step(self, seed: int) -> None:
         chance = torch.Generator().manual_seed(seed)
-        with lend_master_weights(self.megatron):
+        with hold_master_stand_ins(self.megatron):
             for parameter in self.parameters:
                 parameter.grad = torch.randn(parameter.shape, generator=chance)
             self.adam.step()
@@ -78,7 +78,7 @@ def test_steps_have_the_same_bits(has_masters: bool, is_fused: bool) -> None:
 def test_what_is_lent_takes_no_memory_and_comes_back_when_no_step_is_taken() -> None:
     offloaded = Optimizer(has_masters=True, is_offloaded=True)
     before = [tensor.clone() for tensor in offloaded.content]
-    with lend_master_weights(offloaded.megatron):
+    with hold_master_stand_ins(offloaded.megatron):
         for parameter, size in zip(offloaded.parameters, SIZES, strict=True):
             assert parameter.shape == (size,)
             assert parameter.untyped_storage().nbytes() == 4

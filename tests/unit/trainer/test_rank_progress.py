@@ -43,7 +43,7 @@ def ranks(told: list[str]) -> list[RankProgress]:
 
 def look(ranks: list[RankProgress], now: float) -> None:
     for one in reversed(ranks):  # rank 0 sees what the others wrote
-        one.publish_and_find_hanging_ranks(now)
+        one.publish_place_and_report_hangs(now)
 
 
 def test_the_rank_that_is_behind_is_named_first() -> None:

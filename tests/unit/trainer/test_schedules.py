@@ -6,7 +6,7 @@ from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.trainer.loop.schedule import Schedule, SetSchedule
+from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.sft.sft_data import get_batch_indices
 
@@ -53,7 +53,7 @@ def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
         total_steps=7,
         checkpoint_every_steps=3,
         export_every_steps=0,
-        evaluations={"valid": SetSchedule(5, 8)},
+        evaluations={"valid": EvaluationSetSchedule(5, 8)},
     )
     steps = range(8)
     assert [step for step in steps if schedule.evaluates(step)] == [0, 5, 7]
@@ -66,13 +66,17 @@ def test_steps_are_evaluated_saved_and_exported_as_asked() -> None:
 
 
 def test_each_evaluation_set_has_its_own_steps_and_all_have_the_first_and_the_last() -> None:
-    sets = {"valid": SetSchedule(2, 8), "aime": SetSchedule(3, 30), "final": SetSchedule(0, 5)}
+    sets = {
+        "valid": EvaluationSetSchedule(2, 8),
+        "aime": EvaluationSetSchedule(3, 30),
+        "final": EvaluationSetSchedule(0, 5),
+    }
     schedule = Schedule(7, 3, None, sets)
-    due = [list(schedule.list_due_sets(step)) for step in range(8)]
+    due = [list(schedule.list_due_evaluation_sets(step)) for step in range(8)]
     every, two = ["valid", "aime", "final"], ["valid", "aime"]
     assert due == [every, [], ["valid"], ["aime"], ["valid"], [], two, every]
-    assert schedule.list_sets_due_since(2, 5) == {"aime": 30, "valid": 8}
-    assert schedule.list_sets_due_since(4, 5) == {}
+    assert schedule.list_evaluation_sets_due_since(2, 5) == {"aime": 30, "valid": 8}
+    assert schedule.list_evaluation_sets_due_since(4, 5) == {}
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 1000))

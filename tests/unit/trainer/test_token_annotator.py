@@ -14,7 +14,11 @@ from areal_hpc.rundir.telemetry.annotations import (
     find_row_annotation,
     read_annotations,
 )
-from areal_hpc.trainer.batch.token_annotator import SAMPLED_ROWS, choose_rows, name_rows
+from areal_hpc.trainer.batch.token_annotator import (
+    MAX_ROWS_IN_SAMPLED_MODE,
+    choose_rows_to_annotate,
+    split_trained_and_left_out_rows,
+)
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import trajectory
@@ -22,15 +26,15 @@ from tests.support.sample_trajectories import trajectory
 
 def test_a_sample_is_of_whole_groups_drawn_by_the_seed() -> None:
     batch = [trajectory(ticket, episode) for ticket in range(40) for episode in range(6)]
-    drawn = [choose_rows(batch, "sampled", seed) for seed in (1, 1, 2)]
+    drawn = [choose_rows_to_annotate(batch, "sampled", seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
-    assert len(drawn[0]) == SAMPLED_ROWS // 6 * 6
+    assert len(drawn[0]) == MAX_ROWS_IN_SAMPLED_MODE // 6 * 6
     tickets = {batch[place].ticket_id for place in drawn[0]}
     assert drawn[0] == [place for place, row in enumerate(batch) if row.ticket_id in tickets]
-    assert choose_rows(batch, "all", 1) == list(range(240))
-    assert choose_rows(batch, "off", 1) == []
+    assert choose_rows_to_annotate(batch, "all", 1) == list(range(240))
+    assert choose_rows_to_annotate(batch, "off", 1) == []
     large = [trajectory(ticket, episode) for ticket in range(2) for episode in range(100)]
-    assert len(choose_rows(large, "sampled", 1)) == 100, "a group is never cut"
+    assert len(choose_rows_to_annotate(large, "sampled", 1)) == 100, "a group is never cut"
 
 
 def test_rows_are_named_by_the_manifest_and_those_left_out_say_why() -> None:
@@ -39,7 +43,7 @@ def test_rows_are_named_by_the_manifest_and_those_left_out_say_why() -> None:
         for number in range(3)
     ]
     unsound = UntrainedRecord(1, "a reward is not finite", [1])
-    trained, left_out = name_rows(BatchManifest(1, 1, tickets), [unsound])
+    trained, left_out = split_trained_and_left_out_rows(BatchManifest(1, 1, tickets), [unsound])
     assert trained == [(f"cell-0-00000{number}.h5", row) for number in (0, 2) for row in (4, 5)]
     assert [(one.row, one.outcome) for one in left_out] == [
         (4, "a reward is not finite"),

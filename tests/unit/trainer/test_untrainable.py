@@ -14,9 +14,9 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import SCALE_CHANNEL, build_rows
 from areal_hpc.trainer.batch.untrainable import (
-    check_trainable_share,
     count_untrainable_tokens,
-    list_distortions,
+    list_sampling_distortions,
+    raise_if_mostly_untrainable,
 )
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
@@ -29,7 +29,7 @@ PLAIN = {"temperature": 0.7, "max_new_tokens": 5}
 def list_of(**asked: Any) -> list[str]:
     """The distortions of what the proxy would record of a call that asked for this."""
     sampling = SamplingParams(**{**PLAIN, **asked})
-    return list(list_distortions(msgspec.json.decode(msgspec.json.encode(sampling))))
+    return list(list_sampling_distortions(msgspec.json.decode(msgspec.json.encode(sampling))))
 
 
 @pytest.mark.parametrize(
@@ -63,14 +63,14 @@ def test_whatever_reshapes_the_softmax_is_named(asked: dict[str, Any], named: st
 )
 def test_the_plain_softmax_is_trainable(asked: dict[str, Any]) -> None:
     assert list_of(**asked) == []
-    assert list(list_distortions({})) == []  # of shards that know nothing of it
+    assert list(list_sampling_distortions({})) == []  # of shards that know nothing of it
 
 
 def test_what_is_recorded_exactly_is_trainable() -> None:
     left = {"top_p": 0.9, "top_k": 50, "min_p": 0.05, "regex": "a*"}
-    assert list(list_distortions({**PLAIN, **left}, is_recorded=True)) == []
+    assert list(list_sampling_distortions({**PLAIN, **left}, is_recorded=True)) == []
     shaped = {"temperature": 0.0, "logit_bias": {"5": 1.0}, "presence_penalty": 0.1}
-    assert len([*list_distortions({**PLAIN, **left, **shaped}, is_recorded=True)]) == 3
+    assert len([*list_sampling_distortions({**PLAIN, **left, **shaped}, is_recorded=True)]) == 3
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -144,10 +144,10 @@ def test_a_reply_that_another_row_trains_is_not_counted_twice() -> None:
 
 
 def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
-    check_trainable_share(3, 10, {"top_p": 5})
-    check_trainable_share(3, 0, {})
+    raise_if_mostly_untrainable(3, 10, {"top_p": 5})
+    raise_if_mostly_untrainable(3, 0, {})
     with pytest.raises(UntrainableBatchError, match="batch 3: 6 of 10 sampled tokens") as caught:
-        check_trainable_share(3, 10, {"top_p": 2, "temperature=0": 4})
+        raise_if_mostly_untrainable(3, 10, {"top_p": 2, "temperature=0": 4})
     (problem,) = caught.value.problems
     assert problem.key == "rollout.agent.sampling"
     assert "temperature=0 (4), top_p (2)" in problem.message
@@ -169,5 +169,5 @@ def test_half_of_a_batch_may_be_left_out_and_no_more() -> None:
 )
 def test_the_hint_is_what_helps(untrainable: dict[str, int], hint: str) -> None:
     with pytest.raises(UntrainableBatchError) as caught:
-        check_trainable_share(3, 10, untrainable)
+        raise_if_mostly_untrainable(3, 10, untrainable)
     assert caught.value.problems[0].hint.startswith(hint)

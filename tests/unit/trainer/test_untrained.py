@@ -7,8 +7,8 @@ import pytest
 from areal_hpc.errors import NonFiniteGradientError, ShardError
 from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedRecord
 from areal_hpc.trainer.untrained import (
-    build_damaged_batch_record,
-    build_nonfinite_records,
+    build_damaged_batch_record_or_raise,
+    build_nonfinite_records_or_raise,
     build_norm_metrics,
     is_optimizer_step_taken,
 )
@@ -20,7 +20,7 @@ def judge(
     earlier: list[UntrainedRecord],
     on_nonfinite: Literal["skip", "stop"] = "skip",
 ) -> list[UntrainedRecord]:
-    return build_nonfinite_records(
+    return build_nonfinite_records_or_raise(
         norms, step, earlier, on_nonfinite,
         section="trainer.optimizer", name="batch {}".format, hint="try something",
     )  # fmt: skip
@@ -64,12 +64,12 @@ def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedRecor
 
 def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
     earlier = [quarantined(2), quarantined(4), quarantined(5)]
-    assert build_damaged_batch_record(1, [], "gone", RUN) == UntrainedRecord(
+    assert build_damaged_batch_record_or_raise(1, [], "gone", RUN) == UntrainedRecord(
         1, "gone", [], "damaged"
     )
-    assert build_damaged_batch_record(7, earlier, "gone", RUN).step == 7
+    assert build_damaged_batch_record_or_raise(7, earlier, "gone", RUN).step == 7
     with pytest.raises(ShardError) as caught:
-        build_damaged_batch_record(6, earlier, "gone", RUN)
+        build_damaged_batch_record_or_raise(6, earlier, "gone", RUN)
     assert caught.value.exit_code == 65
     problem = caught.value.problems[0]
     assert problem.message.startswith("batch 6 cannot be read: gone; nor could batch 4 and batch 5")
@@ -79,7 +79,9 @@ def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
     odd, asked = UntrainedRecord(5, "the gradient norm is nan"), quarantined(5, "requested")
     for between in (odd, asked):
-        assert build_damaged_batch_record(6, [quarantined(4), between], "gone", RUN).step == 6
+        assert (
+            build_damaged_batch_record_or_raise(6, [quarantined(4), between], "gone", RUN).step == 6
+        )
     assert judge([math.nan], 6, [UntrainedRecord(4, "nan"), quarantined(5)])[0].step == 6
 
 

@@ -11,7 +11,7 @@ from areal_hpc.trainer.model.families.architecture import (
     parse_architecture,
 )
 from areal_hpc.trainer.model.families.known_models import find_known_config
-from areal_hpc.trainer.model.utilization import count_training_flops, find_peak_flops
+from areal_hpc.trainer.model.utilization import count_training_flops, find_peak_flops_per_s
 
 DENSE = Architecture("qwen2", 3, 8, 4, 2, 2, 16, 100, 1e-6, 1e4, None, tied=True)
 MIXTURE = Architecture(
@@ -55,11 +55,11 @@ def test_short_rows_of_a_known_model_take_six_operations_a_weight() -> None:
     ],
 )
 def test_peaks_go_by_the_name_that_cuda_gives(name: str, tera: float) -> None:
-    assert find_peak_flops(name) == tera * 1e12
+    assert find_peak_flops_per_s(name) == tera * 1e12
 
 
 @pytest.mark.parametrize(
     "name", ["AMD Instinct MI300X", "NVIDIA RTX A1000", "NVIDIA H100 80GB HBM3 MIG 1g.10gb"]
 )
 def test_no_peak_is_made_up(name: str) -> None:
-    assert find_peak_flops(name) is None
+    assert find_peak_flops_per_s(name) is None

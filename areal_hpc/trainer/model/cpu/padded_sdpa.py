@@ -12,7 +12,11 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions, get_zigzag_positions
+from areal_hpc.trainer.batch.packing import (
+    IntArray,
+    get_zigzag_positions,
+    locate_sequence_after_cp_gather,
+)
 
 MIN_LENGTH_RATIO = 0.75
 """Sequences share a rectangle while they are at least this share of its longest."""
@@ -97,7 +101,7 @@ def plan_padded_sdpa(
     key_tables: list[IntArray] = []
     for group in group_by_length(lengths):
         queries = _pad_index_rows([query_starts[i] + np.arange(len(local[i])) for i in group])
-        keys = _pad_index_rows([get_gathered_positions(i, lengths, cp) for i in group])
+        keys = _pad_index_rows([locate_sequence_after_cp_gather(i, lengths, cp) for i in group])
         mask = None
         if cp > 1:
             positions = _pad_index_rows([local[i] for i in group], filler=0)

@@ -91,7 +91,7 @@ class Architecture:
             return plain
         if isinstance(scaling, YarnRopeScaling):
             return _stretch_by_yarn(plain, scaling, self.rope_theta)
-        return [_scale_rope_frequency(frequency, scaling) for frequency in plain]
+        return [_scale_frequency_by_llama3(frequency, scaling) for frequency in plain]
 
     @property
     def rope_scale(self) -> float:
@@ -179,7 +179,7 @@ def _parse_experts(config: Mapping[str, Any], where: str) -> MoeConfig:
     )
 
 
-def divide_layers(layers: int, stages: int) -> tuple[int, ...]:
+def divide_layers_over_stages(layers: int, stages: int) -> tuple[int, ...]:
     """Layers of each pipeline stage.
 
     Where they do not divide, some stages have one more than others: those in the middle first, from
@@ -191,8 +191,10 @@ def divide_layers(layers: int, stages: int) -> tuple[int, ...]:
 
 
 def find_stage_of_layer(layer: int, layers: int, stages: int) -> int:
-    """The pipeline stage that holds a layer, as `divide_layers` divides them."""
-    return bisect.bisect_right([*itertools.accumulate(divide_layers(layers, stages))], layer)
+    """The pipeline stage that holds a layer, as `divide_layers_over_stages` divides them."""
+    return bisect.bisect_right(
+        [*itertools.accumulate(divide_layers_over_stages(layers, stages))], layer
+    )
 
 
 def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterator[Problem]:
@@ -280,7 +282,7 @@ def _stretch_by_yarn(
     return stretched
 
 
-def _scale_rope_frequency(frequency: float, scaling: Llama3RopeScaling) -> float:
+def _scale_frequency_by_llama3(frequency: float, scaling: Llama3RopeScaling) -> float:
     """Long wavelengths are divided by the factor, short ones kept, those between blended."""
     turns = scaling.original_positions * frequency / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor

@@ -55,7 +55,7 @@ HuggingFaceTB/SmolLM2-1.7B it      llama         24   2048    32 32  64  8192  4
 """
 """A shape a line. `kv`: heads of keys and values; `dim`: of one head; `tied`: whether the output
 head is the input embedding; `experts`: how many, how many a token visits, the width of one."""
-_NUMBER_KEYS = {
+_CONFIG_KEY_BY_COLUMN = {
     "layers": "num_hidden_layers",
     "hidden": "hidden_size",
     "heads": "num_attention_heads",
@@ -78,7 +78,9 @@ def read_known_configs() -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {}
     for row in rows:
         shape = dict(zip(titles, row, strict=False))
-        config: dict[str, Any] = {key: int(shape[name]) for name, key in _NUMBER_KEYS.items()}
+        config: dict[str, Any] = {
+            key: int(shape[name]) for name, key in _CONFIG_KEY_BY_COLUMN.items()
+        }
         config["model_type"] = shape["family"]
         config["tie_word_embeddings"] = shape["tied"] == "yes"
         config["rms_norm_eps"] = 1e-6  # no size depends on it

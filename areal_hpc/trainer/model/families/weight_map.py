@@ -113,7 +113,7 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
         yield from mlp("", f"mlp.experts.{expert}", arch.experts.ffn, expert)
 
 
-def pad_vocab_size(arch: Architecture, tp: int) -> int:
+def compute_padded_vocab_size(arch: Architecture, tp: int) -> int:
     """Rows of the embedding once every tensor-parallel rank holds equally many."""
     return -(-arch.vocab // tp) * tp
 
@@ -131,7 +131,7 @@ def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorS
         case TpSplit.WHOLE:
             return parameter.hf[0].shape
         case TpSplit.VOCAB:
-            return (pad_vocab_size(arch, ranks) // ranks, *trailing)
+            return (compute_padded_vocab_size(arch, ranks) // ranks, *trailing)
         case TpSplit.COLUMNS:
             return (first, trailing[0] // ranks)
         case TpSplit.QKV | TpSplit.GATE_UP:
@@ -147,7 +147,7 @@ def get_hf_slices(
         case TpSplit.WHOLE:
             return [()]
         case TpSplit.VOCAB:
-            rows = pad_vocab_size(arch, ranks) // ranks
+            rows = compute_padded_vocab_size(arch, ranks) // ranks
             first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
             return [(slice(first, last),)]
         case TpSplit.COLUMNS:

@@ -20,7 +20,7 @@ MIN_LOG_PROBABILITY = -1e3
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class KeptTokens:
+class SampleableTokens:
     """Tokens that could be sampled in each of N places; where there are none, all could."""
 
     ids_K: torch.Tensor
@@ -29,7 +29,7 @@ class KeptTokens:
     starts: Sequence[int]
     """On the host: the first one of each place, and the end [N + 1]."""
 
-    def find_left_out(self, rows: slice, first: int, columns: int) -> torch.Tensor | None:
+    def build_left_out_mask(self, rows: slice, first: int, columns: int) -> torch.Tensor | None:
         """True at the columns, counted from token `first`, that could not be; None if all could."""
         begin, end = self.starts[rows.start], self.starts[min(rows.stop, len(self.starts) - 1)]
         if begin == end:
@@ -51,7 +51,7 @@ def compute_token_logprobs(
     temperature_N: torch.Tensor | None,
     vocab: int,
     group: dist.ProcessGroup,
-    kept: KeptTokens | None = None,
+    kept: SampleableTokens | None = None,
 ) -> torch.Tensor:
     """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
 
@@ -73,7 +73,7 @@ def compute_logprobs_and_entropy(
     temperature_N: torch.Tensor | None,
     vocab: int,
     group: dist.ProcessGroup,
-    kept: KeptTokens | None = None,
+    kept: SampleableTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same bits, and the entropies in nats of the distributions that labels come from [N].
 
@@ -101,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         vocab: int,
         group: dist.ProcessGroup,
         measures_entropy: bool,
-        kept: KeptTokens | None,
+        kept: SampleableTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = logits_NV.shape[1] * group.rank()
         real_NV = logits_NV[:, : vocab - first]
@@ -115,7 +115,9 @@ class _TokenLogprobs(torch.autograd.Function):
             values = real_NV[rows].float()
             if temperature_N is not None:
                 values = values / temperature_N[rows, None]
-            left_out = None if kept is None else kept.find_left_out(rows, first, values.shape[1])
+            left_out = (
+                None if kept is None else kept.build_left_out_mask(rows, first, values.shape[1])
+            )
             if left_out is not None:
                 values = values.masked_fill(left_out, -torch.inf)
             if mean_N is None:
@@ -164,7 +166,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 factors.mul_(slope_N[rows, None])
                 values.exp_().mul_(factors.add_(gradient_N[rows, None]).neg_())
             if ctx.kept is not None:
-                left_out = ctx.kept.find_left_out(rows, ctx.first, values.shape[1])
+                left_out = ctx.kept.build_left_out_mask(rows, ctx.first, values.shape[1])
                 if left_out is not None:
                     values.masked_fill_(left_out, 0.0)
             values.scatter_add_(1, columns_N[rows, None], chosen_N[rows, None])

@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 26}
+CHUNK_ELEMENTS_BY_DEVICE = {"cpu": 1 << 18, "cuda": 1 << 26}
 """Values of one chunk: 1 MiB of float32 fits a core's cache, 256 MiB keeps a GPU busy."""
 
 
 def iterate_row_chunks(matrix: torch.Tensor) -> Iterator[slice]:
     """Slices that cover the rows of `matrix`."""
-    rows = max(1, CHUNK_ELEMENTS[matrix.device.type] // max(1, matrix.shape[1]))
+    rows = max(1, CHUNK_ELEMENTS_BY_DEVICE[matrix.device.type] // max(1, matrix.shape[1]))
     for start in range(0, matrix.shape[0], rows):
         yield slice(start, start + rows)
 

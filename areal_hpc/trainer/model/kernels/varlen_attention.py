@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch.nn.attention.bias import causal_lower_right
 
-from areal_hpc.trainer.batch.packing import IntArray, get_gathered_positions
+from areal_hpc.trainer.batch.packing import IntArray, locate_sequence_after_cp_gather
 from areal_hpc.trainer.private_apis.torch_private import run_flash_attention
 
 
@@ -95,7 +95,9 @@ def plan_varlen_attention(
         queries = np.repeat(chunks, 2)
         ends = np.array([cp_rank + 1, 2 * cp - cp_rank])
         keys = (chunks[:, None] * ends).ravel()
-        places = [get_gathered_positions(index, lengths, cp) for index in range(len(lengths))]
+        places = [
+            locate_sequence_after_cp_gather(index, lengths, cp) for index in range(len(lengths))
+        ]
         seen = [places[segment // 2][: keys[segment]] for segment in range(len(keys))]
         key_places = torch.from_numpy(np.concatenate(seen)).to(device)
     return VarlenAttention(
