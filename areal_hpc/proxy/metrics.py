@@ -62,7 +62,11 @@ class ProxyMetrics:
             one.set_function(count)
 
         sessions, finished = store.sessions, store.finished
-        gauge("sessions", "Open sessions.", lambda: len(sessions))
+        gauge(
+            "sessions",
+            "Sessions, ended ones that are not sealed included.",
+            lambda: len(sessions),
+        )
         gauge(
             "requests_in_flight",
             "Model calls in flight.",

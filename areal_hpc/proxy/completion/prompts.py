@@ -154,10 +154,11 @@ class PromptBuilder:
         if turn.forked is not None:
             self._metrics.rewritten_histories.labels(turn.forked).inc()
         sampling = self._fit_reply_limit(session, call, prompt_tokens)
+        number, session.calls = session.calls, session.calls + 1
         if sampling.sampling_seed is None:
             # One that differs between calls, episodes and tickets, and repeats with the run's seed.
             asked = session.request
-            text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{session.calls}"
+            text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{number}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
@@ -166,7 +167,6 @@ class PromptBuilder:
         if records_mask and not 0 < sampling.top_k <= MAX_SAMPLING_MASK_TOKENS:
             bound = min(self._model.encoder.vocab_size, MAX_SAMPLING_MASK_TOKENS)
             sampling = msgspec.structs.replace(sampling, top_k=bound)
-        session.calls += 1
         new_json = ids_to_json(new_ids)
         return PreparedCall(
             session=session,

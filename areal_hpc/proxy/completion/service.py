@@ -7,6 +7,8 @@ from collections.abc import Awaitable, Callable, Coroutine
 from functools import partial
 from typing import Any
 
+import msgspec
+
 from areal_hpc.errors import CallFailedError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.completion.call_spans import record_call_span, record_interaction_span
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
@@ -155,6 +157,8 @@ class CompletionService:
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
+            if live.abandoned:  # while no replica served, say
+                raise ProxyRequestError(503, "the client disconnected before the call began")
             request = failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
             live.register_stop_callback(choice, partial(self._upstream.abort, replica, request.rid))
@@ -178,6 +182,11 @@ class CompletionService:
                 rest = await reader.feed("", last=True)
                 said.add(rest)
                 live.put(ReplyChunk(choice, rest, EMPTY_CHUNK))
+            if live.abandoned:  # nobody knows how much of it was read: it counts as broken off
+                broken_off = msgspec.structs.replace(
+                    answer.generation, finish_reason=ABORT_FINISH_REASON
+                )
+                answer = msgspec.structs.replace(answer, generation=broken_off)
             if answer.generation.output_ids or not live.abandoned:
                 live.put(self._record_reply(prompt, choice, answer, said, first_token_at))
         except Exception as error:  # boundary: raised again where the stream is read

@@ -90,6 +90,10 @@ def fold_seed_into_engine_range(seed: int | None) -> int | None:
     return seed if seed is None or abs(seed) <= 2**53 else seed & 0x3FFFFFFF
 
 
+MAX_ID_DIGITS = 10
+"""Python refuses to read numbers of thousands of digits."""
+
+
 def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | None) -> None:
     """An id outside the vocabulary would kill the engine.
 
@@ -98,7 +102,7 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
     """
     vocab_size = model.encoder.vocab_size
     for token in tokens or ():
-        is_id = isinstance(token, int) or token.isdecimal()
+        is_id = isinstance(token, int) or (token.isdecimal() and len(token) <= MAX_ID_DIGITS)
         if not is_id or not 0 <= int(token) < vocab_size:
             raise ProxyRequestError(
                 400, f"{key} takes token ids below {vocab_size}, got {token!r}", key=key

@@ -20,7 +20,7 @@ from areal_hpc.session.auxiliary import (
     find_conversation_replies,
     list_conversations,
 )
-from areal_hpc.session.credit import assign_credit, find_retry_orphans
+from areal_hpc.session.credit import assign_credit, find_abandoned_replies, find_retry_orphans
 from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
 from areal_hpc.session.soundness import find_client_description_defect
@@ -122,7 +122,8 @@ class DriverApi:
             async with asyncio.timeout(min(request.wait_s, MAX_LONG_POLL_S)):
                 return wire.OfferEpisodeReply(await slot.taken)
         except TimeoutError:
-            return wire.OfferEpisodeReply(None)
+            was_taken = slot.taken.done() and not slot.taken.cancelled()  # at this very moment
+            return wire.OfferEpisodeReply(slot.taken.result() if was_taken else None)
         finally:
             self._free_slots.discard(slot)
 
@@ -320,7 +321,7 @@ def export_interactions(
         ProxyRequestError: The discount is no finite number.
     """
     orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
-    left_out = orphans | find_auxiliary_replies(tree).keys()
+    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_replies(tree).keys()
     try:
         earned = assign_credit(tree, request.discount, request.credit, left_out)
     except InvalidRewardError as error:

@@ -70,6 +70,7 @@ class TicketSealer:
         self._untrained = UntrainedSealer(recorder, paths, cell, config)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()
+        self._seal_task: asyncio.Future[int] | None = None
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
 
@@ -104,8 +105,8 @@ class TicketSealer:
             try:
                 if self._is_seal_due():
                     await self._seal_finished()
-                await self._report_to_ledger()
                 await self._untrained.seal_if_due()
+                await self._report_to_ledger()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
                 pause_s = next(pauses)
@@ -119,11 +120,14 @@ class TicketSealer:
             ClusterError: The storage refused.
         """
         count = await self._seal_finished()
+        await self._report_to_ledger_or_log()
+        return count
+
+    async def _report_to_ledger_or_log(self) -> None:
         try:
             await self._report_to_ledger()
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
-        return count
 
     def keep_failed(self, request: KeepFailedRequest) -> bool:
         """Keep an ended session whose episode failed; false if enough like it are kept."""
@@ -135,8 +139,9 @@ class TicketSealer:
         Raises:
             ClusterError: The storage refused.
         """
-        await self.seal_now()
+        await self._seal_finished()
         await self._untrained.seal_now()
+        await self._report_to_ledger_or_log()
 
     def _list_finished(self) -> list[FinishedTicket]:
         return [one for one in self._store.finished.values() if not one.is_evaluation]
@@ -153,6 +158,11 @@ class TicketSealer:
         )
 
     async def _seal_finished(self) -> int:
+        """Seal what is finished; a cancellation leaves a seal that is under way to end."""
+        self._seal_task = asyncio.ensure_future(self._seal_finished_alone())
+        return await asyncio.shield(self._seal_task)
+
+    async def _seal_finished_alone(self) -> int:
         async with self._sealing:
             tickets = self._list_finished()
             if not tickets:

@@ -38,6 +38,7 @@ class UntrainedSealer:
         self._kept = Counter[str]()
         """Failed episodes by cause, those of earlier proxies of the cell included."""
         self._sealing = asyncio.Lock()
+        self._seal_task: asyncio.Future[None] | None = None
 
     def record_already_sealed(self, shards: Sequence[SealedShard]) -> None:
         """Note what an earlier proxy sealed but could not note. `shards`: the cell's own."""
@@ -82,11 +83,15 @@ class UntrainedSealer:
             await self.seal_now()
 
     async def seal_now(self) -> None:
-        """Seal all that there is.
+        """Seal all that there is; a cancellation leaves a seal that is under way to end.
 
         Raises:
             ClusterError: The storage refused.
         """
+        self._seal_task = asyncio.ensure_future(self._seal_alone())
+        await asyncio.shield(self._seal_task)
+
+    async def _seal_alone(self) -> None:
         async with self._sealing:
             tickets, failed = self._list_evaluations(), list(self._store.failed.values())
             if not (tickets or failed):

@@ -92,7 +92,7 @@ def _move_invalid_calls_to_text(said: PartialReply) -> PartialReply:
     for call in said.calls:
         try:
             is_object = isinstance(msgspec.json.decode(call.arguments), dict)
-        except msgspec.DecodeError:
+        except (msgspec.DecodeError, RecursionError):
             is_object = False
         if is_object:
             calls.append(call)

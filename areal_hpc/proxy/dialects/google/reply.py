@@ -177,7 +177,7 @@ def _build_call_part(block: ContentBlock) -> dict[str, Any]:
     """A call; one whose arguments are no object, which Google has no form for, as text."""
     try:
         is_object = isinstance(msgspec.json.decode(block.text or "{}"), dict)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, RecursionError):
         is_object = False
     if not is_object:
         name = msgspec.json.encode(block.name).decode()

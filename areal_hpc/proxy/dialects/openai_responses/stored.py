@@ -17,6 +17,7 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
     is_response_id,
     split_reply_into_blocks,
 )
+from areal_hpc.proxy.dialects.validation import MAX_ID_DIGITS
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.call_records import decode_rendering_context, decode_sampling
@@ -70,7 +71,9 @@ def list_input_items(session: Session, response_id: str, query: Query) -> bytes:
             raise ProxyRequestError(400, f"there is no item {after!r:.100}", key="after")
         items = items[ids.index(after) + 1 :]
     limit = query.get("limit", str(LISTED_ITEMS))
-    if not (limit.isdecimal() and 1 <= int(limit) <= MAX_LISTED_ITEMS):
+    if not (
+        limit.isdecimal() and len(limit) <= MAX_ID_DIGITS and 1 <= int(limit) <= MAX_LISTED_ITEMS
+    ):
         problem = f"expected a number from 1 to {MAX_LISTED_ITEMS}, got {limit!r:.100}"
         raise ProxyRequestError(400, problem, key="limit")
     page = items[: int(limit)]
