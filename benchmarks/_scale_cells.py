@@ -36,9 +36,9 @@ from areal_hpc.wire.ledger import (
     BatchRequest,
     Empty,
     LedgerStatus,
-    OpenGenerationRequest,
+    OpenTrainerGenerationRequest,
     SealedTicket,
-    SettleRequest,
+    SettleTicketsRequest,
     TicketGrant,
     TicketRef,
     WeightsPublishedRequest,
@@ -123,7 +123,9 @@ class Storehouse:
             if not refs:
                 return
             tickets = await self._write(refs)
-            await self._ledger.call("/settle", SettleRequest(self._cell, tickets), Acknowledged)
+            await self._ledger.call(
+                "/settle", SettleTicketsRequest(self._cell, tickets), Acknowledged
+            )
             self._tally.sealed += 1
             self._tally.settled += len(tickets)
 
@@ -282,7 +284,7 @@ async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tal
 async def _train(
     paths: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
-    await ledger.call("/open_generation", OpenGenerationRequest(1, 0), Acknowledged)
+    await ledger.call("/open_generation", OpenTrainerGenerationRequest(1, 0), Acknowledged)
     while True:
         step = tally.steps + 1
         manifest, manifest_s = await _batch(ledger, step, batch_size)

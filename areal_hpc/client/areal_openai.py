@@ -16,7 +16,7 @@ from openai.types.responses import Response
 
 from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter, get_shared_parsers
 from areal_hpc.client.recorded_interaction import RecordedInteraction
-from areal_hpc.client.tokenizer import load_session_tokenizer
+from areal_hpc.client.tokenizer import load_chat_template_and_encoder
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.http.app import ProxyApp, Receive, Scope
@@ -24,9 +24,9 @@ from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Send
 from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
-from areal_hpc.proxy.sessions.store import generate_key, hash_key
+from areal_hpc.proxy.sessions.store import compute_key_digest, generate_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
+from areal_hpc.session.credit import CreditRule, compute_credited_rewards, find_retry_orphans
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, give_reward, parse_reward
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
@@ -70,7 +70,7 @@ class ArealOpenAI(AsyncOpenAI):
     ) -> None:
         if chat_template_type not in ("hf", "concat"):
             raise ValueError(f"chat_template_type is hf or concat, got {chat_template_type!r}")
-        template, encoder = load_session_tokenizer(tokenizer)
+        template, encoder = load_chat_template_and_encoder(tokenizer)
         context_tokens = engine_max_tokens or _get_max_sequence_tokens(tokenizer)
         model = ServedModel(
             "areal",
@@ -86,7 +86,9 @@ class ArealOpenAI(AsyncOpenAI):
         recorder = MemoryRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
         recorder.record(
-            SessionOpened(session_id, hash_key(key), StartSessionRequest("client", disposable=True))
+            SessionOpened(
+                session_id, compute_key_digest(key), StartSessionRequest("client", disposable=True)
+            )
         )
         self._engine = EngineEndpoint.from_address(engine)
         self._owns_engine = not isinstance(engine, EngineEndpoint)
@@ -157,14 +159,14 @@ class ArealOpenAI(AsyncOpenAI):
         Raises:
             RuntimeError: It was applied before.
         """
-        return self._apply_discount(turn_discount, credit, frozenset())
+        return self._overwrite_rewards_with_earned(turn_discount, credit, frozenset())
 
-    def _apply_discount(
+    def _overwrite_rewards_with_earned(
         self, turn_discount: float, credit: CreditRule, orphans: frozenset[str]
     ) -> dict[str, float | None]:
         if self._is_discounted:
             raise RuntimeError("apply_reward_discount should only be called once.")
-        earned = assign_credit(self.tree, turn_discount, credit, orphans)
+        earned = compute_credited_rewards(self.tree, turn_discount, credit, orphans)
         self._is_discounted = True
         for name, earnings in earned.items():
             self.tree[name].reward = earnings.total
@@ -206,7 +208,7 @@ class ArealOpenAI(AsyncOpenAI):
             )
         orphans = find_retry_orphans(self.tree) if drop_retry_orphans else frozenset()
         if reward_discount is not None and not self._is_discounted:
-            self._apply_discount(reward_discount, "tree", orphans)
+            self._overwrite_rewards_with_earned(reward_discount, "tree", orphans)
         rewards = {
             one.interaction_id: one.reward for one in self.tree if one.interaction_id not in orphans
         }

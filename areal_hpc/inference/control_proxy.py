@@ -39,12 +39,12 @@ from areal_hpc.wire.replicas import (
     NO_KEYS,
     SENDER_TIMEOUT_HEADER,
     TRAINER_GENERATION_HEADER,
-    FenceRequest,
+    FenceReplicaRequest,
     FollowerPollRequest,
     LoadWeightsRequest,
+    ReopenReplicaRequest,
     ReplicaList,
     ReplicaView,
-    ServeRequest,
 )
 from areal_hpc.wire.signing import RequestVerifier
 
@@ -101,12 +101,12 @@ class ControlProxyApp(JsonApp):
                 except ValueError as error:
                     raise HTTPException(400, str(error)) from error
             case "POST", ["replicas", index, "fence"]:
-                fence = await _decode_body(request, FenceRequest)
+                fence = await _decode_body(request, FenceReplicaRequest)
                 return _encode_reply(
                     self._find_replica(index).stop_serving(_parse_caller_headers(request), fence)
                 )
             case "POST", ["replicas", index, "serve"]:
-                serve = await _decode_body(request, ServeRequest)
+                serve = await _decode_body(request, ReopenReplicaRequest)
                 return _encode_reply(
                     self._find_replica(index).start_serving(_parse_caller_headers(request), serve)
                 )

@@ -34,10 +34,10 @@ from areal_hpc.rundir.telemetry.spans import record_span
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     NO_KEYS,
-    FenceRequest,
+    FenceReplicaRequest,
+    ReopenReplicaRequest,
     ReplicaState,
     ReplicaView,
-    ServeRequest,
     UpdatePauseStats,
 )
 
@@ -282,7 +282,7 @@ class Replica:
     # Each method raises ControlCallRefusedError when the caller means another incarnation, when the
     # replica is not up, and when a newer generation of the trainer has been here.
 
-    def stop_serving(self, caller: ControlCaller, request: FenceRequest) -> ReplicaView:
+    def stop_serving(self, caller: ControlCaller, request: FenceReplicaRequest) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._require_current_caller(caller)
@@ -290,7 +290,7 @@ class Replica:
             self._fenced_at = self._fenced_at or self.clock.now()
             return self.build_view()
 
-    def start_serving(self, caller: ControlCaller, request: ServeRequest) -> ReplicaView:
+    def start_serving(self, caller: ControlCaller, request: ReopenReplicaRequest) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
             self._require_current_caller(caller)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from areal_hpc.wire.ledger import StaleGroups
+from areal_hpc.wire.ledger import StaleGroupPolicy
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class TicketPolicy:
     max_concurrent_tickets: int
     total_steps: int
     cell_timeout_s: float
-    stale_groups: StaleGroups = "train_with_correction"
+    stale_groups: StaleGroupPolicy = "train_with_correction"
 
     @property
     def max_traceless_tickets(self) -> int:

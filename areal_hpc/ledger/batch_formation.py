@@ -12,7 +12,7 @@ from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
 
 def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
@@ -89,4 +89,4 @@ def _compute_ticket_age(
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:
         return 0
-    return compute_staleness(current, WeightVersion.unpack(ticket.oldest_version), forks)
+    return compute_staleness_steps(current, WeightVersion.unpack(ticket.oldest_version), forks)

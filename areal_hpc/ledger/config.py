@@ -9,7 +9,7 @@ from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.tasks.task_stream import TaskSource
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.wire.ledger import StaleGroups
+from areal_hpc.wire.ledger import StaleGroupPolicy
 
 
 class LedgerEvaluationSet(BaseConfig):
@@ -39,7 +39,7 @@ class LedgerJobConfig(ProcessConfig):
     """Episodes started for a training ticket."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)]
     """Largest age of a ticket's first weights, in versions, when it is trained on."""
-    stale_groups: StaleGroups = "train_with_correction"
+    stale_groups: StaleGroupPolicy = "train_with_correction"
     """Handling of a ticket that is older than that when its batch is formed."""
     max_concurrent_rollouts: Annotated[int, Field(ge=1)]
     """Episodes in flight over all cells."""

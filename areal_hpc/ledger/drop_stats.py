@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import DropRequest, IrregularTicketCounts, TaskSplit, TicketRef
+from areal_hpc.wire.ledger import DropTicketRequest, IrregularTicketCounts, TaskSplit, TicketRef
 
 MAX_FAILED_STREAK_BATCHES = 2
 """Batches' worth of tickets that all failed: the agent does not work."""
@@ -121,14 +121,14 @@ class FirstTicketsCheck:
     An evaluation may have an agent of its own, so each task set counts for itself.
     """
 
-    _failures: dict[TaskSplit, list[DropRequest]] = field(default_factory=dict)
+    _failures: dict[TaskSplit, list[DropTicketRequest]] = field(default_factory=dict)
     _working: set[TaskSplit] = field(default_factory=set)
 
     def record_success(self, ref: TicketRef) -> None:
         """A ticket ended well: what fails from now on is no fault of the whole agent."""
         self._working.add(get_task_split(ref))
 
-    def record_failure(self, drop: DropRequest) -> None:
+    def record_failure(self, drop: DropTicketRequest) -> None:
         """A ticket was given up; without a cause that was not its agent's doing.
 
         Another cause than before shows that the agent does not always fail alike.

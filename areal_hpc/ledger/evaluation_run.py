@@ -13,7 +13,7 @@ from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.ledger import EvaluateRequest, FinishRunRequest, OpenGenerationRequest
+from areal_hpc.wire.ledger import EvaluateRequest, FinishRunRequest, OpenTrainerGenerationRequest
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ async def evaluate_and_finish(
     generation = read_newest_number(generations) or claim_next_number(generations)
     patience = LongPoll(_never_hang_up, time.monotonic, asyncio.get_running_loop().create_future())
     try:
-        opened = OpenGenerationRequest(generation, LOADED_STEP, LOADED_STEP)
+        opened = OpenTrainerGenerationRequest(generation, LOADED_STEP, LOADED_STEP)
         await service.open_generation(opened, patience)
         request = EvaluateRequest(generation, LOADED_STEP, dict(n_tasks_by_set), POLL_S)
         reply = await service.get_or_start_evaluation(request, patience)

@@ -41,10 +41,10 @@ class LedgerApp(JsonApp):
         self._closing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._routes: dict[str, tuple[type[msgspec.Struct], RouteHandler]] = {
             "/lease": (wire.LeaseRequest, service.record_heartbeat_and_lease_tickets),
-            "/settle": (wire.SettleRequest, service.settle_tickets),
-            "/drop": (wire.DropRequest, service.drop_ticket),
+            "/settle": (wire.SettleTicketsRequest, service.settle_tickets),
+            "/drop": (wire.DropTicketRequest, service.drop_ticket),
             "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
-            "/open_generation": (wire.OpenGenerationRequest, service.open_generation),
+            "/open_generation": (wire.OpenTrainerGenerationRequest, service.open_generation),
             "/batch": (wire.BatchRequest, service.get_batch),
             "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
             "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),

@@ -128,7 +128,7 @@ class LedgerService:
         return wire.LeaseReply(stop=True)
 
     async def settle_tickets(
-        self, request: wire.SettleRequest, patience: LongPoll
+        self, request: wire.SettleTicketsRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
@@ -145,7 +145,9 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def drop_ticket(self, request: wire.DropRequest, patience: LongPoll) -> wire.Acknowledged:
+    async def drop_ticket(
+        self, request: wire.DropTicketRequest, patience: LongPoll
+    ) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
         if request.kind == "failed":
@@ -195,7 +197,7 @@ class LedgerService:
     # The trainer -----------------------------------------------------------------------------
 
     async def open_generation(
-        self, request: wire.OpenGenerationRequest, patience: LongPoll
+        self, request: wire.OpenTrainerGenerationRequest, patience: LongPoll
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         request_checks.require_claimed_generation(

@@ -18,7 +18,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import CellReplicaSource
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop_in_thread
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
@@ -43,7 +43,7 @@ def run(config: dict[str, Any]) -> None:
     """
     job = ProxyJobConfig.model_validate(config)
     stop = StopRequest.install()
-    run_event_loop_in_thread(_serve_cell(job, stop))
+    run_in_uvloop_thread_until_done(_serve_cell(job, stop))
 
 
 async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
@@ -58,7 +58,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.tool_call_parser,
         job.reasoning_parser,
     )
-    journal = prepare_journal_path(job, admin_key)
+    journal = make_private_journal_folder(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
     sealer.record_already_sealed()
@@ -112,7 +112,7 @@ def _open_listener(directory: Path, name: str) -> socket.socket:
     )
 
 
-def prepare_journal_path(job: ProxyJobConfig, run_secret: str) -> Path:
+def make_private_journal_folder(job: ProxyJobConfig, run_secret: str) -> Path:
     """The cell's journal: node-local, apart from those of other runs, readable by its owner.
 
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's

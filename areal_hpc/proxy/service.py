@@ -164,7 +164,7 @@ class ProxyService:
         self._recorder.close()
 
 
-def run_event_loop_in_thread(serve: Coroutine[Any, Any, None]) -> None:
+def run_in_uvloop_thread_until_done(serve: Coroutine[Any, Any, None]) -> None:
     """Run to the end in a thread of its own.
 
     uvloop claims the wake-up descriptor of the main thread, by which StopRequest hears signals.

@@ -14,7 +14,7 @@ from areal_hpc.jobs.environment import raise_file_limit
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
-from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_event_loop_in_thread
+from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
@@ -69,7 +69,7 @@ def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
     os.umask(UMASKS["owner"])
     raise_file_limit()
     stop = StopRequest.install()
-    run_event_loop_in_thread(_serve_standalone(config, stop, say))
+    run_in_uvloop_thread_until_done(_serve_standalone(config, stop, say))
 
 
 async def _serve_standalone(

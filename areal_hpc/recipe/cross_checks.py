@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -331,12 +331,13 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.max_concurrent_rollouts",
             f"use {least} or more",
         )
-    if rollout.record_sampling_mask and rollout.sampling.top_k > MAX_SAMPLING_MASK_TOKENS:
+    if rollout.record_sampling_mask and rollout.sampling.top_k > MAX_MASK_TOKENS_PER_POSITION:
         yield Problem(
-            f"rollout.record_sampling_mask=true records up to {MAX_SAMPLING_MASK_TOKENS} tokens a "
-            f"place, got rollout.sampling.top_k={rollout.sampling.top_k}",
+            "rollout.record_sampling_mask=true records up to "
+            f"{MAX_MASK_TOKENS_PER_POSITION} tokens a place, got "
+            f"rollout.sampling.top_k={rollout.sampling.top_k}",
             "rollout.sampling.top_k",
-            f"use {MAX_SAMPLING_MASK_TOKENS} or less, or -1 for that",
+            f"use {MAX_MASK_TOKENS_PER_POSITION} or less, or -1 for that",
         )
     for name, neutral in (("top_p", 1.0), ("top_k", -1)):
         value = getattr(rollout.sampling, name)

@@ -15,7 +15,7 @@ from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
-from areal_hpc.wire.proxy import SealReply
+from areal_hpc.wire.proxy import SealTicketsReply
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class LeaseLoop:
         """Let the proxy seal what is finished: the trainer waits for it."""
         finished = self._tickets.finished
         try:
-            await self._proxy.call("/rl/seal", Empty(), SealReply, timeout_s=SEAL_TIMEOUT_S)
+            await self._proxy.call("/rl/seal", Empty(), SealTicketsReply, timeout_s=SEAL_TIMEOUT_S)
             # Settled, or lost with the proxy's journal: then the ledger must issue them again.
             self._tickets.forget_finished(finished)
         except HttpStatusError as refusal:

@@ -33,7 +33,7 @@ from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.ledger import (
     Acknowledged,
-    DropRequest,
+    DropTicketRequest,
     EvaluationResultRequest,
     TicketGrant,
     TicketRef,
@@ -43,8 +43,8 @@ from areal_hpc.wire.proxy import (
     MAX_ERROR_CHARS,
     FinishTicketReply,
     FinishTicketRequest,
-    KeepFailedReply,
-    KeepFailedRequest,
+    KeepFailedSessionReply,
+    KeepFailedSessionRequest,
     SamplingDefaults,
     SessionLimits,
     StartSessionRequest,
@@ -166,7 +166,9 @@ class TicketRunner:
                 continue
             if rejection_reason:
                 self._record_ticket_event("group_filtered", grant, rejection_reason)
-                drop = DropRequest(self._cell, grant.ref, rejection_reason, "filtered", rewards)
+                drop = DropTicketRequest(
+                    self._cell, grant.ref, rejection_reason, "filtered", rewards
+                )
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
@@ -184,7 +186,7 @@ class TicketRunner:
         reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
         self._record_ticket_event("ticket_dropped", grant, reason)
         log.error("dropped %s: %s", grant.ref, reason)
-        drop = DropRequest(self._cell, grant.ref, reason, cause=cause)
+        drop = DropTicketRequest(self._cell, grant.ref, reason, cause=cause)
         await self._report_to_ledger("/drop", drop)
         try:  # threads of a cancelled agent may still ask in its sessions
             await self._finish_ticket_and_close_other_sessions(grant.ref, [])
@@ -295,11 +297,11 @@ class TicketRunner:
     async def _have_failed_episode_sealed(self, outcome: EpisodeOutcome) -> None:
         """Have the proxy seal what a failed episode said, beside why it failed."""
         cause = outcome.status if outcome.error is None else outcome.error.cause
-        request = KeepFailedRequest(
+        request = KeepFailedSessionRequest(
             outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
         )
         try:
-            await self._proxy.call("/rl/keep_failed", request, KeepFailedReply)
+            await self._proxy.call("/rl/keep_failed", request, KeepFailedSessionReply)
         except HttpStatusError as refusal:  # it restarted and lost the session
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
@@ -333,7 +335,7 @@ class TicketRunner:
         await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
 
     async def _report_to_ledger(
-        self, route: str, request: DropRequest | EvaluationResultRequest
+        self, route: str, request: DropTicketRequest | EvaluationResultRequest
     ) -> None:
         try:
             await self._ledger.call(route, request, Acknowledged)

@@ -12,7 +12,7 @@ from areal_hpc.errors import ShardError
 from areal_hpc.rundir.atomic import write_atomic, write_once
 from areal_hpc.rundir.jsonl import append_line, read_lines, write_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.wire.ledger import BatchManifest, DropRequest, TicketRef
+from areal_hpc.wire.ledger import BatchManifest, DropTicketRequest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
 
 RecordT = TypeVar("RecordT")
@@ -89,7 +89,7 @@ class DroppedTicket(msgspec.Struct, frozen=True):
     """Of the episodes of a `filtered` group."""
 
     @classmethod
-    def from_request(cls, request: DropRequest) -> DroppedTicket:
+    def from_request(cls, request: DropTicketRequest) -> DroppedTicket:
         """What a driver asks for."""
         return cls(request.ref, request.reason, request.kind, request.rewards)
 

@@ -9,30 +9,30 @@ from areal_hpc.wire.proxy import RecordedConversation
 
 def list_conversations(tree: InteractionTree) -> list[RecordedConversation]:
     """What each conversation of a session began with, in order of completion."""
-    root_of = _find_roots(tree)
+    root_of = _map_replies_to_roots(tree)
     replies: dict[str, int] = {}
     for root in root_of.values():
         replies[root] = replies.get(root, 0) + 1
     return [_describe_conversation(tree[root], count) for root, count in replies.items()]
 
 
-def find_auxiliary_replies(tree: InteractionTree) -> dict[str, str]:
+def find_auxiliary_reply_reasons(tree: InteractionTree) -> dict[str, str]:
     """Ids of the replies of auxiliary conversations, with the reason why they are."""
     if not tree.auxiliary:
         return {}
     return {
         name: tree.auxiliary[root]
-        for name, root in _find_roots(tree).items()
+        for name, root in _map_replies_to_roots(tree).items()
         if root in tree.auxiliary
     }
 
 
 def find_conversation_replies(tree: InteractionTree, roots: Collection[str]) -> list[Interaction]:
     """All replies of the conversations that begin with these."""
-    return [tree[name] for name, root in _find_roots(tree).items() if root in roots]
+    return [tree[name] for name, root in _map_replies_to_roots(tree).items() if root in roots]
 
 
-def _find_roots(tree: InteractionTree) -> dict[str, str]:
+def _map_replies_to_roots(tree: InteractionTree) -> dict[str, str]:
     """The first reply of the conversation of each reply, by its id."""
     roots: dict[str, str] = {}
     for one in tree:  # parents come first
@@ -42,11 +42,15 @@ def _find_roots(tree: InteractionTree) -> dict[str, str]:
 
 def _describe_conversation(first: Interaction, replies: int) -> RecordedConversation:
     return RecordedConversation(
-        first.interaction_id, first.new_messages, first.reply, _list_tool_names(first), replies
+        first.interaction_id,
+        first.new_messages,
+        first.reply,
+        _list_offered_tool_names(first),
+        replies,
     )
 
 
-def _list_tool_names(call: Interaction) -> list[str]:
+def _list_offered_tool_names(call: Interaction) -> list[str]:
     from_context = decode_rendering_context(call.context).tools
     tools = from_context if isinstance(from_context, list) else []
     functions = [one.get("function", one) for one in tools if isinstance(one, dict)]

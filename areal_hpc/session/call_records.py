@@ -23,7 +23,7 @@ class RenderingContext(msgspec.Struct, frozen=True):
     variables: dict[str, Any] = {}
 
 
-def build_call_records(
+def build_call_records_and_tool_schemas(
     path: Sequence[Interaction],
     trained: Collection[str],
     followers: Mapping[str, Sequence[str]],
@@ -63,11 +63,11 @@ def _build_call_record(
         new_messages=len(call.new_messages),
         tools=context.tools_hash,
         template_variables=context.variables,
-        sampling=decode_sampling(call.sampling),
+        sampling=decode_sampling_params_json(call.sampling),
     )
 
 
-def decode_sampling(packed: bytes) -> dict[str, Any]:
+def decode_sampling_params_json(packed: bytes) -> dict[str, Any]:
     """Sampling parameters of an interaction; msgspec.DecodeError if they are no JSON object."""
     return _json_object_decoder.decode(packed) if packed else {}
 

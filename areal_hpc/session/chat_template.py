@@ -23,8 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from tokenizers import Tokenizer
 
-MAX_QUICK_TOKENIZER_CHARS = 8192
-MAX_QUICK_WORD_ENCODER_CHARS = 32768
+TOKENIZER_CHARS_IN_2_MS = 8192
+WORD_ENCODER_CHARS_IN_2_MS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 Message = dict[str, Any]
 """One chat message in normal form (see `message_matching.normalize_chat_message`)."""
@@ -177,7 +177,7 @@ class TokenEncoder:
         """Id of each token, special ones left out that were added later."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 
-    def list_text_ids(self) -> list[int]:
+    def list_plain_text_token_ids(self) -> list[int]:
         """Ids of the tokens that are plain text: special ones are left out."""
         special = {
             number
@@ -197,7 +197,7 @@ class TokenEncoder:
     def is_slow_to_encode(self, text: str) -> bool:
         """Whether encoding it would keep others waiting for more than about 2 ms."""
         by_words = self._words is not None and text.isascii()
-        return len(text) > (MAX_QUICK_WORD_ENCODER_CHARS if by_words else MAX_QUICK_TOKENIZER_CHARS)
+        return len(text) > (WORD_ENCODER_CHARS_IN_2_MS if by_words else TOKENIZER_CHARS_IN_2_MS)
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """The text of `ids`."""

@@ -43,7 +43,7 @@ class InteractionReward:
         return sum_rewards(self.own, self.passed_back)
 
 
-def assign_credit(
+def compute_credited_rewards(
     tree: InteractionTree,
     turn_discount: float,
     rule: CreditRule = "tree",
@@ -99,7 +99,7 @@ def pass_back_rewards(
     return {name: earned[name] for name in own}
 
 
-def weigh_branches(
+def compute_branch_weight_by_reply(
     earned: Mapping[str, InteractionReward], followers: Followers
 ) -> dict[str, float]:
     """The share of the episode's return that each interaction's terms stand for, by id.

@@ -25,8 +25,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.session.auxiliary import find_auxiliary_replies
-from areal_hpc.session.call_records import build_call_records
+from areal_hpc.session.auxiliary import find_auxiliary_reply_reasons
+from areal_hpc.session.call_records import build_call_records_and_tool_schemas
 from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
@@ -77,13 +77,13 @@ def plan_rows(
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     # No row names a reply that its client left: it would cut off those that it stands between.
-    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_replies(tree).keys()
+    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_reply_reasons(tree).keys()
     followers = find_followers(tree, rule.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
     earned = pass_back_rewards(own, followers, 1.0, own_is_total=rule.is_credited)
-    kept = _find_rewarded_conversations(tree, earned)
+    kept = _find_replies_that_rewards_reach(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []
     for path, trained, temperature in _group_replies_into_rows(tree, kept, rule.style):
@@ -94,7 +94,7 @@ def plan_rows(
     return rows
 
 
-def _find_rewarded_conversations(
+def _find_replies_that_rewards_reach(
     tree: InteractionTree, earned: Mapping[str, InteractionReward]
 ) -> set[str]:
     """Completed interactions that a reward reaches, or that go on from one which was given."""
@@ -120,7 +120,7 @@ def _group_replies_into_rows(
                 path = tree.get_path_to(one)
                 yield path, frozenset([one.interaction_id]), one.temperature
         return
-    for path, fresh in find_concat_paths(tree, kept):
+    for path, fresh in find_leaf_paths_with_new_replies(tree, kept):
         new = [one for one in path if one.interaction_id in fresh and one.interaction_id in kept]
         for temperature in dict.fromkeys(one.temperature for one in new):
             trained = frozenset(one.interaction_id for one in new if one.temperature == temperature)
@@ -128,7 +128,7 @@ def _group_replies_into_rows(
             yield path[: last + 1], trained, temperature
 
 
-def find_concat_paths(
+def find_leaf_paths_with_new_replies(
     tree: InteractionTree, kept: Collection[str]
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
     """From the root to each of `kept` that no other of them extends, with what is new in the path.
@@ -162,14 +162,14 @@ def plan_rows_with_unrewarded(
         chosen = [(tree.get_path_to(tree[name]), frozenset([name])) for name in rewards]
     else:
         completed = [name for name in rewards if tree[name].completed]
-        chosen = list(find_concat_paths(tree, completed))
+        chosen = list(find_leaf_paths_with_new_replies(tree, completed))
     return [
         RowPlan(path, trained, path[-1].temperature, rewards[path[-1].interaction_id] or 0.0)
         for path, trained in chosen
     ]
 
 
-def build_areal_batch(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
+def build_areal_batch_of_one_row(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     """A row under the names that AReaL's trainers use, with a batch dimension of one.
 
     Returns:
@@ -213,10 +213,10 @@ def export_auxiliary_rows(
     tree: InteractionTree, key: EpisodeKey, record: RowRecord, first_row: int
 ) -> list[TrajectoryRow]:
     """The rows of a session's auxiliary conversations, numbered from `first_row`."""
-    reasons = find_auxiliary_replies(tree)
+    reasons = find_auxiliary_reply_reasons(tree)
     completed = [name for name in reasons if tree[name].completed]
     rows = list[TrajectoryRow]()
-    for path, fresh in find_concat_paths(tree, completed):
+    for path, fresh in find_leaf_paths_with_new_replies(tree, completed):
         plan = RowPlan(path, fresh, path[-1].temperature, 0.0)
         reason = reasons[path[-1].interaction_id]
         told = msgspec.structs.replace(record, auxiliary_reason=reason)
@@ -268,7 +268,9 @@ def build_row(
     if at != length:
         raise AssertionError(f"the interactions of a path hold {at} tokens, its leaf {length}")
     mask = _build_sampling_mask(plan, length)
-    calls, tool_schemas = build_call_records(plan.path, plan.trained, plan.followers)
+    calls, tool_schemas = build_call_records_and_tool_schemas(
+        plan.path, plan.trained, plan.followers
+    )
     return TrajectoryRow(
         ticket_id=key.ticket_id,
         attempt=key.attempt,

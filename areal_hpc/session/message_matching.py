@@ -90,19 +90,19 @@ def find_differing_field(ours: Message, theirs: Message) -> str | None:
         if (
             _get_comparable_value(ours, field) != _get_comparable_value(theirs, field)
             and not (field == "reasoning_content" and field not in theirs)
-            and not (field == "tool_calls" and _are_completed_calls(ours, theirs))
+            and not (field == "tool_calls" and _have_calls_with_added_arguments(ours, theirs))
         ):
             return field
     return None
 
 
-def _are_completed_calls(ours: Message, theirs: Message) -> bool:
+def _have_calls_with_added_arguments(ours: Message, theirs: Message) -> bool:
     """True if their calls are ours, by their ids, with all of our arguments and more of them."""
     pairs = (ours.get("tool_calls") or [], theirs.get("tool_calls") or [])
-    return len(pairs[0]) == len(pairs[1]) and all(map(_is_completed_call, *pairs))
+    return len(pairs[0]) == len(pairs[1]) and all(map(_is_call_with_added_arguments, *pairs))
 
 
-def _is_completed_call(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
+def _is_call_with_added_arguments(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
     given, more = ours["function"]["arguments"], theirs["function"]["arguments"]
     return (
         ours.get("id") is not None

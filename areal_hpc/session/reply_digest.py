@@ -9,7 +9,7 @@ from areal_hpc.session.tree import (
     Interaction,
     InteractionTree,
     VersionSpan,
-    ids_to_json,
+    format_ids_as_json_inside,
     unpack_ids,
 )
 
@@ -30,9 +30,9 @@ def compute_reply_digest(
     return digest.digest()
 
 
-def compute_call_digest(call: Interaction, tree: InteractionTree) -> bytes:
+def compute_reply_digest_of_call(call: Interaction, tree: InteractionTree) -> bytes:
     """The same of a sound model call, whose parent is in the tree."""
     parent = None if call.parent_id is None else tree[call.parent_id]
-    new_json = ids_to_json(unpack_ids(call.new_ids).tolist())
-    prompt_json = tree.build_sequence_ids_json(parent, new_json)
+    new_json = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
+    prompt_json = tree.build_sequence_ids_json_inside(parent, new_json)
     return compute_reply_digest(prompt_json, call.output_ids, call.logprobs, call.spans)

@@ -5,7 +5,7 @@ become interactions, so they never count as the last.
 """
 
 from areal_hpc.errors import InvalidRewardError, UnknownInteractionError
-from areal_hpc.session.auxiliary import find_auxiliary_replies
+from areal_hpc.session.auxiliary import find_auxiliary_reply_reasons
 from areal_hpc.session.credit import sum_rewards
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire.reward import Reward, parse_reward_number
@@ -13,7 +13,7 @@ from areal_hpc.wire.reward import Reward, parse_reward_number
 
 def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None) -> Interaction:
     """The interaction a reward is for, or InvalidRewardError: the named one, else the last."""
-    auxiliary = find_auxiliary_replies(tree)
+    auxiliary = find_auxiliary_reply_reasons(tree)
     if interaction_id is None:
         for one in reversed(list(tree)):
             if one.completed and one.interaction_id not in auxiliary:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.session.call_records import decode_sampling
+from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
 from areal_hpc.wire.reward import MAX_REWARD
 from areal_hpc.wire.trajectory import (
@@ -21,7 +21,7 @@ from areal_hpc.wire.trajectory import (
     find_mask_defect,
 )
 
-MAX_VERSION = 2**63 - 1
+MAX_PACKED_VERSION = 2**63 - 1
 """Packed weight versions are stored as 64-bit integers."""
 MAX_INTERACTION_ID_CHARS = 256
 
@@ -62,13 +62,13 @@ def find_interaction_defect(
     )
 
 
-def find_client_description_defect(call: Interaction) -> str | None:
+def find_client_reported_field_defect(call: Interaction) -> str | None:
     """What keeps a call that a client recorded out of a row's record, in words; None if nothing.
 
     Calls that the proxy records itself need no such look.
     """
     try:
-        decode_sampling(call.sampling)
+        decode_sampling_params_json(call.sampling)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"expected sampling parameters as a JSON object: {error}"
     if not -1 <= call.replica < 2**31:
@@ -121,7 +121,7 @@ def _find_version_defect(spans: list[VersionSpan], output_tokens: int) -> str | 
         if span.start != covered or span.end < span.start:
             found = f"one for {span.start} to {span.end}"
             return f"expected a weight version from sampled token {covered} on, got {found}"
-        if not 0 <= span.version <= MAX_VERSION:
+        if not 0 <= span.version <= MAX_PACKED_VERSION:
             return f"expected a packed weight version from 0 to 2**63 - 1, got {span.version}"
         covered = span.end
     if covered != output_tokens:

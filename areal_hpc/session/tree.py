@@ -142,7 +142,7 @@ class _MessageNode:
                 return node
         return None
 
-    def describe_child_mismatch(self, message: Message) -> str | None:
+    def find_field_differing_from_child(self, message: Message) -> str | None:
         """How a message differs from the one of its role that is known in its place."""
         for node in self.children:
             if node.message["role"] == message["role"]:
@@ -204,7 +204,7 @@ class InteractionTree:
         """
 
         def render(conversation: Sequence[Message]) -> str:
-            return _render_opening(template, conversation, tools, variables, prefill)
+            return _render_up_to_reply_text(template, conversation, tools, variables, prefill)
 
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
@@ -240,7 +240,9 @@ class InteractionTree:
                 return (
                     found,
                     known,
-                    node.describe_child_mismatch(message) if _has_assistant_message(rest) else None,
+                    node.find_field_differing_from_child(message)
+                    if _has_assistant_message(rest)
+                    else None,
                 )
             node = child
             if node.interaction is not None:
@@ -263,10 +265,10 @@ class InteractionTree:
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
     def cache_ids_json(self, interaction_id: str, own_json: bytes) -> None:
-        """Spare `build_sequence_ids_json` the packed ids of an interaction (new prompt, reply)."""
+        """Keep the JSON of an interaction's ids (new prompt, reply) for sequences through it."""
         self._entries[interaction_id].own_json = own_json
 
-    def build_sequence_ids_json(self, interaction: Interaction | None, then: bytes) -> bytes:
+    def build_sequence_ids_json_inside(self, interaction: Interaction | None, then: bytes) -> bytes:
         """Prompt and reply ids up to `interaction`, and what follows them.
 
         Both this and what follows are the inside of a JSON array.
@@ -275,7 +277,9 @@ class InteractionTree:
         for one in self.get_path_to(interaction) if interaction else ():
             entry = self._entries[one.interaction_id]
             if entry.own_json is None:
-                entry.own_json = ids_to_json(unpack_ids(one.new_ids + one.output_ids).tolist())
+                entry.own_json = format_ids_as_json_inside(
+                    unpack_ids(one.new_ids + one.output_ids).tolist()
+                )
             parts.append(entry.own_json)
         return join_json_array_insides(*parts, then)
 
@@ -312,12 +316,12 @@ def pack_logprobs(logprobs: Sequence[float]) -> bytes:
     return struct.pack(f"<{len(logprobs)}f", *logprobs)
 
 
-def pack_counts(counts: Sequence[int]) -> bytes:
+def pack_counts_as_uint16(counts: Sequence[int]) -> bytes:
     """Numbers below 65,536 as in an `Interaction` field."""
     return struct.pack(f"<{len(counts)}H", *counts)
 
 
-def ids_to_json(ids: Sequence[int]) -> bytes:
+def format_ids_as_json_inside(ids: Sequence[int]) -> bytes:
     """Token ids as the inside of a JSON array."""
     return msgspec.json.encode(ids)[1:-1]
 
@@ -327,7 +331,7 @@ def join_json_array_insides(*parts: bytes) -> bytes:
     return b",".join(part for part in parts if part)
 
 
-def _render_opening(
+def _render_up_to_reply_text(
     template: ChatTemplate,
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None,

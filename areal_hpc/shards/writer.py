@@ -31,7 +31,7 @@ from areal_hpc.shards.index import (
     read_last_shard_number,
 )
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_defect
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow, find_row_defect
 
 NumpyArray = npt.NDArray[Any]
 ColumnPieces = Mapping[str, Sequence[NumpyArray]]
@@ -47,13 +47,13 @@ def write_sealed_shard(
     A writer's name belongs to one live process.
 
     Raises:
-        ValueError: There is nothing to seal, or a row is not fit to train on (`find_defect`).
+        ValueError: There is nothing to seal, or a row is not fit to train on (`find_row_defect`).
         ClusterError: The storage refused (full, read-only, gone). Sealing again is safe.
     """
     if not trajectories:
         raise ValueError("a shard holds at least one trajectory, got none")
     for number, trajectory in enumerate(trajectories):
-        if defect := find_defect(trajectory):
+        if defect := find_row_defect(trajectory):
             raise ValueError(f"row {number}, of ticket {trajectory.ticket_id}: {defect}")
     pieces = _collect_column_pieces(trajectories)
     try:

@@ -17,7 +17,7 @@ from areal_hpc.wire.replicas import (
     INCARNATION_HEADER,
     SENDER_TIMEOUT_HEADER,
     TRAINER_GENERATION_HEADER,
-    FenceRequest,
+    FenceReplicaRequest,
 )
 from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
@@ -96,7 +96,9 @@ class ReplicaClient:
 
     def fence_until_next_update(self) -> None:
         """Keep the replica out of service until another update, or its restart."""
-        self.post("fence", FenceRequest(stays=True), min(FENCE_NOTICE_TIMEOUT_S, self._control_s))
+        self.post(
+            "fence", FenceReplicaRequest(stays=True), min(FENCE_NOTICE_TIMEOUT_S, self._control_s)
+        )
 
     def begin_update(self) -> None:
         """Open an update session; one left open by a sender that vanished is closed first."""

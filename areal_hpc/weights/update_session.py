@@ -22,7 +22,7 @@ from areal_hpc.weights.checksum import require_matching_checksums
 from areal_hpc.weights.digester import ExpectedDigests
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.wire.replicas import FenceRequest, ServeRequest
+from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 log = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class UpdateSession:
     def pause_replicas(self) -> None:
         """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
         self.load_s = 0.0
-        self._call_all(lambda member: member.post("fence", FenceRequest()))
+        self._call_all(lambda member: member.post("fence", FenceReplicaRequest()))
         mode = {"mode": self._config.pause_mode}
         self._call_all(lambda member: member.post("pause_generation", mode))
 
@@ -94,7 +94,7 @@ class UpdateSession:
 
         def resume(member: ReplicaClient) -> None:
             member.post("continue_generation")
-            member.post("serve", ServeRequest(str(version)))
+            member.post("serve", ReopenReplicaRequest(str(version)))
 
         self._call_all(resume)
 

@@ -17,11 +17,11 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
-from areal_hpc.wire.signing import RequestVerifier, SignatureError, check_body
+from areal_hpc.wire.signing import RequestVerifier, SignatureError, check_body_digest
 
 log = logging.getLogger(__name__)
 FormT = TypeVar("FormT")
-_BODY_SHA256 = "areal_hpc.body_sha256"
+_BODY_SHA256_SCOPE_KEY = "areal_hpc.body_sha256"
 """Name in the scope of a request whose signature was verified."""
 
 
@@ -31,7 +31,7 @@ def require_signature(request: Request, verifier: RequestVerifier) -> None:
     Raises:
         SignatureError: It is none.
     """
-    request.scope[_BODY_SHA256] = verifier.verify(request.scope)
+    request.scope[_BODY_SHA256_SCOPE_KEY] = verifier.verify(request.scope)
 
 
 async def read_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:
@@ -59,7 +59,7 @@ async def read_signed_body(request: Request, max_bytes: int, too_large: Exceptio
         SignatureError: It is not the one that was signed.
     """
     body = await read_body(request, max_bytes, too_large)
-    check_body(body, request.scope[_BODY_SHA256])
+    check_body_digest(body, request.scope[_BODY_SHA256_SCOPE_KEY])
     return body
 
 

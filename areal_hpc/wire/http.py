@@ -11,7 +11,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.wire.backoff import Backoff
-from areal_hpc.wire.signing import TOO_OLD_STATUS, RequestSigner
+from areal_hpc.wire.signing import CLOCK_SKEW_STATUS, RequestSigner
 
 ReplyT = TypeVar("ReplyT")
 SERVER_KEEP_ALIVE_S = 75
@@ -58,7 +58,7 @@ class SignedAuth(httpx.Auth):
             signature = self._signer.sign(request.method, target, request.content)
             request.headers["Authorization"] = signature
             answer = yield request
-            if answer.status_code != TOO_OLD_STATUS:
+            if answer.status_code != CLOCK_SKEW_STATUS:
                 return
 
 
@@ -154,7 +154,7 @@ class AsyncWireClient:
         url = f"{self._base_url}{route}"
         limit = timeout_s or self._timeout_s
         status, content = await self._request(method, url, body, key, limit)
-        if status == TOO_OLD_STATUS:
+        if status == CLOCK_SKEW_STATUS:
             status, content = await self._request(method, url, body, key, limit)
         return _decode_answer(status, url, content, reply)
 

@@ -6,10 +6,10 @@ All routes are POST with a JSON body, and signed (`wire.signing`).
 | route        | request          | reply          | caller        |
 |--------------|------------------|----------------|---------------|
 | /lease       | LeaseRequest     | LeaseReply     | driver        |
-| /settle      | SettleRequest    | Acknowledged   | proxy         |
-| /drop        | DropRequest      | Acknowledged   | driver, proxy |
+| /settle      | SettleTicketsRequest    | Acknowledged   | proxy         |
+| /drop        | DropTicketRequest      | Acknowledged   | driver, proxy |
 | /report_evaluation | EvaluationResultRequest | Acknowledged | driver        |
-| /open_generation  | OpenGenerationRequest | Acknowledged   | trainer       |
+| /open_generation  | OpenTrainerGenerationRequest | Acknowledged   | trainer       |
 | /batch       | BatchRequest     | BatchReply     | trainer       |
 | /publish     | WeightsPublishedRequest   | Acknowledged   | trainer       |
 | /evaluate    | EvaluateRequest  | EvaluateReply  | trainer       |
@@ -27,7 +27,7 @@ Int64 = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 """A number that a journal can hold. JSON knows wider ones."""
 NO_VERSION = -1
 """In the place of a weight version where no token was sampled."""
-StaleGroups = Literal["train_with_correction", "drop", "requeue"]
+StaleGroupPolicy = Literal["train_with_correction", "drop", "requeue"]
 """Handling of a settled ticket that is older than the bound when its batch is formed."""
 
 
@@ -104,14 +104,14 @@ class SealedTicket(Struct, frozen=True):
     """Packed version of the oldest weights that sampled one of its tokens, or `NO_VERSION`."""
 
 
-class SettleRequest(Struct, frozen=True):
+class SettleTicketsRequest(Struct, frozen=True):
     """Sealed tickets. Repeating it is harmless."""
 
     cell: str
     tickets: list[SealedTicket]
 
 
-class DropRequest(Struct, frozen=True):
+class DropTicketRequest(Struct, frozen=True):
     """A ticket that will never settle: its agent or its seal failed, or its group was refused."""
 
     cell: str
@@ -134,7 +134,7 @@ class EvaluationResultRequest(Struct, frozen=True):
     """What each sample answered; empty if none says."""
 
 
-class OpenGenerationRequest(Struct, frozen=True):
+class OpenTrainerGenerationRequest(Struct, frozen=True):
     """A trainer took `generation` and resumes after `base_step` saved steps."""
 
     generation: int

@@ -12,14 +12,14 @@ routes and names are AReaL's (`areal/experimental/openai/proxy`).
 | /rl/record         | session with `records_calls` | RecordCallsRequest | RecordCallsReply |
 | /rl/end_session    | session | Empty               | EndSessionReply     |
 | /rl/offer_episode  | driver  | OfferEpisodeRequest        | OfferEpisodeReply          |
-| /rl/await_session  | driver  | AwaitSessionRequest | AwaitSessionReply   |
+| /rl/await_session  | driver  | AwaitSessionEndRequest | AwaitSessionEndReply   |
 | /rl/finish_ticket  | driver  | FinishTicketRequest | FinishTicketReply   |
-| /rl/keep_failed    | driver  | KeepFailedRequest   | KeepFailedReply     |
+| /rl/keep_failed    | driver  | KeepFailedSessionRequest   | KeepFailedSessionReply     |
 | /rl/list_conversations | driver | ListConversationsRequest | ListConversationsReply |
 | /rl/mark_auxiliary | driver  | MarkAuxiliaryRequest | MarkAuxiliaryReply |
-| /rl/seal           | driver  | Empty               | SealReply           |
+| /rl/seal           | driver  | Empty               | SealTicketsReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
-| /grant_capacity    | admin   | Empty               | GrantCapacityReply          |
+| /grant_capacity    | admin   | Empty               | SessionCapacityReply          |
 | /healthz (GET)     | none    |                     | ProxyHealth         |
 """
 
@@ -34,7 +34,7 @@ from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 MAX_CAUSE_CHARS = 500
 MAX_ERROR_CHARS = 10_000
 MAX_AUXILIARY_REASON_CHARS = 500
-MAX_SAMPLING_MASK_TOKENS = 4096
+MAX_MASK_TOKENS_PER_POSITION = 4096
 """At one place: SGLang's own bound (`--sampling-mask-max-tokens`)."""
 
 
@@ -128,14 +128,14 @@ class OfferEpisodeReply(Struct, frozen=True):
     session_id: str | None
 
 
-class AwaitSessionRequest(Struct, frozen=True):
+class AwaitSessionEndRequest(Struct, frozen=True):
     """Tell when a session has ended."""
 
     session_id: str
     wait_s: float = 10.0
 
 
-class AwaitSessionReply(Struct, frozen=True):
+class AwaitSessionEndReply(Struct, frozen=True):
     """End of a session, if it has come, and all its rewards added up."""
 
     ended: bool
@@ -193,7 +193,7 @@ class FinishTicketRequest(Struct, frozen=True):
     """The ticket was filtered or dropped: all its sessions are discarded, none is named."""
 
 
-class KeepFailedRequest(Struct, frozen=True):
+class KeepFailedSessionRequest(Struct, frozen=True):
     """Keep an ended session whose episode failed, for people to read; its ticket goes on."""
 
     session_id: str
@@ -203,7 +203,7 @@ class KeepFailedRequest(Struct, frozen=True):
     """One sentence, then the end of the traceback."""
 
 
-class KeepFailedReply(Struct, frozen=True):
+class KeepFailedSessionReply(Struct, frozen=True):
     """False if the cell has kept as many of that cause as it keeps: the session is forgotten."""
 
     kept: bool
@@ -272,7 +272,7 @@ class ExportedInteraction(Struct, frozen=True):
     interaction_id: str
     reward: float | None
     tensor_dict: dict[str, list[Any]]
-    """`session.export.build_areal_batch`, as nested lists."""
+    """`session.export.build_areal_batch_of_one_row`, as nested lists."""
 
 
 class ExportReply(Struct, frozen=True, omit_defaults=True):
@@ -285,13 +285,13 @@ class ExportReply(Struct, frozen=True, omit_defaults=True):
     """Why conversations are none of these rows, by the id of their first reply."""
 
 
-class GrantCapacityReply(Struct, frozen=True):
+class SessionCapacityReply(Struct, frozen=True):
     """Number of sessions that may be open at once now."""
 
     capacity: int
 
 
-class SealReply(Struct, frozen=True):
+class SealTicketsReply(Struct, frozen=True):
     """Tickets sealed and settled by this call."""
 
     tickets: int

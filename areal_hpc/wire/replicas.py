@@ -12,8 +12,8 @@ All requests are signed (`wire.signing`). A call about one replica also says who
 |-----------------------------------|---------------|---------------------------------------------|
 | GET  /replicas                    | ReplicaList   | all; with their keys to callers on this node|
 | POST /follow                      | FollowerPollReply | FollowerPollRequest, from other nodes   |
-| POST /replicas/<i>/fence          | ReplicaView   | FenceRequest: out of service (SGLang unasked)|
-| POST /replicas/<i>/serve          | ReplicaView   | ServeRequest: weights verified, open again  |
+| POST /replicas/<i>/fence          | ReplicaView   | FenceReplicaRequest: out of service         |
+| POST /replicas/<i>/serve          | ReplicaView   | ReopenReplicaRequest: weights verified, open|
 | POST /replicas/<i>/load           | as SGLang     | LoadWeightsRequest: all, from a folder      |
 | POST /replicas/<i>/<sglang route> | as SGLang     | forwarded if it is one of FORWARDED_ROUTES  |
 
@@ -133,14 +133,14 @@ class FollowerPollReply(Struct, frozen=True):
     """`host:port` where the server's parts meet."""
 
 
-class FenceRequest(Struct, frozen=True):
+class FenceReplicaRequest(Struct, frozen=True):
     """Agents may not be routed to the replica until it is told to serve."""
 
     stays: bool = False
     """The sender gave the replica up: not even its vanishing opens the replica again."""
 
 
-class ServeRequest(Struct, frozen=True):
+class ReopenReplicaRequest(Struct, frozen=True):
     """The replica holds the verified weights of `version`."""
 
     version: str

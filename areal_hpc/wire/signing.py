@@ -25,7 +25,7 @@ MAX_CLOCK_SKEW_S = 60.0
 """Between the clocks of two nodes, with the time that a request is under way. The check of nodes
 (`jobs/node/node_probe.py`) refuses those whose clocks are off by half of that."""
 SKEW_WARNING_S, SKEW_WARNING_PERIOD_S = 10.0, 60.0
-TOO_OLD_STATUS = 425
+CLOCK_SKEW_STATUS = 425
 """Answers a sound signature of another time: a client that was stopped meanwhile signs anew."""
 UNSIGNED_STATUS = 401
 SCHEME = "AREAL-HMAC-SHA256"
@@ -44,7 +44,7 @@ class SignatureError(Exception):
         self.status = status
 
 
-def is_signed(scope: MutableMapping[str, Any]) -> bool:
+def claims_to_be_signed(scope: MutableMapping[str, Any]) -> bool:
     """True if an ASGI request claims to be signed."""
     return _read_authorization(scope).startswith(SCHEME)
 
@@ -92,7 +92,7 @@ class RequestVerifier:
         self._warned_at = float("-inf")
 
     def verify(self, scope: MutableMapping[str, Any]) -> str:
-        """The SHA-256 that the body of an ASGI request must have (`check_body`).
+        """The SHA-256 that the body of an ASGI request must have (`check_body_digest`).
 
         Raises:
             SignatureError: It is not signed, its time is not now, or it has been here before.
@@ -109,7 +109,7 @@ class RequestVerifier:
         if not hmac.compare_digest(expected, found["signature"]):
             raise SignatureError(UNSIGNED_STATUS, "the signature is not of this run and service")
         self._check_time(int(found["time_ms"]) / 1000, scope)
-        self._take_once(found["nonce"])
+        self._refuse_repeated_nonce(found["nonce"])
         return found["body"]
 
     def _check_time(self, signed_at: float, scope: MutableMapping[str, Any]) -> None:
@@ -120,14 +120,15 @@ class RequestVerifier:
         if abs(ahead_s) > MAX_CLOCK_SKEW_S:
             limit = f"expected {MAX_CLOCK_SKEW_S:.0f} s at most"
             raise SignatureError(
-                TOO_OLD_STATUS, f"the request {when}, {limit}; set the nodes' clocks (NTP, chrony)"
+                CLOCK_SKEW_STATUS,
+                f"the request {when}, {limit}; set the nodes' clocks (NTP, chrony)",
             )
         if abs(ahead_s) > SKEW_WARNING_S and now - self._warned_at > SKEW_WARNING_PERIOD_S:
             self._warned_at = now
             client = (scope.get("client") or ("?",))[0]
             log.warning("a request from %s %s: do the nodes' clocks differ?", client, when)
 
-    def _take_once(self, nonce: str) -> None:
+    def _refuse_repeated_nonce(self, nonce: str) -> None:
         now = self._clock()
         while self._forget_at:
             oldest = next(iter(self._forget_at))
@@ -139,7 +140,7 @@ class RequestVerifier:
         self._forget_at[nonce] = now + 2 * MAX_CLOCK_SKEW_S
 
 
-def check_body(body: bytes, sha256: str) -> None:
+def check_body_digest(body: bytes, sha256: str) -> None:
     """Compare a body with what was signed.
 
     Raises:

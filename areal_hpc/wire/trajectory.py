@@ -106,7 +106,7 @@ class TrajectoryRow:
         return len(self.input_ids_T)
 
 
-def find_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str | None:
+def find_row_defect(row: TrajectoryRow, vocab_size: int = MAX_VOCAB_SIZE) -> str | None:
     """The first property that makes a row unfit to train on, in words; None for a sound row.
 
     Writers refuse such a row and trainers leave it out: one of them makes a gradient that is not

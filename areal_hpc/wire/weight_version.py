@@ -54,7 +54,7 @@ class GenerationFork:
     base_step: int
 
 
-def compute_staleness(
+def compute_staleness_steps(
     current: WeightVersion, sampled: WeightVersion, forks: Sequence[GenerationFork]
 ) -> int:
     """Training steps between the weights that sampled a token and the current ones.

@@ -23,7 +23,7 @@ from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import FORWARDED_ROUTES
-from areal_hpc.wire.trajectory import find_defect
+from areal_hpc.wire.trajectory import find_row_defect
 from tests.support.commands import audit_of
 from tests.support.light_run import BATCH_TICKETS, ENTRIES, LightRun, light_run
 from tests.support.mutated_calls import Mutator, RawCall, Sender
@@ -167,4 +167,4 @@ def work_honestly(run: LightRun) -> None:
     assert read_quarantine_files(run.paths) == {}
     for shard in read_index(run.paths.index_dir)[-2:]:
         for row in ShardReader(run.paths.shards_dir / shard.file).read_rows([*range(shard.rows)]):
-            assert not find_defect(row, VOCAB), (shard.file, row)
+            assert not find_row_defect(row, VOCAB), (shard.file, row)

@@ -275,14 +275,16 @@ class LightRun:
 
     def seal(self) -> int:
         """How many tickets the proxy sealed now."""
-        return self.call("proxy", "/rl/seal", ledger_wire.Empty(), proxy_wire.SealReply).tickets
+        return self.call(
+            "proxy", "/rl/seal", ledger_wire.Empty(), proxy_wire.SealTicketsReply
+        ).tickets
 
     # The trainer -----------------------------------------------------------------------------
 
     def open_generation(self) -> None:
         """Be the next trainer, at the last step that was trained; the replica has its weights."""
         generation = claim_next_number(self.paths.generations_dir)
-        request = ledger_wire.OpenGenerationRequest(generation, self.step)
+        request = ledger_wire.OpenTrainerGenerationRequest(generation, self.step)
         self.call("ledger", "/open_generation", request, ledger_wire.Acknowledged)
         self.version = WeightVersion(generation, self.step)
         self.serve()

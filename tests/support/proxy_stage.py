@@ -16,7 +16,7 @@ from anthropic import Anthropic
 from openai import OpenAI
 
 from areal_hpc.proxy.sessions.events import InteractionAdded, SessionOpened, decode_event
-from areal_hpc.proxy.sessions.store import hash_key
+from areal_hpc.proxy.sessions.store import compute_key_digest
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.session.tree import Interaction
@@ -176,7 +176,7 @@ class Stage:
     def journaled(self, key: str) -> list[Interaction]:
         """The interactions of a session that are in the journal by now."""
         events = [decode_event(record.payload) for record in read_journal(self.journal)]
-        digest = hash_key(key)
+        digest = compute_key_digest(key)
         (session_id,) = (
             one.session_id
             for one in events

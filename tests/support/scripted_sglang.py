@@ -16,7 +16,12 @@ from aiohttp import web
 from tokenizers import Tokenizer
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.ledger import Acknowledged, DropRequest, SealedTicket, SettleRequest
+from areal_hpc.wire.ledger import (
+    Acknowledged,
+    DropTicketRequest,
+    SealedTicket,
+    SettleTicketsRequest,
+)
 from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
 from areal_hpc.wire.signing import RequestVerifier
 
@@ -270,7 +275,7 @@ class StandInLedger(StandIn):
     def __init__(self, directory: Path) -> None:
         super().__init__(directory)
         self.settled: list[SealedTicket] = []
-        self.dropped: list[DropRequest] = []
+        self.dropped: list[DropTicketRequest] = []
         self.away = False
 
     def routes(self) -> list[web.RouteDef]:
@@ -281,9 +286,9 @@ class StandInLedger(StandIn):
             return web.Response(status=503)
         body = await request.read()
         if request.path == "/settle":
-            self.settled += msgspec.json.decode(body, type=SettleRequest).tickets
+            self.settled += msgspec.json.decode(body, type=SettleTicketsRequest).tickets
         else:
-            self.dropped.append(msgspec.json.decode(body, type=DropRequest))
+            self.dropped.append(msgspec.json.decode(body, type=DropTicketRequest))
         return web.Response(body=msgspec.json.encode(Acknowledged()))
 
 

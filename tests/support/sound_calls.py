@@ -116,9 +116,9 @@ def _list_driver_calls(
     requests: dict[str, msgspec.Struct] = {
         "/rl/start_session": start,
         "/rl/offer_episode": proxy_wire.OfferEpisodeRequest(start, {"a": 1}, wait_s=0.01),
-        "/rl/await_session": proxy_wire.AwaitSessionRequest(opened.session_id, wait_s=0.01),
+        "/rl/await_session": proxy_wire.AwaitSessionEndRequest(opened.session_id, wait_s=0.01),
         "/rl/finish_ticket": proxy_wire.FinishTicketRequest(ref, [opened.session_id]),
-        "/rl/keep_failed": proxy_wire.KeepFailedRequest(
+        "/rl/keep_failed": proxy_wire.KeepFailedSessionRequest(
             closed.session_id, "KeyError at agent.py:3", "the agent raised KeyError"
         ),
         "/rl/list_conversations": proxy_wire.ListConversationsRequest(opened.session_id),
@@ -163,10 +163,10 @@ def _list_ledger_calls(run: LightRun, ref: TicketRef) -> list[Call]:
     sealed = SealedTicket(ref, f"{CELL}-000000.h5", [0, 1], [0.0, 1.0], run.version.packed)
     requests: dict[str, msgspec.Struct] = {
         "/lease": ledger_wire.LeaseRequest("cell-7", 2, [ref], [ref], wait_s=0.01),
-        "/settle": ledger_wire.SettleRequest(CELL, [sealed]),
-        "/drop": ledger_wire.DropRequest(CELL, ref, "it failed", "filtered", [0.0, 1.0]),
+        "/settle": ledger_wire.SettleTicketsRequest(CELL, [sealed]),
+        "/drop": ledger_wire.DropTicketRequest(CELL, ref, "it failed", "filtered", [0.0, 1.0]),
         "/report_evaluation": ledger_wire.EvaluationResultRequest(CELL, TicketRef(0, 1, 5), [1.0]),
-        "/open_generation": ledger_wire.OpenGenerationRequest(generation, step),
+        "/open_generation": ledger_wire.OpenTrainerGenerationRequest(generation, step),
         "/batch": ledger_wire.BatchRequest(generation, step + 1, wait_s=0.01),
         "/publish": ledger_wire.WeightsPublishedRequest(generation, step),
         "/evaluate": ledger_wire.EvaluateRequest(generation, step, {"valid": 2}, wait_s=0.01),
@@ -184,8 +184,8 @@ def _list_control_calls(run: LightRun) -> list[Call]:
     )
     version = str(run.version)
     orders: dict[str, Any] = {
-        "fence": msgspec.to_builtins(control_wire.FenceRequest()),
-        "serve": msgspec.to_builtins(control_wire.ServeRequest(version)),
+        "fence": msgspec.to_builtins(control_wire.FenceReplicaRequest()),
+        "serve": msgspec.to_builtins(control_wire.ReopenReplicaRequest(version)),
         "load": msgspec.to_builtins(control_wire.LoadWeightsRequest("1.1.1", version)),
         **{route: {"weight_version": version} for route in control_wire.FORWARDED_ROUTES},
     }

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.wire.reward import MAX_REWARD
-from areal_hpc.wire.trajectory import find_defect
+from areal_hpc.wire.trajectory import find_row_defect
 from tests.support.sample_trajectories import trajectory
 
 SOUND = trajectory(tokens=6)
@@ -33,10 +33,10 @@ IDS, LOGPROBS = SOUND.input_ids_T, SOUND.logprobs_T
     ],
 )
 def test_a_defect_is_named_with_what_was_expected(change: dict[str, Any], said: str) -> None:
-    assert find_defect(SOUND, vocab_size=6) is None
-    assert said in str(find_defect(dataclasses.replace(SOUND, **change), vocab_size=6))
+    assert find_row_defect(SOUND, vocab_size=6) is None
+    assert said in str(find_row_defect(dataclasses.replace(SOUND, **change), vocab_size=6))
 
 
 def test_versions_of_tokens_that_nobody_sampled_do_not_matter() -> None:
     assert (SOUND.versions_T == -1).any()
-    assert find_defect(trajectory(tokens=0)) is None
+    assert find_row_defect(trajectory(tokens=0)) is None

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
 versions = st.builds(WeightVersion, st.integers(0, 2**20), st.integers(0, 2**31))
 
@@ -40,4 +40,6 @@ def test_staleness_counts_steps_from_the_oldest_one_that_both_generations_share(
     current: tuple[int, int], sampled_by: tuple[int, int], shared_steps: list[int], steps: int
 ) -> None:
     forks = [GenerationFork(generation, step) for generation, step in enumerate(shared_steps, 1)]
-    assert compute_staleness(WeightVersion(*current), WeightVersion(*sampled_by), forks) == steps
+    assert (
+        compute_staleness_steps(WeightVersion(*current), WeightVersion(*sampled_by), forks) == steps
+    )

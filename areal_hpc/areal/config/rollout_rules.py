@@ -15,7 +15,7 @@ from areal_hpc.areal.config.rules import (
     unsupported_rule,
     unsupported_scheduling_rules,
 )
-from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
@@ -49,8 +49,10 @@ def _build_sampling_param_rules(name: str) -> tuple[KeyRule, ...]:
     def trained(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         own = source(f"eval_gconfig.{name}")
         found = {train: convert(value), valid: convert(value if own is None else own)}
-        if name == "top_k" and found[train] > MAX_SAMPLING_MASK_TOKENS:
-            return Untranslatable(f"at most {MAX_SAMPLING_MASK_TOKENS}, or no bound; set {valid}")
+        if name == "top_k" and found[train] > MAX_MASK_TOKENS_PER_POSITION:
+            return Untranslatable(
+                f"at most {MAX_MASK_TOKENS_PER_POSITION}, or no bound; set {valid}"
+            )
         if name in _NEUTRAL and found[train] != _NEUTRAL[name]:
             found["rollout.record_sampling_mask"] = True  # trained as it was sampled
         return found

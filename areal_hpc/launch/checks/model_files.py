@@ -143,7 +143,7 @@ def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:
     if not (path / "tokenizer.json").is_file():
         return  # told already
     encoder = TokenEncoder.from_model_dir(path)
-    largest = encoder.list_text_ids()[-1]
+    largest = encoder.list_plain_text_token_ids()[-1]
     if largest >= encoder.vocab_size:
         yield Problem(
             f"the tokenizer in {path} has token ids up to {largest}, but config.json says "

@@ -59,7 +59,7 @@ class RandomReplies:
     """Tokens drawn evenly from those that are text, and the end of the turn behind them."""
 
     def __init__(self, encoder: TokenEncoder, end_id: int) -> None:
-        self._text_ids = encoder.list_text_ids()
+        self._text_ids = encoder.list_plain_text_token_ids()
         self._end_id = end_id
 
     async def answer(self, question: EngineQuestion) -> EngineReply:

@@ -12,7 +12,7 @@ import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_oversized_sampling
+from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
@@ -21,16 +21,16 @@ from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.completion_prompts import match_ids_prompt, match_text_prompt
+from areal_hpc.session.completion_prompts import match_ids_prompt_and_cut_new_ids, match_text_prompt
 from areal_hpc.session.tree import (
     Interaction,
     OpenTurn,
-    ids_to_json,
-    pack_counts,
+    format_ids_as_json_inside,
+    pack_counts_as_uint16,
     pack_ids,
     pack_logprobs,
 )
-from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 MAX_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
@@ -47,7 +47,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     prompt_tokens: int
     prompt_json: bytes
     new_json: bytes
-    """What `build_prompt_json` ends with: `new_ids`."""
+    """What `build_prompt_json_inside_and_length` ends with: `new_ids`."""
     sampling: SamplingParams
     top_logprobs: int
     answer_id: str
@@ -108,7 +108,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice)),
             ignored=[*self.ignored],
-            kept_counts=pack_counts(list(map(len, generation.kept_ids))),
+            kept_counts=pack_counts_as_uint16(list(map(len, generation.kept_ids))),
             kept_ids=pack_ids(list(itertools.chain.from_iterable(generation.kept_ids))),
         )
 
@@ -148,7 +148,7 @@ class PromptBuilder:
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
         _check_session_limits(session, call.n)
-        _check_prefill(call)
+        _refuse_prefill_with_grammar(call)
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
         if turn.forked is not None:
@@ -162,18 +162,18 @@ class PromptBuilder:
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
-        refuse_oversized_sampling(sampling)
-        records_mask = session.request.records_sampling_mask and sampling.leaves_tokens_out
-        if records_mask and not 0 < sampling.top_k <= MAX_SAMPLING_MASK_TOKENS:
-            bound = min(self._model.encoder.vocab_size, MAX_SAMPLING_MASK_TOKENS)
+        refuse_costly_grammars_and_stops(sampling)
+        records_mask = session.request.records_sampling_mask and sampling.can_record_sampling_mask
+        if records_mask and not 0 < sampling.top_k <= MAX_MASK_TOKENS_PER_POSITION:
+            bound = min(self._model.encoder.vocab_size, MAX_MASK_TOKENS_PER_POSITION)
             sampling = msgspec.structs.replace(sampling, top_k=bound)
-        new_json = ids_to_json(new_ids)
+        new_json = format_ids_as_json_inside(new_ids)
         return PreparedCall(
             session=session,
             turn=turn,
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
-            prompt_json=session.tree.build_sequence_ids_json(turn.parent, new_json),
+            prompt_json=session.tree.build_sequence_ids_json_inside(turn.parent, new_json),
             new_json=new_json,
             sampling=sampling,
             top_logprobs=call.top_logprobs,
@@ -182,7 +182,7 @@ class PromptBuilder:
             give_up_at=give_up_at,
             parsed_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
             reasons_first=reasons_first,
-            ignored=call.names_without_effect,
+            ignored=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",
             records_mask=records_mask,
         )
@@ -195,7 +195,10 @@ class PromptBuilder:
             return sampling, False
         # The parsers need the marks that a reader of plain text would not want to see.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-        choice, tools = call.tool_choice, call.tool_choice.select_tools(call.tools or ())
+        choice, tools = (
+            call.tool_choice,
+            call.tool_choice.select_allowed_tools_for_grammar(call.tools or ()),
+        )
         strict = any(tool["function"].get("strict") for tool in tools)
         if sampling.active_grammar_names:
             tools = []  # a reply held to another grammar calls nothing
@@ -219,7 +222,7 @@ class PromptBuilder:
             turn = match_text_prompt(session.tree, call.prompt, encoder)
             new_ids = await self.encode(turn.text, key, add_special_tokens=turn.parent is None)
         else:
-            turn, new_ids = match_ids_prompt(session.tree, call.prompt, encoder)
+            turn, new_ids = match_ids_prompt_and_cut_new_ids(session.tree, call.prompt, encoder)
         if turn.parent is None and not new_ids:
             raise ProxyRequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
@@ -260,15 +263,17 @@ class PromptBuilder:
         encode = partial(encoder.encode, text, add_special_tokens=add_special_tokens)
         return await asyncio.to_thread(encode) if encoder.is_slow_to_encode(text) else encode()
 
-    async def build_prompt_json(self, session: Session, call: ModelCall) -> tuple[bytes, int]:
+    async def build_prompt_json_inside_and_length(
+        self, session: Session, call: ModelCall
+    ) -> tuple[bytes, int]:
         """The prompt of a call that is not made: the inside of a JSON array of ids, and length.
 
         Raises:
             ProxyRequestError: The prompt is none for this model.
         """
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
-        return session.tree.build_sequence_ids_json(
-            turn.parent, ids_to_json(new_ids)
+        return session.tree.build_sequence_ids_json_inside(
+            turn.parent, format_ids_as_json_inside(new_ids)
         ), prompt_tokens
 
     def _fit_reply_limit(
@@ -292,7 +297,7 @@ class PromptBuilder:
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit, min_new_tokens=least)
 
 
-def _check_prefill(call: ModelCall) -> None:
+def _refuse_prefill_with_grammar(call: ModelCall) -> None:
     """Demand that a reply that is begun is free to go on: a grammar holds from the first token."""
     if call.prefill is None:
         return

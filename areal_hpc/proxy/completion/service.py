@@ -33,13 +33,17 @@ from areal_hpc.proxy.sessions.events import InteractionAdded
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.recording import ProxyConfig
-from areal_hpc.session.tree import ABORT_FINISH_REASON, ids_to_json, join_json_array_insides
+from areal_hpc.session.tree import (
+    ABORT_FINISH_REASON,
+    format_ids_as_json_inside,
+    join_json_array_insides,
+)
 from areal_hpc.wire.replicas import ReplicaView
 
 log = logging.getLogger(__name__)
 
 EMPTY_CHUNK = TokenChunk("", [], [], [])
-GenerateAttempt = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
+GenerateOnReplica = Callable[[ReplicaView, GenerateRequest, float], Awaitable[Generation]]
 """(replica, request, seconds left) -> what was generated there."""
 
 
@@ -105,7 +109,7 @@ class CompletionService:
             self.metrics.failovers.inc(request is not whole)
             generation = await self._upstream.generate(replica, request, timeout_s)
             if generation.finish_reason == ABORT_FINISH_REASON:
-                failover.on_aborted(generation, request)
+                failover.keep_aborted_part(generation, request)
                 if not failover.is_possible:  # nobody has seen any of it
                     failover = ReplyFailover(self._encoder)
                 raise EngineLostError(f"{replica.url} aborted the generation")
@@ -170,7 +174,7 @@ class CompletionService:
                 failover.on_replica_lost(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORT_FINISH_REASON and not live.abandoned:
-                failover.on_aborted(generation, request)
+                failover.keep_aborted_part(generation, request)
                 raise EngineLostError(f"{replica.url} aborted the generation")
             return failover.join_replies(generation)
 
@@ -201,20 +205,20 @@ class CompletionService:
         self,
         prompt: PreparedCall,
         choice: int,
-        attempt: GenerateAttempt,
+        attempt: GenerateOnReplica,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> ReplicaAnswer:
         """Generate on the session's replica; on another one if that is lost."""
         if not prompt.sampling.active_grammar_names:
             return await self._try_replicas(prompt, choice, attempt, may_repeat)
-        with self.grammars.hold_slot(prompt.session, prompt.sampling):
+        with self.grammars.hold_slot_if_new_grammar(prompt.session, prompt.sampling):
             return await self._try_replicas(prompt, choice, attempt, may_repeat)
 
     async def _try_replicas(
         self,
         prompt: PreparedCall,
         choice: int,
-        attempt: GenerateAttempt,
+        attempt: GenerateOnReplica,
         may_repeat: Callable[[], bool],
     ) -> ReplicaAnswer:
         session, tries = prompt.session, CallTries()
@@ -233,12 +237,12 @@ class CompletionService:
                 pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
-                self._count_failed_try(tries, replica, error)
+                self._count_failed_try_or_give_up(tries, replica, error)
             finally:
                 self._router.on_call_finished(session, replica)
             await asyncio.sleep(pause_s)
 
-    def _count_failed_try(
+    def _count_failed_try_or_give_up(
         self, tries: CallTries, replica: ReplicaView, error: EngineLostError
     ) -> None:
         try:
@@ -256,7 +260,7 @@ class CompletionService:
         first_token_at: float = 0.0,
     ) -> RecordedReply:
         session = prompt.session
-        if session.ended or not self._recorder.has_session(session):
+        if session.ended or not self._recorder.holds_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
         interaction = prompt.build_interaction(choice, answer, said, first_token_at)
         try:
@@ -264,11 +268,11 @@ class CompletionService:
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
         record_interaction_span(session, interaction)
-        self._router.update_newest_version(
+        self._router.raise_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )
         own_json = join_json_array_insides(
-            prompt.new_json, ids_to_json(answer.generation.output_ids)
+            prompt.new_json, format_ids_as_json_inside(answer.generation.output_ids)
         )
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
         return RecordedReply(choice, interaction, answer.generation, said)

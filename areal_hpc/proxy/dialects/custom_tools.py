@@ -16,7 +16,7 @@ class CustomFormat(Struct):
     definition: str = ""
 
 
-def build_custom_schema(
+def build_custom_tool_schema(
     name: str, description: str | None, form: CustomFormat, hints: set[str]
 ) -> dict[str, Any]:
     """A function that takes the tool's input; a regular expression holds that to its form.

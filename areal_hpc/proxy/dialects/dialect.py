@@ -45,7 +45,7 @@ class Exchange(ABC):
         """The event that ends a stream early."""
 
 
-FormatError = Callable[[ProxyRequestError], bytes]
+ErrorFormatter = Callable[[ProxyRequestError], bytes]
 """The body of an error."""
 
 
@@ -57,7 +57,7 @@ class Dialect:
     """The body of a request."""
     read: Callable[[Any, Session, ServedModel], Exchange]
     """Raises `ProxyRequestError`: 400, naming the parameter that is wrong or cannot be honored."""
-    refused: FormatError
+    refused: ErrorFormatter
 
 
 def format_named_event(content: dict[str, Any]) -> bytes:

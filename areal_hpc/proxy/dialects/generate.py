@@ -21,11 +21,11 @@ from areal_hpc.proxy.dialects.validation import (
     check_token_ids,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_oversized_sampling
+from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.random_ids import make_random_id
-from areal_hpc.session.tree import ids_to_json
+from areal_hpc.session.tree import format_ids_as_json_inside
 
 
 class GenerateSampling(Struct, forbid_unknown_fields=True, kw_only=True, frozen=True):
@@ -94,10 +94,10 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
     if len(sampling.active_grammar_names) > 1:
         names = " and ".join(sampling.active_grammar_names)
         raise ProxyRequestError(400, f"{names} cannot be combined", key="sampling_params")
-    refuse_oversized_sampling(sampling)
+    refuse_costly_grammars_and_stops(sampling)
     return GenerateRequest(
         rid=make_random_id(16),
-        prompt_json=ids_to_json(body.input_ids),
+        prompt_json=format_ids_as_json_inside(body.input_ids),
         sampling=sampling,
         top_logprobs=body.top_logprobs_num,
         reasons_first=body.require_reasoning,

@@ -16,7 +16,7 @@ from areal_hpc.proxy.dialects.validation import check_token_ids
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.tree import ids_to_json
+from areal_hpc.session.tree import format_ids_as_json_inside
 
 
 class TokenizeRequest(Struct, forbid_unknown_fields=True, kw_only=True):
@@ -58,7 +58,7 @@ async def tokenize(
     if request.prompt is not None:
         with_special = request.add_special_tokens is not False
         ids = await prompts.encode(request.prompt, "prompt", add_special_tokens=with_special)
-        ids_json, count = ids_to_json(ids), len(ids)
+        ids_json, count = format_ids_as_json_inside(ids), len(ids)
     else:
         call = ModelCall(
             messages=normalize_messages(request.messages or []),
@@ -66,7 +66,7 @@ async def tokenize(
             variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )
-        ids_json, count = await prompts.build_prompt_json(session, call)
+        ids_json, count = await prompts.build_prompt_json_inside_and_length(session, call)
     tokens = msgspec.Raw(b"[" + ids_json + b"]")
     reply = {"tokens": tokens, "count": count, "max_model_len": model.context_tokens}
     return msgspec.json.encode(reply)

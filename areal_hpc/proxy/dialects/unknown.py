@@ -16,7 +16,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import is_ignored_param, list_structs
 from areal_hpc.proxy.dialects.refusals import find_refusal
 
-_SIMILARITY = 0.85
+_MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
@@ -83,7 +83,7 @@ def _refuse_or_say_if_worth_counting(
         for field in one.fields
         if not is_ignored_param(field.type)
     }
-    near = difflib.get_close_matches(name, sorted(used), n=1, cutoff=_SIMILARITY)
+    near = difflib.get_close_matches(name, sorted(used), n=1, cutoff=_MIN_SIMILARITY_TO_REFUSE)
     if near and value is not None:
         raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=place)
     return value is not None

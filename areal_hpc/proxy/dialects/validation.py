@@ -115,7 +115,7 @@ class TypedObject(Struct):
     type: str = ""
 
 
-def leave_out_hosted_tools(
+def list_own_tools_with_indices(
     raw: Sequence[msgspec.Raw], model: ServedModel, dropped: list[str]
 ) -> list[tuple[int, msgspec.Raw]]:
     """The tools that a model is told of, each with its place in the list.
@@ -178,7 +178,9 @@ def parse_tool_choice(
     return ToolChoice("required" if must_call else "auto", name, parallel)
 
 
-def encode_json_schema(schema: Mapping[str, Any] | None, choice: ToolChoice) -> str | None:
+def encode_schema_unless_must_call(
+    schema: Mapping[str, Any] | None, choice: ToolChoice
+) -> str | None:
     """The grammar of a reply's text: its schema as JSON.
 
     A reply that must call a tool has no text that it could hold for; the tool's own grammar does.

@@ -30,7 +30,7 @@ class CallQuota:
             raise ProxyRequestError(
                 429, f"too many model calls of this session in flight (limit {most})"
             )
-        check_recorded_bytes(session, limits)
+        refuse_full_session(session, limits)
         self._replies += replies
         session.in_flight += replies
 
@@ -50,7 +50,7 @@ class CallQuota:
             self.release(session, replies)
 
 
-def check_recorded_bytes(session: Session, limits: ProxyConfig) -> None:
+def refuse_full_session(session: Session, limits: ProxyConfig) -> None:
     """Demand that the session has room for more records.
 
     Raises:

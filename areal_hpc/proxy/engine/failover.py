@@ -8,10 +8,10 @@ recorded is exactly what was sampled: every token with its log-probability and i
 import msgspec
 
 from areal_hpc.proxy.engine.generation import Generation, count_stop_prefix_chars
-from areal_hpc.proxy.engine.router import pack_weight_version
+from areal_hpc.proxy.engine.router import pack_weight_version_or_zero
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import VersionSpan, ids_to_json, join_json_array_insides
+from areal_hpc.session.tree import VersionSpan, format_ids_as_json_inside, join_json_array_insides
 from areal_hpc.wire.replicas import ReplicaView
 
 
@@ -32,7 +32,9 @@ class ReplyFailover:
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
-            prompt_json=join_json_array_insides(request.prompt_json, ids_to_json(ids)),
+            prompt_json=join_json_array_insides(
+                request.prompt_json, format_ids_as_json_inside(ids)
+            ),
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
 
@@ -47,11 +49,11 @@ class ReplyFailover:
         if partial is None:
             self.is_possible = False
         elif partial.output_ids:
-            known = replica.version and pack_weight_version(replica.version)
-            self.on_aborted(partial, request)
+            known = replica.version and pack_weight_version_or_zero(replica.version)
+            self.keep_aborted_part(partial, request)
             self.is_possible &= partial.spans[0].version == known
 
-    def on_aborted(self, generation: Generation, request: GenerateRequest) -> None:
+    def keep_aborted_part(self, generation: Generation, request: GenerateRequest) -> None:
         """A replica ended the call by itself, and said what came until then.
 
         Nobody in a run asks for that; the owner of servers behind a standalone proxy may, whose

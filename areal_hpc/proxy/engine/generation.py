@@ -18,7 +18,7 @@ from msgspec import Struct, field
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.session.tree import ABORT_FINISH_REASON, VersionSpan
-from areal_hpc.wire.proxy import MAX_SAMPLING_MASK_TOKENS
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.weight_version import WeightVersion
 
 JSON_WHITESPACE_BYTES = b" \t\r\n"
@@ -74,7 +74,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
         return [name for name in names if getattr(self, name) is not None]
 
     @property
-    def leaves_tokens_out(self) -> bool:
+    def can_record_sampling_mask(self) -> bool:
         """True if only some tokens can be sampled, with the odds that the softmax gives them."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         is_random = self.temperature > 0 and self.top_k != 1
@@ -224,7 +224,7 @@ class ChunkReader:
             stop_text=None,
             cached_tokens=self._cached_tokens,
             top_logprobs=self._top_logprobs,
-            **_check_kept(ids, self._kept_ids, self._kept_logprobs),
+            **_keep_mask_fields_if_sound(ids, self._kept_ids, self._kept_logprobs),
         )
 
     def read_event(self, data: bytes) -> tuple[TokenChunk, Generation | None]:
@@ -237,7 +237,7 @@ class ChunkReader:
             ProxyRequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
-            raise _build_exception(self._where, data)
+            raise _build_error_event_exception(self._where, data)
         self._is_sound = False  # unless this comes to its end
         reply = _decode_reply(_stream_event_decoder, self._where, data)
         meta = reply.meta_info
@@ -327,7 +327,7 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
         stop_text=reason.matched if isinstance(reason.matched, str) else None,
         cached_tokens=meta.cached_tokens,
         top_logprobs=meta.output_top_logprobs or [],
-        **_check_kept(
+        **_keep_mask_fields_if_sound(
             output_ids,
             meta.output_token_sampling_mask or [],
             meta.output_token_sampling_logprobs or [],
@@ -335,13 +335,13 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
     )
 
 
-def _check_kept(
+def _keep_mask_fields_if_sound(
     output_ids: list[int], kept_ids: list[list[int]], kept_logprobs: list[float]
 ) -> dict[str, Any]:
     """What could be sampled, if it is known of every token: else nothing of it is kept."""
     if not len(output_ids) == len(kept_ids) == len(kept_logprobs):
         return {}
-    if max(map(len, kept_ids), default=0) > MAX_SAMPLING_MASK_TOKENS:
+    if max(map(len, kept_ids), default=0) > MAX_MASK_TOKENS_PER_POSITION:
         return {}
     if not all(one in kept for one, kept in zip(output_ids, kept_ids, strict=True)):
         return {}
@@ -357,7 +357,7 @@ def _pack_version(where: str, version: str) -> int:
         raise EngineLostError(f"{where}: {error}") from error
 
 
-def _build_exception(where: str, data: bytes) -> Exception:
+def _build_error_event_exception(where: str, data: bytes) -> Exception:
     """The exception for an `error` event; SGLang marks the request's fault by its code."""
     try:
         error = _error_decoder.decode(data).error

@@ -44,7 +44,7 @@ _REPEAT_COUNT_PATTERN = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _STRING_CONSTRAINT_KEYS = ("minLength", "maxLength", "pattern")
 
 
-def refuse_oversized_sampling(sampling: SamplingParams) -> None:
+def refuse_costly_grammars_and_stops(sampling: SamplingParams) -> None:
     """Refuse grammars, stops and biases beyond the bounds.
 
     Raises:
@@ -205,7 +205,9 @@ class GrammarQuota:
         """Oldest first; by name and hash, as a set that forgets."""
 
     @contextmanager
-    def hold_slot(self, session: Session, sampling: SamplingParams) -> Iterator[None]:
+    def hold_slot_if_new_grammar(
+        self, session: Session, sampling: SamplingParams
+    ) -> Iterator[None]:
         """Count the call's grammar, if nobody has used it yet, for as long as the context lasts.
 
         Raises:

@@ -112,7 +112,7 @@ class ConnectionPool:
         return connection.status, answer
 
     @contextlib.asynccontextmanager
-    async def stream_post(self, path: str, body: bytes) -> AsyncIterator[Connection]:
+    async def post_and_stream_answer(self, path: str, body: bytes) -> AsyncIterator[Connection]:
         """Send a body; gives the connection, once it knows the answer's status, to read the rest.
 
         Raises:

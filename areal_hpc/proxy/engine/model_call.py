@@ -33,7 +33,9 @@ class ToolChoice(msgspec.Struct, frozen=True):
         """The reply is a call, and no text."""
         return self.mode == "required"
 
-    def select_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def select_allowed_tools_for_grammar(
+        self, tools: Sequence[dict[str, Any]]
+    ) -> list[dict[str, Any]]:
         """The tools that may be called, as a grammar is made of them. The model is shown all."""
         allowed, more = self.allowed, {"strict": True} if self.follows_schemas else {}
         return [
@@ -66,7 +68,7 @@ class ModelCall(msgspec.Struct, frozen=True):
     """What the reply begins with; the model goes on from there."""
 
     @property
-    def names_without_effect(self) -> list[str]:
+    def ignored_names_and_dropped_tools(self) -> list[str]:
         """Names of all that the request asks for in vain."""
         return [*self.ignored, *(f"tools[{kind}]" for kind in self.dropped_tools)]
 

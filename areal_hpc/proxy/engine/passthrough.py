@@ -41,7 +41,7 @@ class GeneratePassthrough:
             ProxyRequestError: The replica refuses the request; (429) there are too many; or
                 (502) it was lost, and another will answer when the request is repeated.
         """
-        grammar = self._grammars.hold_slot(session, request.sampling)
+        grammar = self._grammars.hold_slot_if_new_grammar(session, request.sampling)
         with self._quota.hold_slots(session, 1), grammar:
             give_up_at = time.monotonic() + self._timeout_s
             replica = await self._router.pick_replica(session, give_up_at)
@@ -66,12 +66,12 @@ class GeneratePassthrough:
     ) -> None:
         """Let the session record this reply, and the versions that sampled it."""
         for span in reply.spans:
-            self._router.update_newest_version(span.version)
+            self._router.raise_newest_version(span.version)
         digest = compute_reply_digest(
             request.prompt_json,
             pack_ids(reply.output_ids),
             pack_logprobs(reply.logprobs),
             reply.spans,
         )
-        if self._recorder.has_session(session):
+        if self._recorder.holds_session(session):
             self._recorder.record(ReplySampled(session.session_id, digest))

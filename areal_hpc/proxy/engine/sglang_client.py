@@ -106,7 +106,10 @@ class SGLangClient:
 
         async def read() -> Generation:
             pool, body = self._get_generate_pool(replica), request.encode_body(stream=True)
-            async with asyncio.timeout(timeout_s), pool.stream_post("/generate", body) as answer:
+            async with (
+                asyncio.timeout(timeout_s),
+                pool.post_and_stream_answer("/generate", body) as answer,
+            ):
                 if answer.status != 200:
                     _raise_for_status(replica.url, answer.status, await answer.read_body())
                 async for data in _read_events(answer):

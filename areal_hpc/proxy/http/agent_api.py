@@ -106,7 +106,9 @@ class AgentApi:
             session: Session, request: msgspec.Struct, unknown: Sequence[str]
         ) -> RouteResult:
             call = self._read_call(path, dialect, session, request, unknown).call
-            _, count = await self._completions.prompts.build_prompt_json(session, call)
+            _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
+                session, call
+            )
             kind = {"object": "response.input_tokens"} if path.startswith("/responses") else {}
             return msgspec.json.encode({**kind, "input_tokens": count})
 
@@ -125,7 +127,7 @@ class AgentApi:
         exchange.call = apply_bound_sampling_and_note_ignored(
             exchange.call, session.request, unknown
         )
-        names = exchange.call.names_without_effect
+        names = exchange.call.ignored_names_and_dropped_tools
         self._completions.metrics.count_ignored_parameters(path, session.client, names)
         return exchange
 

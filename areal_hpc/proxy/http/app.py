@@ -19,7 +19,7 @@ from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.completion.streaming import ReplyStream
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
-from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
+from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format as openai_format
 from areal_hpc.proxy.dialects.validation import decode_json
@@ -28,7 +28,7 @@ from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import AgentApi
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
-from areal_hpc.proxy.http.google_api import GoogleApi, read_google_key, read_query_parameters
+from areal_hpc.proxy.http.google_api import GoogleApi, find_google_key, read_query_parameters
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -39,12 +39,12 @@ from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session, SessionStore
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.http_server import ByteBudget
-from areal_hpc.wire.signing import RequestVerifier, check_body, is_signed
+from areal_hpc.wire.signing import RequestVerifier, check_body_digest, claims_to_be_signed
 
 RETRY_AFTER_S = 1
 """When a request that came at a busy moment (429, 503) may be repeated."""
 
-MAX_BODIES_AT_ONCE, MAX_BODIES_OF_SESSION = 8, 2
+BODY_BUDGET_IN_LARGEST_BODIES, MAX_BODIES_OF_SESSION = 8, 2
 """Requests of the largest size that are received at a time; of small ones there may be more."""
 
 Scope = MutableMapping[str, Any]
@@ -77,7 +77,7 @@ class ProxyApp:
         self._admin_key = admin_key.encode()
         self._verifier = verifier
         self._max_request_bytes = max_request_bytes
-        self._body_budget = ByteBudget(MAX_BODIES_AT_ONCE * max_request_bytes)
+        self._body_budget = ByteBudget(BODY_BUDGET_IN_LARGEST_BODIES * max_request_bytes)
         self._model = model
         self._store = store
         self._completions = completions
@@ -109,10 +109,10 @@ class ProxyApp:
         if scope["type"] != "http":
             raise RuntimeError(f"only HTTP is served, not {scope['type']}")
         client = _get_header(scope, b"user-agent").decode("latin-1")
-        refused: FormatError | None = None
+        refused: ErrorFormatter | None = None
         allowed, label, is_final = "", "unknown route", False
         extra_headers: Headers = []
-        key = read_google_key(scope)
+        key = find_google_key(scope)
         routes = self._routes if key is None else self._google_routes
         try:
             methods, named = routes.find_routes(scope["path"])
@@ -138,10 +138,10 @@ class ProxyApp:
                 session.client = client
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
             if digest:
-                check_body(body, digest)
+                check_body_digest(body, digest)
             arguments = [*self._list_handler_arguments(route, session, named, body, scope)]
             if route.opened_by == "admin" and not digest:
-                _refuse_ticket(arguments)
+                _refuse_start_of_ticket_session(arguments)
             result = route.answer(*arguments)
             if inspect.iscoroutine(result):
                 result = await cancel_on_disconnect(receive, result)
@@ -226,7 +226,9 @@ class ProxyApp:
     def _verify_signature(self, route: Route, scope: Scope) -> str:
         if self._verifier is None and route.opened_by == "driver":
             raise ProxyRequestError(401, "this route is for a run's driver; there is no run here")
-        if self._verifier is None or (route.opened_by == "admin" and not is_signed(scope)):
+        if self._verifier is None or (
+            route.opened_by == "admin" and not claims_to_be_signed(scope)
+        ):
             raise ProxyRequestError(401, "this route requires the admin key")
         return self._verifier.verify(scope)
 
@@ -273,7 +275,7 @@ class ProxyApp:
             yield decode_json(body, route.request)
 
 
-def _refuse_ticket(arguments: list[object]) -> None:
+def _refuse_start_of_ticket_session(arguments: list[object]) -> None:
     """Who has the admin key opens sessions of its own, and none of a ticket's."""
     if any(isinstance(one, wire.StartSessionRequest) and one.ref is not None for one in arguments):
         problem = "sessions of a run's tickets are opened by its driver alone"
@@ -290,9 +292,9 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
     return (
         admin("/rl/start_session", driver_api.start_session, wire.StartSessionRequest),
         driver("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
-        driver("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionRequest),
+        driver("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionEndRequest),
         driver("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
-        driver("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedRequest),
+        driver("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedSessionRequest),
         driver(
             "/rl/list_conversations", driver_api.list_conversations, wire.ListConversationsRequest
         ),
@@ -357,9 +359,9 @@ def _build_id_headers(request_id: str) -> Headers:
     return [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
 
-def _choose_error_format(scope: Scope) -> FormatError:
+def _choose_error_format(scope: Scope) -> ErrorFormatter:
     """The shape of errors where no route decides: that of a client's own key, headers or paths."""
-    if read_google_key(scope) is not None:
+    if find_google_key(scope) is not None:
         return format_google_error
     path = f"{scope.get('path', '')}/"
     is_anthropic = "/messages/" in path or _get_header(scope, b"anthropic-version")

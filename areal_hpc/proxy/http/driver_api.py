@@ -8,22 +8,26 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
-from areal_hpc.proxy.engine.call_quota import check_recorded_bytes
+from areal_hpc.proxy.engine.call_quota import refuse_full_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
-from areal_hpc.proxy.sessions.store import Session, generate_key, hash_key
+from areal_hpc.proxy.sessions.store import Session, compute_key_digest, generate_key
 from areal_hpc.recipe.sections.recording import ProxyConfig
 from areal_hpc.session.auxiliary import (
-    find_auxiliary_replies,
+    find_auxiliary_reply_reasons,
     find_conversation_replies,
     list_conversations,
 )
-from areal_hpc.session.credit import assign_credit, find_abandoned_replies, find_retry_orphans
-from areal_hpc.session.export import build_areal_batch, plan_rows_with_unrewarded
+from areal_hpc.session.credit import (
+    compute_credited_rewards,
+    find_abandoned_replies,
+    find_retry_orphans,
+)
+from areal_hpc.session.export import build_areal_batch_of_one_row, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
-from areal_hpc.session.soundness import find_client_description_defect
+from areal_hpc.session.soundness import find_client_reported_field_defect
 from areal_hpc.session.tree import Interaction, InteractionTree
 from areal_hpc.wire import proxy as wire
 from areal_hpc.wire.weight_version import WeightVersion
@@ -106,9 +110,11 @@ class DriverApi:
     def _open_session(self, request: wire.StartSessionRequest, key: str, control_key: str) -> str:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
-        control_digest = hash_key(control_key) if control_key else b""
+        control_digest = compute_key_digest(control_key) if control_key else b""
         self._recorder.record(
-            events.SessionOpened(session_id, hash_key(key), request, time.time(), control_digest)
+            events.SessionOpened(
+                session_id, compute_key_digest(key), request, time.time(), control_digest
+            )
         )
         return session_id
 
@@ -127,19 +133,21 @@ class DriverApi:
         finally:
             self._free_slots.discard(slot)
 
-    async def await_session_end(self, request: wire.AwaitSessionRequest) -> wire.AwaitSessionReply:
+    async def await_session_end(
+        self, request: wire.AwaitSessionEndRequest
+    ) -> wire.AwaitSessionEndReply:
         """Tell when a session of a ticket has ended."""
         give_up_at = time.monotonic() + min(request.wait_s, MAX_LONG_POLL_S)
         while True:
             session = self._require_session(request.session_id)
             if session.ended or time.monotonic() >= give_up_at:
-                return wire.AwaitSessionReply(session.ended, session.reward)
+                return wire.AwaitSessionEndReply(session.ended, session.reward)
             await asyncio.sleep(SESSION_END_POLL_S)
 
-    def grant_capacity(self) -> wire.GrantCapacityReply:
+    def grant_capacity(self) -> wire.SessionCapacityReply:
         """Let one more session be open at once."""
         self._most_sessions += 1
-        return wire.GrantCapacityReply(self._most_sessions)
+        return wire.SessionCapacityReply(self._most_sessions)
 
     async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
         """A session's rows, as soon as it has ended; then it is forgotten with its key."""
@@ -186,10 +194,10 @@ class DriverApi:
                 one = msgspec.json.decode(raw, type=Interaction)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ProxyRequestError(400, str(error)) from error
-            check_recorded_bytes(session, self._limits)
+            refuse_full_session(session, self._limits)
             if one.interaction_id in session.tree:
                 continue
-            if defect := find_client_description_defect(one):
+            if defect := find_client_reported_field_defect(one):
                 problem = f"interaction {one.interaction_id!r:.300}: {defect}"
                 raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)
@@ -255,7 +263,7 @@ class DriverApi:
         self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
         return self._store.finished[request.ref].row_count
 
-    def keep_failed(self, request: wire.KeepFailedRequest) -> wire.KeepFailedReply:
+    def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
         """Keep an ended session whose episode failed. Repeating it is harmless."""
         sealer, session = self._require_sealer(), self._require_session(request.session_id)
         name = f"session {request.session_id!r}"
@@ -267,7 +275,7 @@ class DriverApi:
             raise ProxyRequestError(409, problem, key="session_id")
         if not session.ended:
             raise ProxyRequestError(409, f"{name} is open", key="session_id")
-        return wire.KeepFailedReply(sealer.keep_failed(request))
+        return wire.KeepFailedSessionReply(sealer.keep_failed(request))
 
     def list_conversations(
         self, request: wire.ListConversationsRequest
@@ -293,9 +301,9 @@ class DriverApi:
         self._recorder.record(events.ConversationsMarked(session.session_id, request.reasons))
         return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
 
-    async def seal_tickets(self) -> wire.SealReply:
+    async def seal_tickets(self) -> wire.SealTicketsReply:
         """Seal and settle what is finished."""
-        return wire.SealReply(await self._require_sealer().seal_now())
+        return wire.SealTicketsReply(await self._require_sealer().seal_now())
 
     def _require_sealer(self) -> TicketSealer:
         if self._sealer is None:
@@ -321,15 +329,15 @@ def export_interactions(
         ProxyRequestError: The discount is no finite number.
     """
     orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
-    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_replies(tree).keys()
+    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_reply_reasons(tree).keys()
     try:
-        earned = assign_credit(tree, request.discount, request.credit, left_out)
+        earned = compute_credited_rewards(tree, request.discount, request.credit, left_out)
     except InvalidRewardError as error:
         raise ProxyRequestError(400, str(error), key="discount") from error
     rewards = {name: earnings.total for name, earnings in earned.items()}
     rows = {}
     for plan in plan_rows_with_unrewarded(tree, request.style, rewards):
         name = plan.path[-1].interaction_id
-        batch = {key: array.tolist() for key, array in build_areal_batch(plan).items()}
+        batch = {key: array.tolist() for key, array in build_areal_batch_of_one_row(plan).items()}
         rows[name] = wire.ExportedInteraction(name, rewards[name], batch)
     return rows

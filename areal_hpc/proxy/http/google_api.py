@@ -34,7 +34,7 @@ _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "count
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
 
-def read_google_key(scope: MutableMapping[str, Any]) -> str | None:
+def find_google_key(scope: MutableMapping[str, Any]) -> str | None:
     """The key of a request in Google's dialect; None if it is in another.
 
     Of paths that others have too, `/v1/models`, the place of the key tells.
@@ -137,7 +137,9 @@ class GoogleApi:
         whole = request.build_whole_request()
         asked = build_model_call(whole, session.request.sampling, self._model)
         call = self._apply_bound_sampling_and_count_ignored(_COUNT, session, asked, unknown)
-        _, count = await self._completions.prompts.build_prompt_json(session, call)
+        _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
+            session, call
+        )
         return msgspec.json.encode({"totalTokens": count})
 
     def _apply_bound_sampling_and_count_ignored(
@@ -145,7 +147,7 @@ class GoogleApi:
     ) -> ModelCall:
         """A call as its session allows it; what it asks for in vain is counted."""
         call = apply_bound_sampling_and_note_ignored(asked, session.request, unknown)
-        route, names = f"/models/{{model}}:{verb}", call.names_without_effect
+        route, names = f"/models/{{model}}:{verb}", call.ignored_names_and_dropped_tools
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call
 

@@ -10,7 +10,7 @@ import msgspec
 from areal_hpc import __version__
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.streaming import ReplyStream
-from areal_hpc.proxy.dialects.dialect import Exchange, FormatError
+from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 
 _NAMED_PART_PATTERN = re.compile(r"\{(\w+)\}")
 _VERSION_PATTERN = re.compile(r"^/v1[a-z]*(?=/)")
@@ -48,7 +48,7 @@ class Route:
     """Makes the body that is decoded of the one that was sent."""
     takes_query: bool = False
     """The answer takes the query's parameters before the request, too."""
-    refused: FormatError | None = None
+    refused: ErrorFormatter | None = None
     """The body of an error; None: in the shape that the client expects."""
     form: str = "application/json"
     """Content type of the answer."""

@@ -10,7 +10,7 @@ from areal_hpc.errors import ClusterError, UntrainableCallError
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.events import Event, decode_event, encode_event
 from areal_hpc.proxy.sessions.store import Session, SessionStore
-from areal_hpc.session.reply_digest import compute_call_digest
+from areal_hpc.session.reply_digest import compute_reply_digest_of_call
 from areal_hpc.session.soundness import find_interaction_defect
 from areal_hpc.session.tree import Interaction
 from areal_hpc.shards.journal import JournalRecord, JournalWriter, read_journal
@@ -136,7 +136,7 @@ class JournaledRecorder:
         """
         if defect := find_interaction_defect(call, session.tree, self._vocab_size):
             raise UntrainableCallError(defect)
-        digest = compute_call_digest(call, session.tree)
+        digest = compute_reply_digest_of_call(call, session.tree)
         if not session.unrecorded_replies[digest]:
             raise UntrainableCallError(
                 "expected prompt, tokens, log-probabilities and weight versions of a reply that "
@@ -156,7 +156,7 @@ class JournaledRecorder:
                 len(one.context) + len(one.new_ids) + len(one.output_ids) + len(one.logprobs)
             )
 
-    def has_session(self, session: Session) -> bool:
+    def holds_session(self, session: Session) -> bool:
         """False once the session has been dropped or sealed."""
         return self.store.sessions.get(session.session_id) is session
 

@@ -33,14 +33,14 @@ from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import (
     Acknowledged,
-    DropRequest,
+    DropTicketRequest,
     SealedTicket,
-    SettleRequest,
+    SettleTicketsRequest,
     TicketRef,
 )
-from areal_hpc.wire.proxy import KeepFailedRequest
+from areal_hpc.wire.proxy import KeepFailedSessionRequest
 from areal_hpc.wire.signing import RequestSigner
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_defect
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 log = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class TicketSealer:
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
-    def keep_failed(self, request: KeepFailedRequest) -> bool:
+    def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
         """Keep an ended session whose episode failed; false if enough like it are kept."""
         return self._untrained.keep_failed(request)
 
@@ -211,10 +211,10 @@ class TicketSealer:
             if ledger is None:
                 raise ClusterError("the ledger has no endpoint file yet")
             if tickets:
-                settle = SettleRequest(self._cell, tickets)
+                settle = SettleTicketsRequest(self._cell, tickets)
                 await self._ledger.call(f"{ledger.url}/settle", settle, Acknowledged)
             for ref, reason in dropped.items():
-                drop = DropRequest(self._cell, ref, reason)
+                drop = DropTicketRequest(self._cell, ref, reason)
                 await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
             self._recorder.record(TicketsAcknowledged([*(one.ref for one in tickets), *dropped]))
             await self._recorder.compact_if_due()
@@ -235,7 +235,7 @@ def _build_rows(
         if not defect:
             try:
                 rows = ticket.build_rows(cell)
-                defect = next(filter(None, map(find_defect, rows)), "")
+                defect = next(filter(None, map(find_row_defect, rows)), "")
             except Exception as error:  # boundary: one ticket must not end the cell; it is dropped
                 log.exception("the rows of %s cannot be built", ticket.ref)
                 defect = repr(error)

@@ -22,7 +22,7 @@ from areal_hpc.session.rewards import compute_episode_reward, give_reward, parse
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_defect
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
@@ -36,7 +36,7 @@ def generate_key() -> str:
     return f"sk-{secrets.token_urlsafe(32)}"
 
 
-def hash_key(key: str) -> bytes:
+def compute_key_digest(key: str) -> bytes:
     """What is kept of a key. Looking up a digest tells an attacker nothing by its timing."""
     return hashlib.blake2b(key.encode(), digest_size=16).digest()
 
@@ -100,7 +100,7 @@ class Session:
         auxiliary_key = replace(key, kind=RowKind.AUXILIARY)
         auxiliary = export_auxiliary_rows(self.tree, auxiliary_key, record, len(rows))
         # An unsound one is no reason to lose the episode.
-        return rows + [row for row in auxiliary if find_defect(row) is None]
+        return rows + [row for row in auxiliary if find_row_defect(row) is None]
 
     def build_failed_rows(self, cell: str) -> list[TrajectoryRow]:
         """The rows of a session whose episode failed."""
@@ -177,11 +177,11 @@ class SessionStore:
 
     def find_session_by_key(self, key: str) -> Session | None:
         """The session whose model calls `key` opens."""
-        return self._by_key.get(hash_key(key))
+        return self._by_key.get(compute_key_digest(key))
 
     def find_session_by_control_key(self, key: str) -> Session | None:
         """The session whose rewards, records and end `key` opens."""
-        return self._by_control_key.get(hash_key(key))
+        return self._by_control_key.get(compute_key_digest(key))
 
     def count_rows_of_ticket(self, ref: TicketRef) -> int | None:
         """Number of rows that a finished ticket contributes; None if it is not finished."""
@@ -237,7 +237,7 @@ class SessionStore:
                 self._forget_untrained(event)
             case events.TicketsAcknowledged():
                 for ref in event.refs:
-                    self._mark_ticket_settled(ref)
+                    self._forget_settled_ticket(ref)
 
     def _finish_ticket(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
@@ -255,18 +255,18 @@ class SessionStore:
         for ref in event.refs:
             finished = self.finished.get(ref)
             self._remove_finished_ticket(ref)
-            self._remember_rows(ref, finished.row_count if finished else 0)
+            self._remember_row_count(ref, finished.row_count if finished else 0)
         for session_id in event.session_ids:
             if session := self.failed.pop(session_id, None):
                 self._remove_session(session)
 
-    def _mark_ticket_settled(self, ref: TicketRef) -> None:
+    def _forget_settled_ticket(self, ref: TicketRef) -> None:
         ticket = self.sealed.pop(ref, None)
         if ticket is None and self.dropped.pop(ref, None) is None:
             return
-        self._remember_rows(ref, len(ticket.rows) if ticket else 0)
+        self._remember_row_count(ref, len(ticket.rows) if ticket else 0)
 
-    def _remember_rows(self, ref: TicketRef, rows: int) -> None:
+    def _remember_row_count(self, ref: TicketRef, rows: int) -> None:
         """Keep the answer to a repeated `finish_ticket` for a while."""
         self.settled_rows[ref] = rows
         while len(self.settled_rows) > MAX_REMEMBERED_TICKETS:

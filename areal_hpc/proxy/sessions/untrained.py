@@ -18,8 +18,8 @@ from areal_hpc.recipe.sections.recording import ShardConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.proxy import KeepFailedRequest
-from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_defect
+from areal_hpc.wire.proxy import KeepFailedSessionRequest
+from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ class UntrainedSealer:
         self._kept.update(one.cause for one in indexed if one.kind == RowKind.FAILED.label)
         self._kept.update(one.failure.cause for one in self._store.failed.values() if one.failure)
 
-    def keep_failed(self, request: KeepFailedRequest) -> bool:
+    def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
         """Keep an ended session, unless enough failures of its cause are kept: then forget it."""
         if request.session_id in self._store.failed:
             return True
@@ -135,7 +135,7 @@ def _build_sound_rows(
         log.exception("the rows of %s cannot be built; it is not kept", name)
         return
     for row in rows:
-        if defect := find_defect(row):
+        if defect := find_row_defect(row):
             log.error("a row of %s is not kept: %s", name, defect)
         else:
             yield row

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.sandbox import AgentIsolation, SandboxConfig
-from areal_hpc.wire.ledger import StaleGroups
+from areal_hpc.wire.ledger import StaleGroupPolicy
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.reward import MAX_REWARD
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
@@ -102,7 +102,7 @@ class RolloutConfig(BaseConfig):
     """Episodes in flight over all cells."""
     max_head_offpolicyness: Annotated[int, Field(ge=0)] = 0
     """Maximum age, in versions, of the weights that sampled a token; 0 is synchronous."""
-    stale_groups: StaleGroups = "train_with_correction"
+    stale_groups: StaleGroupPolicy = "train_with_correction"
     """What to do with a group over that limit; `drop`, `requeue` bias against long episodes."""
     sampling: SamplingConfig = SamplingConfig()
     """Training generation parameters."""

@@ -20,8 +20,8 @@ from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
-    AwaitSessionReply,
-    AwaitSessionRequest,
+    AwaitSessionEndReply,
+    AwaitSessionEndRequest,
     EndSessionReply,
     OfferEpisodeReply,
     OfferEpisodeRequest,
@@ -212,13 +212,13 @@ async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> Episode
     while session_id is None:
         offered = await proxy.call("/rl/offer_episode", offer, OfferEpisodeReply)
         session_id = offered.session_id
-    question = AwaitSessionRequest(session_id, PROXY_LONG_POLL_S)
+    question = AwaitSessionEndRequest(session_id, PROXY_LONG_POLL_S)
     clock = asyncio.get_running_loop().time
     give_up_at = clock() + spec.timeout_s
     reason = f"the program took longer than {spec.timeout_s:g} s"
     while clock() < give_up_at:
         try:
-            state = await proxy.call("/rl/await_session", question, AwaitSessionReply)
+            state = await proxy.call("/rl/await_session", question, AwaitSessionEndReply)
         except HttpStatusError as refusal:
             reason = f"the proxy forgot the session: {refusal}"
             break

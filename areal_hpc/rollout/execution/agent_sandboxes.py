@@ -63,8 +63,10 @@ class AgentSandboxes:
 class EpisodeSandbox:
     """A sandbox that no agent has yet."""
 
-    def __init__(self, sandbox: Sandbox, has_session: bool, task: HarborTask | None = None) -> None:
-        self._sandbox, self._has_session, self._task = sandbox, has_session, task
+    def __init__(
+        self, sandbox: Sandbox, holds_session: bool, task: HarborTask | None = None
+    ) -> None:
+        self._sandbox, self._has_session, self._task = sandbox, holds_session, task
 
     async def put_into_task_and_open_endpoint(
         self, data: dict[str, Any], base_url: str, api_key: str, lifetime_s: float

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
 from areal_hpc.wire.trajectory import TrajectoryRow
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
 _NGRAM_HASH_FACTORS = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5], np.uint64
@@ -30,7 +30,10 @@ def summarize_token_staleness(
     """Number of the batch's tokens, and how old the weights are that sampled them."""
     tokens_of = [count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
-    ages = [compute_staleness(current, WeightVersion.unpack(version), forks) for version in sampled]
+    ages = [
+        compute_staleness_steps(current, WeightVersion.unpack(version), forks)
+        for version in sampled
+    ]
     return {
         "tokens/trained": sum(trajectory.num_tokens for trajectory in batch),
         "tokens/sampled": sampled.total(),

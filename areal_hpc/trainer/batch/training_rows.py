@@ -21,8 +21,8 @@ from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
 from areal_hpc.trainer.objective.reply_credit import compute_reply_credits, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
-from areal_hpc.wire.trajectory import TrajectoryRow, find_defect
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+from areal_hpc.wire.trajectory import TrajectoryRow, find_row_defect
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 
 ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL, CURRENT_WEIGHTS_CHANNEL = (
     "advantage",
@@ -149,7 +149,7 @@ def _find_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, vocab_si
     for number, row in zip(ticket.rows, rows, strict=True):
         # A shard may hold a row without tokens; a forward pass cannot.
         defect = None if row.num_tokens else "expected at least one token, got none"
-        if defect := defect or find_defect(row, vocab_size):
+        if defect := defect or find_row_defect(row, vocab_size):
             return f"{ticket.shard} row {number}: {defect}"
     return ""
 
@@ -282,7 +282,8 @@ def list_versions_of_current_weights(
     return [
         name
         for name in sorted(names)
-        if name.generation <= current.generation and compute_staleness(current, name, forks) == 0
+        if name.generation <= current.generation
+        and compute_staleness_steps(current, name, forks) == 0
     ]
 
 
@@ -292,7 +293,7 @@ def _compute_token_staleness(
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in count_tokens_by_version(versions_T):
-        ages_T[versions_T == packed] = compute_staleness(
+        ages_T[versions_T == packed] = compute_staleness_steps(
             current, WeightVersion.unpack(packed), forks
         )
     return ages_T

@@ -18,7 +18,7 @@ from areal_hpc.wire.ledger import (
     EvaluateReply,
     EvaluateRequest,
     FinishRunRequest,
-    OpenGenerationRequest,
+    OpenTrainerGenerationRequest,
     WeightsPublishedRequest,
 )
 from areal_hpc.wire.signing import RequestSigner
@@ -62,7 +62,7 @@ class LedgerClient:
 
         If the evaluation of `evaluated_step` is under way, it may go on.
         """
-        request = OpenGenerationRequest(self._generation, base_step, evaluated_step)
+        request = OpenTrainerGenerationRequest(self._generation, base_step, evaluated_step)
         self._call_ledger("/open_generation", request, Acknowledged)
 
     def request_batch(self, step: int, wait_s: float) -> BatchReply:

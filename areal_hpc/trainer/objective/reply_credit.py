@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, OverlongConfig
-from areal_hpc.session.credit import pass_back_rewards, weigh_branches
+from areal_hpc.session.credit import compute_branch_weight_by_reply, pass_back_rewards
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
@@ -157,7 +157,9 @@ def _list_episode_rewards(
         own = {name: None if followers.get(name) else total for name in calls}
     earned = pass_back_rewards(own, followers, 1.0, own_is_total=is_credited)
     by_turn = objective.credit == "turn" and not is_credited
-    weights = weigh_branches(earned, followers) if by_turn else dict.fromkeys(calls, 1.0)
+    weights = (
+        compute_branch_weight_by_reply(earned, followers) if by_turn else dict.fromkeys(calls, 1.0)
+    )
     found = []
     for name, call in calls.items():
         row, begin, end = trained.get(name, (next(iter(rows)), 0, 0))
@@ -226,7 +228,7 @@ def _credit_replies(
             own[name] = (own[name] or 0.0) - penalty
     followers = _list_followers(calls)
     earned = pass_back_rewards(own, followers, discount, own_is_total=is_credited)
-    weights = weigh_branches(earned, followers)
+    weights = compute_branch_weight_by_reply(earned, followers)
     for name, span in trained.items():
         total = earned[name].total
         if total is None:

@@ -27,7 +27,7 @@ from areal_hpc.weights.transports.process_group import (
 from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
-from areal_hpc.wire.replicas import FenceRequest
+from areal_hpc.wire.replicas import FenceReplicaRequest
 from areal_hpc.wire.weight_version import WeightVersion
 
 _GROUP_SERIAL_NUMBERS = itertools.count()
@@ -50,7 +50,7 @@ class BroadcastSession(UpdateSession):
 
     def fence_and_form_group(self) -> None:
         """Form the process group: this rank first, then the ranks of each replica in order."""
-        self._call_all(lambda member: member.post("fence", FenceRequest()))
+        self._call_all(lambda member: member.post("fence", FenceReplicaRequest()))
         group = self._group
         body = {
             "master_address": group.host,

@@ -11,7 +11,7 @@ import pytest
 
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
-    AwaitSessionRequest,
+    AwaitSessionEndRequest,
     OfferEpisodeReply,
     OfferEpisodeRequest,
     StartSessionRequest,
@@ -62,7 +62,7 @@ def test_a_program_plays_the_oldest_ticket_and_its_session_becomes_rows(online: 
     assert not is_answered(newer)
     come(online)
     assert taken_by(newer)
-    question = AwaitSessionRequest(opened["session_id"], 0.0)
+    question = AwaitSessionEndRequest(opened["session_id"], 0.0)
     assert online.post("/rl/await_session", question).json() == {"ended": False, "reward": None}
     assert online.ask(opened["api_key"], "hi").status_code == 200
     online.finish_session(opened["api_key"], 0.5)
@@ -90,4 +90,4 @@ def test_an_offer_whose_driver_left_is_not_given_away(online: Stage) -> None:
 def test_other_proxies_take_no_offers(stage: Stage) -> None:
     request = OfferEpisodeRequest(StartSessionRequest("train", TicketRef(15, 0)), TASK, 0.0)
     assert stage.post("/rl/offer_episode", request).status_code == 404
-    assert stage.post("/rl/await_session", AwaitSessionRequest("no-such")).status_code == 404
+    assert stage.post("/rl/await_session", AwaitSessionEndRequest("no-such")).status_code == 404

@@ -9,7 +9,7 @@ import pytest
 from areal_hpc.proxy.sessions.untrained import MAX_KEPT_PER_CAUSE
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import KeepFailedRequest, StartSessionRequest
+from areal_hpc.wire.proxy import KeepFailedSessionRequest, StartSessionRequest
 from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.support.proxy_stage import Stage
@@ -41,7 +41,7 @@ def play(stage: Stage, ref: TicketRef, **more: Any) -> tuple[str, str]:
 
 
 def keep_failed(stage: Stage, session_id: str, cause: str = CAUSE) -> dict[str, Any]:
-    reply = stage.post("/rl/keep_failed", KeepFailedRequest(session_id, cause, ERROR))
+    reply = stage.post("/rl/keep_failed", KeepFailedSessionRequest(session_id, cause, ERROR))
     assert reply.status_code == 200, reply.text
     kept: dict[str, Any] = reply.json()
     return kept
@@ -95,7 +95,9 @@ def test_a_failed_episode_is_kept_with_its_error_and_its_ticket_goes_on(
 def test_discarding_a_ticket_leaves_its_failed_episodes(stage: Stage, ref: TicketRef) -> None:
     session_id, key = play(stage, ref)
     assert (
-        stage.post("/rl/keep_failed", KeepFailedRequest(session_id, CAUSE, ERROR)).status_code
+        stage.post(
+            "/rl/keep_failed", KeepFailedSessionRequest(session_id, CAUSE, ERROR)
+        ).status_code
         == 409
     )  # still open
     stage.end_session(key)

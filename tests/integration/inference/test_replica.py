@@ -23,7 +23,7 @@ from areal_hpc.inference.replica import BuildCommand, ControlCaller, Replica
 from areal_hpc.inference.server import shared_memory
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.wire.replicas import ServeRequest
+from areal_hpc.wire.replicas import ReopenReplicaRequest
 from tests.integration.inference.small_servers import (
     SILENT_S,
     call,
@@ -171,7 +171,7 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
     tick_for(replica, 1.2)
     assert replica.build_view().state == "ready"
     began = time.monotonic()
-    replica.start_serving(ControlCaller(1, 1, 30), ServeRequest("1.4"))
+    replica.start_serving(ControlCaller(1, 1, 30), ReopenReplicaRequest("1.4"))
     tick_until(replica, lambda view: view.state == "starting")
     assert 0.5 <= time.monotonic() - began < 10
 
@@ -184,7 +184,7 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
 def test_a_vanished_sender_costs_a_restart(make: Make, routes: list[str], answer: int) -> None:
     replica = make(server(POST_STATUS=answer), max_restarts=0)
     tick_until(replica, is_ready)
-    replica.start_serving(ControlCaller(1, 1, 30), ServeRequest("1.4"))
+    replica.start_serving(ControlCaller(1, 1, 30), ReopenReplicaRequest("1.4"))
     for route in routes:
         relay(replica, route, 0.3)
     view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")

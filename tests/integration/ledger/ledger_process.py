@@ -25,7 +25,7 @@ from areal_hpc.wire.ledger import (
     BatchManifest,
     BatchReply,
     BatchRequest,
-    DropRequest,
+    DropTicketRequest,
     Empty,
     EvaluateReply,
     EvaluateRequest,
@@ -33,9 +33,9 @@ from areal_hpc.wire.ledger import (
     LeaseReply,
     LeaseRequest,
     LedgerStatus,
-    OpenGenerationRequest,
+    OpenTrainerGenerationRequest,
     SealedTicket,
-    SettleRequest,
+    SettleTicketsRequest,
     TaskSplit,
     TicketGrant,
     TicketRef,
@@ -200,7 +200,7 @@ class LedgerProcess:
         return tickets
 
     def settle(self, tickets: list[SealedTicket], cell: str = "cell-0") -> None:
-        self.order("/settle", SettleRequest(cell, tickets))
+        self.order("/settle", SettleTicketsRequest(cell, tickets))
 
     def report(self, ref: TicketRef, *rewards: float) -> None:
         """The result of an evaluation ticket."""
@@ -208,7 +208,7 @@ class LedgerProcess:
         self.order("/report_evaluation", request)
 
     def drop(self, ref: TicketRef, reason: str) -> None:
-        self.order("/drop", DropRequest("cell-0", ref, reason))
+        self.order("/drop", DropTicketRequest("cell-0", ref, reason))
 
     # The trainer
 
@@ -217,7 +217,7 @@ class LedgerProcess:
     ) -> None:
         self.paths.generations_dir.mkdir(exist_ok=True)
         get_number_path(self.paths.generations_dir, generation).touch()
-        request = OpenGenerationRequest(generation, base_step, evaluated_step)
+        request = OpenTrainerGenerationRequest(generation, base_step, evaluated_step)
         self.order("/open_generation", request)
 
     def batch(self, step: int, generation: int = 1, wait_s: float = 0.0) -> BatchReply:

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_hpc.wire.ledger import DropRequest
+from areal_hpc.wire.ledger import DropTicketRequest
 from tests.integration.ledger.ledger_process import StartLedger
 from tests.support.environments import CHECKOUT
 
@@ -29,7 +29,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(start_ledger: StartLedge
     first = [grant.task_index for grant in (*trained, *turned_away)]
     assert len(set(first)) == 2
     ledger.settle(ledger.seal([grant.ref for grant in trained]))
-    drop = DropRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
+    drop = DropTicketRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
     ledger.order("/drop", drop)
     ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
     assert ledger.batch(1).settled == 1

@@ -22,7 +22,7 @@ from areal_hpc.wire.ledger import (
     LeaseRequest,
     LedgerStatus,
     SealedTicket,
-    SettleRequest,
+    SettleTicketsRequest,
     TicketRef,
 )
 from areal_hpc.wire.signing import RequestSigner
@@ -32,7 +32,7 @@ WAIT_S = 50.0
 """What waits ends after so long without news."""
 PROMPT_S = 20.0
 """With news it ends within this on any machine; on an idle one in 1-3 ms."""
-OF_AN_EVALUATION = SettleRequest(
+OF_AN_EVALUATION = SettleTicketsRequest(
     "cell-0", [SealedTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
 )
 RARE_SWEEPS = {"cell_timeout_s": 3000.0}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from areal_hpc.wire.ledger import DropRequest, IrregularTicketCounts, SealedTicket, TicketRef
+from areal_hpc.wire.ledger import DropTicketRequest, IrregularTicketCounts, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
@@ -49,7 +49,7 @@ def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(ledger: Ledger
 def test_a_filtered_ticket_is_replaced_and_stays_filtered(ledger: LedgerProcess) -> None:
     refs = [grant.ref for grant in ledger.grants()]
     assert len(refs) == 4
-    drop = DropRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
+    drop = DropTicketRequest("cell-0", refs[0], "all 4 rewards are 1", "filtered")
     for _ in range(2):  # repeating it is harmless
         ledger.order("/drop", drop)
     assert len(ledger.lease(held=refs[1:]).grants) == 1

@@ -17,7 +17,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.session.rewards import parse_reward
 from areal_hpc.wire.ledger import (
     Acknowledged,
-    DropRequest,
+    DropTicketRequest,
     Empty,
     EvaluationResultRequest,
     LeaseReply,
@@ -29,17 +29,17 @@ from areal_hpc.wire.proxy import (
     EndSessionReply,
     FinishTicketReply,
     FinishTicketRequest,
-    KeepFailedReply,
-    KeepFailedRequest,
+    KeepFailedSessionReply,
+    KeepFailedSessionRequest,
     ProxyHealth,
-    SealReply,
+    SealTicketsReply,
     SetRewardReply,
     SetRewardRequest,
     StartSessionReply,
     StartSessionRequest,
 )
 from areal_hpc.wire.reward import Reward
-from areal_hpc.wire.signing import RequestVerifier, check_body
+from areal_hpc.wire.signing import RequestVerifier, check_body_digest
 
 KEY = "stand-in-service-key-of-more-than-32-characters"
 Handler = Callable[[str, Any], Awaitable[object]]
@@ -95,7 +95,7 @@ async def answer(
     if key == request.headers["Authorization"]:
         headers = [(b"authorization", key.encode())]
         signed = {"method": request.method, "path": request.path, "headers": headers}
-        check_body(body, verifier.verify(signed))
+        check_body_digest(body, verifier.verify(signed))
         key = KEY
     reply = await handler(key, msgspec.json.decode(body, type=form))
     return web.Response(body=msgspec.json.encode(reply), content_type="application/json")
@@ -143,7 +143,7 @@ class StandInLedger(Service):
     def routes(self) -> dict[str, tuple[type, Handler]]:
         return {
             "/lease": (LeaseRequest, self.lease),
-            "/drop": (DropRequest, self.drop),
+            "/drop": (DropTicketRequest, self.drop),
             "/report_evaluation": (EvaluationResultRequest, self.evaluate),
         }
 
@@ -170,7 +170,7 @@ class StandInLedger(Service):
     def settle(self, refs: Iterable[TicketRef]) -> None:
         self.finished.update(ref for ref in refs if self.leased.pop(ref, None))
 
-    async def drop(self, key: str, told: DropRequest) -> Acknowledged:
+    async def drop(self, key: str, told: DropTicketRequest) -> Acknowledged:
         self.leased.pop(told.ref, None)
         drops = self.filtered if told.kind == "filtered" else self.dropped
         drops[told.ref] = told.reason
@@ -202,7 +202,7 @@ class StandInProxy(Service):
         self.sessions: dict[str, Session] = {}
         self.finished: dict[TicketRef, list[str]] = {}
         self.discarded: list[TicketRef] = []
-        self.failed: list[KeepFailedRequest] = []
+        self.failed: list[KeepFailedSessionRequest] = []
         self.seals = 0
         self.most_open = 0
         self.has_replica = True
@@ -218,7 +218,7 @@ class StandInProxy(Service):
             "/rl/set_reward": (SetRewardRequest, self.set_reward),
             "/rl/end_session": (Empty, self.end_session),
             "/rl/finish_ticket": (FinishTicketRequest, self.finish_ticket),
-            "/rl/keep_failed": (KeepFailedRequest, self.keep_failed),
+            "/rl/keep_failed": (KeepFailedSessionRequest, self.keep_failed),
             "/rl/seal": (Empty, self.seal),
             "/v1/chat/completions": (dict, self.complete),
         }
@@ -301,15 +301,15 @@ class StandInProxy(Service):
         self.finished[told.ref] = told.session_ids
         return FinishTicketReply(len(told.session_ids))
 
-    async def keep_failed(self, key: str, told: KeepFailedRequest) -> KeepFailedReply:
+    async def keep_failed(self, key: str, told: KeepFailedSessionRequest) -> KeepFailedSessionReply:
         assert key == KEY
         assert self.session_of(told.session_id).ended
         self.failed.append(told)
-        return KeepFailedReply(True)
+        return KeepFailedSessionReply(True)
 
-    async def seal(self, key: str, request: Empty) -> SealReply:
+    async def seal(self, key: str, request: Empty) -> SealTicketsReply:
         self.seals += 1
         if self.ledger is not None:
             self.ledger.seal_now = False
             self.ledger.settle(self.finished)  # before the answer
-        return SealReply(len(self.finished))
+        return SealTicketsReply(len(self.finished))

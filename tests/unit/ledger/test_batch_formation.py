@@ -8,12 +8,14 @@ from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
-from areal_hpc.wire.ledger import IrregularTicketCounts, StaleGroups, TicketRef
+from areal_hpc.wire.ledger import IrregularTicketCounts, StaleGroupPolicy, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.unit.ledger.ticket_world import fill_batch, form_batch, rebuilt, settled
 
 
-def tickets_of(stale_groups: StaleGroups = "train_with_correction", bound: int = 1) -> TicketTable:
+def tickets_of(
+    stale_groups: StaleGroupPolicy = "train_with_correction", bound: int = 1
+) -> TicketTable:
     return TicketTable(TicketPolicy(2, bound, 100, 50, 30.0, stale_groups))
 
 
@@ -31,7 +33,7 @@ def train(tickets: TicketTable, steps: int) -> None:
         tickets.set_version_step(manifest.step)
 
 
-def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, TicketRef]:
+def overtaken(stale_groups: StaleGroupPolicy, steps: int) -> tuple[TicketTable, TicketRef]:
     """A ticket sampled by version 1.0 settles when `steps` batches are trained."""
     tickets = tickets_of(stale_groups)
     ref = tickets.lease_tickets("a", 1, 0.0)[0]
@@ -50,7 +52,7 @@ def overtaken(stale_groups: StaleGroups, steps: int) -> tuple[TicketTable, Ticke
     ],
 )
 def test_a_group_beyond_the_bound_is_trained_dropped_or_the_next_one_issued_as_the_recipe_says(
-    policy: StaleGroups,
+    policy: StaleGroupPolicy,
     steps: int,
     state: str,
     trained_attempt: int | None,
@@ -160,7 +162,9 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     st.lists(st.sampled_from(["fresh", "old", "look", "batch", "generation"]), max_size=40),
     st.sampled_from(["drop", "requeue"]),
 )
-def test_one_look_finds_what_looking_always_does(events: list[str], policy: StaleGroups) -> None:
+def test_one_look_finds_what_looking_always_does(
+    events: list[str], policy: StaleGroupPolicy
+) -> None:
     tickets, ages = tickets_of(policy, bound=2), StalenessCheck()
     generation, forks = 1, [GenerationFork(1, 0)]
     for event in events:

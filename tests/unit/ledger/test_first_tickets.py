@@ -3,14 +3,14 @@
 import pytest
 
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
-from areal_hpc.wire.ledger import DropRequest, TicketRef
+from areal_hpc.wire.ledger import DropTicketRequest, TicketRef
 
 CAUSE = "KeyError at /a.py:3"
 
 
-def drop(ticket_id: int, cause: str = CAUSE, eval_step: int = -1) -> DropRequest:
+def drop(ticket_id: int, cause: str = CAUSE, eval_step: int = -1) -> DropTicketRequest:
     ref = TicketRef(ticket_id, 1, eval_step)
-    return DropRequest("cell-0", ref, f"ticket {ticket_id} raised", cause=cause)
+    return DropTicketRequest("cell-0", ref, f"ticket {ticket_id} raised", cause=cause)
 
 
 @pytest.mark.parametrize("eval_step", [-1, 0])

@@ -15,8 +15,8 @@ from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
 from areal_hpc.ledger.tickets import TicketState, TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.view.audit.ticket_status import TicketStatus
-from areal_hpc.wire.ledger import BatchManifest, SealedTicket, StaleGroups, TicketRef
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness
+from areal_hpc.wire.ledger import BatchManifest, SealedTicket, StaleGroupPolicy, TicketRef
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute_staleness_steps
 from tests.unit.ledger.ticket_world import Cell, Disk
 
 TIMEOUT_S = 30.0
@@ -32,7 +32,7 @@ class TicketHistories(RuleBasedStateMachine):
             max_concurrent_tickets=st.integers(1, 6),
             total_steps=st.integers(1, 4),
             cell_timeout_s=st.just(TIMEOUT_S),
-            stale_groups=st.sampled_from(get_args(StaleGroups)),
+            stale_groups=st.sampled_from(get_args(StaleGroupPolicy)),
         )
     )
     def start_run(self, policy: TicketPolicy) -> None:
@@ -158,7 +158,7 @@ class TicketHistories(RuleBasedStateMachine):
     def check_ages(self, manifest: BatchManifest) -> None:
         current = WeightVersion(self.generation, manifest.step - 1)
         ages = [
-            compute_staleness(current, self.sampled_by[ticket.ref], self.forks)
+            compute_staleness_steps(current, self.sampled_by[ticket.ref], self.forks)
             for ticket in manifest.tickets
         ]
         stale = sum(age > self.policy.max_head_offpolicyness for age in ages)

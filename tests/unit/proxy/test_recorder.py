@@ -28,7 +28,7 @@ from areal_hpc.proxy.sessions.events import (
     encode_event,
 )
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
-from areal_hpc.proxy.sessions.store import SessionStore, generate_key, hash_key
+from areal_hpc.proxy.sessions.store import SessionStore, compute_key_digest, generate_key
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
@@ -97,7 +97,7 @@ class RecorderMachine(RuleBasedStateMachine):
         if ref is not None and self.store.count_rows_of_ticket(ref) is not None:
             return
         request = StartSessionRequest("task", ref, draw % 3)
-        opened = SessionOpened(f"s{self.count}", hash_key(generate_key()), request)
+        opened = SessionOpened(f"s{self.count}", compute_key_digest(generate_key()), request)
         self.recorder.record(opened)
 
     @rule(draw=draws, text=st.sampled_from(["a", "b", "é"]))
@@ -205,7 +205,7 @@ def test_an_interaction_journaled_before_it_had_times_is_read() -> None:
 
 def test_a_key_is_found_by_its_digest_alone() -> None:
     store, key = SessionStore(), generate_key()
-    store.apply(SessionOpened("s", hash_key(key), StartSessionRequest("t")))
+    store.apply(SessionOpened("s", compute_key_digest(key), StartSessionRequest("t")))
     assert store.find_session_by_key(key) is store.sessions["s"]
     assert store.find_session_by_key(key[:-1]) is None
     assert key not in str(msgspec.to_builtins(store.sessions["s"].opened))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
-from areal_hpc.session.credit import CreditRule, assign_credit, find_retry_orphans
+from areal_hpc.session.credit import CreditRule, compute_credited_rewards, find_retry_orphans
 from areal_hpc.session.tree import InteractionTree
 from areal_hpc.wire.reward import MAX_REWARD
 from tests.unit.session.model_stub import assistant, branches, say, turn, user
@@ -24,7 +24,7 @@ def totals(
     rule: CreditRule = "tree",
     left_out: Collection[str] = (),
 ) -> list[float | None]:
-    earned = assign_credit(tree, turn_discount, rule, left_out)
+    earned = compute_credited_rewards(tree, turn_discount, rule, left_out)
     assert [*earned] == [one.interaction_id for one in tree if one.interaction_id in earned]
     return [earnings.total for earnings in earned.values()]
 
@@ -128,7 +128,7 @@ def test_earnings_stay_within_what_a_shard_can_hold() -> None:
 @pytest.mark.parametrize("discount", [math.nan, math.inf])
 def test_a_discount_is_finite(discount: float) -> None:
     with pytest.raises(InvalidRewardError, match="finite"):
-        assign_credit(InteractionTree(), discount)
+        compute_credited_rewards(InteractionTree(), discount)
 
 
 def test_a_reply_whose_request_was_sent_again_is_an_orphan_and_may_be_left_out() -> None:

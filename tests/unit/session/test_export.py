@@ -25,7 +25,7 @@ from areal_hpc.session.rewards import (
 from areal_hpc.session.tree import (
     Interaction,
     InteractionTree,
-    pack_counts,
+    pack_counts_as_uint16,
     pack_ids,
     unpack_ids,
 )
@@ -276,7 +276,7 @@ def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> Non
     plain = chain(tree, "three")[0]
     for said in (first, second):
         ids = [[token, 7] for token in unpack_ids(said.output_ids).tolist()]
-        said.kept_counts = pack_counts([2] * len(ids))
+        said.kept_counts = pack_counts_as_uint16([2] * len(ids))
         said.kept_ids = pack_ids([one for pair in ids for one in pair])
     second.reward = plain.reward = 1.0
     row, other = export_rows(tree, KEY, rule=ExportSettings("individual"))[1:]

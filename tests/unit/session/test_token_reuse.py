@@ -32,10 +32,13 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
         messages.append(assistant(reply))
     last = tree.last_completed
     sequence = prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
-    assert msgspec.json.decode(b"[" + tree.build_sequence_ids_json(last, b"") + b"]") == sequence
-    both = tree.build_sequence_ids_json(last, b"7,8")
+    assert (
+        msgspec.json.decode(b"[" + tree.build_sequence_ids_json_inside(last, b"") + b"]")
+        == sequence
+    )
+    both = tree.build_sequence_ids_json_inside(last, b"7,8")
     assert msgspec.json.decode(b"[" + both + b"]") == [*sequence, 7, 8]
-    assert tree.build_sequence_ids_json(None, b"7") == b"7"
+    assert tree.build_sequence_ids_json_inside(None, b"7") == b"7"
     assert len(sequence) == last.num_sequence_tokens
 
 

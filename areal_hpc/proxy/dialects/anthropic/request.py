@@ -18,9 +18,9 @@ from areal_hpc.proxy.dialects.validation import (
     TopK,
     build_function_tool,
     decode_json,
-    encode_json_schema,
+    encode_schema_unless_must_call,
     get_given_or_default,
-    leave_out_hosted_tools,
+    list_own_tools_with_indices,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -160,7 +160,7 @@ def build_model_call(
             top_p=get_given_or_default(request.top_p, defaults.top_p),
             top_k=get_given_or_default(request.top_k, defaults.top_k) or -1,
             stop=[text for text in request.stop_sequences or () if text] or None,
-            json_schema=encode_json_schema(form.schema if form else None, choice),
+            json_schema=encode_schema_unless_must_call(form.schema if form else None, choice),
         ),
         ignored=ignored,
         dropped_tools=dropped,
@@ -286,7 +286,7 @@ def _parse_tools(
     unknown = ignored if model.ignores_unknown else None
     tools: list[_InputTool] = [
         decode_json(one, _InputTool, f"tools[{i}]", unknown)
-        for i, one in leave_out_hosted_tools(raw, model, dropped)
+        for i, one in list_own_tools_with_indices(raw, model, dropped)
     ]
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [

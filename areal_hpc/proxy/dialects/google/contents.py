@@ -122,7 +122,7 @@ class _UnansweredCalls:
         self._open.append((call_id, call.name))
         return call_id
 
-    def pop_answered(self, response: _FunctionResponse) -> str:
+    def pop_answered_call_id(self, response: _FunctionResponse) -> str:
         """The id of the call that a response answers: the first of its id, or else of its name."""
         same_id = [one for one in self._open if one[0] == response.id]
         for one in same_id or [one for one in self._open if one[1] == response.name]:
@@ -174,7 +174,7 @@ def _build_user_messages(
             if texts:
                 yield {"role": "user", "content": "\n".join(texts)}
                 texts = []
-            call_id = calls.pop_answered(part.function_response)
+            call_id = calls.pop_answered_call_id(part.function_response)
             result = _read_response_text(part.function_response.response)
             yield {"role": "tool", "tool_call_id": call_id, "content": result}
     if texts or not parts:

@@ -21,7 +21,7 @@ from areal_hpc.proxy.dialects.validation import (
     Probability,
     Temperature,
     WideSeed,
-    encode_json_schema,
+    encode_schema_unless_must_call,
     fold_seed_into_engine_range,
     get_given_or_default,
 )
@@ -228,7 +228,7 @@ def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, An
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
         return {} if choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
-        return {"json_schema": encode_json_schema(built or _ANY_JSON_SCHEMA, choice)}
+        return {"json_schema": encode_schema_unless_must_call(built or _ANY_JSON_SCHEMA, choice)}
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
         raise ProxyRequestError(

@@ -25,7 +25,7 @@ class _ChatExchange(ChoiceExchange):
             self.frame["usage"] = None
         self._with_logprobs = bool(request.logprobs)
         self._has_old_functions = request.has_old_functions
-        self._custom_tools = request.list_custom_tools()
+        self._custom_tools = request.get_custom_tool_names()
         self._custom_calls: set[tuple[int, int]] = set()
         """Choice and index of the calls of these that were begun."""
         self._begun: set[int] = set()
@@ -43,7 +43,7 @@ class _ChatExchange(ChoiceExchange):
             "finish_reason": self._get_finish_reason(answer),
             "logprobs": self._format_logprobs(answer.generation),
             "message": message,
-            **self.build_id_fields(answer),
+            **self.build_token_id_fields(answer),
         }
 
     def _format_calls(self, calls: Sequence[ToolCallDelta]) -> dict[str, Any]:
@@ -71,11 +71,11 @@ class _ChatExchange(ChoiceExchange):
             given = {name: text for name, text in fields.items() if text}
             chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))
         for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
-            if not self._is_custom_call(delta.choice, call):
+            if not self._note_and_tell_custom_call(delta.choice, call):
                 chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
         return b"".join(chunks)
 
-    def _is_custom_call(self, choice: int, call: ToolCallDelta) -> bool:
+    def _note_and_tell_custom_call(self, choice: int, call: ToolCallDelta) -> bool:
         """True for a part of a custom tool's call, which is told once its input is whole."""
         if call.name in self._custom_tools:
             self._custom_calls.add((choice, call.index))
@@ -90,7 +90,7 @@ class _ChatExchange(ChoiceExchange):
         return {"tool_calls": [{"index": call.index, **part}]}
 
     def format_choice_end(self, answer: RecordedReply) -> bytes:
-        ids = self.build_id_fields(answer)
+        ids = self.build_token_id_fields(answer)
         choice = {"index": answer.choice, "delta": {}, "logprobs": None, **ids}
         chunks = [self._format_first_chunk(answer.choice)]
         for call in answer.said.calls:

@@ -9,7 +9,7 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.custom_tools import (
     CustomFormat,
-    build_custom_schema,
+    build_custom_tool_schema,
     encode_custom_input,
 )
 from areal_hpc.proxy.dialects.hints import IgnoredParam
@@ -28,7 +28,7 @@ from areal_hpc.proxy.dialects.validation import (
     TypedObject,
     build_function_tool,
     decode_json,
-    leave_out_hosted_tools,
+    list_own_tools_with_indices,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -198,7 +198,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
         """The reply's call is to have OpenAI's older form."""
         return not self.tools and (self.functions or self.function_call) is not None
 
-    def list_custom_tools(self) -> frozenset[str]:
+    def get_custom_tool_names(self) -> frozenset[str]:
         """Names of the tools whose input is a text."""
         if not any(b'"custom"' in bytes(one) for one in self.tools or ()):
             return frozenset()
@@ -369,7 +369,7 @@ def build_tool_schemas(
         ProxyRequestError: 400, naming what is wrong.
     """
     schemas, hints = list[dict[str, Any]](), set[str]()
-    for i, one in leave_out_hosted_tools(raw or (), model, dropped):
+    for i, one in list_own_tools_with_indices(raw or (), model, dropped):
         if decode_json(one, TypedObject, f"tools[{i}]").type == "custom":
             tool: _CustomTool = decode_json(one, _CustomTool, f"tools[{i}]")
             schemas.append(_build_custom_schema(tool.custom, hints))
@@ -384,7 +384,7 @@ def _build_custom_schema(tool: _CustomToolSchema, hints: set[str]) -> dict[str, 
     grammar, form = tool.format.grammar, CustomFormat()
     if grammar is not None:
         form = CustomFormat("grammar", grammar.syntax, grammar.definition)
-    return build_custom_schema(tool.name, tool.description, form, hints)
+    return build_custom_tool_schema(tool.name, tool.description, form, hints)
 
 
 def _build_thinking_variables(

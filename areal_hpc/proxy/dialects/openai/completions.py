@@ -94,7 +94,7 @@ class _CompletionExchange(ChoiceExchange):
     def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
         logprobs = self._format_logprobs(answer.generation, answer.choice)
         choice = _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
-        return {**choice, **self.build_id_fields(answer)}
+        return {**choice, **self.build_token_id_fields(answer)}
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
         logprobs = self._format_logprobs(delta.piece, delta.choice)
@@ -102,7 +102,7 @@ class _CompletionExchange(ChoiceExchange):
 
     def format_choice_end(self, answer: RecordedReply) -> bytes:
         choice = _format_choice(answer.choice, "", None, answer.finish_reason)
-        return self.format_event({**choice, **self.build_id_fields(answer)})
+        return self.format_event({**choice, **self.build_token_id_fields(answer)})
 
     def _format_logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
         """The tokens in OpenAI's older shape, if they were asked for."""

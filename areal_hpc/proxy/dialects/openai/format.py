@@ -14,7 +14,7 @@ from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprob
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.tree import ids_to_json, unpack_ids
+from areal_hpc.session.tree import format_ids_as_json_inside, unpack_ids
 
 DONE_EVENT = b"data: [DONE]\n\n"
 _ERROR_TYPE_BY_STATUS = {
@@ -76,14 +76,14 @@ class ChoiceExchange(Exchange):
     def format_choice_end(self, answer: RecordedReply) -> bytes:
         """The chunk that says that a choice has ended."""
 
-    def build_id_fields(self, answer: RecordedReply) -> dict[str, Any]:
+    def build_token_id_fields(self, answer: RecordedReply) -> dict[str, Any]:
         """The token ids of prompt and reply, if they were asked for, under vLLM's names."""
         if not self._has_ids:
             return {}
         one = answer.interaction
         parent = self._tree[one.parent_id] if one.parent_id is not None else None
-        new_json = ids_to_json(unpack_ids(one.new_ids).tolist())
-        prompt = b"[" + self._tree.build_sequence_ids_json(parent, new_json) + b"]"
+        new_json = format_ids_as_json_inside(unpack_ids(one.new_ids).tolist())
+        prompt = b"[" + self._tree.build_sequence_ids_json_inside(parent, new_json) + b"]"
         said = answer.generation.output_ids
         return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": said}
 

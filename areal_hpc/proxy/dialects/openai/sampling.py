@@ -19,7 +19,7 @@ from areal_hpc.proxy.dialects.validation import (
     TopK,
     WideSeed,
     check_token_ids,
-    encode_json_schema,
+    encode_schema_unless_must_call,
     fold_seed_into_engine_range,
     get_given_or_default,
 )
@@ -173,7 +173,7 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
     schema = None
     if form is not None and form.type != "text":
         asked = form.json_schema.schema if form.json_schema else {"type": "object"}
-        schema = encode_json_schema(asked, choice)
+        schema = encode_schema_unless_must_call(asked, choice)
     found = {
         "response_format": ("json_schema", schema),
         "regex": ("regex", request.regex),

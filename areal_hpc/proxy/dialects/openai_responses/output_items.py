@@ -95,7 +95,7 @@ def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] 
     """The item of this id, of a reply in the tree; None if there is none."""
     prefix, _, rest = item_id.partition("_")
     kind, number, place = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
-    interaction = _find_interaction(tree, number)
+    interaction = _find_response_by_number(tree, number)
     if kind is None or interaction is None:
         return None
     blocks = [one for one in split_reply_into_blocks(interaction.reply) if one.kind == kind]
@@ -103,7 +103,7 @@ def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] 
     return format_item(interaction.interaction_id, found[0], "completed") if found else None
 
 
-def _find_interaction(tree: InteractionTree, number: str) -> Interaction | None:
+def _find_response_by_number(tree: InteractionTree, number: str) -> Interaction | None:
     for prefix in (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS):
         if prefix + number in tree:
             return tree[prefix + number]

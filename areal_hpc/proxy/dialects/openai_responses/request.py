@@ -26,7 +26,7 @@ from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
     Temperature,
-    encode_json_schema,
+    encode_schema_unless_must_call,
     get_given_or_default,
     parse_tool_choice,
 )
@@ -151,7 +151,7 @@ def build_model_call(
     form, schema = request.text.format if request.text else _TextFormat(), None
     if form.type != "text":
         asked = form.schema if form.type == "json_schema" else {"type": "object"}
-        schema = encode_json_schema(asked, choice)
+        schema = encode_schema_unless_must_call(asked, choice)
     defaults = session.request.sampling
     call = ModelCall(
         messages=messages,

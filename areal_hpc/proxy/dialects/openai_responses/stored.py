@@ -20,12 +20,12 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
 from areal_hpc.proxy.dialects.validation import MAX_ID_DIGITS
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.session.call_records import decode_rendering_context, decode_sampling
+from areal_hpc.session.call_records import decode_rendering_context, decode_sampling_params_json
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction
 
 Query = Mapping[str, str]
-MAX_LISTED_ITEMS, LISTED_ITEMS = 100, 20
+MAX_LISTED_ITEMS, DEFAULT_LISTED_ITEMS = 100, 20
 """Items of one page: at most, and unless `limit` says otherwise."""
 
 
@@ -42,7 +42,7 @@ def retrieve_response(
         raise ProxyRequestError(400, problem, key="stream")
     interaction = _find_response(session, response_id)
     body = session.responses.get(response_id)
-    return body if body is not None else _render_response(model, session, interaction)
+    return body if body is not None else _rebuild_recorded_response(model, session, interaction)
 
 
 def delete_response(session: Session, response_id: str, query: Query) -> bytes:
@@ -70,7 +70,7 @@ def list_input_items(session: Session, response_id: str, query: Query) -> bytes:
         if after not in ids:
             raise ProxyRequestError(400, f"there is no item {after!r:.100}", key="after")
         items = items[ids.index(after) + 1 :]
-    limit = query.get("limit", str(LISTED_ITEMS))
+    limit = query.get("limit", str(DEFAULT_LISTED_ITEMS))
     if not (
         limit.isdecimal() and len(limit) <= MAX_ID_DIGITS and 1 <= int(limit) <= MAX_LISTED_ITEMS
     ):
@@ -92,9 +92,14 @@ def _find_response(session: Session, response_id: str) -> Interaction:
     return session.tree[response_id]
 
 
-def _render_response(model: ServedModel, session: Session, interaction: Interaction) -> bytes:
+def _rebuild_recorded_response(
+    model: ServedModel, session: Session, interaction: Interaction
+) -> bytes:
     """The body of a Response as far as it was recorded."""
-    answer_id, sampling = interaction.interaction_id, decode_sampling(interaction.sampling)
+    answer_id, sampling = (
+        interaction.interaction_id,
+        decode_sampling_params_json(interaction.sampling),
+    )
     cut = interaction.finish_reason == "length"
     status = "incomplete" if cut else "completed"
     first = session.tree.get_path_to(interaction)[0].new_messages[0]

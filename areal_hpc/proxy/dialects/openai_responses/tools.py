@@ -7,13 +7,13 @@ from typing import Any
 import msgspec
 from msgspec import Struct
 
-from areal_hpc.proxy.dialects.custom_tools import CustomFormat, build_custom_schema
+from areal_hpc.proxy.dialects.custom_tools import CustomFormat, build_custom_tool_schema
 from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
     decode_json,
-    leave_out_hosted_tools,
+    list_own_tools_with_indices,
 )
 from areal_hpc.proxy.engine.model_call import ServedModel
 
@@ -72,14 +72,16 @@ def parse_tools(
     offered = OfferedTools()
     hints: set[str] = set()
     unknown = ignored if model.ignores_unknown else None
-    for i, one in leave_out_hosted_tools(raw, model, dropped):
+    for i, one in list_own_tools_with_indices(raw, model, dropped):
         tool: AnyTool = decode_json(one, AnyTool, f"tools[{i}]", unknown)
         for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
             hints.update(list_ignored_params(declared, "tools[]."))
             if isinstance(declared, _CustomTool):
                 offered.custom.add(declared.name)
                 offered.schemas.append(
-                    build_custom_schema(declared.name, declared.description, declared.format, hints)
+                    build_custom_tool_schema(
+                        declared.name, declared.description, declared.format, hints
+                    )
                 )
                 continue
             name, description = declared.name, declared.description
