@@ -106,6 +106,8 @@ def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
     if "critic/grad_norm" in row:  # it compares all episodes of a batch, and may be warming up
         has_gradient = any(row.get(name) != 0 for name in ("grad_norm", "critic/grad_norm"))
         return not has_gradient or row.get("reward/std") == 0
+    if "kl/teacher" in row:  # it judges every token, whatever the rewards are
+        return row.get("grad_norm") == 0
     equal = row.get("groups/zero_variance")
     return row.get("grad_norm") == 0 or (equal is not None and equal >= config.max_zero_variance)
 
@@ -283,13 +285,15 @@ RULES: tuple[AlertRule, ...] = (
         (
             "grad_norm",
             "critic/grad_norm",
+            "kl/teacher",
             "reward/std",
             "groups/zero_variance",
             "groups/all_best",
             "groups/all_worst",
         ),
         "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards "
-        "(with a critic: the critic's gradient is zero too, or all episodes have equal rewards); "
+        "(with a critic: the critic's gradient is zero too, or all episodes have equal rewards; "
+        "with a teacher rewards do not matter); "
         "only a note where rewards have varied and these groups have the best one: the tasks are "
         "solved",
         check_learning_signal,

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.results import read_results, write_results
@@ -101,16 +101,22 @@ def results() -> Iterator[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def warmed_up(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
-    """The model that a seed's reinforcement learning begins with, made on first use."""
-    fileroot = tmp_path_factory.mktemp("warmed_up")
+def half_way(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], RunPaths]:
+    """A seed's quick start of ten steps, made on first use."""
+    fileroot = tmp_path_factory.mktemp("half_way")
 
-    def of(seed: int) -> Path:
+    def run(seed: int) -> RunPaths:
         if not (fileroot / str(seed)).exists():
-            run_recipe("quickstart", seed, fileroot / str(seed), "trainer.total_steps=1")
-        return fileroot / str(seed) / "quickstart" / "demo" / "export" / "sft"
+            run_recipe("quickstart", seed, fileroot / str(seed), f"trainer.total_steps={HALF_WAY}")
+        return RunPaths(fileroot / str(seed) / "quickstart" / "demo")
 
-    return of
+    return run
+
+
+@pytest.fixture(scope="module")
+def warmed_up(half_way: Callable[[int], RunPaths]) -> Callable[[int], Path]:
+    """The model that a seed's reinforcement learning begins with."""
+    return lambda seed: half_way(seed).sft_export
 
 
 def ends_of(measured: dict[str, Any], name: str) -> list[float]:
@@ -143,7 +149,7 @@ def mean_of(ends: list[float]) -> dict[str, Any]:
 def page_of(measured: dict[str, Any]) -> str:
     """docs/learning.md."""
     page = LEARNS.format(
-        runs=rows_of(measured, ("synchronous seed", "asynchronous seed", "ppo seed")),
+        runs=rows_of(measured, ("synchronous seed", "asynchronous seed", "ppo seed", "opd seed")),
         mean=said_of(measured, "synchronous mean", "Mean of the synchronous seeds"),
     )
     if not ends_of(measured, FRESH):
@@ -250,6 +256,19 @@ def test_the_quick_start_learns_with_a_critic(
     assert run["start"] <= 0.45
     assert run["end"] >= 0.95
     assert run["compared_tokens"] == run["sampled_tokens"]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_the_quick_start_learns_from_a_teacher_alone(
+    seed: int, results: dict[str, Any], half_way: Callable[[int], RunPaths], tmp_path: Path
+) -> None:
+    """No advantage comes from a reward: `trainer.objective.min_reward_std` of the recipe."""
+    paths = half_way(seed)
+    teacher = paths.export_dir(format_step_dir(HALF_WAY))
+    models = f"model.path={paths.sft_export}", f"trainer.objective.teacher.path={teacher}"
+    run = results[f"opd seed {seed}"] = train("quickstart_opd", seed, tmp_path, "sft=null", *models)
+    assert run["start"] <= 0.45
+    assert run["end"] >= 0.95
 
 
 @pytest.mark.parametrize("name", AGES)

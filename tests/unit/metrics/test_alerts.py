@@ -72,6 +72,8 @@ def test_a_healthy_run_raises_nothing() -> None:
         ([{**NO_GRADIENT, **LEARNING_CRITIC}] * 3, []),  # it warms up
         ([{**CONSTANT, **LEARNING_CRITIC, "reward/std": 0.0}] * 3, [("no_signal", "failure", 1)]),
         ([{**NO_GRADIENT, "critic/grad_norm": 0.0}] * 3, [("no_signal", "failure", 1)]),
+        ([{**EQUAL, "kl/teacher": 0.2}] * 3, []),
+        ([{**NO_GRADIENT, "kl/teacher": 0.2}] * 3, [("no_signal", "failure", 1)]),
     ],
 )
 def test_three_steps_that_teach_nothing_are_a_failure_unless_the_tasks_are_solved(
