@@ -42,6 +42,11 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
                 f"proximal={trainer.objective.proximal} every ratio is 1; more mini-batches make "
                 "them differ"
             )
+    if trainer.dtype == "float32" and trainer.head_dtype == "float32":
+        yield (
+            "trainer.head_dtype=float32 has no effect: with trainer.dtype=float32 the logits and "
+            "all else are float32 already"
+        )
     objective = trainer.objective
     clip_value = objective.critic.clip_value
     if trainer.minibatches == 1 and clip_value != default.critic.clip_value:

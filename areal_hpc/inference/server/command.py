@@ -107,6 +107,9 @@ def build_replica_command(
         "--log-level-http": "warning",
         "--incremental-streaming-output": True,  # else each piece of a stream repeats all before
     }
+    if config.dtype != "float32":
+        # Logits in float32, as the trainer computes them: rounded ones say other probabilities.
+        options["--enable-fp32-lm-head"] = True
     if device == "cpu":
         options |= _CPU_OPTIONS
         options["--max-total-tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS

@@ -50,6 +50,7 @@ class ActivationConfig(BaseConfig):
 
 
 KEEP_ALL = ActivationConfig()
+HeadDtype = Literal["mixed", "float32"]
 
 
 class OffloadConfig(BaseConfig):
@@ -421,6 +422,8 @@ class TrainerConfig(BaseConfig):
     """`auto` takes the GPU when the node has one."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
     """Parameters and activations; master weights and gradients are float32."""
+    head_dtype: HeadDtype = "mixed"
+    """Logits are float32; they and their gradients come of products in `dtype`, or in float32."""
     total_steps: Annotated[int, Field(ge=1)] = 100
     """Batches to train on."""
     batch_size: Annotated[int, Field(ge=1)] = 32

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.recipe.sections.trainer import HeadDtype, ParallelConfig
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
@@ -58,7 +58,12 @@ class FrozenNetwork:
 
 
 def load_frozen_network(
-    model_dir: Path, parallel: ParallelConfig, dtype: torch.dtype, device: torch.device, key: str
+    model_dir: Path,
+    parallel: ParallelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    key: str,
+    head_dtype: HeadDtype = "mixed",
 ) -> FrozenNetwork:
     """The network of a model directory, which the recipe names at `key`.
 
@@ -66,7 +71,8 @@ def load_frozen_network(
         RecipeError: It does not divide as the policy does, or a tensor is missing.
     """
     arch = read_architecture(model_dir)
-    network = build_network(arch, drop_ep_for_dense_network(arch, parallel), dtype, device)
+    layout = drop_ep_for_dense_network(arch, parallel)
+    network = build_network(arch, layout, dtype, device, head_dtype=head_dtype)
     frozen = FrozenNetwork(network)
     load_hf(network, HfModelReader(model_dir, key).read_tensor)
     return frozen

@@ -37,6 +37,7 @@ OPTIMIZER_CHUNK_ELEMENTS = 1 << 24
 """Elements of the optimizer's state that are on the GPU at a time while the rest is in host memory
 (`trainer/optimizer_offload.py`): a part of 64 MiB of each master weight and moment."""
 BYTES_BY_DTYPE = {"float32": 4, "bfloat16": 2}
+LOGIT_BYTES = 4
 RECOMPUTE_MODES = ("none", "selective", "full")
 """From the one that keeps most to the one that keeps least."""
 PARALLEL_NAMES = ("tp", "pp", "cp", "dp", "ep")
@@ -202,7 +203,7 @@ def estimate_stage_memory(
         held + count_layer_activation_values(one, parallel, tokens) * element
         for one, held in zip(frozen, weights, strict=True)
     ]
-    logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * element
+    logits = tokens // parallel.cp * (-(-arch.vocab // parallel.tp)) * LOGIT_BYTES
     return TrainerMemory(
         stage=stage,
         parameters=(dense + experts) * element,

@@ -1,6 +1,7 @@
 """This rank's part of a Megatron GPT, from an architecture. No other file builds one."""
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,12 @@ from megatron.core.transformer.transformer_block import (
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.recipe.sections.trainer import KEEP_ALL, ActivationConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import (
+    KEEP_ALL,
+    ActivationConfig,
+    HeadDtype,
+    ParallelConfig,
+)
 from areal_hpc.trainer.batch.packing import PackParallelism
 from areal_hpc.trainer.model.attention import RotaryPackedCausalAttention
 from areal_hpc.trainer.model.experts import GroupedExperts
@@ -35,6 +41,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     build_weight_map,
     compute_padded_vocab_size,
 )
+from areal_hpc.trainer.model.kernels.lm_head import compute_float32_logits
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
 from areal_hpc.trainer.model.token_dispatch import use_stable_dispatch
@@ -135,6 +142,7 @@ def build_policy(
     dtype: torch.dtype,
     device: torch.device,
     activations: ActivationConfig = KEEP_ALL,
+    head_dtype: HeadDtype = "mixed",
 ) -> Policy:
     """An uninitialized network on this rank; load weights into it before use.
 
@@ -143,7 +151,7 @@ def build_policy(
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.
     """
-    network = build_network(arch, parallel, dtype, device, activations)
+    network = build_network(arch, parallel, dtype, device, activations, head_dtype)
     return Policy(
         arch=arch,
         gpt=network.gpt,
@@ -187,6 +195,7 @@ def build_network(
     dtype: torch.dtype,
     device: torch.device,
     activations: ActivationConfig = KEEP_ALL,
+    head_dtype: HeadDtype = "mixed",
     *,
     gives_values: bool = False,
 ) -> Network:
@@ -211,6 +220,10 @@ def build_network(
         gpt = ScoredTokenCritic(config, _build_block_spec(config), **options)
     else:
         options["share_embeddings_and_output_weights"] = arch.tied
+        operands = torch.float32 if head_dtype == "float32" else dtype
+        options["compute_logits"] = (
+            None if dtype == torch.float32 else partial(compute_float32_logits, operands=operands)
+        )
         gpt = ScoredTokenGPT(config, _build_block_spec(config), **options)
     gpt = gpt.to(device=device, dtype=dtype)
     if arch.experts is not None:

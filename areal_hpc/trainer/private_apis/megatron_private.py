@@ -4,6 +4,7 @@ No other module uses one, but for the CUDA calls that `model/cpu/megatron_cpu.py
 tests/contract/test_private_apis.py checks that each is there with the signature relied on.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -11,20 +12,24 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel import random as parallel_random
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 
+ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""Logits [N, V] of states [N, H] and the weights [V, H] of a head."""
+
 
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
     """GPT that gives the logits [1, N, vocabulary / tp] of the pack's `scored_N` places alone.
 
     Of an agent's trajectory most tokens are prompts and the results of tools: their logits are
     wanted by nobody, and the projection onto the vocabulary is the largest matrix product of a
-    small model.
+    small model. With `compute_logits` they are what it makes of states and weights.
 
     Overrides a method of megatron/core/models/gpt/gpt_model.py, which Megatron calls with every
     argument named.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, compute_logits: ComputeLogits | None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self._compute_logits = compute_logits
         if self.post_process and self.config.sequence_parallel:
             # Tokens are gathered before they are chosen; the gathering sums the gradients.
             self.output_layer.sequence_parallel = False
@@ -39,6 +44,11 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
                     hidden_states, group=self.pg_collection.tp
                 )
             hidden_states = hidden_states.index_select(0, packed_seq_params.scored_N)
+            if self._compute_logits is not None:
+                weight_VH = self.output_layer.weight
+                if self.share_embeddings_and_output_weights:
+                    weight_VH = self.shared_embedding_or_output_weight()
+                return self._compute_logits(hidden_states[:, 0], weight_VH)[None]
         logits: torch.Tensor = super()._postprocess(
             hidden_states=hidden_states, packed_seq_params=packed_seq_params, **others
         )

@@ -107,7 +107,9 @@ class FrozenModels:
     def _load(self, model_dir: Path, key: str) -> FrozenNetwork:
         config = self._config
         dtype = TORCH_DTYPE_BY_NAME[config.dtype]
-        return load_frozen_network(model_dir, config.parallel, dtype, self._device, key)
+        return load_frozen_network(
+            model_dir, config.parallel, dtype, self._device, key, config.head_dtype
+        )
 
     def _score_frozen(
         self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]

@@ -70,7 +70,7 @@ def test_on_a_gpu_each_replica_takes_its_own_devices() -> None:
     expected = (
         "py -m areal_hpc.inference.server.sglang_main "
         + COMMON.format(device="cuda", dtype="bfloat16", tp=2)
-        + "--base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
+        + "--enable-fp32-lm-head --base-gpu-id 6 --mem-fraction-static 0.85 --context-length 4096"
         " --tool-call-parser qwen25 --enable-metrics"
     )
     assert " ".join(found.argv) == expected

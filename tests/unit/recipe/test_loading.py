@@ -189,6 +189,7 @@ def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
         ("trainer.objective.clip_high=0.4", "every ratio is 1"),
         ("trainer.optimizer.warmup_steps=500", "never reaches its peak in 25 steps"),
         ("rollout.failed_episodes=drop", "set min_samples=2 to train the others"),
+        ("trainer.head_dtype=float32", "trainer.head_dtype=float32 has no effect"),
     ],
 )
 def test_settings_without_an_effect_are_told(override: str, told: str) -> None:
