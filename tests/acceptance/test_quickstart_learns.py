@@ -191,7 +191,7 @@ def run_recipe(recipe: str, seed: int, fileroot: Path, *overrides: str) -> None:
     model = [f"sft.dataset.kwargs.seed={seed}"] if "sft=null" not in overrides else []
     seeded = (f"seed={seed}", f"train_dataset.kwargs.seed={seed}", *model)
     command = ("run", f"recipes/{recipe}.yaml", f"cluster.fileroot={fileroot}")
-    said_by(areal_hpc(*command, *seeded, *overrides, timeout_s=850))
+    said_by(areal_hpc(*command, *seeded, *overrides, timeout_s=1700))
 
 
 def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, Any]:
