@@ -59,6 +59,8 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """What those batches did not teach."""
     reward_range: RewardRange | None = None
     """Of all batches so far; None before the first."""
+    critic_batches: int = 0
+    """How many of those batches came since the critic began; 0 without one."""
     row: FlatRow = {}
     """The metrics of this step as far as they were known: its line is written after it."""
 

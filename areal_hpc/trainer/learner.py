@@ -47,6 +47,7 @@ from areal_hpc.trainer.batch.training_rows import (
     STALENESS_CHANNEL,
     BatchScores,
     build_rows,
+    build_rows_to_score,
     measure_largest_abs_advantage,
     read_sound_rows_on_all_ranks,
 )
@@ -170,6 +171,12 @@ class Learner:
         """The weights held now."""
         return WeightVersion(self.state.generation, self.state.step)
 
+    @property
+    def _critic_warms_up(self) -> bool:
+        """True if the policy waits until the critic has learned from more batches."""
+        critic = self._critic
+        return critic is not None and critic.is_warming_up(self.state.critic_batches)
+
     def train_batch(
         self, manifest: BatchManifest, quarantine: UntrainedRecord | None = None
     ) -> FlatRow:
@@ -191,15 +198,12 @@ class Learner:
             batch, untrained = self._read_rows_or_quarantine(manifest, quarantine)
         with timer.time_phase("measure"):
             metrics = self._update_reward_range_and_summarize(batch, manifest.step)
-        with timer.time_phase("pack"):
-            rows = build_rows(batch, self.version, self.state.forks, config.objective)
-        scores = NO_SCORES
+        scores, warms_up = NO_SCORES, self._critic_warms_up
         if self._frozen.are_needed or self._critic is not None:
             with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
-                scores = self._score_batch(rows)
-            with timer.time_phase("pack"):
-                rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
+                scores = self._score_batch(build_rows_to_score(batch, config.objective))
         with timer.time_phase("pack"):
+            rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
             minibatches = deal_rows_into_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
             channels = (
@@ -217,7 +221,7 @@ class Learner:
                 of_critic, critic_norms = self._train_critic(rows, scores)
         with timer.time_phase("measure"):
             self._annotator.gather_and_write_step(
-                manifest, untrained, norms, self.version.generation
+                manifest, untrained, norms, self.version.generation, warms_up
             )
         untrained += self._build_nonfinite_records(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained)
@@ -231,7 +235,7 @@ class Learner:
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **self._frozen.build_metrics(stats.sums, scores),
             **of_critic,
-            **build_norm_metrics(norms),
+            **build_norm_metrics(norms, were_due=not warms_up),
             "lr": rate,
             "padding_waste": 1.0 - trained_tokens / max(1.0, stats.sums["places"]),
             **measure_training_speed(self.policy, rows, trained_tokens, timer.seconds["train"]),
@@ -364,7 +368,7 @@ class Learner:
                 self._compute_loss, part=number, taken=number / len(parts), factor=factor
             )
             entropy_loss = partial(self._compute_entropy_loss, factor=factor)
-            warms_up = self._critic is not None and self._critic.is_warming_up(self.state.step)
+            warms_up = self._critic_warms_up
             stats.add(
                 run_forward_backward(
                     self.policy,
@@ -444,6 +448,7 @@ class Learner:
         self.state = msgspec.structs.replace(
             self.state,
             step=self.state.step + 1,
+            critic_batches=self.state.critic_batches + 1 if self._critic else 0,
             consumed=[*self.state.consumed, manifest.step],
             untrained=[*self.state.untrained, *untrained],
         )

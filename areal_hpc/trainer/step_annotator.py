@@ -14,6 +14,7 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.token_annotator import (
     TokenAnnotator,
     choose_rows_to_annotate,
+    name_untaken_step,
     split_trained_and_left_out_rows,
 )
 from areal_hpc.trainer.batch.training_rows import (
@@ -80,6 +81,7 @@ class StepAnnotator:
         untrained: Sequence[UntrainedRecord],
         norms: Sequence[float],
         generation: int,
+        critic_warms_up: bool = False,
     ) -> None:
         """Gather what all ranks took, and have rank 0 write it. A collective."""
         if self._tokens is None:
@@ -88,7 +90,8 @@ class StepAnnotator:
         measures = self._tokens.gather(is_first_copy=is_first_copy)
         if dist.get_rank() == 0:
             names, left_out = split_trained_and_left_out_rows(manifest, untrained)
-            rows = self._tokens.build_rows(measures, names, norms, self._config.objective)
+            untaken = [name_untaken_step(norm, critic_warms_up) for norm in norms]
+            rows = self._tokens.build_rows(measures, names, untaken, self._config.objective)
             self._writer.write(
                 StepAnnotations(
                     step=manifest.step,

@@ -95,11 +95,14 @@ def is_optimizer_step_taken(norm: float) -> bool:
     return math.isfinite(norm) and norm > 0.0
 
 
-def build_norm_metrics(norms: Sequence[float]) -> dict[str, float]:
+def build_norm_metrics(norms: Sequence[float], *, were_due: bool = True) -> dict[str, float]:
     """The largest gradient norm of a batch, and how many optimizer steps were not taken.
 
-    A batch of which nothing is left counts as one step, not taken.
+    A batch of which nothing is left counts as one step, not taken. Steps that were not due, as a
+    critic warmed up, are not missed.
     """
+    if not were_due:
+        return {"grad_norm": 0.0, "step/skipped": 0, "step/nonfinite": 0}
     norms = norms or [0.0]
     return {
         "grad_norm": max(norms) if all(map(math.isfinite, norms)) else math.nan,

@@ -190,7 +190,7 @@ class CriticConfig(BaseConfig):
     clip_value: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = 0.2
     """A value this far from that before the step learns no more; null: there is no bound."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
-    """First steps of the run in which the critic is trained and the policy is not."""
+    """First steps since the critic began in which it is trained and the policy is not."""
 
 
 class ObjectiveConfig(BaseConfig):

@@ -163,21 +163,30 @@ class TokenAnnotator:
         self,
         measures: FloatArray,
         names: Sequence[tuple[str, int]],
-        norms: Sequence[float],
+        untaken: Sequence[str],
         objective: ObjectiveConfig,
     ) -> list[RowAnnotation]:
-        """The annotations of the chosen rows; `norms` are of the gradients of the parts. Pure."""
+        """The annotations of the chosen rows; `untaken` says of each part why no step was taken.
+
+        Pure. It is empty for a part whose step was taken.
+        """
         found = []
         for place in self._chosen:
             start = self._starts[place]
             own = measures[:, start : start + len(self._rows[place].input_ids_T)]
-            is_stepped = math.isfinite(norms[place % self._parts])
-            found.append(
-                _annotate_row(
-                    names[place], self._batch[place], self._rows[place], own, objective, is_stepped
-                )
-            )
+            why = untaken[place % self._parts]
+            stored, row = self._batch[place], self._rows[place]
+            found.append(_annotate_row(names[place], stored, row, own, objective, why))
         return found
+
+
+def name_untaken_step(norm: float, critic_warms_up: bool) -> str:
+    """Why rows taught the policy nothing although they have advantages; empty if they did."""
+    if critic_warms_up:
+        return "the critic warmed up: the policy was not trained"
+    if not math.isfinite(norm):
+        return "the gradient was not finite: the step was not taken"
+    return ""
 
 
 def _annotate_row(
@@ -186,7 +195,7 @@ def _annotate_row(
     row: TrainingRow,
     measures: FloatArray,
     objective: ObjectiveConfig,
-    is_stepped: bool,
+    untaken: str,
 ) -> RowAnnotation:
     logprobs, entropies, ratios, outside, clipped, seen = measures
     is_sampled_T = stored.loss_mask_T == 1
@@ -210,7 +219,7 @@ def _annotate_row(
     return RowAnnotation(
         shard=name[0],
         row=name[1],
-        outcome=_name_outcome(is_seen_T, taught, is_stepped),
+        outcome=_name_outcome(is_seen_T, taught, untaken),
         advantage=float(taught.mean()) if len(taught) else 0.0,
         advantages=pack(advantages_T, np.float16),
         logprobs=pack(logprobs, np.float32),
@@ -220,9 +229,9 @@ def _annotate_row(
     )
 
 
-def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, is_stepped: bool) -> str:
+def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, untaken: str) -> str:
     if not is_seen_T.any():
         return "masked"
-    if not is_stepped:
-        return "the gradient was not finite: the step was not taken"
+    if untaken:
+        return untaken
     return "trained" if np.any(taught != 0) else "no advantage"

@@ -154,6 +154,17 @@ def _find_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, vocab_si
     return ""
 
 
+def build_rows_to_score(
+    batch: Sequence[TrajectoryRow], objective: ObjectiveConfig
+) -> list[TrainingRow]:
+    """Rows as the networks that score them need them, without what scores decide."""
+    masks, temperatures = _build_masks(batch, objective), _build_temperatures(batch)
+    return [
+        TrainingRow(one.input_ids_T, mask_T, channels, one.sampling_mask)
+        for one, mask_T, channels in zip(batch, masks, temperatures, strict=True)
+    ]
+
+
 def build_rows(
     batch: Sequence[TrajectoryRow],
     current: WeightVersion,
@@ -161,15 +172,11 @@ def build_rows(
     objective: ObjectiveConfig,
     scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
-    """Rows with the channels that the objective needs, as far as they are known."""
+    """Rows with the channels that the objective needs."""
     teacher_minus_policy_logprobs = scores.teacher_minus_policy_logprobs
-    tempered = any(_get_softmax_temperature(trajectory) != 1.0 for trajectory in batch)
+    temperatures = _build_temperatures(batch)
     held = [version.packed for version in list_versions_of_current_weights(current, forks)]
-    masks = [
-        build_loss_mask_without_cut_replies(one) if objective.overlong.mask else one.loss_mask_T
-        for one in batch
-    ]
-    masks = [drop_untrainable_from_loss_mask(*both) for both in zip(batch, masks, strict=True)]
+    masks = _build_masks(batch, objective)
     scales = compute_row_scales(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
         [(one.ticket_id, one.episode) for one in batch],
@@ -206,14 +213,35 @@ def build_rows(
             channels[STALENESS_CHANNEL] = _compute_token_staleness(
                 trajectory.versions_T, current, forks
             )
-        if tempered:
-            channels[TEMPERATURE_CHANNEL] = np.full(
-                size, _get_softmax_temperature(trajectory), dtype=np.float32
-            )
+        channels |= temperatures[place]
         rows.append(
             TrainingRow(trajectory.input_ids_T, masks[place], channels, trajectory.sampling_mask)
         )
     return rows
+
+
+def _build_masks(
+    batch: Sequence[TrajectoryRow], objective: ObjectiveConfig
+) -> list[npt.NDArray[np.uint8]]:
+    """What the loss sees of each row."""
+    masks = [
+        build_loss_mask_without_cut_replies(one) if objective.overlong.mask else one.loss_mask_T
+        for one in batch
+    ]
+    return [drop_untrainable_from_loss_mask(*both) for both in zip(batch, masks, strict=True)]
+
+
+def _build_temperatures(
+    batch: Sequence[TrajectoryRow],
+) -> list[dict[str, npt.NDArray[np.float32]]]:
+    """The channel that divides the logits of each row; none where all were sampled at 1."""
+    found = [_get_softmax_temperature(one) for one in batch]
+    if all(temperature == 1.0 for temperature in found):
+        return [{} for _ in batch]
+    return [
+        {TEMPERATURE_CHANNEL: np.full(one.num_tokens, temperature, dtype=np.float32)}
+        for one, temperature in zip(batch, found, strict=True)
+    ]
 
 
 def _get_kl_taken_off_rewards(

@@ -56,9 +56,9 @@ class CriticTrainer:
         """What checkpoints hold of it."""
         return NetworkWithOptimizer(self.network, self._optimizer, CRITIC_PREFIX)
 
-    def is_warming_up(self, step: int) -> bool:
-        """True if after `step` steps the critic alone is trained."""
-        return step < self._keys.warmup_steps
+    def is_warming_up(self, batches: int) -> bool:
+        """True if the critic alone is trained as long as it has learned from so many batches."""
+        return batches < self._keys.warmup_steps
 
     def score(self, rows: Sequence[TrainingRow]) -> ScoresByRow:
         """Its values of the states before all trained tokens of the rows. A collective."""

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.annotations import read_annotations
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from tests.support.critic_reference import sum_discounted_errors
@@ -192,7 +193,12 @@ def test_while_it_warms_up_the_policy_stays_as_it_is(
         reports[steps] = outcome.reports[0]["digests"]
     lines = read_lines(RunPaths(tmp_path / "3").metrics)
     assert [line["grad_norm"] > 0 for line in lines] == [False, False, True]
-    assert [line["step/skipped"] for line in lines] == [2, 2, 0]
+    assert [line["step/skipped"] for line in lines] == [0, 0, 0], "nothing was due"
+    annotated = [read_annotations(RunPaths(tmp_path / "3"), step) for step in (1, 2, 3)]
+    outcomes = [{row.outcome for row in one.rows} for one in annotated if one]
+    warmed_up = {"the critic warmed up: the policy was not trained"}
+    assert outcomes[:2] == [warmed_up, warmed_up]
+    assert "trained" in outcomes[2]
     assert all(line["critic/grad_norm"] > 0 for line in lines)
     own = {name for name in reports[1] if not name.startswith("critic.")}
     assert all(reports[1][name] == reports[2][name] for name in own)
@@ -205,10 +211,12 @@ def test_a_checkpoint_without_a_critic_is_gone_on_from(
 ) -> None:
     """As a replay with other settings does; the other way round the critic is left behind."""
     paths = RunPaths(shutil.copytree(stale, tmp_path / "run"))
-    for steps, objective in ((2, {}), (4, VALUE), (5, {})):
+    warmed_up = {**VALUE, "critic": {**CRITIC, "warmup_steps": 1}}
+    for steps, objective in ((2, {}), (4, warmed_up), (5, {})):
         outcome = train(ranks, paths, objective, steps=steps)
         assert outcome.codes == [0], outcome.log
     lines = read_lines(paths.metrics)
+    assert [line["grad_norm"] > 0 for line in lines] == [True, True, False, True, True]
     assert lines[2]["critic/mean_value"] == 0.0
     assert ["critic/loss" in line for line in lines] == [False, False, True, True, False]
     indices = sorted(paths.checkpoints_dir.glob("step_*/index.json"))

@@ -107,6 +107,8 @@ def test_steps_that_are_not_taken_are_counted_by_their_norms() -> None:
         "grad_norm": 2.0, "step/skipped": 0, "step/nonfinite": 0,
     }  # fmt: skip
     assert build_norm_metrics([]) == {"grad_norm": 0.0, "step/skipped": 1, "step/nonfinite": 0}
+    warm_up = {"grad_norm": 0.0, "step/skipped": 0, "step/nonfinite": 0}
+    assert build_norm_metrics([0.0, 0.0], were_due=False) == warm_up
     for odd in (math.nan, math.inf):
         found = build_norm_metrics([1.0, 0.0, odd, 2.0])
         assert (found["step/skipped"], found["step/nonfinite"]) == (2, 1)
