@@ -83,12 +83,18 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _parse_slurm_run_dir(path: Path) -> RunPaths:
-    """The run at `path`, if it ever went to Slurm."""
+    """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_command
     from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_refused
 
     paths = parse_run_dir(path)
+    if not os.access(paths.root, os.W_OK):
+        raise ClusterError(
+            f"this run belongs to user {paths.root.stat().st_uid}, who alone may change it",
+            key=str(paths.root),
+            hint="log in as that user; status, why, logs and audit need no more than reading",
+        )
     if not (list_recorded_job_ids(paths) or was_refused(paths) or find_live_jobs(paths)):
         raise ClusterError(
             "this run has no Slurm jobs",

@@ -230,9 +230,14 @@ def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
 def _find_lost_traceless_ids(
     evidence: TicketRecords, traceless: list[int], highest_batched: int
 ) -> set[int]:
-    """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit."""
+    """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit.
+
+    Nothing while the limit is not known: a recipe may be its owner's alone.
+    """
     if evidence.is_finished:
         return set(traceless)
+    if evidence.batch_size == 0:
+        return set()
     most_in_cells = evidence.max_head_offpolicyness * evidence.batch_size
     overtaken = [ticket_id for ticket_id in traceless if ticket_id < highest_batched]
     return set(overtaken[: max(0, len(overtaken) - most_in_cells)])

@@ -44,13 +44,13 @@ def read_run_snapshot(paths: RunPaths, *, ask_ledger: bool = False) -> RunSnapsh
 
 
 def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
-    endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
-    if endpoint is None:
-        return None
     try:
         key = paths.service_key.read_text()
+        endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
     except OSError:
         return None  # another user's run: its files may be read, its services not asked
+    if endpoint is None:
+        return None
     signer = RequestSigner(key.strip(), rendezvous.LEDGER_SERVICE)
     client = WireClient(endpoint.url, signer, timeout_s=0.5)
     try:

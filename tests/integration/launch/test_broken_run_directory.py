@@ -9,6 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, publish_endpoint
 from tests.support.commands import exit_code_of, run_program
 from tests.support.kept_run import unpack_kept_run
 
@@ -107,6 +110,19 @@ def test_a_directory_that_may_only_be_read(run: Path, tmp_path: Path, whose: str
         if command[0] != "shards":
             assert answer.returncode == 0, answer.stderr
     assert list_files(theirs) == before
+
+
+def test_a_colleagues_run_at_work_tells_its_state(run: Path, tmp_path: Path) -> None:
+    """Keys and addresses of services are its owner's alone: those cannot be asked."""
+    paths = RunPaths(shutil.copytree(run, tmp_path / "experiment" / "trial", symlinks=True))
+    paths.finished_marker.unlink()
+    publish_endpoint(paths.rendezvous_dir, LEDGER_SERVICE, "http://127.0.0.1:9")
+    ensure_service_key(paths.service_key)
+    before = give_away(paths.root)
+    with hold_lock(paths.lock):
+        answer = run_program(*before, sys.executable, "-m", "areal_hpc", "status", str(paths.root))
+    assert (answer.returncode, answer.stderr) == (0, "")
+    assert "running here" in answer.stdout
 
 
 def give_away(run: Path) -> list[str]:

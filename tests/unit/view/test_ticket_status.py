@@ -287,6 +287,15 @@ def test_a_ticket_that_cells_may_hold_is_not_lost_before_the_end(tmp_path: Path)
     assert fates(audit_run(run.paths))["lost"] == [7, 8]
 
 
+def test_a_gap_is_no_loss_to_who_may_not_read_the_recipe(run: RunDirectory) -> None:
+    """Its group reads a run, and the recipe, which may hold keys, is its owner's alone."""
+    run.paths.drops.unlink()
+    run.paths.recipe.write_text("trainer: {}\n")
+    audit = audit_run(run.paths)
+    assert fates(audit) == {"open": [2]}
+    assert audit.is_clean
+
+
 def audited(run: RunDirectory, *options: str) -> tuple[int, list[str]]:
     """How `areal-hpc audit` ends, and the lines that it prints."""
     with redirect_stdout(StringIO()) as said:
