@@ -6,6 +6,7 @@ import mmap
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
@@ -26,14 +27,28 @@ def read_span_lines(newest: Path, begin: float, end: float) -> list[SpanLine]:
     Those that say which process wrote what follows, and how clocks differed, are among them.
     """
     lines: list[SpanLine] = []
-    for path in (get_older_path(newest), newest):
-        with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
+    with contextlib.ExitStack() as stack:
+        for stream in _open_files(newest, stack):
             if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 continue
             with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
-                lines += _select(content, str(path), begin - MAX_CLOCK_ERROR_S)
+                lines += _select(content, stream.name, begin - MAX_CLOCK_ERROR_S)
     last = end + MAX_CLOCK_ERROR_S
     return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
+
+
+def _open_files(newest: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
+    """Open those of the two files that exist, oldest first.
+
+    The newest is opened first: if it becomes the older one meanwhile, both names lead to it.
+    """
+    opened: list[BinaryIO] = []
+    for path in (newest, get_older_path(newest)):
+        with contextlib.suppress(FileNotFoundError):
+            stream = stack.enter_context(path.open("rb"))
+            if not any(os.path.sameopenfile(stream.fileno(), one.fileno()) for one in opened):
+                opened.insert(0, stream)
+    return opened
 
 
 def _select(content: mmap.mmap, source: str, since: float) -> Iterator[SpanLine]:

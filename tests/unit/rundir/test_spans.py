@@ -114,6 +114,28 @@ def test_files_of_a_process_stay_within_their_bound_and_keep_the_newest(tmp_path
     assert found.begin == found.spans[0].begin
 
 
+@pytest.mark.parametrize("has_older", [False, True])
+def test_a_file_that_becomes_the_older_one_while_it_is_read_is_read_once(
+    has_older: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = make_paths(tmp_path).spans("cell-0-proxy")
+    span = Span("seal", NOW, NOW + 1, "", {})
+    append_lines(path, [span])
+    if has_older:
+        append_lines(get_older_path(path), [Span("before", NOW - 2, NOW - 1, "", {})])
+    open_file = Path.open
+
+    def open_and_rotate(self: Path, mode: str) -> object:
+        try:
+            return open_file(self, mode)
+        finally:
+            if path.exists():
+                path.replace(get_older_path(path))
+
+    monkeypatch.setattr(Path, "open", open_and_rotate)
+    assert read_span_lines(path, -math.inf, math.inf) == [span]
+
+
 def test_a_full_disk_costs_spans_and_nothing_else(tmp_path: Path) -> None:
     paths = make_paths(tmp_path)
     log = SpanLog(paths.spans("trainer-trainer"))
