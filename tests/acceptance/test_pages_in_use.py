@@ -3,7 +3,6 @@
 import asyncio
 import os
 import re
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,9 +11,9 @@ import pytest
 
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.browser import Page, in_browser
-from tests.support.commands import start_areal_hpc
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import LIGHT, SmallRun
+from tests.support.view_server import serving_pages
 
 IMAGES = CHECKOUT / "docs" / "images"
 WIDE, NARROW = (1340, 950), (390, 844)
@@ -36,15 +35,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunPaths:
 def url(run: RunPaths, tmp_path: Path) -> Iterator[str]:
     """The address of a server of its pages."""
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    server = start_areal_hpc("view", run.root, environ=environ)
-    try:
-        assert server.stdout
-        found = re.search(r"http://\S+", server.stdout.readline())
-        assert found
-        yield found[0]
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=30)
+    with serving_pages(run.root, environ) as address:
+        yield address
 
 
 async def show(page: Page, url: str, name: str, query: str) -> None:

@@ -20,10 +20,11 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
-from tests.support.commands import areal_hpc, start_areal_hpc
+from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.kept_run import unpack_kept_run
 from tests.support.sample_trajectories import seal_in, trajectory
+from tests.support.view_server import serving_pages, start_view_server
 from tests.support.waiting import wait_for
 
 FILTERS = (
@@ -59,16 +60,8 @@ def environ(tmp_path: Path) -> dict[str, str]:
 @pytest.fixture
 def url(run: RunPaths, environ: dict[str, str]) -> Iterator[str]:
     """The address of a server of all runs."""
-    server = start_areal_hpc("view", run.root.parent.parent, environ=environ)
-    try:
-        assert server.stdout
-        found = re.search(r"http://\S+", server.stdout.readline())
-        assert found
-        yield found[0]
-    finally:
-        server.send_signal(signal.SIGINT)
-        server.communicate(timeout=30)
-    assert server.returncode == 0
+    with serving_pages(run.root.parent.parent, environ) as address:
+        yield address
 
 
 def ask(url: str, page: str, **query: str) -> Any:
@@ -254,11 +247,8 @@ def test_a_cache_that_others_may_write_is_refused(run: RunPaths, tmp_path: Path)
 
 
 def test_ctrl_c_ends_a_server_whose_page_is_open(run: RunPaths, environ: dict[str, str]) -> None:
-    server = start_areal_hpc("view", run.root, environ=environ)
-    assert server.stdout
-    found = re.search(r"http://\S+", server.stdout.readline())
-    assert found
-    with httpx.stream("GET", f"{found[0]}live", timeout=60) as news:
+    server, url = start_view_server(run.root, environ)
+    with httpx.stream("GET", f"{url}live", timeout=60) as news:
         assert next(news.iter_lines()) == "event: open"
         server.send_signal(signal.SIGINT)
         said, _ = server.communicate(timeout=60)
