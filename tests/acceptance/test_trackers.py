@@ -1,6 +1,10 @@
-"""wandb, from its own lock: what it holds offline of a run is what the run's metrics say, once."""
+"""Trackers: what they hold of a run is what its metrics say, once; the run outlives them.
+
+wandb comes from its own lock and is read back offline.
+"""
 
 import json
+import os
 import subprocess
 import sys
 import tarfile
@@ -8,13 +12,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths, find_runs
-from tests.support.commands import areal_hpc, run_program, said_by
+from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
 from tests.support.sample_runs import ARCHIVE
+from tests.support.small_run import LIGHT, SmallRun, interrupted_at_end
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -45,6 +53,17 @@ for record in read_records(sys.argv[1]):
         items = record.history.item
         row = {one.key or one.nested_key[0]: json.loads(one.value_json) for one in items}
         print(json.dumps({"row": {k: v for k, v in row.items() if k[0] != "_"}}))
+"""
+
+STALLING_TRACKER = """
+import json, pathlib, sys, time
+part = json.load(sys.stdin)
+out = pathlib.Path(sys.argv[1], "logged.jsonl")
+out.write_text("".join(json.dumps(row) + "\\n" for row in part["rows"]))
+stall = pathlib.Path(__file__).with_name("stall")
+if stall.exists():
+    stall.rename(stall.with_name("stalled"))
+    time.sleep(3600)
 """
 
 
@@ -98,3 +117,41 @@ def test_wandb_holds_each_step_once_and_as_the_metrics_have_it(
             held |= one["row"]
     expected = {row["step"]: keep_numbers(row) for row in read_metrics(paths.metrics)}
     assert merged == expected
+
+
+def kill_with_children(process: subprocess.Popen[str]) -> None:
+    """SIGKILL to a command and to the programs that it started."""
+    for one in (*psutil.Process(process.pid).children(recursive=True), process):
+        one.kill()
+    process.communicate(timeout=60)
+
+
+def test_a_run_goes_on_without_its_tracker_and_a_later_sync_repairs_what_is_missing(
+    tmp_path: Path,
+) -> None:
+    program, stall = tmp_path / "mine.py", tmp_path / "stall"
+    program.write_text(STALLING_TRACKER)
+    stall.touch()
+    run = SmallRun(
+        *(tmp_path / "runs", *LIGHT, "valid_dataset=null"),
+        *("trainer.total_steps=40", "trainer.checkpoint_every_steps=5"),
+    )
+    command = ("sync", run.paths.root, "--tracker", program)
+    with interrupted_at_end(run):
+        run.start()
+        run.await_true(lambda: bool(list_checkpoints(run.paths.checkpoints_dir)))
+        follower = start_areal_hpc(*command, "--follow", environ=os.environ)
+        try:
+            run.await_true(lambda: not stall.exists())
+        finally:
+            kill_with_children(follower)
+        trained = len(read_lines(run.paths.metrics))
+        assert run.wait() == 0, run.said()
+    rows = read_metrics(run.paths.metrics)
+    assert trained < len(rows), "it trained on after the kill"
+    assert [row["step"] for row in rows][-40:] == list(range(1, 41))
+    assert run.paths.tracker("mine").list_parts() == [], "what was killed in the writing is no part"
+
+    said_by(areal_hpc(*command))
+    (part,) = run.paths.tracker("mine").list_parts()
+    assert read_lines(part / "logged.jsonl") == rows
