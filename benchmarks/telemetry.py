@@ -1,10 +1,10 @@
 """What a run's telemetry costs: processor seconds of all its processes, with it and without.
 
 Both sides are the quick start from the weights of its SFT on, whole `areal-hpc run` commands. The
-side without leaves out what `benchmarks/without_telemetry/sitecustomize.py` names: events, the
-watch over episodes, held-out episodes in the shards, metrics of replies and episodes, the exact
-entropy, speed, and alerts. Both record each call's columns in the shards: the format has them
-(`areal-hpc bench proxy` and `bench shards` measure these).
+side without leaves out what `benchmarks/without_telemetry/sitecustomize.py` names: events, spans,
+annotations of tokens, the watch over episodes, held-out episodes in the shards, metrics of replies
+and episodes, the exact entropy, speed, and alerts. Both record each call's columns in the shards:
+the format has them (`areal-hpc bench proxy` and `bench shards` measure these).
 
 A server polls while it waits, so that a run's processor seconds depend on how busy the machine is:
 figures are medians of ratios of runs that follow each other, in alternating order.
@@ -28,6 +28,7 @@ from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import LAUNCHER_ROLE
+from areal_hpc.rundir.telemetry.span_reader import read_spans
 from benchmarks._pairs import Sample, add_out, cpu_ratio, report, wall_ratio
 
 RECIPE = Path(__file__).resolve().parents[1] / "recipes/quickstart.yaml"
@@ -61,7 +62,7 @@ def play(folder: Path, model: Path, side: str, steps: int) -> Sample:
     _reap_orphans()
     sample = Sample(time.perf_counter() - began_s, _read_children_cpu_s() - began_cpu_s)
     paths = _get_paths(folder, side)
-    _require_side(paths, side, steps)
+    require_side(paths, side, steps)
     shutil.rmtree(paths.root)
     return sample
 
@@ -100,12 +101,20 @@ def _reap_orphans() -> None:
             os.waitpid(-1, 0)
 
 
-def _require_side(paths: RunPaths, side: str, steps: int) -> None:
-    """Refuse to compare runs that did not do what their side is to do."""
-    rows = read_lines(paths.metrics)
-    told = any(row["role"] != LAUNCHER_ROLE for row in read_lines(paths.events))
-    if rows[-1]["step"] != steps or told != (side == WITH):
-        raise ClusterError(f"the side {side!r} took {rows[-1]['step']} steps, events: {told}")
+def require_side(paths: RunPaths, side: str, steps: int) -> None:
+    """Refuse to compare runs that did not do what their side is to do.
+
+    Raises:
+        ClusterError: Steps are missing, or a kind of telemetry is there or missing unlike the side.
+    """
+    last_step = max((row["step"] for row in read_lines(paths.metrics)), default=0)
+    recorded = {
+        "events": any(row["role"] != LAUNCHER_ROLE for row in read_lines(paths.events)),
+        "spans": bool(read_spans(paths)),
+        "annotations": any(paths.annotations_dir.glob("*.msgpack")),
+    }
+    if last_step != steps or set(recorded.values()) != {side == WITH}:
+        raise ClusterError(f"the side {side!r} took {last_step} steps; recorded: {recorded}")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
