@@ -4,6 +4,7 @@ SGLang is made to say what solves the task by a grammar; nothing of the programs
 """
 
 import asyncio
+import os
 import re
 from collections.abc import Iterator
 from contextlib import closing
@@ -29,6 +30,7 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.acceptance.harnesses import CONVERSATIONS, TASK, build_replies
 from tests.support.environments import CHECKOUT
 from tests.support.forcing_relay import EngineCall, ForcingRelay
+from tests.support.newest_harnesses import HARNESSES_DIR_VARIABLE
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import CELL
 from tests.support.sglang_server import serving
@@ -45,6 +47,12 @@ TASK_FOLDER_TEXTS = {
     "notes.txt": "greet in the evening\n",
 }
 WITH_TOOLS = "<tools>"
+IN_THE_NOTES = "greet them in the evening"
+LONG_NOTES = "".join(f"# line {number}: {IN_THE_NOTES}\n" for number in range(600))
+SUMMARY = "The file was read and run. It has to be changed."
+TOO_SHORT_FOR_THE_NOTES = {"opencode": 22000}
+"""Harnesses that compact their history, and what they are told of the model's context: more than
+their own instructions and the 8,192 tokens that a reply may have, less than these and the notes."""
 IN_A_SANDBOX = ("continue", "opencode", "gemini-cli")
 """Those of npm: a program of PyPI needs a Python that the sandbox's user may run."""
 
@@ -53,7 +61,7 @@ def judge(
     *, folder: Path, diff: str, exit_code: int, timed_out: bool, log: str, data: Any
 ) -> Reward:
     """What the program left; the rest is told in the note."""
-    is_right = (folder / "greeting.py").read_text() == 'print("good evening")\n'
+    is_right = (folder / "greeting.py").read_text().endswith('print("good evening")\n')
     note = f"exit {exit_code}, timed out: {timed_out}\n{log[-3000:]}"
     return Reward(float(is_right and exit_code == 0), note=note)
 
@@ -77,8 +85,16 @@ def sglang_url(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
 class Scene:
     """A harness in its episode, the proxy and the engine."""
 
-    def __init__(self, name: str, folder: Path, model_dir: Path, sglang_url: str) -> None:
+    def __init__(
+        self,
+        name: str,
+        folder: Path,
+        model_dir: Path,
+        sglang_url: str,
+        told_context_tokens: int = CONTEXT_TOKENS,
+    ) -> None:
         self.name, self.folder = name, folder
+        self._told_context_tokens = told_context_tokens
         self.stage = Stage(
             folder,
             model_dir=model_dir,
@@ -91,10 +107,10 @@ class Scene:
         self.relay = ForcingRelay(sglang_url, self._choose_reply)
         self.stage.loop.run(self.relay.start())
         self.stage.route_to(self.relay.url)
-        self._source = folder / "task"
-        self._source.mkdir()
+        self.source = folder / "task"
+        self.source.mkdir()
         for file, text in TASK_FOLDER_TEXTS.items():
-            (self._source / file).write_text(text)
+            (self.source / file).write_text(text)
 
     def text_of(self, ids: list[int]) -> str:
         return self._encoder.decode(ids, skip_special_tokens=False)
@@ -103,10 +119,14 @@ class Scene:
         prompt = self.text_of(call.prompt)
         return WITH_TOOLS in prompt and TASK in prompt
 
+    def is_played(self, prompt: str) -> bool:
+        """Whether the next turn of the conversation answers it."""
+        return WITH_TOOLS in prompt and TASK in prompt
+
     def _choose_reply(self, prompt_ids: list[int]) -> str:
         prompt = self.text_of(prompt_ids)
-        if WITH_TOOLS not in prompt or TASK not in prompt:
-            return "A greeting"
+        if not self.is_played(prompt):
+            return SUMMARY if IN_THE_NOTES in prompt else "A greeting"
         found = re.findall(r"(/[\w./-]+/harness/work)\b", prompt)
         replies = build_replies(self.name, found[0] if found else ".")
         self.turns += 1
@@ -116,9 +136,10 @@ class Scene:
         """The episode, as a driver runs it."""
         agent = HarnessAgent(
             harness=self.name,
+            harnesses_dir=os.environ.get(HARNESSES_DIR_VARIABLE, str(HARNESSES_DIR)),
             reward=f"{__name__}:judge",
             timeout_s=PROGRAM_S,
-            context_tokens=CONTEXT_TOKENS,
+            context_tokens=self._told_context_tokens,
             # What asks for the rest of the world all the same finds nobody.
             variables={
                 MARK: str(self.folder),
@@ -129,7 +150,7 @@ class Scene:
         session = StartSessionRequest(
             "task", REF, 0, SamplingDefaults(1.0), 11, sampling_from="recipe"
         )
-        data = {"messages": [{"role": "user", "content": TASK}], "folder": str(self._source)}
+        data = {"messages": [{"role": "user", "content": TASK}], "folder": str(self.source)}
         spec = EpisodeSpec(session, data, PROGRAM_S + 60, auxiliary=find_known_auxiliary_call)
 
         async def run() -> EpisodeOutcome:
@@ -219,3 +240,40 @@ def check_rows(scene: Scene, rows: list[TrajectoryRow], beside: list[TrajectoryR
     others = [call for call in scene.relay.calls if not scene.is_of_the_task(call)]
     assert len(beside) == len(others)
     assert all(one.record.auxiliary_reason for one in beside)
+
+
+class CompactingScene(Scene):
+    """A harness that reads more than its context holds, and goes on from a summary."""
+
+    def is_played(self, prompt: str) -> bool:
+        return WITH_TOOLS in prompt  # the task's text may have gone with the history
+
+
+@pytest.mark.parametrize(("name", "context_tokens"), TOO_SHORT_FOR_THE_NOTES.items())
+def test_a_history_that_its_harness_compacts_becomes_branches_and_nothing_is_lost(
+    name: str, context_tokens: int, tmp_path: Path, model_dir: Path, sglang_url: str
+) -> None:
+    scene = CompactingScene(name, tmp_path, model_dir, sglang_url, context_tokens)
+    with closing(scene):
+        (scene.source / "greeting.py").write_text(LONG_NOTES + TASK_FOLDER_TEXTS["greeting.py"])
+        outcome = scene.play(AgentExecutionConfig())
+        told = scene.describe(outcome)
+        assert (outcome.status, scene.relay.calls[-1].said) == ("ok", "DONE"), told
+        scene.stage.finish_ticket(REF, outcome.session_id)
+        scene.stage.seal()
+        rows = [row for row in scene.stage.sealed_rows(REF) if not row.record.auxiliary_reason]
+        check_branches(rows, [call for call in scene.relay.calls if call.said != "A greeting"])
+        assert outcome.reward == 1.0, told
+
+
+def check_branches(rows: list[TrajectoryRow], calls: list[EngineCall]) -> None:
+    """Each call is the beginning of a row, with the engine's ids, and is trained once."""
+    assert SUMMARY in [call.said for call in calls]
+    assert len(rows) > 1
+    for call in calls:
+        ids = call.prompt + call.reply
+        assert ids in [row.input_ids_T[: len(ids)].tolist() for row in rows]
+    assert sum(int(row.loss_mask_T.sum()) for row in rows) == sum(len(one.reply) for one in calls)
+    for row in rows:
+        reuse = [call.reuse for call in row.record.calls]
+        assert reuse == ["none"] + ["reused"] * (len(reuse) - 1)
