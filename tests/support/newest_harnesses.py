@@ -69,7 +69,8 @@ def render_table() -> str:
     measured = read_results(RESULTS, {})
     rows = [
         (f"`{name}`", one["locked"], one["newest"], one["date"], one["outcome"].replace("|", "/"))
-        for name, one in measured.items()
+        for name in HARNESSES
+        if (one := measured.get(name))
     ]
     return markdown(("harness", "locked", "newest", "tried on", "outcome"), rows)
 
