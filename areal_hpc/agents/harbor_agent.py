@@ -1,6 +1,6 @@
 """Agent for Harbor's tasks with the OpenAI SDK: the model runs commands, the task's tests judge.
 
-It needs `rollout.agent.isolation: bwrap` and `train_dataset: {harbor: PATH}`.
+It needs `rollout.agent.isolation: bwrap` (or `podman`) and `train_dataset: {harbor: PATH}`.
 """
 
 import asyncio

@@ -273,9 +273,9 @@ def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """Harbor's tasks are played in sandboxes that show other folders than the node has."""
     isolation = recipe.rollout.agent.isolation
     for part, key in recipe.task_sets_with_keys:
-        if part.harbor is not None and isolation != "bwrap":
+        if part.harbor is not None and isolation not in ("bwrap", "podman"):
             yield Problem(
-                f"Harbor's tasks need a sandbox of bubblewrap, and rollout.agent.isolation is "
+                f"Harbor's tasks need a sandbox of bwrap or podman, and rollout.agent.isolation is "
                 f"{isolation or 'null'}",
                 f"{key}.harbor",
                 "use rollout.agent.isolation=bwrap",

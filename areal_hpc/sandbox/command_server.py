@@ -1,8 +1,9 @@
 """Program inside a sandbox that runs commands for its host: `command_server.py JSON`.
 
-Stands alone, with the standard library only. Standard input and output are the channel, of frames:
-the number of a command, a letter, the size of what follows. Each command is a child with pipes of
-its own; files are read and written by children too, so that none of them holds the server up.
+Stands alone, with the standard library only. Standard input and output, or one descriptor in their
+place, are the channel, of frames: the number of a command, a letter, the size of what follows. Each
+command is a child with pipes of its own; files are read and written by children too, so that none
+of them holds the server up.
 """
 
 import contextlib
@@ -346,6 +347,10 @@ def main() -> None:
     if request["limits"] is not None:
         set_resource_limits(request["limits"])
     os.umask(0o022)
+    if (channel := request["channel_fd"]) is not None:
+        os.dup2(channel, 0)
+        os.dup2(channel, 1)
+        os.close(channel)
     server = CommandServer(request)
     server.announce_ready()
     server.serve()

@@ -1,5 +1,6 @@
 """Root file systems that lie in an archive: unpacked once per node, below the temporary folder."""
 
+import asyncio
 import contextlib
 import fcntl
 import hashlib
@@ -8,14 +9,26 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.sandbox.spec import SandboxSpec
 
 UNPACK_TIMEOUT_S = 1800.0
 """A large one on a slow disk."""
 _LEFT_OUT = ("./dev/*", "dev/*", "./proc/*", "proc/*", "./sys/*", "sys/*")
 """A sandbox has its own, and no ordinary user can make devices."""
+
+
+async def resolve_root(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
+    """The same sandbox with a folder as its root, where that is an archive.
+
+    Raises: see `unpack_root`.
+    """
+    if spec.root is None or not spec.root.is_file():
+        return spec
+    return replace(spec, root=await asyncio.to_thread(unpack_root, spec.root, owner))
 
 
 def unpack_root(archive: Path, owner: int | None = None) -> Path:

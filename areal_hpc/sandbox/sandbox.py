@@ -316,12 +316,16 @@ class Sandbox:
             self._running -= 1
 
     async def _watch_limits(self) -> None:
-        """End the sandbox when it uses too much; rests while nothing runs in it."""
-        limits, at_rest = self._plan.limits, len(list_descendants(self.pid))
+        """End the sandbox when it uses too much, beside what it took when nothing had run in it.
+
+        It rests while nothing runs.
+        """
+        limits, own = self._plan.limits, list_descendants(self.pid)
+        at_rest, own_bytes = len(own), self._measure_memory_bytes(own)
         while True:
             await self._active.wait()
             processes = list_descendants(self.pid)
-            if self._measure_memory_bytes(processes) > limits.memory_bytes:
+            if self._measure_memory_bytes(processes) > limits.memory_bytes + own_bytes:
                 self._end_as_lost(f"it used more than {limits.memory_bytes >> 20} MiB of memory")
             if len(processes) > limits.processes + at_rest:
                 self._end_as_lost(f"it had more than {limits.processes} processes")

@@ -57,7 +57,7 @@ def remove_all(path: str) -> None:
         if entry.is_dir(follow_symlinks=False):
             Path(entry.path).chmod(0o700)  # one may be closed to its owner too
         remove_all(entry.path)
-    if not Path(path).is_mount():
+    if os.path.realpath(path) not in read_mount_points():  # of the same device, perhaps
         Path(path).rmdir()
 
 

@@ -1,4 +1,4 @@
-"""Filter of system calls for sandboxed programs, as classic BPF.
+"""Filter of system calls for sandboxed programs, as classic BPF and as a profile.
 
 Refused with EPERM: what makes namespaces and mounts, looks into other processes, loads code into
 the kernel, or reaches sockets that a network namespace does not hold. `clone3`, whose flags a
@@ -9,8 +9,9 @@ arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h (se
 import errno
 import platform
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
@@ -19,6 +20,16 @@ _NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
 _X32_BIT = 0x40000000
 _NAMESPACE_FLAGS = 0x7E020080
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWUTS, NEWIPC, NEWCGROUP and NEWTIME."""
+_REFUSED_NAMES = (
+    *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot"),
+    *("open_tree", "move_mount", "fsopen", "fsconfig", "fsmount", "mount_setattr"),
+    *("ptrace", "process_vm_readv", "process_vm_writev", "kcmp", "pidfd_getfd", "pidfd_open"),
+    *("bpf", "perf_event_open", "userfaultfd"),
+    *("io_uring_setup", "io_uring_enter", "io_uring_register"),
+    *("add_key", "request_key", "keyctl", "kexec_load", "kexec_file_load", "init_module"),
+    *("finit_module", "delete_module", "open_by_handle_at", "swapon", "swapoff", "reboot"),
+    *("shmget", "memfd_create", "memfd_secret"),  # memory that no limit counts
+)
 _AF_VSOCK = 40
 """Reaches the host of a virtual machine from any network namespace."""
 
@@ -28,7 +39,10 @@ class _SystemCallNumbers:
     """Numbers of system calls on one architecture."""
 
     audit_architecture: int
+    profile_architecture: str
+    """Its name in a profile of the Open Container Initiative."""
     refused: tuple[int, ...]
+    """Of `_REFUSED_NAMES`, in their order."""
     clone: int
     clone3: int
     socket: int
@@ -37,14 +51,15 @@ class _SystemCallNumbers:
 _SYSTEM_CALLS_BY_MACHINE = {
     "x86_64": _SystemCallNumbers(
         0xC000003E,
+        "SCMP_ARCH_X86_64",
         (
-            *(272, 308, 165, 166, 155, 161),  # unshare setns mount umount2 pivot_root chroot
-            *(428, 429, 430, 431, 432, 442),  # open_tree move_mount fsopen fsconfig fsmount *attr
-            *(101, 310, 311, 312, 438, 434),  # ptrace process_vm_* kcmp pidfd_getfd pidfd_open
-            *(321, 298, 323, 425, 426, 427),  # bpf perf_event_open userfaultfd io_uring_*
-            *(248, 249, 250, 246, 320, 175),  # add_key request_key keyctl kexec_* init_module
-            *(313, 176, 304, 167, 168, 169),  # *_module open_by_handle_at swapon swapoff reboot
-            *(29, 319, 447),  # shmget memfd_create memfd_secret: memory that no limit counts
+            *(272, 308, 165, 166, 155, 161),
+            *(428, 429, 430, 431, 432, 442),
+            *(101, 310, 311, 312, 438, 434),
+            *(321, 298, 323, 425, 426, 427),
+            *(248, 249, 250, 246, 320, 175),
+            *(313, 176, 304, 167, 168, 169),
+            *(29, 319, 447),
         ),
         clone=56,
         clone3=435,
@@ -52,6 +67,7 @@ _SYSTEM_CALLS_BY_MACHINE = {
     ),
     "aarch64": _SystemCallNumbers(
         0xC00000B7,
+        "SCMP_ARCH_AARCH64",
         (
             *(97, 268, 40, 39, 41, 51),
             *(428, 429, 430, 431, 432, 442),
@@ -77,6 +93,38 @@ def build_seccomp_filter(machine: str = "") -> bytes | None:
     if calls is None:
         return None
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in _assemble_bpf(calls))
+
+
+def build_seccomp_profile(machine: str = "") -> dict[str, Any] | None:
+    """The same filter as container runtimes read it; None for a machine that is not known."""
+    calls = _SYSTEM_CALLS_BY_MACHINE.get(machine or platform.machine())
+    if calls is None:
+        return None
+    flags = [1 << bit for bit in range(32) if _NAMESPACE_FLAGS >> bit & 1]
+    return {
+        "defaultAction": "SCMP_ACT_ALLOW",
+        "architectures": [calls.profile_architecture],
+        "syscalls": [
+            _build_refusal(_REFUSED_NAMES),
+            _build_refusal(["clone3"], code=errno.ENOSYS),
+            _build_refusal(["socket"], _build_argument("SCMP_CMP_EQ", _AF_VSOCK)),
+            *(
+                _build_refusal(["clone"], _build_argument("SCMP_CMP_MASKED_EQ", flag, flag))
+                for flag in flags
+            ),
+        ],
+    }
+
+
+def _build_refusal(
+    names: Sequence[str], *arguments: dict[str, Any], code: int = errno.EPERM
+) -> dict[str, Any]:
+    rule = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": code}
+    return {**rule, "args": list(arguments)} if arguments else rule
+
+
+def _build_argument(comparison: str, value: int, masked: int = 0) -> dict[str, Any]:
+    return {"index": 0, "op": comparison, "value": value, "valueTwo": masked}
 
 
 def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, int]]:

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from tests.support import attacks_table
 from tests.support.attacks import tool
 from tests.support.attacks.agent import SANDBOX, SECRET_WORDS
@@ -32,7 +32,8 @@ def run_with_attacks(fileroot: Path, isolation: str) -> tuple[SmallRun, Path]:
     note, home = fileroot / "note.jsonl", fileroot / "home"
     home.mkdir(parents=True)
     steps = math.ceil(len(tool.ATTACKS) / GROUPS)
-    sandbox = {**SANDBOX, "network": "session-only" if isolation == "bwrap" else "none"}
+    holds_session = "session-only" in make_runtime(isolation).networks
+    sandbox = {**SANDBOX, "network": "session-only" if holds_session else "none"}
     run = SmallRun(
         fileroot / "runs",
         "sft.total_steps=2",

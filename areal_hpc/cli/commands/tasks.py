@@ -27,7 +27,7 @@ def add_commands(commands: CommandGroup) -> None:
         "check-tasks",
         _check_tasks,
         help="play Harbor's tasks with their own solutions, and with none",
-        description="Judge each task twice in a sandbox of bubblewrap: after its own "
+        description="Judge each task twice in a sandbox: after its own "
         "solution/solve.sh, and after nothing. Exits with 1 if the tests of one do not tell them "
         "apart.",
         example="areal-hpc check-tasks tasks",
@@ -35,6 +35,10 @@ def add_commands(commands: CommandGroup) -> None:
     check.add_argument("path", type=Path, help="a task folder, or a folder of task folders")
     root = "folder or tar of a root file system for tasks that have none; this machine's if absent"
     check.add_argument("--root", type=Path, help=root)
+    names = ("bwrap", "podman")
+    check.add_argument(
+        "--isolation", choices=names, default=names[0], help="of these sandboxes (%(default)s)"
+    )
     check.add_argument(
         "--at-once", type=int, default=os.cpu_count(), help="tasks played at once (%(default)s)"
     )
@@ -84,11 +88,13 @@ def _check_tasks(arguments: argparse.Namespace) -> int:
 async def _print_checks(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
     """A line for each task; how many are not sound."""
     from areal_hpc.dataset.harbor.task_check import check_tasks
+    from areal_hpc.sandbox.runtimes.choice import make_runtime
     from areal_hpc.sandbox.spec import SandboxSpec
 
     unsound = 0
     spec = SandboxSpec(arguments.root and arguments.root.resolve())
-    async for one in check_tasks(rows, spec, max(1, arguments.at_once)):
+    runtime = make_runtime(arguments.isolation)
+    async for one in check_tasks(rows, runtime, spec, max(1, arguments.at_once)):
         unsound += not one.is_sound
         oracle = "none" if one.oracle is None else f"{one.oracle.value:g}"
         note = (

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
-from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.reward import Reward
 
@@ -33,7 +33,7 @@ class TaskCheck:
 
 
 async def check_tasks(
-    rows: Sequence[dict[str, Any]], spec: SandboxSpec, at_once: int
+    rows: Sequence[dict[str, Any]], runtime: Runtime, spec: SandboxSpec, at_once: int
 ) -> AsyncIterator[TaskCheck]:
     """Check each of these rows, in their order.
 
@@ -45,7 +45,7 @@ async def check_tasks(
 
     async def check(row: dict[str, Any]) -> TaskCheck:
         async with places:
-            return await check_task(row, spec)
+            return await check_task(row, runtime, spec)
 
     running = [asyncio.create_task(check(row)) for row in rows]
     try:
@@ -57,17 +57,17 @@ async def check_tasks(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def check_task(row: dict[str, Any], spec: SandboxSpec) -> TaskCheck:
+async def check_task(row: dict[str, Any], runtime: Runtime, spec: SandboxSpec) -> TaskCheck:
     """Play one task twice, each time in a sandbox of its own."""
     task = find_harbor_task(row)
     assert task is not None
     has_solution = Path(task.folder, "solution", "solve.sh").is_file()
-    oracle = await _play(task, spec, solves=True) if has_solution else None
-    return TaskCheck(row["name"], oracle, await _play(task, spec, solves=False))
+    oracle = await _play(task, runtime, spec, solves=True) if has_solution else None
+    return TaskCheck(row["name"], oracle, await _play(task, runtime, spec, solves=False))
 
 
-async def _play(task: HarborTask, spec: SandboxSpec, *, solves: bool) -> Reward:
-    sandbox = await BwrapRuntime().start(task.narrow(spec))
+async def _play(task: HarborTask, runtime: Runtime, spec: SandboxSpec, *, solves: bool) -> Reward:
+    sandbox = await runtime.start(task.narrow(spec))
     try:
         await task.prepare(sandbox)
         if solves:

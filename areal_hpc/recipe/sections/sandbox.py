@@ -6,7 +6,7 @@ from pydantic import Field
 
 from areal_hpc.recipe.base import BaseConfig
 
-AgentIsolation = Literal["bwrap", "gvisor", "none"]
+AgentIsolation = Literal["bwrap", "podman", "gvisor", "none"]
 """Names of runtimes."""
 
 
@@ -16,7 +16,7 @@ class SandboxConfig(BaseConfig):
     root: str = ""
     """Folder or tar of a root file system, on every node; empty: the node's own, read-only."""
     readonly_folders: tuple[Annotated[str, Field(pattern="^/")], ...] = ()
-    """More folders of the node that a sandbox of bwrap shows, read-only, at their own places."""
+    """More folders of the node that bwrap and podman show, read-only, at their own places."""
     network: Literal["none", "session-only", "open"] = "none"
     """What commands reach: nothing; the model's endpoint alone; all that the node reaches."""
     memory_bytes: Annotated[int, Field(ge=64 << 20)] = 2 << 30

@@ -47,7 +47,7 @@ class AgentSandboxes:
         if task is not None:
             if not self._takes_root:
                 raise RecipeError(
-                    "Harbor's tasks need a sandbox of bubblewrap",
+                    "Harbor's tasks need a sandbox of bwrap or podman",
                     key="rollout.agent.isolation",
                     hint="use rollout.agent.isolation=bwrap",
                 )

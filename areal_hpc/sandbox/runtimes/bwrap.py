@@ -5,11 +5,9 @@ number of files are limited; bubblewrap makes the sandbox within it. All of it g
 process.
 """
 
-import asyncio
 import contextlib
 import os
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
@@ -21,7 +19,7 @@ from areal_hpc.sandbox.bubblewrap import (
     get_bwrap_runnable_by_all,
     may_become_nobody,
 )
-from areal_hpc.sandbox.root_archive import unpack_root
+from areal_hpc.sandbox.root_archive import resolve_root
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     LOWER_DIR,
@@ -30,13 +28,12 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_server_command,
     find_guest_python,
 )
+from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
 from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
-_SCRATCH_DIR_CANDIDATES = ("/media", "/srv", "/mnt", "/opt")
-"""Folders that every distribution has (FHS 3.0); one of them is covered, for bubblewrap alone."""
 _PREPARE_SCRATCH_SCRIPT = """
 set -e
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
@@ -61,10 +58,7 @@ class BwrapRuntime:
         bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
         if bwrap is None:
             raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
-        if spec.root is not None and spec.root.is_file():
-            owner = NOBODY_UID if as_nobody else None
-            root = await asyncio.to_thread(unpack_root, spec.root, owner)
-            spec = replace(spec, root=root)
+        spec = await resolve_root(spec, NOBODY_UID if as_nobody else None)
         if as_nobody:
             bwrap = get_bwrap_runnable_by_all(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
@@ -73,7 +67,7 @@ class BwrapRuntime:
         with _open_contents() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
-                *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := _choose_scratch_dir(taken)),
+                *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := choose_scratch_dir(taken)),
                 *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
                 " ".join(map(str, range(len(spec.folders)))),
                 *build_bwrap_arguments(spec, python, scratch, contents),
@@ -191,18 +185,6 @@ def _list_system_options(
         yield from ("--perms", "0644")
         yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
     yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")
-
-
-def _choose_scratch_dir(taken: Sequence[str]) -> str:
-    """A folder that may be covered: nothing that the sandbox is made of lies in it."""
-    for place in _SCRATCH_DIR_CANDIDATES:
-        if Path(place).is_dir() and not any(Path(one).is_relative_to(place) for one in taken):
-            return place
-    raise ClusterError(
-        f"none of {', '.join(_SCRATCH_DIR_CANDIDATES)} can hold the files of a sandbox on this "
-        "machine",
-        hint="move the root file system out of them",
-    )
 
 
 def _build_isolation_error(why: str) -> RecipeError:

@@ -7,9 +7,11 @@ from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes.gvisor import GvisorRuntime, find_runsc
 from areal_hpc.sandbox.runtimes.host import HostRuntime
+from areal_hpc.sandbox.runtimes.podman import PodmanRuntime, find_podman
 
 _RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "bwrap": BwrapRuntime,
+    "podman": PodmanRuntime,
     "gvisor": GvisorRuntime,
     "none": HostRuntime,
 }
@@ -24,6 +26,7 @@ def find_installed_runtimes() -> list[str]:
     """Names of the runtimes whose programs are on this machine."""
     found = {
         "bwrap": find_bubblewrap() is not None,
+        "podman": find_podman() is not None,
         "gvisor": find_runsc() is not None,
         "none": True,
     }

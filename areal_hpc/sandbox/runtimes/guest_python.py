@@ -66,6 +66,7 @@ def build_server_command(
     writable: Sequence[str],
     counts_processes: bool,
     origin: str = "/",
+    channel_fd: int | None = None,
 ) -> list[str]:
     """The command line of a sandbox's server.
 
@@ -76,9 +77,11 @@ def build_server_command(
         writable: Folders that a snapshot looks through.
         counts_processes: The kernel counts the processes of this sandbox alone.
         origin: The folder that paths in a snapshot are relative to.
+        channel_fd: The channel; None: standard input and output.
     """
     request = {
         "limits": _build_limit_fields(spec.limits, counts_processes),
+        "channel_fd": channel_fd,
         "session_port": SESSION_PORT if spec.network == "session-only" else None,
         "writable": list(writable),
         "origin": origin,

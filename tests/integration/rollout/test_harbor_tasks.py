@@ -19,6 +19,7 @@ from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.reward.harbor import find_harbor_task
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import make_spec, play
@@ -27,6 +28,7 @@ from tests.support.gym_stage import GymStage, call_tool
 from tests.support.root_file_system import make_root_file_system
 
 PATH = "tests.integration.rollout.harbor_agents.Playing"
+RUNTIMES = [name for name in find_installed_runtimes() if make_runtime(name).takes_root]
 MODULE = "running_total"
 ANSWER = f"/app/{MODULE}.py"
 
@@ -59,10 +61,11 @@ async def judge_after(row: dict[str, Any], *commands: str) -> Reward:
         await sandbox.stop()
 
 
-def test_solutions_are_right_and_nothing_is_wrong(tasks: Path) -> None:
+@pytest.mark.parametrize("name", RUNTIMES)
+def test_solutions_are_right_and_nothing_is_wrong(name: str, tasks: Path) -> None:
     async def check() -> list[tuple[float, float]]:
         rows = read_task_folders(tasks, "x")[:3]
-        told = [one async for one in check_tasks(rows, SandboxSpec(), 2)]
+        told = [one async for one in check_tasks(rows, make_runtime(name), SandboxSpec(), 2)]
         assert all(one.is_sound for one in told)
         return [(one.oracle.value, one.null.value) for one in told if one.oracle]
 
@@ -122,10 +125,10 @@ def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> No
     assert "/app\n\n(exit code 0)" in stage.prompts[3]
 
 
-def test_only_bubblewrap_plays_them(tasks: Path, tmp_path: Path) -> None:
+def test_a_runtime_without_roots_does_not_play_them(tasks: Path, tmp_path: Path) -> None:
     how = AgentExecutionConfig.model_validate({"isolation": "none"})
     one = dataclasses.replace(make_spec(), data=find_row(tasks))
-    with pytest.raises(RecipeError, match="need a sandbox of bubblewrap"):
+    with pytest.raises(RecipeError, match="need a sandbox of bwrap or podman"):
         finish(play(tmp_path, how, [one], {}, PATH))
 
 
