@@ -1,4 +1,4 @@
-"""Put a recipe's models and data sets in place, on a machine that has a network.
+"""Put a recipe's models, data sets and images in place, on a machine that has a network.
 
 Downloads go to the Hugging Face cache by `huggingface_hub`, so `HF_HOME`, `HF_ENDPOINT`, `HF_TOKEN`
 and `HF_HUB_OFFLINE` mean what they always do. What is there already is not fetched again.
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from areal_hpc.dataset.harbor.image_build import build_images
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.hub_cache import RepoKind
 from areal_hpc.recipe.recipe import Recipe
@@ -69,6 +70,8 @@ def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
     problems: list[Problem] = []
     for want in list_prefetch_items(recipe):
         try:
+            if want.key.endswith(".harbor") and Path(want.name).is_dir():
+                build_images(Path(want.name), want.key, say)
             folder = _download_if_missing(want)
             files = [
                 _describe_file(path, folder, before) for path in _list_wanted_files(folder, want)

@@ -41,7 +41,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     """Path of the task folder, there on every node."""
     root: str = ""
-    """Folder or tar of its root file system; empty: what the recipe says."""
+    """Folder, tar or image of its root file system; empty: what the recipe says."""
     has_network: bool = True
     """False: commands reach nothing, whatever the recipe says."""
     work_dir: str = ""
@@ -71,8 +71,8 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         network = spec.network
         if network == "open" and not self.has_network:
             network = "session-only"
-        root = Path(self.root) if self.root else spec.root
-        return replace(spec, root=root, network=network, limits=limits, folders=self.folders)
+        changed = replace(spec, network=network, limits=limits, folders=self.folders)
+        return replace(changed, root=Path(self.root), variables={}) if self.root else changed
 
     async def prepare(self, sandbox: Sandbox) -> None:
         """Put the task's files, and let commands run where and with what they expect.

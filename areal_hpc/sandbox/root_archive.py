@@ -1,4 +1,7 @@
-"""Root file systems that lie in an archive: unpacked once per node, below the temporary folder."""
+"""Root file systems that lie in an archive: unpacked once per node, below the temporary folder.
+
+An archive is a tar of all files, or an image of the Open Container Initiative (`oci_image.py`).
+"""
 
 import asyncio
 import contextlib
@@ -13,6 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.sandbox.oci_image import OciImage, read_image, unpack_image
 from areal_hpc.sandbox.spec import SandboxSpec
 
 UNPACK_TIMEOUT_S = 1800.0
@@ -37,18 +41,21 @@ def unpack_root(archive: Path, owner: int | None = None) -> Path:
     `owner` is whom the files are given to; None: who runs this.
 
     Raises:
-        RecipeError: It is no archive that tar(1) reads.
+        RecipeError: It is no archive that tar(1) reads, and no image.
         ClusterError: There is no room for it.
     """
     cache = make_cache_folder()
-    state = archive.stat()
+    image, state = read_image(archive), archive.stat()
     identity = f"{archive.resolve()} {state.st_size} {state.st_mtime_ns} {owner}"
+    if image is not None:  # tasks may share it, each with an archive of its own
+        identity = f"{image.digest} {owner}"
     folder = cache / hashlib.sha256(identity.encode()).hexdigest()[:32]
     with _lock(cache / f"{folder.name}.lock"):
         if not folder.is_dir():
             partial = Path(tempfile.mkdtemp(prefix="partial-", dir=cache))
             try:
-                _unpack(archive, partial, owner)
+                _unpack(archive, image, partial)
+                _hand_over(partial, owner)
                 partial.rename(folder)
             except BaseException:  # boundary: whatever it is, nothing half-done stays
                 shutil.rmtree(partial, ignore_errors=True)
@@ -74,7 +81,17 @@ def make_cache_folder() -> Path:
     return cache
 
 
-def _unpack(archive: Path, folder: Path, owner: int | None) -> None:
+def _unpack(archive: Path, image: OciImage | None, folder: Path) -> None:
+    if image is None:
+        _unpack_tar(archive, folder)
+        return
+    try:
+        unpack_image(image, folder)
+    except OSError as error:
+        raise _build_space_error(archive, folder, str(error)) from error
+
+
+def _unpack_tar(archive: Path, folder: Path) -> None:
     command = ["tar", "--extract", "--file", str(archive), "--directory", str(folder)]
     command += ["--no-same-owner", "--no-same-permissions"]
     command += [f"--exclude={name}" for name in _LEFT_OUT]
@@ -86,16 +103,23 @@ def _unpack(archive: Path, folder: Path, owner: int | None) -> None:
         raise ClusterError(f"{archive} cannot be unpacked: {error}") from error
     said = told.stderr.decode(errors="replace").strip()
     if told.returncode != 0 and "No space left" in said:
-        raise ClusterError(
-            f"{archive} does not fit into {folder.parent}",
-            hint="free some space there, or set TMPDIR on the nodes",
-        )
+        raise _build_space_error(archive, folder, said)
     if told.returncode != 0 or not any(folder.iterdir()):
         raise RecipeError(
             f"{archive} is no archive of a root file system: {said[-300:] or 'it is empty'}",
             key=str(archive),
             hint="write one with `podman export`, or `tar -C FOLDER -cf root.tar .`",
         )
+
+
+def _build_space_error(archive: Path, folder: Path, why: str) -> ClusterError:
+    return ClusterError(
+        f"{archive} cannot be unpacked into {folder.parent}: {why[-300:]}",
+        hint="free some space there, or set TMPDIR on the nodes",
+    )
+
+
+def _hand_over(folder: Path, owner: int | None) -> None:
     folder.chmod(0o755)
     if owner is not None:
         for path in (folder, *folder.rglob("*")):

@@ -1,5 +1,6 @@
 """What a sandbox is asked for: its root, its network, its limits."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -33,10 +34,12 @@ class SandboxSpec:
     """A sandbox to start."""
 
     root: Path | None = None
-    """Folder or tar of a root file system, which stays as it is; None: the machine's, read-only."""
+    """Folder, tar or image of a root file system, which stays as it is; None: the machine's own."""
     network: Network = "none"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
     folders: tuple[str, ...] = ()
     """Places of further folders that commands may write in, empty at first."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment of commands, besides what every sandbox has."""
     readonly_folders: tuple[str, ...] = ()
     """Folders of this machine that it shows at their own places, read-only."""

@@ -6,7 +6,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-PROGRAMS = ("sh", "cat", "ls", "mkdir", "rm", "sleep", "touch")
+PROGRAMS = ("sh", "cat", "chmod", "ls", "mkdir", "rm", "sleep", "touch")
 _NOBODY_UID = 65534
 
 

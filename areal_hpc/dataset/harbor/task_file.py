@@ -63,8 +63,8 @@ class EnvironmentSectionConfig(BaseConfig):
     """Hosts that `allowlist` lets through."""
     allow_internet: bool | None = None
     """The older form of `network_mode`."""
-    build_timeout_sec: float = 600.0
-    """Nothing is built here."""
+    build_timeout_sec: Annotated[float, Field(gt=0)] = 600.0
+    """Time to build the image."""
     docker_image: str | None = None
     """An image in place of a Dockerfile."""
     os: str = "linux"

@@ -10,7 +10,10 @@ from areal_hpc.dataset.harbor.container_file import ContainerFile, read_containe
 from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_KEY, HarborTask
+from areal_hpc.sandbox.oci_image import read_image
 
+IMAGE_NAME = "image.tar"
+"""Name in `environment/` of an image, an OCI archive; `areal-hpc prefetch` writes it."""
 ROOT_NAMES = ("rootfs", "rootfs.tar", "rootfs.tar.gz", "rootfs.tar.xz", "rootfs.tar.zst")
 """Names in `environment/` of a root file system: a folder, or a tar of it."""
 _SYSTEM_PLACES = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")
@@ -66,8 +69,13 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
         container = read_container_file(file)
     if problems := [*_find_problems(folder, task, container, root)]:
         raise RecipeError.from_problems(problems)
+    image = read_image(Path(root)) if root.endswith(IMAGE_NAME) else None
+    variables, work_dir = container.variables, container.work_dir
+    if image is not None:
+        variables, work_dir = dict(image.variables), image.work_dir.removeprefix("/")
+        work_dir = f"/{work_dir}" if work_dir else ""
     copies = [] if root else container.copies
-    work_dir = task.environment.workdir or container.work_dir
+    work_dir = task.environment.workdir or work_dir
     places = [*filter(None, [work_dir]), *(place for _, place in copies)]
     environment = task.environment
     described = HarborTask(
@@ -75,7 +83,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
         root=root,
         has_network=task.has_network,
         work_dir=work_dir,
-        variables=container.variables | environment.env,
+        variables=variables | environment.env,
         copies=tuple((f"environment/{source}", place) for source, place in copies),
         folders=(*HARBOR_FOLDERS, *_list_writable(places)),
         memory_bytes=environment.memory_mb and environment.memory_mb << 20,
@@ -97,7 +105,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
 
 def _find_root(folder: Path) -> str:
     """The root file system beside a task's Dockerfile; empty if it has none."""
-    for name in ROOT_NAMES:
+    for name in (*ROOT_NAMES, IMAGE_NAME):
         if (folder / "environment" / name).exists():
             return str(folder / "environment" / name)
     return ""
@@ -117,26 +125,34 @@ def _find_problems(
         )
     if root:
         return
-    hint = f"build the image elsewhere, and put its files into environment/{ROOT_NAMES[1]}"
+    hint = f"areal-hpc prefetch RECIPE makes environment/{IMAGE_NAME}, where podman is"
     if container.needs_build:
         yield Problem(
             f"its image has to be built: {container.needs_build[0]}",
             str(folder / "environment" / "Dockerfile"),
-            f"{hint} (podman build, podman export)",
+            hint,
         )
     if task.environment.docker_image is not None:
         yield Problem(
             f"its image {task.environment.docker_image} has to be fetched",
             str(folder / "task.toml"),
-            f"{hint} (podman create, podman export)",
+            hint,
         )
-    for _, place in container.copies:
-        if place == "/" or any(PurePosixPath(place).is_relative_to(one) for one in _SYSTEM_PLACES):
-            yield Problem(
-                f"its Dockerfile copies to {place}, which is read-only in a sandbox",
-                str(folder / "environment" / "Dockerfile"),
-                hint,
-            )
+    for place in list_system_copies(container):
+        yield Problem(
+            f"its Dockerfile copies to {place}, which is read-only in a sandbox",
+            str(folder / "environment" / "Dockerfile"),
+            hint,
+        )
+
+
+def list_system_copies(container: ContainerFile) -> list[str]:
+    """Places that a Dockerfile copies to and that are read-only where the node's programs are."""
+
+    def is_read_only(place: str) -> bool:
+        return any(PurePosixPath(place).is_relative_to(one) for one in _SYSTEM_PLACES)
+
+    return [place for _, place in container.copies if place == "/" or is_read_only(place)]
 
 
 def _list_writable(places: list[str]) -> list[str]:

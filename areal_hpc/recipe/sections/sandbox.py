@@ -14,7 +14,7 @@ class SandboxConfig(BaseConfig):
     """The sandbox that each episode's agent gets as `data["sandbox"]`."""
 
     root: str = ""
-    """Folder or tar of a root file system, on every node; empty: the node's own, read-only."""
+    """Folder, tar or OCI archive of a root file system, on every node; empty: the node's own."""
     readonly_folders: tuple[Annotated[str, Field(pattern="^/")], ...] = ()
     """More folders of the node that bwrap and podman show, read-only, at their own places."""
     network: Literal["none", "session-only", "open"] = "none"

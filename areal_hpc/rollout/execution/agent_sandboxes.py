@@ -10,6 +10,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
+from areal_hpc.sandbox.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import make_runtime
@@ -150,16 +151,19 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
         raise RecipeError(
             f"there is no root file system {config.root}",
             key="rollout.agent.sandbox.root",
-            hint="put its folder, or a tar of it, there, on every node",
+            hint="put its folder, a tar of it or an image there, on every node",
         )
     _check_readonly_folders(config.readonly_folders, runtime)
     limits = SandboxLimits(
         config.memory_bytes, config.processes, config.disk_bytes, config.files, config.output_bytes
     )
+    root = Path(config.root).resolve() if config.root else None
+    image = read_image(root) if root is not None and root.is_file() else None
     return SandboxSpec(
-        Path(config.root).resolve() if config.root else None,
+        root,
         network,
         limits,
+        variables={} if image is None else image.variables,
         readonly_folders=config.readonly_folders,
     )
 

@@ -76,7 +76,7 @@ class BwrapRuntime:
                 command,
                 WORK_DIR,
                 spec.limits,
-                GUEST_VARIABLES,
+                {**GUEST_VARIABLES, **spec.variables},
                 pass_fds=contents.descriptors,
                 user=NOBODY_UID if as_nobody else None,
             )

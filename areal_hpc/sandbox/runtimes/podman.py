@@ -103,7 +103,7 @@ class PodmanRuntime:
                 _build_command(spec, python, scratch, archive, binds),
                 WORK_DIR,
                 spec.limits,
-                GUEST_VARIABLES,
+                {**GUEST_VARIABLES, **spec.variables},
                 pass_fds=[archive],
                 user=NOBODY_UID if as_nobody else None,
                 environ=_build_podman_variables(scratch),

@@ -1,0 +1,180 @@
+"""Images in archives of the Open Container Initiative (OCI): what they say, and their files.
+
+As `podman save --format oci-archive` writes them (OCI image specification 1.1: image-layout.md,
+manifest.md, config.md, layer.md). Every blob is held against its digest.
+"""
+
+import hashlib
+import json
+import platform
+import tarfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.sandbox.image_layers import RootTree
+
+MAX_DOCUMENT_BYTES = 4 << 20
+"""Of an index, a manifest, a configuration."""
+_ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
+_LAYOUT_FILE, _INDEX_FILE = "oci-layout", "index.json"
+_PIECE_BYTES = 1 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class OciImage:
+    """An image: its digest, what commands in it expect, where its files are."""
+
+    archive: Path
+    digest: str
+    """Of its manifest."""
+    layers: tuple[Mapping[str, Any], ...]
+    """Their descriptors, the lowest first."""
+    variables: Mapping[str, str]
+    work_dir: str
+    labels: Mapping[str, str]
+
+
+def read_image(archive: Path) -> OciImage | None:
+    """The image in an archive; None if that is a tar of something else.
+
+    Raises:
+        RecipeError: It is an image that cannot be read; the message says why.
+    """
+    try:
+        with tarfile.open(archive, "r:") as file:
+            blobs = _Blobs(archive, file)
+            return _read_manifest(archive, blobs) if blobs.is_image else None
+    except tarfile.ReadError:  # compressed, or no tar at all
+        return None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise _build_image_error(archive, f"it is damaged ({error!r})") from error
+
+
+def unpack_image(image: OciImage, folder: Path) -> None:
+    """Write the files of all layers into an empty folder, all of them the caller's own.
+
+    Raises:
+        RecipeError: A layer is damaged, or of an unknown kind.
+        OSError: A file cannot be written.
+    """
+    tree = RootTree(folder)
+    with tarfile.open(image.archive, "r:") as file:
+        blobs = _Blobs(image.archive, file)
+        for layer in image.layers:
+            stream = _HashedReader(blobs.open(layer["digest"]))
+            try:
+                mode = _find_layer_mode(image.archive, str(layer["mediaType"]))
+                with tarfile.open(fileobj=stream, mode=mode) as content:  # type: ignore[call-overload]
+                    tree.apply_layer(content)
+            except (tarfile.TarError, EOFError, ValueError) as error:
+                raise _build_image_error(
+                    image.archive, f"a layer cannot be read: {error}"
+                ) from error
+            if stream.finish() != layer["digest"]:
+                raise _build_image_error(image.archive, f"{layer['digest']} is another's content")
+    tree.set_folder_modes()
+
+
+class _Blobs:
+    """Files of an image's archive."""
+
+    def __init__(self, archive: Path, file: tarfile.TarFile) -> None:
+        self._archive, self._file = archive, file
+        self._members: dict[str, tarfile.TarInfo] = {}
+        first = file.next()
+        top = "" if first is None else first.name.removeprefix("./").partition("/")[0]
+        if top in ("blobs", _LAYOUT_FILE, _INDEX_FILE, "."):  # else a large tar is not read for it
+            self._members = {one.name.removeprefix("./"): one for one in file.getmembers()}
+
+    @property
+    def is_image(self) -> bool:
+        """The archive is one of an image."""
+        return {_LAYOUT_FILE, _INDEX_FILE} <= self._members.keys()
+
+    def open(self, digest: str) -> IO[bytes]:
+        """The content of a blob."""
+        algorithm, _, name = digest.partition(":")
+        if algorithm != "sha256":
+            raise _build_image_error(self._archive, f"digests of {algorithm} are not known")
+        stream = self._file.extractfile(self._members[f"blobs/{algorithm}/{name}"])
+        if stream is None:
+            raise ValueError(digest)
+        return stream
+
+    def read_index(self) -> dict[str, Any]:
+        """The entry of the archive."""
+        stream = self._file.extractfile(self._members[_INDEX_FILE])
+        assert stream is not None
+        return dict(json.loads(stream.read(MAX_DOCUMENT_BYTES)))
+
+    def read_document(self, digest: str) -> dict[str, Any]:
+        """A blob that is JSON."""
+        content = self.open(digest).read(MAX_DOCUMENT_BYTES)
+        if f"sha256:{hashlib.sha256(content).hexdigest()}" != digest:
+            raise ValueError(f"{digest} is another's content")
+        return dict(json.loads(content))
+
+
+class _HashedReader:
+    """A stream that remembers the digest of what was read."""
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream, self._digest = stream, hashlib.sha256()
+
+    def read(self, size: int) -> bytes:
+        """As of any stream."""
+        piece = self._stream.read(size)
+        self._digest.update(piece)
+        return piece
+
+    def finish(self) -> str:
+        """The digest of all of it; reads what is left."""
+        while self.read(_PIECE_BYTES):
+            pass
+        return f"sha256:{self._digest.hexdigest()}"
+
+
+def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
+    document, digest = blobs.read_index(), ""
+    while "manifests" in document:  # an index may name others, one for each platform
+        digest = _choose_manifest(archive, document["manifests"])
+        document = blobs.read_document(digest)
+    config = blobs.read_document(document["config"]["digest"]).get("config") or {}
+    return OciImage(
+        archive,
+        digest,
+        tuple(document["layers"]),
+        dict(one.partition("=")[::2] for one in config.get("Env") or ()),
+        config.get("WorkingDir") or "",
+        config.get("Labels") or {},
+    )
+
+
+def _choose_manifest(archive: Path, found: list[dict[str, Any]]) -> str:
+    """The one for this machine, or that says nothing of machines."""
+    wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
+    for one in found:
+        place = one.get("platform", {})
+        if place.get("architecture", wanted) == wanted and place.get("os", "linux") == "linux":
+            return str(one["digest"])
+    raise _build_image_error(archive, f"there is no image for linux on {wanted} in it")
+
+
+def _find_layer_mode(archive: Path, media_type: str) -> str:
+    """How tarfile reads a layer."""
+    if media_type.endswith("gzip"):
+        return "r|gz"
+    if media_type.endswith("tar"):
+        return "r|"
+    raise _build_image_error(archive, f"layers of type {media_type} cannot be read")
+
+
+def _build_image_error(archive: Path, why: str) -> RecipeError:
+    return RecipeError(
+        f"{archive} is an image that cannot be used: {why}",
+        key=str(archive),
+        hint="write it with `podman save --format oci-archive`",
+    )
