@@ -126,6 +126,14 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "trainer.objective.critic.warmup_steps",
             f"use {trainer.total_steps - 1} or less, or raise trainer.total_steps",
         )
+    senders = recipe.weights.senders
+    if senders is not None and senders > parallel.world_size:
+        yield Problem(
+            f"weights.senders={senders} of {parallel.world_size} trainer ranks: each sender is one "
+            "of them",
+            "weights.senders",
+            f"use {parallel.world_size} or less, or null for one on each trainer node",
+        )
     ranks = parallel.tp * parallel.cp * parallel.dp
     if ranks % parallel.ep:
         yield Problem(

@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -37,10 +37,12 @@ from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import Coordinator, run_loop
 from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.loop.weight_senders import WeightSenders, agree_on_senders
 from areal_hpc.trainer.model.hf_weights import list_hf_specs
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.sender import WeightSender
 
 logger = logging.getLogger(__name__)
 
@@ -76,14 +78,19 @@ def _run_training(
         keep_best=job.keep_best,
     )  # fmt: skip
     coordinator = None
+    ranks = agree_on_senders(job.weights)
+    job = job.model_copy(update={"weights": job.weights.model_copy(update={"senders": len(ranks)})})
+    senders = None
     if is_first:
         events.record("state_loaded", generation=generation, step=learner.version.step)
         coordinator = _open_generation_and_make_coordinator(
-            job, paths, learner, device, stop, check_generation, events
+            job, paths, learner, device, stop, check_generation, events, ranks
         )
+    else:
+        senders = _build_senders(learner, ranks, partial(_build_sender, job, paths, device))
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
     enter_state("")  # phases say from here what is done
-    finished = run_loop(learner, coordinator, stop)
+    finished = run_loop(learner, coordinator, stop, senders)
     enter_state("end")
     if finished and coordinator:
         check_generation()
@@ -93,6 +100,8 @@ def _run_training(
         coordinator.source.report_run_finished()
     if coordinator:
         coordinator.close()
+    if senders:
+        senders.close()
     learner.close()
     return finished
 
@@ -105,6 +114,7 @@ def _open_generation_and_make_coordinator(
     stop: StopRequest,
     check_generation: Callable[[], None],
     events: EventLog,
+    ranks: Sequence[int],
 ) -> Coordinator:
     """Rank 0's part: clean up after the last start, open the generation, find the replicas."""
     version = learner.version
@@ -125,24 +135,22 @@ def _open_generation_and_make_coordinator(
         AsyncEvaluationTracker(job.schedule, metrics.judged_step) if job.evaluation_cell else None
     )
     ledger.open_generation(version.step, -1 if evaluation else version.step)
+    publisher = Publisher(
+        job.weights,
+        paths.rendezvous_dir,
+        job.cells,
+        service_key,
+        _choose_backend(device),
+        device,
+        paths.weights_dir,
+        evaluation_cell=job.evaluation_cell,
+    )
     source = LedgerSource(
         job.schedule,
         record,
         ledger=ledger,
-        publisher=Publisher(
-            job.weights,
-            paths.rendezvous_dir,
-            job.cells,
-            service_key,
-            "nccl" if device.type == "cuda" else "gloo",
-            device,
-            paths.weights_dir,
-            evaluation_cell=job.evaluation_cell,
-        ),
-        specs=[
-            TensorSpec(name, shape, str(dtype).removeprefix("torch."))
-            for name, shape, dtype in list_hf_specs(learner.policy)
-        ],
+        publisher=publisher,
+        senders=_build_senders(learner, ranks, lambda: publisher.sender),
         events=events,
         stop=stop,
         episode_failures=EpisodeFailureCounter(paths.events),
@@ -153,6 +161,30 @@ def _open_generation_and_make_coordinator(
     return Coordinator(
         job.schedule, record, source, stop, check_generation, partial(read_quarantine, paths)
     )
+
+
+def _build_senders(
+    learner: Learner, ranks: Sequence[int], make_sender: Callable[[], WeightSender]
+) -> WeightSenders:
+    specs = [
+        TensorSpec(name, shape, str(dtype).removeprefix("torch."))
+        for name, shape, dtype in list_hf_specs(learner.policy)
+    ]
+    rank = dist.get_rank()
+    place = ranks.index(rank) if rank in ranks else None
+    return WeightSenders(place, len(ranks), specs, make_sender)
+
+
+def _build_sender(job: TrainerJobConfig, paths: RunPaths, device: torch.device) -> WeightSender:
+    """The sender of a rank other than the first, which has made the key by now."""
+    service_key = rendezvous.ensure_service_key(paths.service_key)
+    return WeightSender(
+        job.weights, service_key, _choose_backend(device), device, paths.weights_dir
+    )
+
+
+def _choose_backend(device: torch.device) -> str:
+    return "nccl" if device.type == "cuda" else "gloo"
 
 
 def _exit_on_stop_timeout(stop: StopRequest, grace_s: float) -> None:

@@ -2,19 +2,16 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
-from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
+from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import DiscoveredReplicas, ReplicaDiscovery, ReplicaKey
-from areal_hpc.weights.transports.broadcast import BroadcastTransport
-from areal_hpc.weights.transports.disk import DiskTransport
-from areal_hpc.weights.transports.transport import Transport, UpdateReport, UpdateRequest
+from areal_hpc.weights.sender import WeightSender
+from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
@@ -60,17 +57,11 @@ class Publisher:
         *,
         evaluation_cell: bool = False,
     ) -> None:
-        self._bucket_bytes = get_bucket_bytes(config.bucket_bytes, device.type)
         self._discovery = ReplicaDiscovery(
             rendezvous_dir, cells, service_key, evaluation_cell=evaluation_cell
         )
-        self._transport: Transport[Any] = (
-            DiskTransport(config, service_key, device, weights_dir)
-            if config.transport == "disk"
-            else BroadcastTransport(config, service_key, device, backend)
-        )
-        # The specs of all updates are the same.
-        self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
+        self.sender = WeightSender(config, service_key, backend, device, weights_dir)
+        """This rank's end of updates."""
         self.pauses: list[UpdatePauseStats] = []
         """What the last update of each replica cost: as `discover_outdated_replicas` found it."""
         self.replica_count = 0
@@ -97,34 +88,12 @@ class Publisher:
         parameters: Iterable[tuple[str, torch.Tensor]],
         replicas: Sequence[ReplicaKey],
     ) -> UpdateReport:
-        """Send `version` to `replicas`, verify it there and put them into service.
-
-        Generations in progress stop and go on under the new weights. A replica that fails
-        takes only its own group out of service; the rest proceeds.
-
-        Args:
-            version: What tokens sampled from now on carry.
-            specs: All parameters in Hugging Face naming, in the order of `parameters`, in the
-                dtype that the replicas serve. A tied output embedding is left out.
-            parameters: Consumed exactly once and to its end, whatever fails: exporting is a
-                collective on all trainer ranks.
-            replicas: As `discover_outdated_replicas` named them.
-
-        Raises:
-            WeightSyncError: The parameters are not what the specs promised. What goes wrong
-                at replicas is in the report instead.
-        """
-        arrivals = iter(parameters)
-        try:
-            buckets = self._plan_buckets(tuple(specs), self._bucket_bytes)
-            return self._transport.update(UpdateRequest(version, buckets, arrivals, replicas))
-        finally:
-            for _ in arrivals:
-                pass
+        """Send `version` to `replicas`, from this rank alone; see `WeightSender.send`."""
+        return self.sender.send(version, specs, parameters, replicas)
 
     def close(self) -> None:
         """Leave all replicas. They go on serving what they have."""
-        self._transport.close()
+        self.sender.close()
         self._discovery.close()
 
 

@@ -40,17 +40,17 @@ def get_update_step_timeout_s(update_timeout_s: float) -> float:
     return update_timeout_s + CONNECT_TIMEOUT_S
 
 
-def get_sender_silence_limit_s(update_timeout_s: float) -> float:
+def get_sender_silence_limit_s(update_timeout_s: float, senders: int = 1) -> float:
     """How long a replica may hear nothing of a sender that lives: the deadline that cells keep.
 
     A replica that is done with a step waits until the slowest group is, or was left out, and until
     those left out have been told: connecting to them and being answered may each take
     `FENCE_NOTICE_TIMEOUT_S`. Gathering, packing and hashing the next bucket may take as long as
-    sending one.
+    sending one. Several senders gather together, each after its groups have joined and paused: who
+    is done waits for both steps of another sender.
     """
-    return (
-        get_update_step_timeout_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S + update_timeout_s
-    )
+    step_s = get_update_step_timeout_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S
+    return step_s * min(senders, 2) + update_timeout_s
 
 
 class _WeightVersionInfo(msgspec.Struct):
@@ -78,7 +78,12 @@ class ReplicaClient:
     """
 
     def __init__(
-        self, key: ReplicaKey, service_key: str, generation: int, update_timeout_s: float
+        self,
+        key: ReplicaKey,
+        service_key: str,
+        generation: int,
+        update_timeout_s: float,
+        senders: int = 1,
     ) -> None:
         self.key = key
         self._client = httpx.Client(
@@ -87,7 +92,7 @@ class ReplicaClient:
             headers={
                 INCARNATION_HEADER: str(key.incarnation),
                 TRAINER_GENERATION_HEADER: str(generation),
-                SENDER_TIMEOUT_HEADER: str(get_sender_silence_limit_s(update_timeout_s)),
+                SENDER_TIMEOUT_HEADER: str(get_sender_silence_limit_s(update_timeout_s, senders)),
             },
             trust_env=False,
         )

@@ -39,7 +39,7 @@ class NcclLikeCell:
         self.incarnation = 0
         self.received: list[bytes] = []
         self._over = threading.Event()
-        self._directory = directory
+        self.directory = directory
         self.start()
 
     def start(self) -> None:
@@ -92,7 +92,7 @@ class NcclLikeCell:
         self._server.daemon_threads = True
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        rendezvous.publish_endpoint(self._directory, f"control-{self.name}", url)
+        rendezvous.publish_endpoint(self.directory, f"control-{self.name}", url)
 
     def view(self) -> ReplicaView:
         state: ReplicaState = "serving" if self.served else "ready"

@@ -19,6 +19,8 @@ class WeightsConfig(BaseConfig):
     """Size of buckets, and by disk of files; null: 512 MiB from GPUs, 64 MiB from CPUs."""
     replicas_per_group: Annotated[int, Field(ge=1)] | None = None
     """Replicas per update group, which fail together; null: 1 on CPUs, 4 groups or less on GPUs."""
+    senders: Annotated[int, Field(ge=1)] | None = None
+    """Trainer ranks that send, each to a share of the replicas; null: one on each trainer node."""
     pause_mode: Literal["retract", "in_place"] = "retract"
     """`retract` recomputes KV, so versions are exact; `in_place` keeps old KV, even of prefixes."""
     # A replica that hangs holds up the others for one such wait. What has to fit in: the joining
@@ -31,6 +33,11 @@ class WeightsConfig(BaseConfig):
 
     @model_validator(mode="after")
     def _check_groups_need_broadcast(self) -> Self:
+        if (self.senders or 1) > 1 and self.transport == "disk":
+            raise ValueError(
+                "weights.senders is for weights.transport=broadcast: from disk every replica loads "
+                "by itself"
+            )
         if (self.replicas_per_group or 1) > 1 and self.transport == "disk":
             raise ValueError(
                 "weights.replicas_per_group is for weights.transport=broadcast: from disk every "

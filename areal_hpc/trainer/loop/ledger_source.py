@@ -25,9 +25,10 @@ from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.loop import BatchSource, PublishState
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
-from areal_hpc.weights.buckets.plan import TensorSpec
+from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher, UpdateBackoff
+from areal_hpc.weights.shares import Shares
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -41,7 +42,7 @@ NO_CELL_LOG_PERIOD_S = 60.0
 
 
 class LedgerSource(BatchSource):
-    """Rank 0's dealings with ledger and replicas. `specs` is what a publish sends."""
+    """Rank 0's dealings with ledger and replicas."""
 
     def __init__(
         self,
@@ -50,7 +51,7 @@ class LedgerSource(BatchSource):
         *,
         ledger: LedgerClient,
         publisher: Publisher,
-        specs: list[TensorSpec],
+        senders: WeightSenders,
         events: EventLog,
         stop: StopRequest,
         episode_failures: EpisodeFailureCounter,
@@ -61,7 +62,7 @@ class LedgerSource(BatchSource):
         self._record = record
         self._ledger = ledger
         self._publisher = publisher
-        self._specs = specs
+        self._senders = senders
         self._events = events
         self._stop = stop
         self._episode_failures = episode_failures
@@ -166,12 +167,18 @@ class LedgerSource(BatchSource):
         )
         return bool(self._targets)
 
-    def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def divide_receivers(self) -> Shares:
+        """The replicas that were found to lack the weights, by sender."""
+        return self._senders.divide(self._targets)
+
+    def publish_weights(
+        self, shares: Shares, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
         """Send the weights to the replicas that were found to lack them."""
         version = self._record.version
         began_at = time.monotonic()
         with self._record.timer.time_phase("publish"):
-            report = self._publisher.publish(version, self._specs, parameters, self._targets)
+            report = self._senders.send(version, shares, parameters)
         now = time.monotonic()
         self._backoff.record_update(report.ok, report.failed, now, now - began_at)
         is_evaluation = any(key.cell == EVALUATION_CELL for key in self._targets)

@@ -7,8 +7,8 @@ One turn of `run_loop` is one command. For each version of the weights they come
     TrainOnBatchCommand    `Learner.train_batch`: read  gets the batch from its
                            it, advantages, loss,        `BatchSource`: the ledger, or
                            optimizer                    recorded manifests
-    PublishWeightsCommand  gather the weights, tensor   sends them to the replicas
-                           by tensor                    that lack them, then tells the ledger
+    PublishWeightsCommand  gather the weights, tensor   divides the replicas that lack them
+                           by tensor; senders send      over senders, then tells the ledger
     SaveCheckpointCommand  copy the state; writer       holds back the step's metrics
                            processes put it on disk     until the checkpoint is durable
     WaitCommand            nothing                      the ledger plays the held-out tasks
@@ -55,8 +55,10 @@ from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.rank_progress import enter_place
+from areal_hpc.weights.shares import Shares
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -70,7 +72,10 @@ class TrainOnBatchCommand(Struct, frozen=True, tag=True):
 
 
 class PublishWeightsCommand(Struct, frozen=True, tag=True):
-    """Export the weights; rank 0 sends them to replicas."""
+    """Export the weights; those ranks that are senders send them to replicas."""
+
+    shares: Shares
+    """The replicas of each sender."""
 
 
 class SaveCheckpointCommand(Struct, frozen=True, tag=True):
@@ -136,8 +141,14 @@ class BatchSource(ABC):
         """What the weights need before anything else is done with them."""
         return "done"
 
-    def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send the weights to the replicas that lack them."""
+    def divide_receivers(self) -> Shares:
+        """The replicas that lack the weights, by sender."""
+        return []
+
+    def publish_weights(
+        self, shares: Shares, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
 
     def poll_evaluation(self) -> bool:
@@ -165,10 +176,16 @@ class BatchSource(ABC):
         return  # a source may leave it out
 
 
-def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopRequest) -> bool:
+def run_loop(
+    learner: Learner,
+    coordinator: Coordinator | None,
+    stop: StopRequest,
+    senders: WeightSenders | None = None,
+) -> bool:
     """Train until rank 0, the one with a coordinator, says stop; true when the run is complete.
 
-    A stop asked of any rank is a stop of all.
+    A stop asked of any rank is a stop of all. `senders` is a rank's part in sending weights where
+    it has no coordinator, whose source has it.
 
     Raises:
         ArealError: Rank 0 cannot go on, or a batch cannot be trained on. A checkpoint that was
@@ -187,7 +204,7 @@ def run_loop(learner: Learner, coordinator: Coordinator | None, stop: StopReques
             if trouble is not None:
                 raise trouble
             return command.finished
-        _execute_command(command, learner, coordinator)
+        _execute_command(command, learner, coordinator, senders)
 
 
 def _broadcast_next_command(
@@ -206,7 +223,10 @@ def _broadcast_next_command(
 
 
 def _execute_command(
-    command: RankCommand, learner: Learner, coordinator: Coordinator | None
+    command: RankCommand,
+    learner: Learner,
+    coordinator: Coordinator | None,
+    senders: WeightSenders | None,
 ) -> None:
     match command:
         case TrainOnBatchCommand(manifest, quarantine):
@@ -217,13 +237,15 @@ def _execute_command(
                 raise
             if coordinator:
                 coordinator.on_trained(learner.version, row)
-        case PublishWeightsCommand():
+        case PublishWeightsCommand(shares):
             enter_place(f"sending of the weights {learner.version}")
             parameters = stream_hf_tensors(learner.policy)
             with _time_span_on_other_ranks(coordinator, "publish"):
                 if coordinator:
-                    coordinator.publish_weights(parameters)
-                for _ in parameters:  # exporting is a collective: the others drain it
+                    coordinator.publish_weights(shares, parameters)
+                elif senders:
+                    senders.send(learner.version, shares, parameters)
+                for _ in parameters:  # exporting is a collective: who sends nothing drains it
                     pass
         case SaveCheckpointCommand(row):
             enter_place(f"checkpoint of step {learner.version.step}")
@@ -314,7 +336,8 @@ class Coordinator:
         step = self._record.version.step
         match self.source.poll_publish_state():
             case "publish":
-                return PublishWeightsCommand()
+                self._check_generation()
+                return PublishWeightsCommand(self.source.divide_receivers())
             case "wait":
                 return WaitCommand()
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
@@ -351,10 +374,11 @@ class Coordinator:
         self._record.begin_step(version, row)
         self.source.mark_weights_unpublished()
 
-    def publish_weights(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Send the weights to the replicas that lack them."""
-        self._check_generation()
-        self.source.publish_weights(parameters)
+    def publish_weights(
+        self, shares: Shares, parameters: Iterable[tuple[str, torch.Tensor]]
+    ) -> None:
+        """Send the weights to these replicas, rank 0's share of them itself."""
+        self.source.publish_weights(shares, parameters)
 
     def on_checkpoint_started(self, seconds: float) -> None:
         """The state is copied, and will be durable soon. The step's row waits for that."""

@@ -131,7 +131,11 @@ class Transport(ABC, Generic[SessionT]):
 
     def _build_replica_client(self, key: ReplicaKey, version: WeightVersion) -> ReplicaClient:
         return ReplicaClient(
-            key, self._service_key, version.generation, self._config.update_timeout_s
+            key,
+            self._service_key,
+            version.generation,
+            self._config.update_timeout_s,
+            self._config.senders or 1,
         )
 
     def close(self) -> None:

@@ -94,8 +94,9 @@ class Court:
         while not until():
             assert time.monotonic() < give_up_at
             match self.coordinator.next_command():
-                case PublishWeightsCommand():
-                    self.coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
+                case PublishWeightsCommand(shares):
+                    weights = iter([(SPECS[0].name, torch.ones(16))])
+                    self.coordinator.publish_weights(shares, weights)
                 case TrainOnBatchCommand(manifest) if manifest.step <= most_steps:
                     self.step = manifest.step
                     self.coordinator.on_trained(WeightVersion(1, self.step), {})

@@ -36,6 +36,7 @@ from areal_hpc.trainer.loop.loop import (
 )
 from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
+from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
@@ -114,7 +115,7 @@ def make_coordinator(
         record,
         ledger=LedgerClient(directory, "key", 1, lambda: False),
         publisher=publisher,
-        specs=SPECS,
+        senders=WeightSenders(0, 1, SPECS, lambda: publisher.sender),
         events=EventLog(directory / "events.jsonl", "trainer"),
         stop=stop,
         episode_failures=EpisodeFailureCounter(directory / "events.jsonl"),
@@ -134,7 +135,7 @@ def train(coordinator: Coordinator, steps: int) -> float:
         assert time.monotonic() - began < 100
         command = coordinator.next_command()
         if isinstance(command, PublishWeightsCommand):
-            coordinator.publish_weights(iter([(SPECS[0].name, torch.ones(16))]))
+            coordinator.publish_weights(command.shares, iter([(SPECS[0].name, torch.ones(16))]))
         elif isinstance(command, TrainOnBatchCommand):
             step = command.manifest.step
             coordinator.on_trained(WeightVersion(1, step), {})

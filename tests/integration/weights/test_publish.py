@@ -29,6 +29,7 @@ from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
+from tests.support.sender_ranks import sender_ranks
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
@@ -89,6 +90,33 @@ def assert_serves(cell: Cell, index: int, model: Qwen3ForCausalLM, version: Weig
     reply = cell.generate(prompt, index, max_new_tokens=16, temperature=1.0, ignore_eos=True)
     assert reply["meta_info"]["weight_version"] == str(version)
     assert logprob_error(model, prompt, reply) <= 1e-4
+
+
+def test_two_trainer_ranks_send_each_to_its_own_replica(cell: Cell, tmp_path: Path) -> None:
+    models, cell.generation = [tiny_qwen3(seed) for seed in (31, 32)], cell.generation + 1
+    files = [tmp_path / f"{at}.safetensors" for at in range(2)]
+    for model, path in zip(models, files, strict=True):
+        save_file({name: one.clone() for name, one in model.state_dict().items()}, path)
+    with sender_ranks(
+        cell.paths.rendezvous_dir,
+        files[0],
+        tmp_path,
+        cells=1,
+        backend="gloo",
+        service_key=cell.service_key,
+        generation=cell.generation,
+        bucket_bytes=100_000,
+        update_timeout_s=60,
+    ) as ranks:
+        for step, (model, path) in enumerate(zip(models, files, strict=True)):
+            report = ranks.update(step, path, 2)
+            assert report == {
+                "ok": [["cell-0", 0], ["cell-0", 1]],
+                "failed": {},
+                "shares": [[["cell-0", 0]], [["cell-0", 1]]],
+            }
+            for index in range(2):
+                assert_serves(cell, index, model, WeightVersion(cell.generation, step))
 
 
 def incarnations(cell: Cell) -> list[int]:

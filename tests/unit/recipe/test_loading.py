@@ -99,6 +99,8 @@ REFUSED = [
         "weights",
         "from disk every replica loads by itself",
     ),
+    ("weights.transport=disk; weights.senders=2", "weights", "from disk every replica loads by"),
+    ("weights.senders=3", "weights.senders", "weights.senders=3 of 1 trainer ranks"),
     # names that would leave the file root
     *(
         (f"trial_name='{name}'", "trial_name", "regular expression")

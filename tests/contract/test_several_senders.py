@@ -1,0 +1,102 @@
+"""Two trainer ranks send weights, each to its own replicas, over groups that fail as NCCL's.
+
+`tests/contract/test_nccl_like_updates.py` has every way in which a receiver is lost.
+"""
+
+import itertools
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from tests.support import nccl_like
+from tests.support.nccl_like_cells import Fault, NcclLikeCell
+from tests.support.sender_ranks import SenderRanks, sender_ranks
+
+WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3)}
+BUCKET_BYTES = 4096
+"""Of one of them."""
+CELLS = 4
+SHARES = [[["cell-0", 0], ["cell-2", 0]], [["cell-1", 0], ["cell-3", 0]]]
+PATIENT_S = 100.0
+SOON_S = 60.0
+"""No deadline is as short."""
+PHASES = {
+    "join": ("init_weights_update_group", 1),
+    "paused": ("pause_generation", 1),
+    "communicator": ("update_weights_from_distributed", 1),
+    "broadcast": ("update_weights_from_distributed", 2),
+    "end": ("end_weight_update", 1),
+    "verify": ("model_info", 1),
+    "resume": ("continue_generation", 1),
+}
+"""The call that is under way as a receiver dies."""
+
+
+@pytest.fixture(scope="module")
+def cells(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[NcclLikeCell]]:
+    nccl_like.register()
+    directory = tmp_path_factory.mktemp("rendezvous")
+    made = [NcclLikeCell(f"cell-{index}", directory) for index in range(CELLS)]
+    yield made
+    nccl_like.end_all()
+    for cell in made:
+        cell.close()
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("weights") / "weights.safetensors"
+    save_file(WEIGHTS, path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def ranks(
+    cells: list[NcclLikeCell], weights: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[SenderRanks]:
+    with sender_ranks(
+        cells[0].directory,
+        weights,
+        tmp_path_factory.mktemp("logs"),
+        cells=CELLS,
+        backend=nccl_like.BACKEND,
+        replicas_per_group=1,
+        bucket_bytes=BUCKET_BYTES,
+        update_timeout_s=PATIENT_S,
+        verify_checksum=False,
+    ) as both:
+        yield both
+
+
+STEPS = itertools.count()
+
+
+def assert_served(cells: list[NcclLikeCell], version: str) -> None:
+    content = [tensor.numpy().tobytes() for tensor in WEIGHTS.values()]
+    assert [(cell.served, cell.received) for cell in cells] == [(version, content)] * len(cells)
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("victim", [1, 2], ids=["of rank 1", "of rank 0"])
+def test_a_receiver_that_dies_costs_nobody_of_either_sender_the_update(
+    cells: list[NcclLikeCell], ranks: SenderRanks, weights: Path, victim: int, phase: str
+) -> None:
+    cells[victim].restart()  # joins anew
+    cells[victim].fault = (*PHASES[phase], Fault("breaks", "dies"))
+    step, began = next(STEPS), time.monotonic()
+    report = ranks.update(step, weights, CELLS)
+    assert time.monotonic() - began < SOON_S, "a deadline was waited for"
+    assert report["shares"] == SHARES
+    assert list(report["failed"]) == [f"cell-{victim}"]
+    others = [cell for cell in cells if cell is not cells[victim]]
+    assert {name for name, _ in report["ok"]} == {cell.name for cell in others}
+    assert_served(others, f"1.{step}")
+    cells[victim].restart()
+    report = ranks.update(step, weights, 1)
+    assert report["ok"] == [[f"cell-{victim}", 0]], "by the sender that had it before"
+    assert [len(share) for share in report["shares"]] == ([0, 1] if victim == 1 else [1, 0])
+    assert_served(cells, f"1.{step}")
