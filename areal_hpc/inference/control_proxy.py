@@ -89,6 +89,7 @@ class ControlProxyApp(JsonApp):
         require_signature(request, self._verifier)
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
+                await _read_body(request)  # none, if that is what was signed
                 return _encode_reply(ReplicaList(self._cell, self._list_views(request)))
             case "POST", ["follow"]:
                 part = await _decode_body(request, FollowerPollRequest)

@@ -1,7 +1,8 @@
 """50,000 calls made wrong, over every route of proxy, ledger and control proxy.
 
 After every thousand each service is killed and started again, tickets are played and sealed, and
-Megatron takes a step on them. No service dies or hangs, and no row is unsound. The counts go to
+Megatron takes a step on them. No service dies or hangs, no row is unsound, and no request whose
+signature is spoiled gets further than that. The counts go to
 `benchmarks/results/fuzz.json` after every thousand, and the next run of this test goes on there.
 """
 
@@ -30,6 +31,7 @@ from tests.support.mutated_calls import Mutator, RawCall, Sender
 from tests.support.rank_server import rank_server
 from tests.support.results import add_results, read_results
 from tests.support.sound_calls import MODEL, RESPONSE_ID, list_sound_calls
+from tests.support.spoiled_signatures import is_refused
 
 pytestmark = pytest.mark.timeout(7200)
 
@@ -62,13 +64,16 @@ def test_no_call_kills_or_hangs_a_service_or_spoils_a_row(run: LightRun) -> None
     while counts["calls"] < CALLS:
         began = time.monotonic()
         chance = random.Random(20261125 + counts["calls"])
-        statuses = call_wrongly(run, chance)
+        statuses, signatures = call_wrongly(run, chance)
         assert_well(run)
         work_honestly(run)
         counts["calls"] += statuses.total()
         counts["steps"] += 1
         counts["restarts"] += len(ENTRIES)
         counts["by_status"] = dict(sorted(total(counts["by_status"], statuses).items()))
+        counts["refused_by_signature"] = dict(
+            sorted(total(counts["refused_by_signature"], signatures).items())
+        )
         counts["seconds"] += round(time.monotonic() - began)
         add_results("fuzz", mutated_calls=counts)
     # A mutated call may have been sound, and have had a ticket sealed that no step has trained yet.
@@ -97,7 +102,8 @@ def assert_every_route_is_called(run: LightRun) -> None:
 
 def read_counts() -> dict[str, Any]:
     """What was done before this run was cut off; nothing if all was done."""
-    nothing = {"calls": 0, "of": CALLS, "steps": 0, "restarts": 0, "by_status": {}, "seconds": 0}
+    nothing: dict[str, Any] = {"calls": 0, "of": CALLS, "steps": 0, "restarts": 0, "seconds": 0}
+    nothing |= {"by_status": {}, "refused_by_signature": {}}
     found: dict[str, Any] = read_results("fuzz", {}).get("mutated_calls", nothing)
     return nothing if found["calls"] >= CALLS else found
 
@@ -106,9 +112,11 @@ def total(before: dict[str, int], more: Counter[str]) -> Counter[str]:
     return Counter(before) + more
 
 
-def call_wrongly(run: LightRun, chance: random.Random) -> Counter[str]:
-    """A thousand calls, several at a time; the statuses that they were answered with."""
+def call_wrongly(run: LightRun, chance: random.Random) -> tuple[Counter[str], Counter[str]]:
+    """A thousand calls, several at a time; the statuses that they were answered with, and the
+    defects of the signatures that were refused."""
     statuses: Counter[str] = Counter()
+    signatures: Counter[str] = Counter()
     senders = {service: Sender(run.url(service)) for service in ENTRIES}
     mutator = Mutator(chance)
     with ThreadPoolExecutor(CALLERS) as pool:
@@ -123,7 +131,10 @@ def call_wrongly(run: LightRun, chance: random.Random) -> Counter[str]:
                     f"{status} {shorten(raw)}\n{run.said()}"
                 )
                 statuses[status] += 1
-    return statuses
+                if raw.signature != "sound":
+                    assert is_refused(status, raw.signature), f"{status} {shorten(raw)}"
+                    signatures[raw.signature] += 1
+    return statuses, signatures
 
 
 def send(senders: dict[str, Sender], raw: RawCall) -> str:
@@ -134,7 +145,7 @@ def send(senders: dict[str, Sender], raw: RawCall) -> str:
 
 
 def shorten(raw: RawCall) -> str:
-    return f"{raw.method} {raw.path} {raw.headers[1:]} {raw.content[:300]!r}"
+    return f"{raw.method} {raw.path} {raw.headers[1:]} {raw.content[:300]!r} {raw.signature}"
 
 
 def assert_well(run: LightRun) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal_hpc.wire.signing import RequestSigner
+from tests.support.spoiled_signatures import DEFECTS, SignatureDefect, sign
 
 HANG_S = 20.0
 """A call that was not to wait takes milliseconds; one that takes longer hangs."""
@@ -72,6 +73,8 @@ class RawCall:
     headers: tuple[tuple[str, str], ...]
     may_wait: bool
     """It asks to be kept, or announces more than it sends."""
+    signature: SignatureDefect = "sound"
+    signature_seed: int = 0
 
 
 @dataclass
@@ -88,10 +91,19 @@ class Mutator:
         """One call, wrong in one way or in several."""
         if self.chance.random() < self.sound_share:
             return self._encode(call, call.body)
+        if isinstance(call.key, RequestSigner) and self._is_seldom():
+            return self._spoil_signature(call)
         how = self.chance.choices(
             (self._spoil_values, self._spoil_bytes, self._spoil_request), (70, 15, 15)
         )[0]
         return how(call)
+
+    def _spoil_signature(self, call: Call) -> RawCall:
+        """Of a right call, or of one with wrong values: nobody may come to look at them."""
+        is_right = self.chance.random() < 0.5
+        raw = self._encode(call, call.body) if is_right else self._spoil_values(call)
+        defect, seed = self.chance.choice(DEFECTS), self.chance.randrange(2**32)
+        return replace(raw, signature=defect, signature_seed=seed)
 
     def _spoil_values(self, call: Call) -> RawCall:
         body = json.loads(json.dumps(call.body))
@@ -178,11 +190,17 @@ class Sender:
             TimeoutError: The service hangs.
             ConnectionError: It refused the connection: it is dead, or takes no more.
         """
+        sent = self._encode(raw)
+        if raw.signature == "repeated":
+            self._send(raw, sent)
+        return self._send(raw, sent)
+
+    def _send(self, raw: RawCall, sent: bytes) -> str:
         host, port = self._address.hostname, self._address.port
         with socket.create_connection((host or "", port or 0), HANG_S) as connection:
             connection.settimeout(LEFT_AFTER_S if raw.may_wait else HANG_S)
             try:
-                connection.sendall(self._encode(raw))
+                connection.sendall(sent)
                 answer = http.client.HTTPResponse(connection, method=raw.method)
                 answer.begin()
                 answer.read()
@@ -198,8 +216,10 @@ class Sender:
         headers = [("host", self._address.netloc), *raw.headers]
         if isinstance(raw.call.key, RequestSigner):
             # Of what is sent, so that what is wrong with it is found further in.
-            signature = raw.call.key.sign(raw.method, raw.path, raw.content)
-            headers.append(("authorization", signature))
+            chance = random.Random(raw.signature_seed)
+            signature = sign(raw.call.key, raw.method, raw.path, raw.content, raw.signature, chance)
+            if signature is not None:
+                headers.append(("authorization", signature))
         if not any(name in ("content-length", "transfer-encoding") for name, _ in headers):
             headers.append(("content-length", str(len(raw.content))))
         lines = [

@@ -54,6 +54,7 @@ DIALECTS: dict[str, dict[str, Any]] = {
     "/messages": {"messages": ASKED[1:], "system": "be brief", "max_tokens": 20, "stream": True},
     "/messages/count_tokens": {"messages": ASKED[1:], "model": "tiny"},
     "/responses": {"input": ASKED, "max_output_tokens": 20, "instructions": "be brief"},
+    "/responses/input_tokens": {"input": ASKED, "instructions": "be brief"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [1, 2, 3]},
     "/generate": {
@@ -92,16 +93,21 @@ def _list_agent_calls(run: LightRun, key: str) -> list[Call]:
         if path != "/generate"
     ]
     for prefix in ("", "/v1"):
-        calls.append(Call("proxy", "GET", f"{prefix}/models", None, key))
-        for method in ("GET", "DELETE"):
-            calls.append(Call("proxy", method, f"{prefix}/responses/{RESPONSE_ID}", None, key))
+        response = f"{prefix}/responses/{RESPONSE_ID}"
+        calls += [
+            Call("proxy", "GET", f"{prefix}/models", None, key),
+            Call("proxy", "GET", f"{prefix}/models/{MODEL}", None, key),
+            *(Call("proxy", method, response, None, key) for method in ("GET", "DELETE")),
+            Call("proxy", "GET", f"{response}/input_items", None, key),
+        ]
     for prefix in GOOGLE_PREFIXES:
         calls += [
             Call("proxy", "POST", f"{prefix}/models/{MODEL}:{verb}", body, key)
             for verb, body in GOOGLE.items()
         ]
-        paths = {f"{prefix}/models", f"{prefix}/models/{MODEL}"} - {"/v1/models"}
-        calls += [Call("proxy", "GET", path, None, key) for path in sorted(paths)]
+        if prefix != "/v1":
+            paths = (f"{prefix}/models", f"{prefix}/models/{MODEL}")
+            calls += [Call("proxy", "GET", path, None, key) for path in paths]
     calls += [Call("proxy", "GET", path) for path in ("/healthz", "/metrics", "/openapi.json")]
     return calls
 

@@ -162,7 +162,9 @@ def test_a_fault_in_a_later_message_is_named_by_its_place_in_the_whole(stage: St
 
 
 def test_a_body_that_is_not_json_is_the_requests_fault(stage: Stage, key: str) -> None:
-    for body in (b"{", b"\xff\xfe", b""):
+    tool = b'{"type": "function", "function": {"name": "add", "parameter\xa0": {}}}'
+    in_a_tool = b'{"messages": [{"role": "user", "content": "hi"}], "tools": [%b]}' % tool
+    for body in (b"{", b"\xff\xfe", b"", in_a_tool):
         answer = stage.http.post(
             f"{stage.url}/v1/chat/completions", content=body, headers={"x-api-key": key}
         )

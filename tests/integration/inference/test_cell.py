@@ -5,6 +5,7 @@ import httpx
 import pytest
 
 from areal_hpc.wire.replicas import ReplicaView
+from areal_hpc.wire.signing import RequestSigner
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.process_commands import alive
 from tests.support.run_files import events_of
@@ -33,7 +34,10 @@ def before(cell: Cell) -> ReplicaView:
 
 
 def test_the_relay_takes_signed_requests_alone(cell: Cell) -> None:
-    for headers in ({}, {"Authorization": f"Bearer {cell.service_key}"}):
+    signer = RequestSigner(cell.service_key, f"control-{cell.name}")
+    of_another_body = signer.sign("GET", "/replicas", b"{}")
+    for key in ("", f"Bearer {cell.service_key}", of_another_body):
+        headers = {"Authorization": key} if key else {}
         assert httpx.get(f"{cell.relay.base_url}/replicas", headers=headers).status_code == 401
 
 
