@@ -13,7 +13,11 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights, get_stored_name
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import build_weight_map
-from tests.unit.trainer.test_weight_map import QWEN3
+
+QWEN3 = Architecture(
+    "qwen3", layers=2, hidden=12, heads=8, kv_heads=4, head_dim=2, ffn=20, vocab=13,
+    norm_eps=1e-6, rope_theta=1e4, rope_scaling=None, tied=True,
+)  # fmt: skip
 
 
 class Stored:
