@@ -115,7 +115,7 @@ class RunPaths(_Folder):
     annotations_dir = _PathDescriptor("annotations")
     """What the trainer found of tokens that it learned from: a file a step. It may be removed."""
     prometheus_dir = _PathDescriptor("prometheus")
-    """Targets for `file_sd_configs` of Prometheus: a file a process that may be scraped."""
+    """Targets for file_sd_configs of Prometheus: a file a process that may be scraped."""
     learning_curve = _PathDescriptor("learning_curve.png")
     """The learning curve as a picture."""
     replay = _PathDescriptor("replay.json")

@@ -192,7 +192,8 @@ class ClusterConfig(BaseConfig):
     """Who may read the run directory, whose mode is 0700 or 0750. Files with keys are 0600."""
     prometheus: bool = False
     """Whether Prometheus can scrape each process, at `/metrics` on a port of its own of the node's
-    address. The files in `prometheus/` of the run directory say where (`file_sd_configs`)."""
+    address. The files in `prometheus/` of the run directory say where, as its file_sd_configs want
+    it."""
     stop_grace_s: Annotated[float, Field(ge=6)] = 12.0
     """Grace period before a stopped job is killed."""
     idle_timeout_s: Annotated[float, Field(ge=60)] = 1800.0
