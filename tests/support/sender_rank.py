@@ -5,6 +5,7 @@ parameters pass from rank 0 to both one by one, as a trainer's do when they are 
 """
 
 import json
+import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -91,3 +92,6 @@ def _read_order(
 
 if __name__ == "__main__":
     main()
+    sys.stdout.flush()
+    # A thread may still join a group that was given up; the interpreter's end would abort in it.
+    os._exit(0)
