@@ -2,6 +2,7 @@
 
 from typing import Protocol
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
@@ -24,3 +25,12 @@ class Runtime(Protocol):
             ClusterError: It did not start in time.
         """
         ...
+
+
+def build_isolation_error(program: str, hint: str, why: str) -> RecipeError:
+    """The error of a runtime whose program cannot isolate on this machine."""
+    return RecipeError(
+        f"{program} cannot isolate on this machine: {why}",
+        key="rollout.agent.isolation",
+        hint=hint,
+    )

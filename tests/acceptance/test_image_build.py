@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.dataset.harbor.image_build import build_images
 from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
-from areal_hpc.sandbox.oci_image import read_image
+from areal_hpc.sandbox.images.oci_image import read_image
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system

@@ -31,7 +31,7 @@ NAMES = {part for name in FIXED for part in name.split("/")} | {
 UNMISTAKABLE = {name for name in NAMES if not re.fullmatch(r"[a-z]+", name)}
 """Those that mean nothing else; the others are words too, and count where they make a path."""
 OTHER_MEANINGS = {
-    ("sandbox/oci_image.py", "index.json"),  # of the OCI image layout
+    ("sandbox/images/oci_image.py", "index.json"),  # of the OCI image layout
     ("slurm/states.py", "CANCELLED"),  # Slurm's states
     ("view/diagnosis.py", "CANCELLED"),
     ("view/diagnosis.py", "CANCELLED AT"),

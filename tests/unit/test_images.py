@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.oci_image import read_image, unpack_image
+from areal_hpc.sandbox.images.oci_image import read_image, unpack_image
 from tests.support.oci_images import Entry, make_layer, read_tree, write_image
 
 

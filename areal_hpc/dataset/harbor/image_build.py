@@ -20,7 +20,7 @@ from areal_hpc.dataset.harbor.task_folder import (
     list_task_folders,
 )
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.sandbox.oci_image import read_image
+from areal_hpc.sandbox.images.oci_image import read_image
 
 SOURCE_LABEL = "areal-hpc.source"
 """Label of an image: the digest of what it was built from."""

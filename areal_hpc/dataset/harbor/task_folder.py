@@ -10,7 +10,7 @@ from areal_hpc.dataset.harbor.container_file import ContainerFile, read_containe
 from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_KEY, HarborTask
-from areal_hpc.sandbox.oci_image import read_image
+from areal_hpc.sandbox.images.oci_image import read_image
 
 IMAGE_NAME = "image.tar"
 """Name in `environment/` of an image, an OCI archive; `areal-hpc prefetch` writes it."""

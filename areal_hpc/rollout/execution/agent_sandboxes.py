@@ -10,7 +10,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
-from areal_hpc.sandbox.oci_image import read_image
+from areal_hpc.sandbox.images.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import make_runtime

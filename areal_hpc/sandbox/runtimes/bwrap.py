@@ -8,9 +8,10 @@ process.
 import contextlib
 import os
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError
 from areal_hpc.sandbox.bubblewrap import (
     NOBODY_UID,
     SYSTEM_FILES,
@@ -19,7 +20,8 @@ from areal_hpc.sandbox.bubblewrap import (
     get_bwrap_runnable_by_all,
     may_become_nobody,
 )
-from areal_hpc.sandbox.root_archive import resolve_root
+from areal_hpc.sandbox.images.root_archive import resolve_root
+from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     LOWER_DIR,
@@ -33,6 +35,13 @@ from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VA
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+_build_isolation_error = partial(
+    build_isolation_error,
+    "bubblewrap",
+    "allow user namespaces (sysctl user.max_user_namespaces), or set "
+    "rollout.agent.isolation=none: then commands of the agent can do all that you can",
+)
 
 _PREPARE_SCRATCH_SCRIPT = """
 set -e
@@ -185,12 +194,3 @@ def _list_system_options(
         yield from ("--perms", "0644")
         yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
     yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")
-
-
-def _build_isolation_error(why: str) -> RecipeError:
-    return RecipeError(
-        f"bubblewrap cannot isolate on this machine: {why}",
-        key="rollout.agent.isolation",
-        hint="allow user namespaces (sysctl user.max_user_namespaces), or set "
-        "rollout.agent.isolation=none: then commands of the agent can do all that you can",
-    )

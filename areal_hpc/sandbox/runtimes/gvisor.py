@@ -12,13 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError
 from areal_hpc.sandbox.bubblewrap import (
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
     may_become_nobody,
 )
+from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SCRIPTS,
@@ -29,6 +30,12 @@ from areal_hpc.sandbox.runtimes.guest_python import (
 from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+_build_isolation_error = functools.partial(
+    build_isolation_error,
+    "gVisor",
+    "install runsc on every node, or set rollout.agent.isolation=bwrap",
+)
 
 _RUNSC_SEARCH_PATH = "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
@@ -155,11 +162,3 @@ def _build_bind_mount(source: str, place: str) -> dict[str, Any]:
 def _build_tmpfs_mount(place: str, size_bytes: int) -> dict[str, Any]:
     options = [f"size={size_bytes}", "mode=1777"]
     return {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
-
-
-def _build_isolation_error(why: str) -> RecipeError:
-    return RecipeError(
-        f"gVisor cannot isolate on this machine: {why}",
-        key="rollout.agent.isolation",
-        hint="install runsc on every node, or set rollout.agent.isolation=bwrap",
-    )

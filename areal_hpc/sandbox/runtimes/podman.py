@@ -12,16 +12,18 @@ import resource
 import shutil
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError
 from areal_hpc.sandbox.bubblewrap import (
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
     may_become_nobody,
 )
-from areal_hpc.sandbox.root_archive import resolve_root
+from areal_hpc.sandbox.images.root_archive import resolve_root
+from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SCRIPTS,
@@ -34,6 +36,13 @@ from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VA
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_profile
 from areal_hpc.sandbox.spec import Network, SandboxSpec
+
+_build_isolation_error = partial(
+    build_isolation_error,
+    "podman",
+    "install podman and crun on every node and allow user namespaces, or set "
+    "rollout.agent.isolation=bwrap",
+)
 
 _PROGRAM_SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CHANNEL_FD = 3
@@ -269,12 +278,3 @@ def _add_member(
     if content is not None:
         member.type, member.size = tarfile.REGTYPE, len(content)
     archive.addfile(member, io.BytesIO(content or b""))
-
-
-def _build_isolation_error(why: str) -> RecipeError:
-    return RecipeError(
-        f"podman cannot isolate on this machine: {why}",
-        key="rollout.agent.isolation",
-        hint="install podman and crun on every node and allow user namespaces, or set "
-        "rollout.agent.isolation=bwrap",
-    )

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.image_layers import RootTree
+from areal_hpc.sandbox.images.image_layers import RootTree
 
 MAX_DOCUMENT_BYTES = 4 << 20
 """Of an index, a manifest, a configuration."""

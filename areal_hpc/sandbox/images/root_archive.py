@@ -16,7 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.sandbox.oci_image import OciImage, read_image, unpack_image
+from areal_hpc.sandbox.images.oci_image import OciImage, read_image, unpack_image
 from areal_hpc.sandbox.spec import SandboxSpec
 
 UNPACK_TIMEOUT_S = 1800.0

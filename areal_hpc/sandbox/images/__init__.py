@@ -1,0 +1,1 @@
+"""Root file systems of sandboxes: images and archives, and how they are unpacked."""
