@@ -10,10 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from areal_hpc.errors import (
-    ClusterError,
-    RecipeError,
-)
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, lock_prepared_run
 from areal_hpc.launch.resources.host_memory import (

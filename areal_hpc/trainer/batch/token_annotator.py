@@ -38,8 +38,8 @@ def choose_rows_to_annotate(
 ) -> list[int]:
     """Places of the rows to annotate: all, or whole groups drawn by `seed`. Pure.
 
-    The first group drawn is taken whatever its size, others while all
-    fit into `MAX_ROWS_IN_SAMPLED_MODE`.
+    The first group drawn is taken whatever its size, others while all fit into
+    `MAX_ROWS_IN_SAMPLED_MODE`.
     """
     if mode == "off":
         return []

@@ -192,9 +192,8 @@ def build_rows(
     for place, trajectory in enumerate(batch):
         size = trajectory.num_tokens
         advantages_T = advantages[place]
-        if (
-            teacher_minus_policy_logprobs is not None
-        ):  # policy gradient of KL(pi || teacher), token by token
+        # The policy gradient of KL(pi || teacher), token by token.
+        if teacher_minus_policy_logprobs is not None:
             advantages_T += objective.teacher.coef * teacher_minus_policy_logprobs[place]
         channels = {
             ADVANTAGE_CHANNEL: advantages_T,

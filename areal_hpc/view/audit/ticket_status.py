@@ -8,7 +8,7 @@ nothing that a ledger remembers is believed: only what a restart would find.
 |-----------|----------------------------------------------------------------------------------|
 | trained   | in exactly one batch that the newest checkpoint consumed, its rows sealed and there  |
 | unsound   | likewise, but left out of what that batch was trained on, since a row of it is   |
-|           | unfit (`trajectory.find_row_defect`)                                                 |
+|           | unfit (`trajectory.find_row_defect`)                                             |
 | skipped   | likewise, but optimizer steps of that batch were not taken, since their gradient |
 |           | was not finite                                                                   |
 | quarantined | in a batch that the newest checkpoint consumed unread, or that the trainer will  |

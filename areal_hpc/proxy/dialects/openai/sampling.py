@@ -148,7 +148,7 @@ def build_sampling_params(
         logit_bias=request.logit_bias or None,
         min_new_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
-        **_read_grammar(request, choice),  # type: ignore[arg-type]
+        **_read_grammar(request, choice),
     )
 
 
@@ -165,7 +165,7 @@ _GRAMMAR_PARAMS = (
 _get_grammar_params: Callable[[Any], tuple[Any, ...]] = attrgetter(*_GRAMMAR_PARAMS)
 
 
-def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[str, str]:
+def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[str, Any]:
     """The one grammar that a request asks for, under SGLang's name; empty if it asks for none."""
     if _get_grammar_params(request).count(None) == len(_GRAMMAR_PARAMS):
         return {}
