@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from areal_hpc.jobs.environment import raise_file_limit
+from areal_hpc.jobs.environment import raise_open_file_limit
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths
@@ -142,7 +142,7 @@ def main() -> None:
     given = json.loads(sys.argv[1])
     settings = Settings(**{**given, "tempo": Tempo(**given["tempo"])})
     paths = RunPaths(Path(sys.argv[2]))
-    raise_file_limit()
+    raise_open_file_limit()
     paths.rendezvous_dir.mkdir(parents=True, exist_ok=True)
     claim_next_number(paths.generations_dir)
     print(json.dumps(uvloop.run(measure(paths, settings))))

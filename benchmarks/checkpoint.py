@@ -38,7 +38,7 @@ from areal_hpc.rundir.checkpoint_index import (
 )
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
-    STATE_FILE,
+    TRAINER_STATE_FILE,
     TrainerState,
     find_latest_checkpoint,
 )
@@ -90,7 +90,7 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
         ),
     )
     state = TrainerState(step=number, generation=1, seed=SEED)
-    (partial / STATE_FILE).write_bytes(msgspec.json.encode(state))
+    (partial / TRAINER_STATE_FILE).write_bytes(msgspec.json.encode(state))
     (partial / COMPLETE_MARKER_FILE).touch()
     fsync_tree(partial)
     partial.rename(folder / partial.name.removeprefix("."))

@@ -63,7 +63,7 @@ def run(config: dict[str, Any]) -> None:
                 replica.maintain_server()
             stop.wait(REPLICA_POLL_S)
     finally:
-        rendezvous.remove_endpoint(paths.rendezvous_dir, service)
+        rendezvous.remove_own_endpoint(paths.rendezvous_dir, service)
         for replica in replicas:
             replica.request_stop()
         gone_by = time.monotonic() + STOP_GRACE_S

@@ -24,7 +24,7 @@ from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
     build_exclude_list,
-    release_held_jobs,
+    release_jobs_held_while_idle,
 )
 from areal_hpc.jobs.succession import was_cancelled_by_person
 from areal_hpc.rundir.atomic import write_atomic
@@ -35,8 +35,8 @@ from areal_hpc.rundir.jobs import (
     TaskExit,
     add_excluded_node,
     get_latest_submissions,
-    list_excluded_nodes,
-    list_successors,
+    list_unexpired_excluded_nodes,
+    list_waiting_successors,
     read_submissions,
     read_task_exits,
 )
@@ -52,9 +52,9 @@ log = logging.getLogger(__name__)
 
 POLL_S = 60.0
 """Between two looks. What is missing at two of them is gone: it may be submitting itself."""
-MAX_SUBMISSIONS = 3
+MAX_SUBMISSIONS_WITHOUT_PROGRESS = 3
 """Of one job without progress of the run; the next one is held until a person releases it."""
-NODE_FAULT_MAX_LIFETIME_S = 60.0
+MAX_JOB_LIFETIME_TO_BLAME_NODE_S = 60.0
 """A job without a word of any task that lived this long has started; its node is not to blame."""
 SUBMIT_TIMEOUT_S = 600.0
 CLAIM_LIFETIME_S = 1800.0
@@ -118,7 +118,9 @@ class JobStatus:
         if queued is None or self.task_exits or not queued.nodes or self.state.name != "FAILED":
             return ""
         lived_s = (queued.end or 0.0) - (queued.start or 0.0)
-        return expand_node_list(queued.nodes)[0] if lived_s < NODE_FAULT_MAX_LIFETIME_S else ""
+        return (
+            expand_node_list(queued.nodes)[0] if lived_s < MAX_JOB_LIFETIME_TO_BLAME_NODE_S else ""
+        )
 
 
 def select_jobs_to_watch(config: CaretakerConfig, jobs: Mapping[str, JobStatus]) -> tuple[str, ...]:
@@ -160,24 +162,26 @@ class Caretaker:
                 if job.name in self._missing:
                     self._submit_again(job)
             self._missing = {job.name for job in missing}
-            self._release_leader(jobs)
+            self._release_leader_held_while_idle(jobs)
         except SlurmNotFoundError:
             raise
         except (ClusterError, OSError) as error:
             log.warning("the run's jobs cannot be looked after now: %s", error)
 
-    def _release_leader(self, jobs: Mapping[str, JobStatus]) -> None:
+    def _release_leader_held_while_idle(self, jobs: Mapping[str, JobStatus]) -> None:
         """Wake a leading job that gave its nodes back for want of cells: this one is there."""
         leader = jobs[self._config.leader]
         is_waiting = leader.is_alive and not leader.is_running
         if is_waiting and self._config.job != self._config.leader:
-            release_held_jobs(self._paths.jobs_dir, only=self._config.leader)
+            release_jobs_held_while_idle(self._paths.jobs_dir, only=self._config.leader)
 
     def _read_job_statuses(self) -> dict[str, JobStatus]:
         submissions = read_submissions(self._paths.submissions)
         newest = get_latest_submissions(submissions)
         # A job that has a successor is not missing, even before that one has started.
-        chains = {name: [one, *list_successors(submissions, name)] for name, one in newest.items()}
+        chains = {
+            name: [one, *list_waiting_successors(submissions, name)] for name, one in newest.items()
+        }
         ids = [one.job_id for chain in chains.values() for one in chain]
         snapshot = self._queue.poll(ids).filter_jobs(ids, get_experiment_label(self._paths))
         if snapshot.outage:
@@ -221,33 +225,33 @@ class Caretaker:
                 return
             if job.faulty_node:
                 self._exclude_node(Path(launch.slurm.excluded_nodes), job)
-            count = _count_submission(files, launch.slurm.progress)
+            count = _increment_submission_count(files, launch.slurm.progress)
             try:
                 submitted = submit_again(
                     launch.slurm,
                     job.name,
                     _build_exclude_options(files, launch.slurm),
                     timeout_s=SUBMIT_TIMEOUT_S,
-                    hold=count > MAX_SUBMISSIONS,
+                    hold=count > MAX_SUBMISSIONS_WITHOUT_PROGRESS,
                 )
             except SlurmCommandError as refusal:
-                self._record_refusal(job.name, refusal.problems[0].message)
+                self._record_refusal_once(job.name, refusal.problems[0].message)
                 raise
         self._events.record(
             "job_submitted_again", job=job.name, job_id=submitted, by=self._config.job,
-            reason=f"{job.name} {job.reason_to_submit}", is_held=count > MAX_SUBMISSIONS,
-            excluded=job.faulty_node,
+            reason=f"{job.name} {job.reason_to_submit}",
+            is_held=count > MAX_SUBMISSIONS_WITHOUT_PROGRESS, excluded=job.faulty_node,
         )  # fmt: skip
         log.warning("%s %s; submitted again as job %s", job.name, job.reason_to_submit, submitted)
 
-    def _record_refusal(self, job: str, reason: str) -> None:
+    def _record_refusal_once(self, job: str, reason: str) -> None:
         """Note why Slurm does not take a job: once, though it is asked again every minute."""
         if self._refused.get(job) != reason:
             self._refused[job] = reason
             self._events.record(SUBMISSION_REFUSED_EVENT, job=job, reason=reason)
 
     def _exclude_node(self, path: Path, job: JobStatus) -> None:
-        known = list_excluded_nodes(path)
+        known = list_unexpired_excluded_nodes(path)
         if job.faulty_node in known or len(known) >= MAX_EXCLUDED_NODES:
             return
         assert job.submission is not None
@@ -274,7 +278,7 @@ def _claim_job(job: JobPaths, claimant: str) -> Iterator[bool]:
         path.unlink(missing_ok=True)
 
 
-def _count_submission(job: JobPaths, progress: str) -> int:
+def _increment_submission_count(job: JobPaths, progress: str) -> int:
     """Submissions by caretakers, this one included, since the run last made progress."""
     made_bytes = 0
     with contextlib.suppress(OSError):

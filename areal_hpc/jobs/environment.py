@@ -28,7 +28,7 @@ TRAINER_GPU_VARIABLES = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
-UPDATE_GROUP_VARIABLES = {
+WEIGHT_UPDATE_GROUP_VARIABLES = {
     # No thread of torch's watches the group. The one that does ends the process when a work fails
     # or is late; with error handling off it still has the world's group dump and then end it.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -46,7 +46,7 @@ FLIGHT_RECORDER_VARIABLES = {
 file, in the run's logs (`trainer/process_groups.py`)."""
 
 
-def raise_file_limit() -> None:
+def raise_open_file_limit() -> None:
     """Raise this process's limit to what its administrator allows.
 
     Logins and Slurm often give 1,024, kept low for programs that use select(2). The ledger holds

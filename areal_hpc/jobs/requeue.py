@@ -15,7 +15,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.jobs.restart_policy import (
-    SLURM_POLICY,
+    SLURM_JOB_RESTART_POLICY,
     TIME_LIMIT_REASON,
     FailureCounts,
     RestartDecision,
@@ -28,9 +28,9 @@ from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
     add_excluded_node,
-    list_excluded_nodes,
-    list_held_jobs,
-    read_excluded_nodes,
+    list_jobs_held_while_idle,
+    list_unexpired_excluded_nodes,
+    read_excluded_nodes_with_expired,
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
@@ -84,9 +84,9 @@ class StartProgressTracker:
         if self._path.exists():
             before = msgspec.json.decode(self._path.read_bytes(), type=FailureCounts)
         counts = FailureCounts(
-            SLURM_POLICY.count_failures(
+            SLURM_JOB_RESTART_POLICY.count_failures(
                 before.failures,
-                made_progress=has_grown or lived_s >= SLURM_POLICY.healthy_s,
+                made_progress=has_grown or lived_s >= SLURM_JOB_RESTART_POLICY.healthy_s,
                 has_failed=any(one.is_crash and not one.faulty_node for one in outcomes),
             ),
             (0 if has_grown else before.time_limit_stops)
@@ -104,7 +104,7 @@ def record_faulty_nodes(
 ) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
     path = Path(slurm.excluded_nodes)
-    known = list_excluded_nodes(path)
+    known = list_unexpired_excluded_nodes(path)
     faulty = {one.faulty_node: one.reason for one in outcomes if one.faulty_node}
     new = {node: reason for node, reason in faulty.items() if node not in known}
     for node, reason in new.items():
@@ -112,21 +112,23 @@ def record_faulty_nodes(
     return list(new)
 
 
-def build_exclude_list(slurm: SlurmLaunchInfo, asked: str) -> str:
-    """Nodes that a job must not get: those `asked` of Slurm so far, and those that failed since.
+def build_exclude_list(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
+    """Nodes that a job must not get: those `already_excluded`, and those that failed since.
 
     Both in Slurm's notation. Those of the run's list whose time is up are left out, unless the
     recipe excludes them.
     """
     path = Path(slurm.excluded_nodes)
-    excluded = list_excluded_nodes(path)
-    expired = {one.node for one in read_excluded_nodes(path)}.difference(
+    excluded = list_unexpired_excluded_nodes(path)
+    expired = {one.node for one in read_excluded_nodes_with_expired(path)}.difference(
         excluded, expand_node_list(slurm.excluded_by_recipe)
     )
-    named = expand_node_list(asked)
+    named = expand_node_list(already_excluded)
     if not expired.isdisjoint(named):
-        asked = ",".join(node for node in named if node not in expired)
-    return ",".join(filter(None, (asked, *(node for node in excluded if node not in named))))
+        already_excluded = ",".join(node for node in named if node not in expired)
+    return ",".join(
+        filter(None, (already_excluded, *(node for node in excluded if node not in named)))
+    )
 
 
 def requeue_or_resubmit(
@@ -138,8 +140,8 @@ def requeue_or_resubmit(
     """Have this job, which runs, started once more, by Slurm or by submitting its script again.
 
     A slurmctld that does not answer is asked again until `give_up_at` (monotonic). With `hold` the
-    job is not started before `release_held_jobs` is called for its run; with `hold_for_user` its
-    user has to release it.
+    job is not started before `release_jobs_held_while_idle` is called for its run; with
+    `hold_for_user` its user has to release it.
 
     Returns:
         What was done; "ended by Slurm" where it already ends or requeues the job, "left to
@@ -204,7 +206,7 @@ def _request_restart(
         log.warning("%s; its script is submitted again", refusal)
         timeout_s = give_up_at - time.monotonic()
         number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
-        _retry_command(lambda: redirect_dependents_to_new_id(number))
+        _try_command_and_log_failures(lambda: redirect_dependents_to_new_id(number))
         return "resubmitted"
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
@@ -214,7 +216,9 @@ def _request_restart(
 
 
 def _exclude_from(waiting_job_id: str, excluded: str) -> None:
-    _retry_command(lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded))
+    _try_command_and_log_failures(
+        lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded)
+    )
 
 
 def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
@@ -237,7 +241,7 @@ def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
     return True
 
 
-def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
+def release_jobs_held_while_idle(jobs_dir: Path, only: str = "") -> list[str]:
     """Let jobs go on that gave their nodes back, or `only` one of them; their names.
 
     Cheap if there are none.
@@ -245,7 +249,9 @@ def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
     One that Slurm does not release yet stays on the list, for the next call.
     """
     released = []
-    held = [job.hold_note for job in list_held_jobs(jobs_dir) if only in ("", job.root.name)]
+    held = [
+        job.hold_note for job in list_jobs_held_while_idle(jobs_dir) if only in ("", job.root.name)
+    ]
     for note in held:
         try:
             job_id = note.read_text()
@@ -263,7 +269,7 @@ def release_held_jobs(jobs_dir: Path, only: str = "") -> list[str]:
     return released
 
 
-def _retry_command(command: Callable[[], None], times: int = 3) -> None:
+def _try_command_and_log_failures(command: Callable[[], None], times: int = 3) -> None:
     """Insist a little. The job is requeued whatever comes of this."""
     for _ in range(times):
         try:

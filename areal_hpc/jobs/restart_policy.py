@@ -45,14 +45,16 @@ class RestartPolicy:
     progress_excuses_failure: bool = False
     """Progress excuses the failure of its own start too, not only those before it."""
 
-    def count_failures(self, before: int, *, made_progress: bool, has_failed: bool = True) -> int:
-        """Failures in a row without progress, when one more start has ended after those `before`.
+    def count_failures(
+        self, failures_before: int, *, made_progress: bool, has_failed: bool = True
+    ) -> int:
+        """Failures in a row without progress, after one more start than `failures_before`.
 
         It has not failed if its end was not its fault.
         """
         if made_progress and self.progress_excuses_failure:
             return 0
-        return (0 if made_progress else before) + has_failed
+        return (0 if made_progress else failures_before) + has_failed
 
     def decide(
         self, exit_codes: Collection[int], failures: int, *, is_dispensable: bool = False
@@ -71,7 +73,7 @@ class RestartPolicy:
         return "continue_without" if is_dispensable else "fail"
 
 
-SLURM_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure=True)
+SLURM_JOB_RESTART_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_excuses_failure=True)
 """Of a job under Slurm. Progress: the run's metrics grew."""
 
 
@@ -89,7 +91,7 @@ def decide_restart(outcomes: Sequence[TaskExit], counts: FailureCounts) -> Resta
         return "hold_for_user"
     if not crashes or any(outcome.faulty_node for outcome in outcomes):
         return "restart"
-    return SLURM_POLICY.decide(crashes, counts.failures)
+    return SLURM_JOB_RESTART_POLICY.decide(crashes, counts.failures)
 
 
 def decide_restart_of_cells(

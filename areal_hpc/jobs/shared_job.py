@@ -15,7 +15,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import JOB_START_VARIABLE, TaskPosition
-from areal_hpc.jobs.restart_policy import SLURM_POLICY, RestartDecision
+from areal_hpc.jobs.restart_policy import SLURM_JOB_RESTART_POLICY, RestartDecision
 from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.rundir.jobs import (
     JobSpec,
@@ -45,7 +45,7 @@ class JobPart:
     position: TaskPosition
     """Among the tasks of this part."""
 
-    def list_processes(self) -> list[ProcessSpec]:
+    def list_processes_of_task(self) -> list[ProcessSpec]:
         """Those of the processes that this task runs."""
         own = ("all", "first" if self.position.is_first else "others")
         return [spec for spec in self.processes if spec.tasks in own]
@@ -107,7 +107,7 @@ class SharedCell:
         """Remember when this start of the cell began, and how far the run was."""
         self._started_at, self._started_bytes = time.monotonic(), self._read_progress_bytes()
 
-    def claim_cell_start(self, node: str) -> Mapping[str, str]:
+    def claim_start_and_build_variables(self, node: str) -> Mapping[str, str]:
         """Number this start of the cell, and what tells its processes so.
 
         Numbers of the job would begin anew when its cells are shared out among jobs differently,
@@ -134,14 +134,16 @@ class SharedCell:
             return Path(self._slurm.progress).stat().st_size if self._slurm.progress else 0
         return 0
 
-    def decide_restart(self, outcome: TaskExit) -> RestartDecision:
+    def count_failure_and_decide_restart(self, outcome: TaskExit) -> RestartDecision:
         """Decision about a task one of whose processes failed for good: the same as about a job."""
         made_progress = (
             self._read_progress_bytes() > self._started_bytes
-            or time.monotonic() - self._started_at >= SLURM_POLICY.healthy_s
+            or time.monotonic() - self._started_at >= SLURM_JOB_RESTART_POLICY.healthy_s
         )
-        self.failures = SLURM_POLICY.count_failures(self.failures, made_progress=made_progress)
-        return SLURM_POLICY.decide([outcome.exit_code], self.failures)
+        self.failures = SLURM_JOB_RESTART_POLICY.count_failures(
+            self.failures, made_progress=made_progress
+        )
+        return SLURM_JOB_RESTART_POLICY.decide([outcome.exit_code], self.failures)
 
     def report_cell_end(self, outcome: TaskExit) -> None:
         """Say that the cell is over until the job's next start."""
@@ -163,7 +165,7 @@ class SharedCell:
             return self.end
         return msgspec.structs.replace(outcome, cell=self.name, incarnation=self._incarnation)
 
-    def find_end_of_other_task(self) -> TaskExit | None:
+    def poll_end_of_other_task(self) -> TaskExit | None:
         """How another task of this cell ended for good; None while all work.
 
         Raises:
@@ -174,7 +176,7 @@ class SharedCell:
             return None
         return next(filter(None, map(self._read_exit, others)), None)
 
-    def is_job_over(self) -> bool:
+    def write_own_end_and_check_job_over(self) -> bool:
         """True once no cell of the job is left. Only the job's first task looks.
 
         Raises:

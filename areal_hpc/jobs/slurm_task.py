@@ -41,13 +41,17 @@ from areal_hpc.jobs.restart_policy import (
     list_decisive_crashes,
 )
 from areal_hpc.jobs.shared_job import split_exits_by_cell
-from areal_hpc.jobs.succession import find_own_record, find_reason_to_leave, take_place
+from areal_hpc.jobs.succession import (
+    find_own_successor_record,
+    find_reason_to_leave,
+    record_as_current_job,
+)
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
     SlurmLaunchInfo,
     TaskExit,
-    list_excluded_nodes,
+    list_unexpired_excluded_nodes,
     read_task_exit,
     write_task_exit,
 )
@@ -146,14 +150,14 @@ class SlurmTask:
         return None
 
     def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
-        if own := find_own_record(self._slurm, self._launch.job.name, self._job_id):
+        if own := find_own_successor_record(self._slurm, self._launch.job.name, self._job_id):
             if reason := find_reason_to_leave(self._launch, self._slurm):
                 self._events.record("successor_left", job_id=self._job_id, reason=reason)
                 log.warning("this successor does not start: %s", reason)
                 return starts.report_leaving(
                     self._starts_dir, self._incarnation, self._node, reason
                 )
-            take_place(self._slurm, own)
+            record_as_current_job(self._slurm, own)
             self._events.record("successor_started", job_id=self._job_id, node=self._node)
         address = ""
         if nodes > 1:
@@ -182,7 +186,7 @@ class SlurmTask:
         return self._absent[0] if self._absent else None
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
-        excluded = list_excluded_nodes(Path(self._slurm.excluded_nodes))
+        excluded = list_unexpired_excluded_nodes(Path(self._slurm.excluded_nodes))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
             and len(excluded) < MAX_EXCLUDED_NODES

@@ -17,12 +17,12 @@ from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     Submission,
     get_latest_submissions,
-    list_successors,
+    list_waiting_successors,
     read_submissions,
     read_task_exits,
     record_submission,
 )
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, find_live_job_ids
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, select_live_job_ids
 
 log = logging.getLogger(__name__)
 
@@ -33,22 +33,22 @@ def find_next_successor(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submis
     A slurmctld that may not be asked, or is silent, is taken to have those that were recorded.
     """
     try:
-        laid = list_successors(read_submissions(Path(slurm.submissions)), job)
+        laid = list_waiting_successors(read_submissions(Path(slurm.submissions)), job)
     except OSError as error:
         log.warning("successors of this job cannot be looked up: %s", error)
         return None
     waiting = [one for one in laid if one.job_id != job_id]
     try:
-        live = set(find_live_job_ids([one.job_id for one in waiting]))
+        live = set(select_live_job_ids([one.job_id for one in waiting]))
     except ClusterError as error:
         log.info("Slurm was not asked for the successors of this job: %s", error)
         return next(iter(waiting), None)
     return next((one for one in waiting if one.job_id in live), None)
 
 
-def find_own_record(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submission | None:
+def find_own_successor_record(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submission | None:
     """The record of this job as a successor that has not taken its place yet, if it is one."""
-    laid = list_successors(read_submissions(Path(slurm.submissions)), job)
+    laid = list_waiting_successors(read_submissions(Path(slurm.submissions)), job)
     return next((one for one in laid if one.job_id == job_id), None)
 
 
@@ -84,7 +84,7 @@ def was_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -
     return user_id is None or user_id != 0 or user_id == owner_id
 
 
-def take_place(slurm: SlurmLaunchInfo, own: Submission) -> None:
+def record_as_current_job(slurm: SlurmLaunchInfo, own: Submission) -> None:
     """Record that a successor is the job from now on."""
     placed = msgspec.structs.replace(own, successor=0, submitted_at=time.time())
     try:

@@ -53,7 +53,7 @@ VICTIM_RESTART_NOTE_TIMEOUT_S = 10.0
 ERROR_RESTART_NOTE_TIMEOUT_S = 1.0
 SIGNAL_EXIT_CODE_BASE = 128
 """Exit codes above this are those of signals."""
-FINAL_EXIT_CODES = (
+FINAL_RANK_EXIT_CODES = (
     STOPPED_EXIT_CODE,
     RecipeError.exit_code,
     ShardError.exit_code,
@@ -142,7 +142,10 @@ class _Supervisor:
         environ = self._task.build_environment()
         if self._cell is None:
             return environ
-        return {**environ, **self._cell.claim_cell_start(os.environ["SLURMD_NODENAME"])}
+        return {
+            **environ,
+            **self._cell.claim_start_and_build_variables(os.environ["SLURMD_NODENAME"]),
+        }
 
     def run(self) -> TaskExit:
         """Run the task's processes until it is decided how the task ends; none is left then."""
@@ -198,8 +201,8 @@ class _Supervisor:
         """Follow the ends of other tasks in a shared job."""
         try:
             if cell.end is not None:
-                return cell.end if cell.is_job_over() else None
-            if (peer_end := cell.find_end_of_other_task()) is not None:
+                return cell.end if cell.write_own_end_and_check_job_over() else None
+            if (peer_end := cell.poll_end_of_other_task()) is not None:
                 reason = f"another task of {cell.name} gave up: {peer_end.reason}"
                 self._give_up_cell(cell, TaskExit(STOPPED_EXIT_CODE, reason=reason))
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
@@ -210,7 +213,7 @@ class _Supervisor:
         """Decide what the end of a cell's work on this task means; its neighbors go on."""
         if outcome.exit_code in (0, IDLE_EXIT_CODE):
             return outcome  # this is true of the whole job
-        if cell.decide_restart(outcome) == "fail":
+        if cell.count_failure_and_decide_restart(outcome) == "fail":
             self._give_up_cell(cell, outcome)
             return None
         self._stop_cell_processes()
@@ -310,7 +313,7 @@ class _Supervisor:
         made_progress = now - child.started_at >= policy.healthy_s or child.made_progress()
         failures = policy.count_failures(child.crashes, made_progress=made_progress)
         decision = policy.decide([code], failures)
-        if spec.is_rank and (code in FINAL_EXIT_CODES or self._any_other_task_ended()):
+        if spec.is_rank and (code in FINAL_RANK_EXIT_CODES or self._any_other_task_ended()):
             decision = "fail"
         if spec.is_rank and decision == "restart":
             try:

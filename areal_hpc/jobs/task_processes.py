@@ -48,7 +48,7 @@ class ProcessStarter:
         """Write the files of all processes that this task runs for a part of the job."""
         self._get_log_dir(part).mkdir(parents=True, exist_ok=True)
         self._get_job_paths(part).root.mkdir(exist_ok=True)
-        return [self._prepare_process(spec, part) for spec in part.list_processes()]
+        return [self._prepare_process(spec, part) for spec in part.list_processes_of_task()]
 
     def _get_log_dir(self, part: JobPart) -> Path:
         folder = Path(self._launch.log_dir) / part.name

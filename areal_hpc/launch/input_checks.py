@@ -14,7 +14,7 @@ from areal_hpc.launch.checks.server_options import find_server_option_problems
 from areal_hpc.launch.checks.user_code import find_user_code_problems
 from areal_hpc.recipe.recipe import Recipe
 
-MIN_FREE_BYTES = 256 * 1024 * 1024
+MIN_RUN_DIR_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
 
@@ -64,10 +64,10 @@ def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
         return
     finally:
         remove_empty_folders(made)
-    if free_bytes < MIN_FREE_BYTES:
+    if free_bytes < MIN_RUN_DIR_FREE_BYTES:
         yield Problem(
             f"the run directory's file system is full: {free_bytes // 2**20} MiB free, "
-            f"at least {MIN_FREE_BYTES // 2**20} MiB needed: {run_dir}",
+            f"at least {MIN_RUN_DIR_FREE_BYTES // 2**20} MiB needed: {run_dir}",
             "cluster.fileroot",
             "free some space, or choose another place with cluster.fileroot=/path",
         )

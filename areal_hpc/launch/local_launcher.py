@@ -17,7 +17,7 @@ from areal_hpc.launch.places.held_allocation import AllocationEndError, HeldAllo
 from areal_hpc.launch.places.place import JobPlace
 from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
+from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -65,7 +65,7 @@ def run(
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
     """
-    with lock_prepared_run(
+    with prepare_and_lock_run(
         recipe,
         say=reporter.print_line,
         fresh=fresh,
@@ -76,7 +76,7 @@ def run(
                 if allocation is None
                 else held_allocation.find_allocation_shortages(recipe, allocation)
             ),
-            *find_shared_cell_job_problems(recipe),
+            *find_unsupported_job_sharing(recipe),
         ],
     ) as ready:
         events = EventLog(ready.paths.events, LAUNCHER_ROLE)
@@ -106,7 +106,7 @@ def open_job_place(
             yield place
 
 
-def find_shared_cell_job_problems(recipe: Recipe) -> list[Problem]:
+def find_unsupported_job_sharing(recipe: Recipe) -> list[Problem]:
     """The error of a recipe whose cells share jobs, which jobs of this machine cannot do."""
     if (size := recipe.inference.cells_per_job) == 1:
         return []
@@ -159,14 +159,14 @@ def job_made_progress(
     return steps_taken > 0 or (is_cell and lived_s >= LOCAL_RESTART_POLICY.healthy_s)
 
 
-def count_other_cells(job: str, jobs: Sequence[str]) -> int:
+def count_cells_that_can_replace_job(job: str, jobs: Sequence[str]) -> int:
     """Number of `jobs` that could do the work of one of them: cells do that of another cell."""
     cells = {name for name in jobs if name.startswith(CELL_PREFIX)}
     return len(cells - {job}) if job in cells else 0
 
 
 @dataclass(slots=True)
-class _Job:
+class _JobInProgress:
     """A submitted job, and what must be known to decide whether to submit it again."""
 
     spec: JobSpec
@@ -196,7 +196,7 @@ class LocalLauncher:
         self._stop = stop
         self._place = place
         self._events = EventLog(ready.paths.events, LAUNCHER_ROLE)
-        self._jobs: list[_Job] = []
+        self._jobs: list[_JobInProgress] = []
 
     def run_stage_jobs(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
@@ -206,7 +206,11 @@ class LocalLauncher:
         try:
             for spec in stage.jobs:
                 handle = self._submit_job(spec)
-                self._jobs.append(_Job(spec, handle, self._read_progress(stage), time.monotonic()))
+                self._jobs.append(
+                    _JobInProgress(
+                        spec, handle, self._read_progress_step_or_bytes(stage), time.monotonic()
+                    )
+                )
             self._wait_for_jobs_and_resubmit_failed(stage)
         finally:
             stop_jobs([job.handle for job in self._jobs], self._decide_stop_grace_s(stage))
@@ -224,7 +228,7 @@ class LocalLauncher:
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle
 
-    def _read_progress(self, stage: JobStage) -> int:
+    def _read_progress_step_or_bytes(self, stage: JobStage) -> int:
         """Last step of the run that has metrics; of an evaluation, the size of its rewards."""
         if stage.leader.name == EVALUATION_CELL and stage.progress is not None:
             return stage.progress.stat().st_size if stage.progress.exists() else 0
@@ -254,9 +258,11 @@ class LocalLauncher:
                 self._resubmit_or_give_up_job(stage, job, failure)
         return False
 
-    def _resubmit_or_give_up_job(self, stage: JobStage, job: _Job, failure: JobFailedError) -> None:
+    def _resubmit_or_give_up_job(
+        self, stage: JobStage, job: _JobInProgress, failure: JobFailedError
+    ) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""
-        reached, now = self._read_progress(stage), time.monotonic()
+        reached, now = self._read_progress_step_or_bytes(stage), time.monotonic()
         progress = job_made_progress(
             job.spec.name,
             steps_taken=reached - job.begun_at,
@@ -265,7 +271,9 @@ class LocalLauncher:
             is_leader=job.spec is stage.leader,
         )
         job.failures = LOCAL_RESTART_POLICY.count_failures(job.failures, made_progress=progress)
-        others = count_other_cells(job.spec.name, [other.spec.name for other in self._jobs])
+        others = count_cells_that_can_replace_job(
+            job.spec.name, [other.spec.name for other in self._jobs]
+        )
         decision = LOCAL_RESTART_POLICY.decide(
             [failure.code], job.failures, is_dispensable=others > 0
         )
@@ -280,7 +288,7 @@ class LocalLauncher:
             self._reporter.print_line(f"{what}; this job is started again")
             job.handle, job.begun_at, job.submitted_at = self._submit_job(job.spec), reached, now
 
-    def _find_job_failure(self, job: _Job) -> JobFailedError | None:
+    def _find_job_failure(self, job: _JobInProgress) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""
         handle = job.handle
         is_done = handle.is_done()  # asked first: exits are written before a job is done

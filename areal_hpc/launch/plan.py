@@ -31,13 +31,13 @@ from areal_hpc.wire.ledger import TaskSplit
 
 MAX_SERVICE_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
-MAX_TRAINER_RESTARTS = 2
+MAX_RANK_RESTARTS_IN_JOB = 2
 """Deaths of a rank in a row without progress that are answered within the job: all ranks start
 again. After one more the job ends."""
 
 
 @dataclass(frozen=True, slots=True)
-class LaunchFacts:
+class PlanInputs:
     """Facts about the machine and the run that a plan depends on."""
 
     train_tasks: int
@@ -69,13 +69,13 @@ class JobStage:
 
 
 def plan_run(
-    recipe: Recipe, paths: RunPaths, facts: LaunchFacts | None = None
+    recipe: Recipe, paths: RunPaths, facts: PlanInputs | None = None
 ) -> tuple[JobStage, ...]:
     """Decide every job of a run, stage after stage.
 
     Without facts, while no task set is read, jobs have their shape, not their configuration.
     """
-    facts = facts or LaunchFacts(1, {}, "python", (), (1,) * len(recipe.train_dataset.sources))
+    facts = facts or PlanInputs(1, {}, "python", (), (1,) * len(recipe.train_dataset.sources))
     reinforcement = JobStage(
         name="train",
         leader=_plan_trainer_job(recipe, paths, facts),
@@ -96,7 +96,7 @@ def plan_run(
         device=recipe.trainer.device,
         dtype=recipe.trainer.dtype,
     ).build_process_spec("sft", ends_job=True, uses_gpus=True)
-    sft = build_training_job("sft", recipe, [process])
+    sft = build_job_with_task_per_rank("sft", recipe, [process])
     return (JobStage("sft", sft, (), paths.sft_export, paths.sft_metrics), reinforcement)
 
 
@@ -110,7 +110,9 @@ def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:
     return paths.sft_export if recipe.sft else get_base_model_path(recipe, paths)
 
 
-def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) -> JobSpec:
+def build_job_with_task_per_rank(
+    name: str, recipe: Recipe, processes: list[ProcessSpec]
+) -> JobSpec:
     """A job with a task per rank of the trainer, and a GPU per task unless it computes on the CPU.
 
     `trainer.device=auto` means a GPU: who plans does not see the nodes.
@@ -124,7 +126,7 @@ def build_training_job(name: str, recipe: Recipe, processes: list[ProcessSpec]) 
     )
 
 
-def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> JobSpec:
+def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> JobSpec:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     sets = [one for one in recipe.evaluation_sets if facts.tasks_by_evaluation_set.get(one.name)]
     sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
@@ -138,7 +140,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         seed=recipe.seed,
         n_train_tasks=facts.train_tasks,
         task_sources=tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources),
-        evaluation_sets=describe_evaluation_sets(sets, facts),
+        evaluation_sets=build_ledger_evaluation_sets(sets, facts),
         total_steps=recipe.trainer.total_steps,
         curriculum=rollout.curriculum,
         sys_path=facts.sys_path if rollout.curriculum else (),
@@ -163,14 +165,14 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
         stop_grace_s=recipe.cluster.stop_grace_s,
         sys_path=facts.sys_path if recipe.trainer.objective.custom else (),
     )
-    return build_training_job(
+    return build_job_with_task_per_rank(
         "trainer",
         recipe,
         [
             ledger.build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS),
             trainer.build_process_spec(
                 "trainer",
-                restarts=MAX_TRAINER_RESTARTS,
+                restarts=MAX_RANK_RESTARTS_IN_JOB,
                 ends_job=True,
                 uses_gpus=True,
                 is_forked=True,
@@ -181,8 +183,8 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> Jo
     )
 
 
-def describe_evaluation_sets(
-    sets: Iterable[EvaluationSet], facts: LaunchFacts
+def build_ledger_evaluation_sets(
+    sets: Iterable[EvaluationSet], facts: PlanInputs
 ) -> dict[str, LedgerEvaluationSet]:
     """Evaluation sets as the ledger is told of them."""
     return {
@@ -197,18 +199,18 @@ def describe_evaluation_sets(
     }
 
 
-def _plan_cell_jobs(recipe: Recipe, paths: RunPaths, facts: LaunchFacts) -> tuple[JobSpec, ...]:
+def _plan_cell_jobs(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     names = map(format_cell_name, range(recipe.inference.cells))
-    cells = [plan_cell(recipe, paths, facts, name, splits) for name in names]
+    cells = [plan_cell_processes(recipe, paths, facts, name, splits) for name in names]
     size = recipe.inference.cells_per_job
     jobs = [
         build_cell_job(recipe, cells[first : first + size]) for first in range(0, len(cells), size)
     ]
     if is_apart:
-        evaluation = plan_cell(recipe, paths, facts, EVALUATION_CELL, ("valid",))
+        evaluation = plan_cell_processes(recipe, paths, facts, EVALUATION_CELL, ("valid",))
         jobs.append(build_cell_job(recipe, [evaluation]))
     return tuple(jobs)
 
@@ -229,10 +231,10 @@ def build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
     )
 
 
-def plan_cell(
+def plan_cell_processes(
     recipe: Recipe,
     paths: RunPaths,
-    facts: LaunchFacts,
+    facts: PlanInputs,
     name: str,
     splits: tuple[TaskSplit, ...],
     loaded_version: str = "",

@@ -65,7 +65,7 @@ def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
         RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
             is; all problems at once.
     """
-    before = _read_known_files(paths.prefetched)
+    before = _read_prefetched_entries_by_path(paths.prefetched)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
     for want in list_prefetch_items(recipe):
@@ -74,7 +74,8 @@ def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
                 build_images(Path(want.name), want.key, say)
             folder = _download_if_missing(want)
             files = [
-                _describe_file(path, folder, before) for path in _list_wanted_files(folder, want)
+                _hash_and_verify_file(path, folder, before)
+                for path in _list_wanted_files(folder, want)
             ]
         except RecipeError as error:
             problems += error.problems
@@ -136,7 +137,7 @@ def _list_wanted_files(folder: Path, want: PrefetchItem) -> list[Path]:
     return sorted(found)
 
 
-def _describe_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+def _hash_and_verify_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
     """Name, size and digest. A digest is taken once: size and time of the file tell a change."""
     state = path.stat()
     entry = {
@@ -159,7 +160,7 @@ def _describe_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[
     return {**entry, "sha256": digest}
 
 
-def _read_known_files(record: Path) -> dict[str, Any]:
+def _read_prefetched_entries_by_path(record: Path) -> dict[str, Any]:
     """Record of an earlier call, by the file's path."""
     known = {}
     for entry in json.loads(record.read_bytes()) if record.exists() else ():

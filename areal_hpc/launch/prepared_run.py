@@ -14,20 +14,20 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch import input_checks, setup
 from areal_hpc.launch.checks.model_files import find_context_tokens
 from areal_hpc.launch.checks.prompts import find_prompt_problems
-from areal_hpc.launch.plan import JobStage, LaunchFacts, get_base_model_path, plan_run
+from areal_hpc.launch.plan import JobStage, PlanInputs, get_base_model_path, plan_run
 from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.allocation_note import refuse_live_launcher
+from areal_hpc.rundir.allocation_note import refuse_live_allocation_launcher
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
+from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 
 log = logging.getLogger(__name__)
-PlanStages = Callable[[Recipe, RunPaths, LaunchFacts | None], tuple[JobStage, ...]]
+PlanStages = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
 """Plan of the jobs of a recipe; without facts, only their shape."""
 
 
@@ -46,7 +46,7 @@ class PreparedRun:
 
 
 @contextmanager
-def lock_prepared_run(
+def prepare_and_lock_run(
     recipe: Recipe,
     *,
     say: Callable[[str], None],
@@ -83,9 +83,9 @@ def lock_prepared_run(
         say(f"moved    the earlier run to {kept}")
     made = input_checks.find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
-        secure_run_dir(paths.root, recipe.cluster.readable_by)
+        create_or_secure_run_dir(paths.root, recipe.cluster.readable_by)
         with hold_lock(paths.lock):
-            refuse_live_launcher(paths, say)
+            refuse_live_allocation_launcher(paths, say)
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
             try:
@@ -117,7 +117,7 @@ def _set_up_prepared_run(
     facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
     for doubt in find_likely_mistakes(recipe):
         say(f"note     {doubt}")
-    _check_task_prompts(recipe, paths, say)
+    _refuse_prompts_beyond_context(recipe, paths, say)
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
     attempt = newest if live_jobs else setup.create_attempt_log_dir_and_link_latest(paths)
@@ -128,7 +128,9 @@ def _set_up_prepared_run(
     return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
 
 
-def _check_task_prompts(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
+def _refuse_prompts_beyond_context(
+    recipe: Recipe, paths: RunPaths, say: Callable[[str], None]
+) -> None:
     """Compare prompts of the task sets that were written with the context length.
 
     Raises:

@@ -17,7 +17,7 @@ from areal_hpc.rundir.quarantine import (
 )
 from areal_hpc.view.state.run_state import read_run_snapshot
 
-_REASON = "areal-hpc quarantine asked for it"
+_QUARANTINE_REQUEST_REASON = "areal-hpc quarantine asked for it"
 
 
 def quarantine_batch(paths: RunPaths, step: int) -> str:
@@ -56,7 +56,9 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
             key="BATCH",
             hint=_build_cancel_hint(paths),
         )
-    quarantine_batch_once(paths, UntrainedRecord(step, _REASON, quarantine="requested"))
+    quarantine_batch_once(
+        paths, UntrainedRecord(step, _QUARANTINE_REQUEST_REASON, quarantine="requested")
+    )
     effect = _describe_quarantine_effect(step, trained_step, "sets it aside")
     return f"batch {step} is quarantined: {effect}"
 

@@ -15,18 +15,18 @@ import msgspec
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, setup
-from areal_hpc.launch.plan import JobStage, build_training_job, get_initial_policy_path
+from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_initial_policy_path
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     list_checkpoints,
-    list_leftovers_of_checkpoints,
+    list_unfinished_checkpoints,
 )
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
+from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.rundir.quarantine import quarantine_batch_once, read_quarantined_batches
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import find_shard_problems
@@ -91,7 +91,7 @@ class ReplayRun:
         self._first_step, self._last_step = first_step, last_step
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
-        _check_output_dir(out, run, self._request)
+        _refuse_unusable_output_dir(out, run, self._request)
         self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
         check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
@@ -107,7 +107,7 @@ class ReplayRun:
         """
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
-            secure_run_dir(self._out.root, readers)
+            create_or_secure_run_dir(self._out.root, readers)
             self._train_and_compare(reporter, stop)
 
     def _train_and_compare(
@@ -121,11 +121,13 @@ class ReplayRun:
             reporter.print_line(f"lead-in  training {steps} with the recorded settings")
             self._train_steps("lead-in", self._as_recorded, first - 1, reporter, stop)
         self._train_steps("replay", self.recipe, self._last_step, reporter, stop)
-        for link, _ in list_leftovers_of_checkpoints(self._out.checkpoints_dir):
+        for link, _ in list_unfinished_checkpoints(self._out.checkpoints_dir):
             if link.is_symlink():  # the start, replaced by checkpoints of our own
                 link.unlink()
         last_same = first - 1 if self._is_changed else self._last_step
-        for line in compare_metrics(self._run, self._out, range(start.step + 1, last_same + 1)):
+        for line in format_metric_comparison(
+            self._run, self._out, range(start.step + 1, last_same + 1)
+        ):
             reporter.print_line(line)
 
     def _prepare_output_dir(self) -> None:
@@ -171,7 +173,7 @@ class ReplayRun:
             forks=[(fork.generation, fork.base_step) for fork in self.start.forks],
         )
         process = config.build_process_spec(name, ends_job=True, uses_gpus=True)
-        job = build_training_job(name, recipe, [process])
+        job = build_job_with_task_per_rank(name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(name, job, (), done_marker)
         local_launcher.run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
@@ -260,7 +262,7 @@ def check_recorded_batches(
         raise ShardError.from_problems(problems)
 
 
-def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
+def format_metric_comparison(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
     """Comparison of the replayed steps' loss and gradient norm with the recorded ones, in words."""
     if not steps:
         yield "compare  skipped: the overrides change what is learned"
@@ -293,7 +295,7 @@ def compare_metrics(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]
         yield f"         {count} of {len(known)} steps differ{largest}"
 
 
-def _check_output_dir(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
+def _refuse_unusable_output_dir(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
     if out.root.is_relative_to(run.root):
         raise RecipeError(
             f"{out.root} is inside the recorded run, which is read-only",

@@ -18,7 +18,7 @@ from areal_hpc import errors
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher, slurm_launcher, submitted_run
 from areal_hpc.launch.prepared_run import is_run_finished
-from areal_hpc.launch.setup import refuse_other_recipe
+from areal_hpc.launch.setup import refuse_other_recipe_of_finished_run
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -156,7 +156,7 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
     """
     if not is_run_finished(recipe, paths):
         return False
-    refuse_other_recipe(recipe, paths)
+    refuse_other_recipe_of_finished_run(recipe, paths)
     if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
         draw_learning_curve(paths)
     print(format_summary(paths))

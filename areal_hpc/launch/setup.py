@@ -11,7 +11,7 @@ import yaml
 
 from areal_hpc.dataset.materialize import count_materialized_rows, materialize_task_sets
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.plan import LaunchFacts
+from areal_hpc.launch.plan import PlanInputs
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.loading import flatten_keys
@@ -24,7 +24,7 @@ from areal_hpc.rundir.rendezvous import ensure_admin_key, ensure_service_key
 
 MAX_TOKENIZER_TRAINING_ROWS = 2000
 """Demonstrations the tiny model's tokenizer is trained on."""
-IMMUTABLE_KEYS = (
+IMMUTABLE_RECIPE_KEYS = (
     "seed",
     "model",
     "train_dataset",
@@ -45,7 +45,7 @@ def set_up_run_dir(
     say: Callable[[str], None],
     serve_python: str,
     sys_path: tuple[str, ...],
-) -> LaunchFacts:
+) -> PlanInputs:
     """Put task sets, the starting model and the secret in place; what exists is kept."""
     for folder in sys_path:
         if folder not in sys.path:
@@ -78,7 +78,7 @@ def set_up_run_dir(
         paths.tiny_model_dir.symlink_to(cached)
     ensure_admin_key(paths.admin_key)
     ensure_service_key(paths.service_key)
-    return LaunchFacts(
+    return PlanInputs(
         train_tasks=count_materialized_rows(train),
         tasks_by_evaluation_set={
             one.name: count_materialized_rows(paths.evaluation_tasks(one.name))
@@ -117,7 +117,7 @@ def report_or_refuse_recipe_changes(
     """
     if not paths.recipe.exists():
         return
-    before, now, changed = _find_changed_keys(recipe, paths)
+    before, now, changed = _compare_with_launched_recipe(recipe, paths)
     problems = [
         Problem(
             f"{key} cannot change: this run was started with {before.get(key)!r}, "
@@ -126,7 +126,7 @@ def report_or_refuse_recipe_changes(
             "use another trial_name, or --fresh to start over",
         )
         for key in changed
-        if is_key_at_or_below(key, IMMUTABLE_KEYS)
+        if is_key_at_or_below(key, IMMUTABLE_RECIPE_KEYS)
     ]
     if problems:
         raise RecipeError.from_problems(problems)
@@ -140,13 +140,13 @@ def report_or_refuse_recipe_changes(
         )
 
 
-def refuse_other_recipe(recipe: Recipe, paths: RunPaths) -> None:
+def refuse_other_recipe_of_finished_run(recipe: Recipe, paths: RunPaths) -> None:
     """Demand that a finished run was trained by this recipe: it will not be trained again.
 
     Raises:
         RecipeError: Keys differ that its training depended on; all of them at once.
     """
-    before, now, changed = _find_changed_keys(recipe, paths)
+    before, now, changed = _compare_with_launched_recipe(recipe, paths)
     problems = [
         Problem(
             f"the run in {paths.root} is finished, and it was trained with {key}="
@@ -163,7 +163,7 @@ def refuse_other_recipe(recipe: Recipe, paths: RunPaths) -> None:
         raise RecipeError.from_problems(problems)
 
 
-def _find_changed_keys(
+def _compare_with_launched_recipe(
     recipe: Recipe, paths: RunPaths
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
     """Keys of the recipe that a run was last launched with, those of another, the unlike ones."""

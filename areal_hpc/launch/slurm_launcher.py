@@ -12,13 +12,13 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, lock_prepared_run
+from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, prepare_and_lock_run
 from areal_hpc.launch.resources.host_memory import (
     find_host_memory_problems,
     find_memory_bytes_of_job_nodes,
 )
 from areal_hpc.launch.slurm_requests import (
-    build_dependency,
+    build_afterok_dependency,
     build_requests_of_run,
     build_requests_of_stage,
 )
@@ -27,8 +27,8 @@ from areal_hpc.rundir.jobs import (
     LaunchFile,
     Submission,
     get_array_index,
-    list_held_jobs,
-    list_successors,
+    list_jobs_held_while_idle,
+    list_waiting_successors,
     read_array_memberships,
     read_submissions,
     record_submission,
@@ -38,11 +38,11 @@ from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.batch_script.script import JobRequest
 from areal_hpc.slurm.batch_script.successors import build_chain_dependency
 from areal_hpc.slurm.run_jobs import LiveJob
-from areal_hpc.slurm.submission import cancel_held_jobs, release_jobs
+from areal_hpc.slurm.submission import release_jobs, try_to_cancel_jobs
 from areal_hpc.slurm.submit import (
     SubmittedJob,
+    submit_held_job,
     submit_held_successor,
-    submit_slurm,
     write_job_files,
     write_member_payload,
 )
@@ -71,7 +71,7 @@ def submit(
     """
     # What does not fit is refused before anything is written.
     build_requests_of_run(recipe, Path.cwd(), plan=plan)
-    with lock_prepared_run(
+    with prepare_and_lock_run(
         recipe,
         say=say,
         fresh=fresh,
@@ -86,14 +86,14 @@ def submit(
     ) as ready:
         submission = _RunSubmission(ready, say)
         with cancel_jobs_on_failure(say, submission.job_ids):
-            dependency = build_dependency(after)
+            dependency = build_afterok_dependency(after)
             for stage in ready.stages:
                 for request, launch in build_requests_of_stage(stage, recipe, ready):
                     asked = request.with_dependency(dependency) if dependency else request
-                    submission.submit(asked, launch)
+                    submission.submit_missing_job_and_successors(asked, launch)
                 dependency = build_chain_dependency(submission.chains[stage.leader.name])
         # A job that gave its nodes back is released by the trainer, when there is work.
-        idle = {job.root.name for job in list_held_jobs(ready.paths.jobs_dir)}
+        idle = {job.root.name for job in list_jobs_held_while_idle(ready.paths.jobs_dir)}
         held = [
             job.submission.job_id
             for job in ready.live_jobs
@@ -117,31 +117,31 @@ class _RunSubmission:
         """Numbers of the jobs that were submitted."""
         self.to_release: list[str] = []
 
-    def submit(self, request: JobRequest, launch: LaunchFile) -> None:
+    def submit_missing_job_and_successors(self, request: JobRequest, launch: LaunchFile) -> None:
         """Submit a job, if there is none, and the successors that it has too few of."""
         chain = self.chains.setdefault(request.job, [])
         with record_submission_refusal(request.job, self._ready.paths):
             if not chain:
-                submitted = submit_slurm(request, launch, run_task, self._say)
-                self._record(request, submitted)
+                submitted = submit_held_job(request, launch, run_task, self._say)
+                self._record_submitted_job(request, submitted)
                 self._say(f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}")
             self._submit_successors(request, launch.paths.script)
 
     def _submit_successors(self, request: JobRequest, script: Path) -> None:
         chain = self.chains[request.job]
-        laid = list_successors(read_submissions(self._ready.paths.submissions), request.job)
+        laid = list_waiting_successors(read_submissions(self._ready.paths.submissions), request.job)
         place = max((one.successor for one in laid), default=0)
         before = len(chain)
         while len(chain) <= request.successors:
             place += 1
-            self._record(
+            self._record_submitted_job(
                 request, submit_held_successor(request, script, tuple(chain), place, self._say)
             )
         if len(chain) > before:
             numbers = ", ".join(chain[before:])
             self._say(f"         {request.job:<10} {numbers}: each starts if those before it fail")
 
-    def _record(self, request: JobRequest, submitted: SubmittedJob) -> None:
+    def _record_submitted_job(self, request: JobRequest, submitted: SubmittedJob) -> None:
         self.job_ids.append(submitted.job_id)
         record_job_submission(self._ready, request.job, submitted)
         self.chains[request.job].append(submitted.job_id)
@@ -162,7 +162,7 @@ def _record_live_jobs_and_cancel_duplicates(
         place = job.submission.successor
         if not job.is_recorded and name in kept and not place:
             say(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
-            if (error := cancel_held_jobs([job_id])) is not None:
+            if (error := try_to_cancel_jobs([job_id])) is not None:
                 raise error
             continue
         if not job.is_recorded:
@@ -204,7 +204,7 @@ def prepare_run_and_write_scripts(
         ClusterError: Jobs of the run wait or run.
     """
     build_requests_of_run(recipe, Path.cwd())
-    with lock_prepared_run(recipe, say=say, fresh=fresh) as ready:
+    with prepare_and_lock_run(recipe, say=say, fresh=fresh) as ready:
         return [
             write_job_files(request, launch, run_task).script
             for stage in ready.stages
@@ -218,7 +218,7 @@ def cancel_jobs_on_failure(say: Callable[[str], None], job_ids: Sequence[str]) -
     try:
         yield
     except BaseException:  # boundary: half a run would wait for its other half
-        if (error := cancel_held_jobs(job_ids)) is not None:
+        if (error := try_to_cancel_jobs(job_ids)) is not None:
             say(f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}")
         raise
 

@@ -20,7 +20,7 @@ from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
     SlurmLaunchInfo,
-    list_excluded_nodes,
+    list_unexpired_excluded_nodes,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
@@ -53,9 +53,9 @@ def build_requests_of_run(
     jobs = [job for stage in stages for job in stage.jobs]
     slurm = add_cpu_and_memory_options(recipe, jobs)
     requests = {request.job: request for request in build_job_requests(jobs, slurm, place)}
-    if problems := _find_short_time_limits(recipe, requests.values()):
+    if problems := _find_short_time_limit_problems(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
-    dependency = build_dependency(after)
+    dependency = build_afterok_dependency(after)
     for stage in stages:
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].with_dependency(dependency)
@@ -88,7 +88,7 @@ def build_run_context(
         pythons=pythons,
         working_folder=working_folder,
         mounted=(recipe.model.path.resolve(),) if recipe.model.path else (),
-        excluded_nodes=tuple(sorted(list_excluded_nodes(paths.excluded_nodes))),
+        excluded_nodes=tuple(sorted(list_unexpired_excluded_nodes(paths.excluded_nodes))),
     )
 
 
@@ -119,13 +119,13 @@ def build_launch_file(
             interface=network.interface,
             progress=str(stage.progress or paths.metrics),
             done_marker=str(stage.done_marker),
-            prerequisite=_find_prerequisite(stage, ready),
+            prerequisite=_get_prerequisite_marker_path(stage, ready),
             idle_timeout_s=cluster.idle_timeout_s,
         ),
     )
 
 
-def _find_prerequisite(stage: JobStage, ready: PreparedRun) -> str:
+def _get_prerequisite_marker_path(stage: JobStage, ready: PreparedRun) -> str:
     """The done marker of the stage before, if that is to be run too; else empty."""
     before = ready.stages[: ready.stages.index(stage)]
     return str(before[-1].done_marker) if before else ""
@@ -143,12 +143,14 @@ def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
     return msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
 
 
-def build_dependency(job_ids: Sequence[str]) -> str:
+def build_afterok_dependency(job_ids: Sequence[str]) -> str:
     """Slurm's way to say that jobs must have succeeded; empty for none."""
     return f"afterok:{':'.join(job_ids)}" if job_ids else ""
 
 
-def _find_short_time_limits(recipe: Recipe, requests: Iterable[JobRequest]) -> list[Problem]:
+def _find_short_time_limit_problems(
+    recipe: Recipe, requests: Iterable[JobRequest]
+) -> list[Problem]:
     """Time limits that leave no time between a job's start and the stop before its end."""
     least_s = MIN_JOB_START_UP_S + recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
     return [

@@ -17,12 +17,12 @@ from areal_hpc.launch.prepared_run import PlanStages
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
     get_latest_submissions,
-    list_successors,
+    list_waiting_successors,
     read_submissions,
     read_task_exits,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import find_live_job_ids
+from areal_hpc.slurm.queue import select_live_job_ids
 
 RUN_FILES_POLL_S = 0.5
 """Between two looks at the run's files."""
@@ -70,9 +70,9 @@ def watch_submitted_run(
 def _is_job_gone(paths: RunPaths, job: str) -> bool:
     """True if Slurm no longer has the newest submission of a job, nor a successor of it."""
     submissions = read_submissions(paths.submissions)
-    chain = [get_latest_submissions(submissions)[job], *list_successors(submissions, job)]
+    chain = [get_latest_submissions(submissions)[job], *list_waiting_successors(submissions, job)]
     try:
-        return not find_live_job_ids([one.job_id for one in chain])
+        return not select_live_job_ids([one.job_id for one in chain])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
@@ -100,7 +100,7 @@ def _wait_for_jobs_to_end_or_report_them(
     give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
     while live:
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
-            live = find_live_job_ids(live)
+            live = select_live_job_ids(live)
         if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
             reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")
             return

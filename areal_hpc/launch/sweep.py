@@ -10,7 +10,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.plan import JobStage
-from areal_hpc.launch.prepared_run import PreparedRun, lock_prepared_run
+from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.slurm_launcher import (
     cancel_jobs_on_failure,
@@ -19,7 +19,7 @@ from areal_hpc.launch.slurm_launcher import (
     release_submitted_jobs,
 )
 from areal_hpc.launch.slurm_requests import (
-    build_dependency,
+    build_afterok_dependency,
     build_launch_file,
     build_requests_of_run,
     build_run_context,
@@ -28,7 +28,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.submit import SubmittedJob, submit_array
+from areal_hpc.slurm.submit import SubmittedJob, submit_held_array
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,17 +44,17 @@ class Sweep:
         return RunPaths(self.base.run_dir.resolve())
 
 
-def parse_sweep(load: Callable[[Sequence[str]], Recipe], array: str) -> Sweep:
+def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) -> Sweep:
     """The sweep that `KEY=V1,V2,...` asks for. Each run's trial is called after its value.
 
     Raises:
         RecipeError: It asks for no sweep, or the runs could not be one array.
     """
-    key, _, listed = array.partition("=")
+    key, _, listed = key_and_values.partition("=")
     values = [value.strip() for value in listed.split(",") if value.strip()]
     if not key or not values or len(set(values)) < len(values):
         raise RecipeError(
-            f"expected a key and different values for it, got {array!r}",
+            f"expected a key and different values for it, got {key_and_values!r}",
             hint="write --sweep trainer.optimizer.lr=1e-5,2e-5,4e-5",
         )
     base = load(())
@@ -122,9 +122,10 @@ def submit_sweep(
     """
     with ExitStack() as stack:
         ready = [
-            stack.enter_context(lock_prepared_run(run, say=say, fresh=fresh)) for run in sweep.runs
+            stack.enter_context(prepare_and_lock_run(run, say=say, fresh=fresh))
+            for run in sweep.runs
         ]
-        submitted = _submit_arrays_of_all_jobs(sweep, ready, build_dependency(after), say)
+        submitted = _submit_arrays_of_all_jobs(sweep, ready, build_afterok_dependency(after), say)
         release_submitted_jobs(submitted, *(one.paths for one in ready))
 
 
@@ -168,4 +169,4 @@ def _submit_array_of_job(
         launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
     with record_submission_refusal(request.job, *(one.paths for one in ready)):
-        return submit_array(asked, alone, launches, run_task, say), request
+        return submit_held_array(asked, alone, launches, run_task, say), request

@@ -12,7 +12,7 @@ import uvloop
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.jobs.requeue import release_held_jobs
+from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.ledger.evaluation_run import evaluate_and_finish
@@ -113,7 +113,7 @@ async def _keep_releasing_held_jobs(paths: RunPaths) -> None:
     """Have cells back that gave up their nodes while there was no ledger."""
     while True:
         try:
-            if released := await asyncio.to_thread(release_held_jobs, paths.jobs_dir):
+            if released := await asyncio.to_thread(release_jobs_held_while_idle, paths.jobs_dir):
                 log.info("released held jobs: %s", ", ".join(released))
         except OSError as error:  # too many open files, or storage that stalls: look again
             log.warning("cannot look for held jobs now: %s", error)

@@ -359,7 +359,7 @@ class LedgerService:
         if manifest := batch_formation.form_next_batch(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_generation_on_disk(generation)
-            manifest = manifests.write_manifest(self._paths, manifest)
+            manifest = manifests.write_manifest_once(self._paths, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest

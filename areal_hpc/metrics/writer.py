@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.metrics.step_line import format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, read_metrics
-from areal_hpc.rundir.jsonl import FlatRow, append_line, write_lines
+from areal_hpc.rundir.jsonl import FlatRow, append_line, replace_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -83,7 +83,7 @@ class MetricsWriter:
         """The line of the step that training goes on from; empty when there is none."""
         self.reopened.pop("step", None)
         if path.exists():
-            write_lines(path, kept.values())
+            replace_lines(path, kept.values())
         self._board = (
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )

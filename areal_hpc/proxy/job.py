@@ -86,7 +86,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
             await asyncio.wait_for(sealer.seal_all(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
-    rendezvous.remove_endpoint(paths.rendezvous_dir, name)
+    rendezvous.remove_own_endpoint(paths.rendezvous_dir, name)
     store = recorder.store
     if paths.finished_marker.exists() and not (store.finished or store.failed or store.sealed):
         shutil.rmtree(recorder.folder)  # nobody will read that journal again

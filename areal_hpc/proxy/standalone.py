@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import field_validator
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.environment import raise_file_limit
+from areal_hpc.jobs.environment import raise_open_file_limit
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
@@ -67,7 +67,7 @@ def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
         ClusterError: The address is taken, or the journal failed.
     """
     os.umask(UMASKS["owner"])
-    raise_file_limit()
+    raise_open_file_limit()
     stop = StopRequest.install()
     run_in_uvloop_thread_until_done(_serve_standalone(config, stop, say))
 

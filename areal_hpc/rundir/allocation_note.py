@@ -50,7 +50,7 @@ def find_live_allocation(paths: RunPaths) -> AllocationNote | None:
         return None
 
 
-def refuse_live_launcher(
+def refuse_live_allocation_launcher(
     paths: RunPaths, say: Callable[[str], None], watch_s: float = 2.5 * HEARTBEAT_PERIOD_S
 ) -> None:
     """Make sure that no launcher in an allocation works in a run directory.

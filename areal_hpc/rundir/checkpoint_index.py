@@ -14,17 +14,17 @@ import msgspec
 
 from areal_hpc.errors import ShardError
 
-FORMAT = 2
-INDEX_FILE = "index.json"
+CHECKPOINT_FORMAT = 2
+CHECKPOINT_INDEX_FILE = "index.json"
 MEGATRON_INDEX_FILE = ".metadata"
 """What format 1 has in its place."""
-BLOCK_BYTES = 1024**2
+DIGEST_BLOCK_BYTES = 1024**2
 """Who needs a part of a file reads whole blocks, which are compared with their digests."""
 DIGEST_BYTES = 4
 
 Column = Literal["master", "exp_avg", "exp_avg_sq", "weight"]
 NumberType = Literal["float32", "bfloat16"]
-TYPE_BYTES: dict[NumberType, int] = {"float32": 4, "bfloat16": 2}
+BYTES_BY_NUMBER_TYPE: dict[NumberType, int] = {"float32": 4, "bfloat16": 2}
 
 
 class TensorPiece(msgspec.Struct, frozen=True, array_like=True):
@@ -57,7 +57,7 @@ class RankIndex(msgspec.Struct, frozen=True):
 class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
     """What all files of a checkpoint hold together."""
 
-    format: int = FORMAT
+    format: int = CHECKPOINT_FORMAT
     optimizer_steps: int
     """Steps that AdamW has counted, the same for every parameter of the policy."""
     critic_steps: int = 0
@@ -77,17 +77,17 @@ class CheckpointIndex(msgspec.Struct, frozen=True, kw_only=True):
         names = list(self.columns)
         before = {name: self.columns[name] for name in names[: names.index(column)]}
         start = compute_data_bytes(before, self.counts[rank])
-        return start + first * TYPE_BYTES[self.columns[column]]
+        return start + first * BYTES_BY_NUMBER_TYPE[self.columns[column]]
 
 
 def compute_data_bytes(columns: dict[Column, NumberType], count: int) -> int:
     """Size of columns of `count` numbers each."""
-    return count * sum(TYPE_BYTES[type_] for type_ in columns.values())
+    return count * sum(BYTES_BY_NUMBER_TYPE[type_] for type_ in columns.values())
 
 
 def count_digest_blocks(data_bytes: int) -> int:
     """Blocks of a file, each with a digest; the last one may be shorter."""
-    return -(-data_bytes // BLOCK_BYTES)
+    return -(-data_bytes // DIGEST_BLOCK_BYTES)
 
 
 def get_rank_file_path(directory: Path, rank: int) -> Path:
@@ -125,7 +125,7 @@ def merge_rank_indices(
 
 def write_checkpoint_index(directory: Path, index: CheckpointIndex) -> None:
     """Say what the files of a checkpoint hold. Not forced to disk."""
-    (directory / INDEX_FILE).write_bytes(msgspec.json.encode(index))
+    (directory / CHECKPOINT_INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 
 def is_megatron_format(directory: Path) -> bool:
@@ -133,23 +133,23 @@ def is_megatron_format(directory: Path) -> bool:
     return (directory / MEGATRON_INDEX_FILE).exists()
 
 
-def read_index(directory: Path) -> CheckpointIndex:
+def read_checkpoint_index(directory: Path) -> CheckpointIndex:
     """What the files of a checkpoint hold.
 
     Raises:
         FileNotFoundError: There is no index.
         ShardError: It is damaged, or of a later format.
     """
-    file = directory / INDEX_FILE
+    file = directory / CHECKPOINT_INDEX_FILE
     content = file.read_bytes()
     try:
         found = msgspec.json.decode(content, type=_AnyFormat).format
-        if found == FORMAT:
+        if found == CHECKPOINT_FORMAT:
             return msgspec.json.decode(content, type=CheckpointIndex)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise build_checkpoint_damage_error(file, error) from error
     raise ShardError(
-        f"the checkpoint is of format {found}; this version reads formats 1 to {FORMAT}",
+        f"the checkpoint is of format {found}; this version reads formats 1 to {CHECKPOINT_FORMAT}",
         key=str(file),
         hint="resume the run with the version of areal_hpc that wrote it",
     )

@@ -13,7 +13,7 @@ from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
 
 COMPLETE_MARKER_FILE = "COMPLETE"
-STATE_FILE = "trainer.json"
+TRAINER_STATE_FILE = "trainer.json"
 
 
 QuarantineCause = Literal["damaged", "requested"]
@@ -89,12 +89,12 @@ def is_complete_checkpoint(path: Path) -> bool:
     )
 
 
-def get_unfinished_path(directory: Path, step: int, generation: int) -> Path:
+def get_unfinished_checkpoint_path(directory: Path, step: int, generation: int) -> Path:
     """Where the trainer of `generation` puts the parts of a checkpoint together."""
     return directory / f".{format_step_dir(step)}.generation_{generation}"
 
 
-def list_leftovers_of_checkpoints(directory: Path) -> list[tuple[Path, int | None]]:
+def list_unfinished_checkpoints(directory: Path) -> list[tuple[Path, int | None]]:
     """What interrupted trainers left behind, with the generation that may still write it."""
     found = [
         (path, re.search(r"\.generation_(\d+)$", path.name)) for path in directory.glob(".step_*")
@@ -104,7 +104,7 @@ def list_leftovers_of_checkpoints(directory: Path) -> list[tuple[Path, int | Non
 
 def write_trainer_state(path: Path, state: TrainerState) -> None:
     """Say what the checkpoint in this directory is of. Not forced to disk."""
-    (path / STATE_FILE).write_bytes(msgspec.json.encode(state))
+    (path / TRAINER_STATE_FILE).write_bytes(msgspec.json.encode(state))
 
 
 def read_trainer_state(path: Path) -> TrainerState:
@@ -114,7 +114,7 @@ def read_trainer_state(path: Path) -> TrainerState:
         FileNotFoundError: It says nothing, or a trainer at work has removed it.
         ShardError: Its file is damaged.
     """
-    file = path / STATE_FILE
+    file = path / TRAINER_STATE_FILE
     try:
         return msgspec.json.decode(file.read_bytes(), type=TrainerState)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -145,7 +145,7 @@ def list_checkpoints(directory: Path, problems: list[Problem] | None = None) -> 
                 path
             ):  # else it was removed just now
                 message = "the checkpoint has no list of consumed batches"
-                problems.append(Problem(message, str(path / STATE_FILE)))
+                problems.append(Problem(message, str(path / TRAINER_STATE_FILE)))
         except ShardError as error:
             if problems is None:
                 raise

@@ -259,7 +259,7 @@ def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submissio
     return {submission.job: submission for submission in submissions if not submission.successor}
 
 
-def list_successors(submissions: list[Submission], job: str) -> list[Submission]:
+def list_waiting_successors(submissions: list[Submission], job: str) -> list[Submission]:
     """Successors of a job that have not taken its place yet, in order.
 
     Those of an earlier submission do not count, nor do those that a later one has overtaken.
@@ -324,14 +324,18 @@ class ExcludedNode(Struct, frozen=True):
         return time.time() - self.at > EXCLUDED_NODE_LIFETIME_S
 
 
-def read_excluded_nodes(path: Path) -> list[ExcludedNode]:
+def read_excluded_nodes_with_expired(path: Path) -> list[ExcludedNode]:
     """Every node that was ever put on the run's list, oldest first; expired ones too."""
     return read_lines(path, ExcludedNode)
 
 
-def list_excluded_nodes(path: Path) -> list[str]:
+def list_unexpired_excluded_nodes(path: Path) -> list[str]:
     """Names of the nodes that the run must not get now."""
-    return list(dict.fromkeys(one.node for one in read_excluded_nodes(path) if not one.is_expired))
+    return list(
+        dict.fromkeys(
+            one.node for one in read_excluded_nodes_with_expired(path) if not one.is_expired
+        )
+    )
 
 
 def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
@@ -339,7 +343,7 @@ def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
     append_line(path, ExcludedNode(node, reason, round(time.time(), 3), job_id))
 
 
-def list_held_jobs(jobs_dir: Path) -> list[JobPaths]:
+def list_jobs_held_while_idle(jobs_dir: Path) -> list[JobPaths]:
     """The jobs that gave their nodes back and wait to be released."""
     return [
         JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD_NOTES_DIR).glob("*"))

@@ -61,7 +61,7 @@ def append_lines(path: Path, records: Iterable[object], *, sync: bool = False) -
         fsync_path(path.parent)
 
 
-def write_lines(path: Path, records: Iterable[object]) -> None:
+def replace_lines(path: Path, records: Iterable[object]) -> None:
     """Put a file with these records in the place of another, whole or not at all.
 
     Raises:

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.atomic import write_atomic, write_once
-from areal_hpc.rundir.jsonl import append_line, read_lines, write_lines
+from areal_hpc.rundir.jsonl import append_line, read_lines, replace_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import BatchManifest, DropTicketRequest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
@@ -94,7 +94,7 @@ class DroppedTicket(msgspec.Struct, frozen=True):
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
-def write_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
+def write_manifest_once(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
     A manifest is never replaced, because checkpoints name batches by their step alone.
@@ -191,7 +191,7 @@ def replace_evaluated_tickets(
         OSError: The file system refused.
     """
     if tickets:
-        write_lines(paths.evaluated_tickets(step), tickets)
+        replace_lines(paths.evaluated_tickets(step), tickets)
     else:
         paths.evaluated_tickets(step).unlink(missing_ok=True)
 

@@ -28,7 +28,7 @@ def restrict_new_files(readable_by: Readers) -> Iterator[None]:
         os.umask(before)
 
 
-def secure_run_dir(root: Path, readable_by: Readers) -> None:
+def create_or_secure_run_dir(root: Path, readable_by: Readers) -> None:
     """Make a run directory that its owner alone can write to, or make such a one of what is there.
 
     Raises:

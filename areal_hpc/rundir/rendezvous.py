@@ -119,7 +119,7 @@ def await_endpoint(
     return endpoint
 
 
-def remove_endpoint(directory: Path, name: str) -> None:
+def remove_own_endpoint(directory: Path, name: str) -> None:
     """Remove the service's file when it stops on purpose; a successor's file stays."""
     endpoint = find_endpoint(directory, name)
     if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):

@@ -58,7 +58,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
     job_id = scontrol.get_own_job_id(environ)
     shown = run_slurm_command(
         *("scontrol", "show", "job", "--details", "--oneliner", job_id),
-        environ=scontrol.strip_own_variables(environ),
+        environ=scontrol.strip_job_variables(environ),
     )
     return Allocation(job_id, parse_node_shares(shown), scontrol.parse_job_facts(shown).ends_at)
 

@@ -34,7 +34,7 @@ _SQUEUE_ARGUMENTS = (
     *("--noheader", "--all", "--array", "--states=all"),
     "--Format=" + ",".join(f"{name}:{width}|" for name, width in SQUEUE_COLUMNS),
 )
-BACKOFF = Backoff(2.0, 60.0)
+SLURM_OUTAGE_BACKOFF = Backoff(2.0, 60.0)
 """Pauses between questions to a Slurm that does not answer."""
 
 
@@ -176,7 +176,7 @@ class QueuePoller:
     @property
     def pause_s(self) -> float:
         """Time to wait before the next question."""
-        return BACKOFF.get_pause_s(self._unanswered_polls)
+        return SLURM_OUTAGE_BACKOFF.get_pause_s(self._unanswered_polls)
 
     def poll(self, job_ids: Iterable[str]) -> QueueSnapshot:
         """All that Slurm knows of these jobs now. That it does not answer is no error.
@@ -232,7 +232,7 @@ class QueuePoller:
         return jobs
 
 
-def find_live_job_ids(job_ids: Iterable[str]) -> list[str]:
+def select_live_job_ids(job_ids: Iterable[str]) -> list[str]:
     """Those of the jobs that wait or run.
 
     Raises:

@@ -75,7 +75,7 @@ def submit_again(
     member = get_array_index(before.job_id) if before else ""
     options = [*options, *([f"--array={member}"] if member else []), *(["--hold"] if hold else [])]
     identity = JobIdentity.create(slurm.job_name, slurm.comment)
-    environ = scontrol.strip_own_variables(os.environ)
+    environ = scontrol.strip_job_variables(os.environ)
     new_id = submit_script(
         Path(slurm.script), identity, options, environ=environ, timeout_s=timeout_s
     )

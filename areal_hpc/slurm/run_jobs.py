@@ -19,10 +19,10 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
 from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
 from areal_hpc.slurm.states import JobPhase
-from areal_hpc.slurm.submission import SUCCESSOR_TAG
+from areal_hpc.slurm.submission import SUCCESSOR_COMMENT_PREFIX
 
 _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
-_SUCCESSOR_PATTERN = re.compile(rf" {SUCCESSOR_TAG}([0-9]+) token=[0-9a-f]{{8}}$")
+_SUCCESSOR_PATTERN = re.compile(rf" {SUCCESSOR_COMMENT_PREFIX}([0-9]+) token=[0-9a-f]{{8}}$")
 HELD_BY_USER_REASON = "JobHeldUser"
 
 
@@ -51,7 +51,7 @@ def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.job_id for one in read_submissions(paths.submissions)))
 
 
-def was_refused(paths: RunPaths) -> bool:
+def was_any_submission_refused(paths: RunPaths) -> bool:
     """True if Slurm once did not take a job of this run."""
     events = read_recent_events(paths.events)
     return any(row["event"] == SUBMISSION_REFUSED_EVENT for row in events)
@@ -78,7 +78,7 @@ def list_unrecorded_jobs(
         for job in jobs
         if job.job_id not in recorded
         and is_live_state(job.state)
-        and (submission := _match_submission(paths, job, memberships)) is not None
+        and (submission := _build_record_if_of_run(paths, job, memberships)) is not None
     ]
 
 
@@ -101,7 +101,7 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
     return [*live, *list_unrecorded_jobs(paths)]
 
 
-def _match_submission(
+def _build_record_if_of_run(
     paths: RunPaths, job: QueuedJob, memberships: Mapping[str, ArrayMembership]
 ) -> Submission | None:
     """The record that a job would have, by its name in Slurm; None if it is not of this run."""

@@ -65,37 +65,37 @@ def parse_job_facts(shown: str) -> JobFacts:
 def query_job(job_id: str) -> JobFacts:
     """Ask Slurm about one job."""
     return parse_job_facts(
-        _run_slurm_without_own_variables("scontrol", "show", "job", job_id, "--oneliner")
+        _run_slurm_without_job_variables("scontrol", "show", "job", job_id, "--oneliner")
     )
 
 
 def read_controller_time() -> float | None:
     """Unix time by slurmctld's own clock; None if this Slurm does not tell it."""
-    shown = _run_slurm_without_own_variables("scontrol", "show", "config")
+    shown = _run_slurm_without_job_variables("scontrol", "show", "config")
     found = _CONTROLLER_TIME_PATTERN.match(shown)
     return parse_slurm_time(found[1]) if found else None
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:
     """Have Slurm end the job and start it again under its number, hold it then, or let it go on."""
-    _run_slurm_without_own_variables("scontrol", action, job_id)
+    _run_slurm_without_job_variables("scontrol", action, job_id)
 
 
 def cancel_job(job_id: str) -> None:
     """Have Slurm end a job, which is over as soon as its tasks are."""
-    _run_slurm_without_own_variables("scancel", job_id)
+    _run_slurm_without_job_variables("scancel", job_id)
 
 
 def update_waiting_job(
     job_id: str, field: Literal["ExcNodeList", "Dependency"], value: str
 ) -> None:
     """Change what a job must not get, or waits for. Slurm refuses the first of jobs that run."""
-    _run_slurm_without_own_variables("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
+    _run_slurm_without_job_variables("scontrol", "update", f"JobId={job_id}", f"{field}={value}")
 
 
 def read_pending_dependencies() -> dict[str, str]:
     """This user's jobs in the queue, and what each waits for, in sbatch's words."""
-    shown = _run_slurm_without_own_variables(
+    shown = _run_slurm_without_job_variables(
         "squeue", "--me", "--array", "--noheader", "--states=PENDING", "--format=%i %E"
     )
     plain = re.sub(r"\([^)]*\)", "", shown)  # squeue adds how far each condition is met
@@ -104,13 +104,13 @@ def read_pending_dependencies() -> dict[str, str]:
 
 def list_array_members(array_id: str) -> list[str]:
     """The members of a job array that Slurm still knows, `12_0` and so on."""
-    shown = _run_slurm_without_own_variables(
+    shown = _run_slurm_without_job_variables(
         *("squeue", "--array", "--noheader", "--states=all", f"--jobs={array_id}", "--format=%i")
     )
     return shown.split()
 
 
-def strip_own_variables(environ: Mapping[str, str]) -> dict[str, str]:
+def strip_job_variables(environ: Mapping[str, str]) -> dict[str, str]:
     """A job's environment without what Slurm's commands would take for wishes."""
     return {
         name: value
@@ -119,5 +119,5 @@ def strip_own_variables(environ: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _run_slurm_without_own_variables(*command: str) -> str:
-    return run_slurm_command(*command, environ=strip_own_variables(os.environ))
+def _run_slurm_without_job_variables(*command: str) -> str:
+    return run_slurm_command(*command, environ=strip_job_variables(os.environ))

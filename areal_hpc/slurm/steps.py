@@ -11,7 +11,7 @@ from pathlib import Path
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jobs import LaunchFile, TaskExit, read_task_exits
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.scontrol import strip_own_variables
+from areal_hpc.slurm.scontrol import strip_job_variables
 from areal_hpc.slurm.step_placement import StepPlacement
 
 SUPERVISOR_MODULE = "areal_hpc.jobs.supervisor"
@@ -105,4 +105,4 @@ class StepJobHandle:
 
 def build_step_environment(environ: Mapping[str, str]) -> dict[str, str]:
     """The launcher's environment without what srun would take for wishes about the step."""
-    return strip_own_variables(environ)
+    return strip_job_variables(environ)

@@ -25,7 +25,7 @@ SUBMIT_TIMEOUT_S = 600.0
 JOB_LOOKUP_DURATION_S = 5.0
 """Time in which a slurmctld that answers again works off the requests that it had received."""
 RETRY_PAUSE_S = 2.0
-SUCCESSOR_TAG = "successor="
+SUCCESSOR_COMMENT_PREFIX = "successor="
 """In the comment of a job that waits for another one to fail, before its place."""
 
 
@@ -48,7 +48,7 @@ class JobIdentity:
 
     def build_sbatch_options(self) -> list[str]:
         """Options of sbatch, which go before those of the script."""
-        place = f"{SUCCESSOR_TAG}{self.successor} " if self.successor else ""
+        place = f"{SUCCESSOR_COMMENT_PREFIX}{self.successor} " if self.successor else ""
         return [
             f"--job-name={self.name}.{self.token}",
             f"--comment={self.comment} {place}{self.comment_tag}",
@@ -142,7 +142,7 @@ def release_jobs(job_ids: Iterable[str], timeout_s: float = SUBMIT_TIMEOUT_S) ->
                 time.sleep(RETRY_PAUSE_S)
 
 
-def cancel_held_jobs(job_ids: Sequence[str]) -> ClusterError | None:
+def try_to_cancel_jobs(job_ids: Sequence[str]) -> ClusterError | None:
     """Take back jobs that were just submitted; the error if Slurm did not do it."""
     try:
         if job_ids:

@@ -121,7 +121,7 @@ class LocalJobHandle:
 
 def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
     """Start a job on this machine through submitit's local executor."""
-    launch_path = write_launch(launch)
+    launch_path = write_launch_and_clear_old_exits(launch)
     executor = submitit.LocalExecutor(
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
@@ -135,7 +135,7 @@ def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
         signal.signal(signal.SIGINT, previous)
 
 
-def write_launch(launch: LaunchFile) -> Path:
+def write_launch_and_clear_old_exits(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -180,7 +180,7 @@ def write_job_files(request: JobRequest, launch: LaunchFile, entry: Entry) -> Jo
 
     `sbatch job.sbatch` is then enough to start it.
     """
-    launch_path = write_launch(launch)
+    launch_path = write_launch_and_clear_old_exits(launch)
     request.folder.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
         request.folder / PAYLOAD_FILE
@@ -199,7 +199,7 @@ class SubmittedJob:
     """Place among the successors of the job, from 1; 0 for the job itself."""
 
 
-def submit_slurm(
+def submit_held_job(
     request: JobRequest, launch: LaunchFile, entry: Entry, report_outage: Callable[[str], None]
 ) -> SubmittedJob:
     """Hand a job to Slurm, held. The script stays in the job's folder.
@@ -229,7 +229,7 @@ def submit_held_successor(
     return _submit_held(request, script, report_outage, options, place)
 
 
-def submit_array(
+def submit_held_array(
     array: JobRequest,
     alone: Sequence[JobRequest],
     launches: Sequence[LaunchFile],

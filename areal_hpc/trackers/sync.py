@@ -20,7 +20,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.private_values import hide_private_values
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree, write_once
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.jsonl import FlatRow, read_lines, write_lines
+from areal_hpc.rundir.jsonl import FlatRow, read_lines, replace_lines
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths, TrackerPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
@@ -97,7 +97,7 @@ def sync_run(paths: RunPaths, tracker: TrackerChoice) -> int:
         shutil.rmtree(place.unfinished_part, ignore_errors=True)
         place.unfinished_part.mkdir()
         _run_program(tracker, part, place.unfinished_part)
-        write_lines(place.get_rows_file(place.unfinished_part), rows)
+        replace_lines(place.get_rows_file(place.unfinished_part), rows)
         fsync_tree(place.unfinished_part)
         place.unfinished_part.rename(place.get_part(len(place.list_parts()) + 1))
         fsync_path(place.root)

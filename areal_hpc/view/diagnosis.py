@@ -125,8 +125,8 @@ def _diagnose_local_stop(
 ) -> Diagnosis | None:
     """A run of this machine whose launcher is gone; None if that said nothing of any use."""
     own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
-    was_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
-    if not evidence.run.is_local or was_refused or not own:
+    was_any_submission_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
+    if not evidence.run.is_local or was_any_submission_refused or not own:
         return None
     ends = [row for row in own if row["event"] == LAUNCHER_ENDED_EVENT]
     hint = "run the same command again to resume from the last checkpoint"

@@ -22,8 +22,8 @@ RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
 FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
          type(one).__name__ == "_PathDescriptor"}  # fmt: skip
 NAMES = {part for name in FIXED for part in name.split("/")} | {
-    HELD_NOTES_DIR, checkpoints.COMPLETE_MARKER_FILE, checkpoints.STATE_FILE,
-    checkpoint_index.INDEX_FILE,
+    HELD_NOTES_DIR, checkpoints.COMPLETE_MARKER_FILE, checkpoints.TRAINER_STATE_FILE,
+    checkpoint_index.CHECKPOINT_INDEX_FILE,
     RUN.export_dir("x").parent.name, rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE,
     rendezvous.EVALUATION_CELL,
 }  # fmt: skip
@@ -50,7 +50,13 @@ PREFIXES = {
 _ANY_PREFIX = "|".join(map(re.escape, sorted(PREFIXES)))
 PREFIX = re.compile(rf"(^|/)\.?({_ANY_PREFIX})+($|[\d*?{{%(\[\\])")
 MAKES_A_PATH = {"glob", "rglob", "joinpath", "with_name", "with_suffix"}
-FINDS_A_SERVICE = {"publish_endpoint", "find_endpoint", "await_endpoint", "remove_endpoint", "Peer"}
+FINDS_A_SERVICE = {
+    "publish_endpoint",
+    "find_endpoint",
+    "await_endpoint",
+    "remove_own_endpoint",
+    "Peer",
+}
 
 
 def texts_of(*nodes: ast.AST) -> dict[int, str]:

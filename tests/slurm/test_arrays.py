@@ -9,7 +9,7 @@ from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submission import release_jobs
-from areal_hpc.slurm.submit import submit_array
+from areal_hpc.slurm.submit import submit_held_array
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT
@@ -45,7 +45,7 @@ def submit_together(
     alone = [request(job, job.root, site, is_array=False) for job in jobs]
     launches = [job.launch("steady") for job in jobs]
     asked = array.with_dependency(after) if after else array
-    submitted = submit_array(asked, alone, launches, run_task, print)
+    submitted = submit_held_array(asked, alone, launches, run_task, print)
     for job, one in zip(jobs, submitted, strict=True):
         job.is_submitted(one.job_id)
     array_id = submitted[0].job_id.partition("_")[0]

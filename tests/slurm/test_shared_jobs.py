@@ -8,7 +8,7 @@ import msgspec
 import psutil
 import pytest
 
-from areal_hpc.jobs.requeue import release_held_jobs
+from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.rundir.jobs import CellSpec, LaunchFile, ProcessSpec
 from tests.slurm.operated import OperatedRun
 from tests.slurm.supervised_jobs import SupervisedJob
@@ -131,5 +131,5 @@ def test_a_job_is_held_once_all_of_its_cells_are_idle(
     assert job.restarts() == 0
     job.let_go()
     job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())
-    job.awaits(lambda: release_held_jobs(job.run.jobs_dir) == [JOB])
+    job.awaits(lambda: release_jobs_held_while_idle(job.run.jobs_dir) == [JOB])
     job.awaits_state("COMPLETED")

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jobs import Submission, list_successors, read_submissions, record_submission
+from areal_hpc.rundir.jobs import (
+    Submission,
+    list_waiting_successors,
+    read_submissions,
+    record_submission,
+)
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
 from areal_hpc.slurm.submission import JobIdentity, submit_script
@@ -71,7 +76,10 @@ def submit_with_successors(
 
 
 def waiting(job: SupervisedJob) -> list[str]:
-    return [one.job_id for one in list_successors(read_submissions(job.run.submissions), job.name)]
+    return [
+        one.job_id
+        for one in list_waiting_successors(read_submissions(job.run.submissions), job.name)
+    ]
 
 
 @pytest.mark.timeout(240)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from areal_hpc.jobs.requeue import release_held_jobs
+from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
@@ -168,8 +168,8 @@ def test_an_idle_job_gives_its_nodes_back(jobs: Jobs, monkeypatch: pytest.Monkey
     job.awaits(lambda: " Reason=job_requeued_in_held_state " in job.shown())
     assert job.told == ["began 1"]
     # Slurm gives the reason while the node still cleans up: until that is over nothing is released.
-    job.awaits(lambda: release_held_jobs(job.run.jobs_dir) == ["idle"])
-    assert release_held_jobs(job.run.jobs_dir) == []
+    job.awaits(lambda: release_jobs_held_while_idle(job.run.jobs_dir) == ["idle"])
+    assert release_jobs_held_while_idle(job.run.jobs_dir) == []
     job.awaits_state("COMPLETED")
     assert job.told == ["began 1", "began 2"]
 

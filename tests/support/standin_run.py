@@ -19,7 +19,7 @@ from tokenizers import Tokenizer
 from areal_hpc.cli.main import main
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.launch import prepared_run
-from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
 from areal_hpc.launch.tiny_model import build_tiny_config
 from areal_hpc.recipe.recipe import Recipe, TinyModelConfig
 from areal_hpc.rundir.generations import claim_next_number
@@ -100,7 +100,7 @@ def take_batches(config: dict[str, Any]) -> None:
 
 
 def plan_with_standins(
-    recipe: Recipe, paths: RunPaths, facts: LaunchFacts | None = None
+    recipe: Recipe, paths: RunPaths, facts: PlanInputs | None = None
 ) -> tuple[JobStage, ...]:
     """The plan of a run, with other entries for two of its processes."""
 

@@ -86,7 +86,7 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_command
-    from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_refused
+    from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_any_submission_refused
 
     paths = parse_run_dir(path)
     if not os.access(paths.root, os.W_OK):
@@ -95,7 +95,9 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
             key=str(paths.root),
             hint="log in as that user; status, why, logs and audit need no more than reading",
         )
-    if not (list_recorded_job_ids(paths) or was_refused(paths) or find_live_jobs(paths)):
+    if not (
+        list_recorded_job_ids(paths) or was_any_submission_refused(paths) or find_live_jobs(paths)
+    ):
         raise ClusterError(
             "this run has no Slurm jobs",
             hint="it runs in the foreground: stop it with Ctrl-C, continue it with "

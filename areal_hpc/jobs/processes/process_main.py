@@ -17,7 +17,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
-from areal_hpc.jobs.environment import PROMETHEUS_VARIABLE, raise_file_limit, set_up_logging
+from areal_hpc.jobs.environment import PROMETHEUS_VARIABLE, raise_open_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
@@ -46,7 +46,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
         sys.exit(75)
     threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
     os.umask(os.umask(0o077) | 0o027)  # what the supervisor set, or more
-    raise_file_limit()
+    raise_open_file_limit()
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())

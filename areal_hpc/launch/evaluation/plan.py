@@ -8,10 +8,10 @@ from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
 from areal_hpc.launch.plan import (
     MAX_SERVICE_RESTARTS,
     JobStage,
-    LaunchFacts,
+    PlanInputs,
     build_cell_job,
-    describe_evaluation_sets,
-    plan_cell,
+    build_ledger_evaluation_sets,
+    plan_cell_processes,
 )
 from areal_hpc.launch.prepared_run import PlanStages
 from areal_hpc.ledger.config import LedgerJobConfig
@@ -27,15 +27,15 @@ LOADED_VERSION = str(WeightVersion(0, LOADED_STEP))
 def plan_evaluation_of(set_names: Collection[str]) -> PlanStages:
     """The plan of an evaluation on these sets."""
 
-    def plan(recipe: Recipe, paths: RunPaths, facts: LaunchFacts | None) -> tuple[JobStage, ...]:
-        known = facts or LaunchFacts(1, {}, "python", ())
+    def plan(recipe: Recipe, paths: RunPaths, facts: PlanInputs | None) -> tuple[JobStage, ...]:
+        known = facts or PlanInputs(1, {}, "python", ())
         return (plan_evaluation(recipe, paths, known, set_names),)
 
     return plan
 
 
 def plan_evaluation(
-    recipe: Recipe, paths: RunPaths, facts: LaunchFacts, set_names: Collection[str]
+    recipe: Recipe, paths: RunPaths, facts: PlanInputs, set_names: Collection[str]
 ) -> JobStage:
     """The job `evaluation`: a cell that serves what it loads, and the ledger on its first task."""
     sets = [
@@ -51,13 +51,13 @@ def plan_evaluation(
         max_concurrent_rollouts=recipe.rollout.max_concurrent_rollouts,
         seed=recipe.seed,
         n_train_tasks=1,
-        evaluation_sets=describe_evaluation_sets(sets, facts),
+        evaluation_sets=build_ledger_evaluation_sets(sets, facts),
         evaluates={
             one.name: min(one.tasks, facts.tasks_by_evaluation_set[one.name]) for one in sets
         },
         total_steps=1,
     ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS)
-    cell = plan_cell(recipe, paths, facts, EVALUATION_CELL, ("valid",), LOADED_VERSION)
+    cell = plan_cell_processes(recipe, paths, facts, EVALUATION_CELL, ("valid",), LOADED_VERSION)
     job = build_cell_job(recipe, [cell])
     # The agents' Python: there is no trainer, and its environment need not be there.
     processes = [replace(ledger, role="agents"), *job.processes]

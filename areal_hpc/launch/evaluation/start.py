@@ -12,7 +12,7 @@ from areal_hpc.launch.evaluation.plan import plan_evaluation_of
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
 from areal_hpc.launch.local_launcher import LocalLauncher
 from areal_hpc.launch.places.this_machine import ThisMachine
-from areal_hpc.launch.prepared_run import lock_prepared_run
+from areal_hpc.launch.prepared_run import prepare_and_lock_run
 from areal_hpc.launch.resources.gpu_assignment import find_usable_gpus
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -127,7 +127,7 @@ def run_evaluation(
     recipe = target.recipe
     reporter = EvaluationReporter(target.paths, sets)
     target.put_in_place(reporter.print_line)
-    with lock_prepared_run(
+    with prepare_and_lock_run(
         recipe,
         say=reporter.print_line,
         known_problems=_find_gpu_problems(recipe),

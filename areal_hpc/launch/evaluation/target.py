@@ -16,7 +16,7 @@ from areal_hpc.recipe.loading import flatten_keys, load_recipe, read_site_file
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.privacy import restrict_new_files, secure_run_dir
+from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.wire.weight_version import WeightVersion
 
 MODEL_CONFIG_FILE = "config.json"
@@ -55,7 +55,7 @@ class EvaluationTarget:
             return
         readers = self.recipe.cluster.readable_by
         with restrict_new_files(readers):
-            secure_run_dir(self.paths.root, readers)
+            create_or_secure_run_dir(self.paths.root, readers)
             _link_tasks(self.run, self.recipe, self.paths)
             if not self.model.exists():
                 _export_checkpoint(self.run, self.step, self.model, self.recipe, say)

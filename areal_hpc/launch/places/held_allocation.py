@@ -35,7 +35,7 @@ from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.batch_script.container import build_container_command
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import StepJobHandle, build_step_command
-from areal_hpc.slurm.submit import JobHandle, write_launch
+from areal_hpc.slurm.submit import JobHandle, write_launch_and_clear_old_exits
 
 HEARTBEATS_PER_END_CHECK = 3
 """Heartbeats between two questions to Slurm about the allocation's end."""
@@ -247,7 +247,7 @@ class HeldAllocation:
             gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
             variables=build_role_variables(self._recipe, network.build_variables()),
         )
-        write_launch(launch)
+        write_launch_and_clear_old_exits(launch)
         command = _build_step_command(
             spec, placement, step_name, job_id, self._recipe, paths, self._ready.pythons
         )

@@ -16,7 +16,7 @@ from areal_hpc.launch.checks.model_files import (
     find_critic_architecture,
     find_frozen_architectures,
 )
-from areal_hpc.launch.plan import build_training_job
+from areal_hpc.launch.plan import build_job_with_task_per_rank
 from areal_hpc.launch.resources.memory import estimate_serving_memory
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.rendezvous import format_cell_name
@@ -225,7 +225,7 @@ def _estimate_server_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory
 
 
 def _count_ranks_per_node(recipe: Recipe) -> int:
-    job = build_training_job("trainer", recipe, [])
+    job = build_job_with_task_per_rank("trainer", recipe, [])
     try:
         return compute_resources(job, recipe.cluster.slurm.get_options("trainer")).tasks_per_node
     except RecipeError:  # told by what submits; without Slurm all ranks are here

@@ -8,7 +8,7 @@ import numpy as np
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import (
-    BLOCK_BYTES,
+    DIGEST_BLOCK_BYTES,
     DIGEST_BYTES,
     build_checkpoint_damage_error,
     count_digest_blocks,
@@ -60,23 +60,25 @@ class RankFileReader:
             ShardError: They are damaged.
         """
         stop = offset_bytes + size_bytes
-        first = offset_bytes // BLOCK_BYTES * BLOCK_BYTES
-        blocks = bytearray(min(count_digest_blocks(stop) * BLOCK_BYTES, self._data_bytes) - first)
+        first = offset_bytes // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
+        blocks = bytearray(
+            min(count_digest_blocks(stop) * DIGEST_BLOCK_BYTES, self._data_bytes) - first
+        )
         known = len(self._kept) if first == self._kept_at else 0
         if known >= len(blocks):
             return memoryview(self._kept)[offset_bytes - first : stop - first]
         blocks[:known] = self._kept[:known]
         self._read_and_verify_blocks(memoryview(blocks)[known:], first + known)
-        self._kept_at = (stop - 1) // BLOCK_BYTES * BLOCK_BYTES
+        self._kept_at = (stop - 1) // DIGEST_BLOCK_BYTES * DIGEST_BLOCK_BYTES
         self._kept = blocks[self._kept_at - first :]
         return memoryview(blocks)[offset_bytes - first : stop - first]
 
     def _read_and_verify_blocks(self, target: memoryview, offset_bytes: int) -> None:
         self._read_bytes(target, offset_bytes)
-        for start in range(0, len(target), BLOCK_BYTES):
-            block = target[start : start + BLOCK_BYTES]
+        for start in range(0, len(target), DIGEST_BLOCK_BYTES):
+            block = target[start : start + DIGEST_BLOCK_BYTES]
             found = zlib.crc32(block)
-            expected = int(self._digests[(offset_bytes + start) // BLOCK_BYTES])
+            expected = int(self._digests[(offset_bytes + start) // DIGEST_BLOCK_BYTES])
             if found != expected:
                 raise build_checkpoint_damage_error(
                     self._path,

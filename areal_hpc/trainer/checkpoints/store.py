@@ -27,7 +27,7 @@ from areal_hpc.jobs.time_limit import record_checkpoint_duration
 from areal_hpc.recipe.sections.trainer import AdamConfig
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.checkpoint_index import (
-    INDEX_FILE,
+    CHECKPOINT_INDEX_FILE,
     RankIndex,
     get_rank_file_path,
     merge_rank_indices,
@@ -35,15 +35,15 @@ from areal_hpc.rundir.checkpoint_index import (
 )
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
-    STATE_FILE,
+    TRAINER_STATE_FILE,
     Checkpoint,
     TrainerState,
     build_checkpoint_write_error,
     find_latest_checkpoint,
-    get_unfinished_path,
+    get_unfinished_checkpoint_path,
     is_complete_checkpoint,
     list_checkpoints,
-    list_leftovers_of_checkpoints,
+    list_unfinished_checkpoints,
     read_trainer_state,
     write_trainer_state,
 )
@@ -139,7 +139,7 @@ class CheckpointStore:
 
         What a generation later than this trainer's is writing is not ours to touch.
         """
-        for path, written_by in list_leftovers_of_checkpoints(self._directory):
+        for path, written_by in list_unfinished_checkpoints(self._directory):
             if written_by is None or written_by <= generation:
                 # Renamed first: an older trainer that is stuck must not make it visible half gone.
                 doomed = path.with_name(f".{format_step_dir(0)}.{uuid.uuid4().hex}")
@@ -164,7 +164,7 @@ class CheckpointStore:
         self.finish_save()
         began = time.monotonic()
         target = self._directory / format_step_dir(state.step)
-        partial = get_unfinished_path(self._directory, state.step, state.generation)
+        partial = get_unfinished_checkpoint_path(self._directory, state.step, state.generation)
         is_first = dist.get_rank() == 0
         with _convert_storage_errors(partial):
             if is_first:
@@ -233,7 +233,7 @@ class CheckpointStore:
 
     def _publish_and_delete_superfluous(self, checkpoint: Checkpoint) -> None:
         """Rename the finished directory, and hide the ones it makes superfluous."""
-        partial = get_unfinished_path(
+        partial = get_unfinished_checkpoint_path(
             self._directory, checkpoint.state.step, checkpoint.state.generation
         )
         fault_point("checkpoint.before_marker")
@@ -289,7 +289,7 @@ def _write_index_and_trainer_state(
     index = merge_rank_indices(parts, held.types, steps[""], steps.get(CRITIC_PREFIX, 0))
     write_checkpoint_index(partial, index)
     write_trainer_state(partial, state)
-    return [INDEX_FILE, STATE_FILE]
+    return [CHECKPOINT_INDEX_FILE, TRAINER_STATE_FILE]
 
 
 def _require_visible_checkpoint(path: Path) -> None:

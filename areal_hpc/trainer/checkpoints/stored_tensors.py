@@ -14,12 +14,12 @@ from typing import Protocol
 import torch
 
 from areal_hpc.rundir.checkpoint_index import (
-    TYPE_BYTES,
+    BYTES_BY_NUMBER_TYPE,
     Column,
     TensorPiece,
     get_rank_file_path,
     is_megatron_format,
-    read_index,
+    read_checkpoint_index,
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import (
     Box,
@@ -82,7 +82,7 @@ class RankFileTensors:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._index = read_index(directory)
+        self._index = read_checkpoint_index(directory)
         self._readers: dict[int, RankFileReader] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], list[TensorPiece]] = defaultdict(list)
         """Of each layer and expert of each tensor: there can be thousands in one tensor."""
@@ -124,7 +124,7 @@ class RankFileTensors:
         first, count = compute_flat_start_and_extent(piece.sizes, part)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
-        held = self._open_file(piece.rank).read(offset_bytes, count * TYPE_BYTES[type_])
+        held = self._open_file(piece.rank).read(offset_bytes, count * BYTES_BY_NUMBER_TYPE[type_])
         flat = torch.frombuffer(held, dtype=TORCH_DTYPE_BY_NUMBER_TYPE[type_])
         return flat.as_strided(part.sizes, compute_strides(piece.sizes))
 

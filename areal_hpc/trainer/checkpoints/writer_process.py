@@ -21,7 +21,7 @@ import msgspec
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.signals import STOP_SIGNALS
 from areal_hpc.rundir.atomic import fsync_path
-from areal_hpc.rundir.checkpoint_index import BLOCK_BYTES
+from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES
 from areal_hpc.wire.fault_points import fault_point
 
 NICENESS = 5
@@ -105,8 +105,8 @@ def _iterate_mapped_blocks(memory: int, size_bytes: int) -> Iterator[tuple[int, 
     if not size_bytes:  # which could not be mapped
         return
     with mmap.mmap(memory, size_bytes, prot=mmap.PROT_READ) as shared, memoryview(shared) as view:
-        for start in range(0, size_bytes, BLOCK_BYTES):
-            with view[start : start + BLOCK_BYTES] as block:
+        for start in range(0, size_bytes, DIGEST_BLOCK_BYTES):
+            with view[start : start + DIGEST_BLOCK_BYTES] as block:
                 yield start, block
 
 

@@ -14,8 +14,8 @@ from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
     get_latest_submissions,
-    list_held_jobs,
-    list_successors,
+    list_jobs_held_while_idle,
+    list_waiting_successors,
     read_submissions,
     read_task_exits,
 )
@@ -150,7 +150,7 @@ def build_run_jobs(
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
     newest, successors = _split_chains(submissions, snapshot)
-    held = {job.root.name for job in list_held_jobs(paths.jobs_dir)}
+    held = {job.root.name for job in list_jobs_held_while_idle(paths.jobs_dir)}
     last_attempt = max((submission.attempt for submission in submissions), default=0)
     names = {
         name
@@ -188,7 +188,7 @@ def _split_chains(
     """
     newest, successors = get_latest_submissions(submissions), {}
     for name, submission in newest.items():
-        chain = list_successors(submissions, name)
+        chain = list_waiting_successors(submissions, name)
         laid = [one for one in chain if is_live_state(snapshot.get_state(one.job_id))]
         if laid and not is_live_state(snapshot.get_state(submission.job_id)):
             newest[name] = laid.pop(0)

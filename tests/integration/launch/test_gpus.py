@@ -16,7 +16,7 @@ import pytest
 
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher
-from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
 from areal_hpc.launch.setup import write_recipe_and_keep_replaced
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -81,7 +81,7 @@ def start_stage(recipe: Recipe, folder: Path, *, serve_python: str, servers: int
     paths = RunPaths(folder / "run")
     paths.root.mkdir()
     write_recipe_and_keep_replaced(recipe, paths.recipe)
-    facts = LaunchFacts(
+    facts = PlanInputs(
         train_tasks=8, tasks_by_evaluation_set={"valid": 8}, serve_python=serve_python, sys_path=()
     )
     stage = recording(plan_run(recipe, paths, facts)[-1], folder, servers)

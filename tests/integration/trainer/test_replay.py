@@ -11,7 +11,12 @@ import pytest
 from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch.replay import ReplayRun, compare_metrics, find_replay_start, parse_step_range
+from areal_hpc.launch.replay import (
+    ReplayRun,
+    find_replay_start,
+    format_metric_comparison,
+    parse_step_range,
+)
 from areal_hpc.metrics.catalogue import REPRODUCIBLE_SOURCES, find_metric
 from areal_hpc.rundir.jsonl import append_line, read_lines
 from areal_hpc.rundir.paths import RunPaths
@@ -185,7 +190,7 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
         paths.root.mkdir()
         for step, loss in losses.items():
             append_line(paths.metrics, {"step": step, "loss": loss, "grad_norm": 1.0})
-    assert list(compare_metrics(run, out, range(1, 4))) == [
+    assert list(format_metric_comparison(run, out, range(1, 4))) == [
         "compare  the run has metrics of 2 of these 3 steps",
         "compare  step 1: loss 2.5, recorded 2.0",
         "         1 of 2 steps differ, relatively by 2e-01 at most",

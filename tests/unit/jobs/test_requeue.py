@@ -9,7 +9,7 @@ from areal_hpc.rundir.jobs import (
     ExcludedNode,
     SlurmLaunchInfo,
     add_excluded_node,
-    list_excluded_nodes,
+    list_unexpired_excluded_nodes,
 )
 from areal_hpc.rundir.jsonl import append_line
 
@@ -22,7 +22,7 @@ def test_a_failed_node_is_excluded_for_a_day_and_the_recipes_own_for_good(tmp_pa
     for node in ("n02", "n05"):
         append_line(path, ExcludedNode(node, "no GPU", long_ago))
     add_excluded_node(path, "n07", "no storage", "9")
-    assert list_excluded_nodes(path) == ["n07"]
+    assert list_unexpired_excluded_nodes(path) == ["n07"]
     assert build_exclude_list(slurm, "n[01-02],n05,n09") == "n01,n02,n09,n07"
     add_excluded_node(path, "n05", "no GPU", "12")
     assert build_exclude_list(slurm, "n[01-02],n05") == "n[01-02],n05,n07", "it failed again"

@@ -58,7 +58,7 @@ def test_tasks_work_for_cells_in_order_and_know_their_place_in_them() -> None:
     assert [part.name for part in parts] == ["cell-4", "cell-4", "cell-5", "cell-5"]
     assert [part.position.rank for part in parts] == [0, 1, 0, 1]
     assert {part.position.num_tasks for part in parts} == {2}
-    run = [[process.name for process in part.list_processes()] for part in parts]
+    run = [[process.name for process in part.list_processes_of_task()] for part in parts]
     assert run == [["driver"], ["follower"]] * 2
     lone = JobSpec("trainer", "train", [LEADING, FOLLOWING], tasks=2)
     assert get_part_of_task(lone, position_of(1, 2)).name == "trainer"
@@ -76,10 +76,10 @@ def test_a_cell_is_started_again_while_the_run_makes_progress(tmp_path: Path) ->
     for grows in (False, True, False, False):
         if grows:
             (tmp_path / "metrics.jsonl").write_text("a step\n")
-        decisions.append(cell.decide_restart(CRASHED))
+        decisions.append(cell.count_failure_and_decide_restart(CRASHED))
         cell.mark_started()
     assert decisions == ["restart", "restart", "restart", "fail"]
-    assert cell_of(tmp_path, 0).decide_restart(MISTAKEN) == "fail"
+    assert cell_of(tmp_path, 0).count_failure_and_decide_restart(MISTAKEN) == "fail"
 
 
 def test_a_job_is_over_when_no_cell_is_left(
@@ -88,12 +88,12 @@ def test_a_job_is_over_when_no_cell_is_left(
     monkeypatch.setattr("areal_hpc.jobs.shared_job.CELL_POLL_S", 0.0)
     first, second = cell_of(tmp_path, 0), cell_of(tmp_path, 1)
     first.report_cell_end(CRASHED)
-    assert not first.is_job_over()
+    assert not first.write_own_end_and_check_job_over()
     write_task_exit(JobPaths(tmp_path / "cells-4-5"), 1, TaskExit(139, incarnation="11.0"))
-    assert not first.is_job_over(), "that was an earlier start"
+    assert not first.write_own_end_and_check_job_over(), "that was an earlier start"
     second.report_cell_end(MISTAKEN)
-    assert first.is_job_over()
-    assert not second.is_job_over(), "the first task says so"
+    assert first.write_own_end_and_check_job_over()
+    assert not second.write_own_end_and_check_job_over(), "the first task says so"
     left = read_task_exit(JobPaths(tmp_path / "cells-4-5"), 1, START)
     assert left == msgspec.structs.replace(MISTAKEN, incarnation=START, cell="cell-5")
     stopped = TaskExit(143, reason="close to the time limit")
@@ -104,7 +104,7 @@ def test_a_job_is_over_when_no_cell_is_left(
 def test_a_cell_that_spans_nodes_ends_on_all_of_them_and_no_other_does(tmp_path: Path) -> None:
     tasks = [cell_of(tmp_path, rank, 4) for rank in range(4)]
     tasks[1].report_cell_end(CRASHED)
-    ends = [tasks[rank].find_end_of_other_task() for rank in (0, 2, 3)]
+    ends = [tasks[rank].poll_end_of_other_task() for rank in (0, 2, 3)]
     assert ends == [tasks[1].end, None, None]
 
 
@@ -130,6 +130,8 @@ def test_an_idle_note_of_an_earlier_start_does_not_count(tmp_path: Path) -> None
 def test_starts_of_a_cell_are_counted_whichever_job_it_is_part_of(tmp_path: Path) -> None:
     claim_next_start(JobPaths(tmp_path / "cell-5").starts_dir, "7.0", "n01", "")
     first, leading, following = cell_of(tmp_path, 0), *(cell_of(tmp_path, n, 4) for n in (2, 3))
-    assert first.claim_cell_start("n02") == {JOB_START_VARIABLE: "1"}
-    assert leading.claim_cell_start("n02") == {JOB_START_VARIABLE: "2"}
-    assert following.claim_cell_start("n03") == {}, "the first task of the cell speaks for it"
+    assert first.claim_start_and_build_variables("n02") == {JOB_START_VARIABLE: "1"}
+    assert leading.claim_start_and_build_variables("n02") == {JOB_START_VARIABLE: "2"}
+    assert following.claim_start_and_build_variables("n03") == {}, (
+        "the first task of the cell speaks for it"
+    )

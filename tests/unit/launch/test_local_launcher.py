@@ -8,7 +8,7 @@ from areal_hpc.errors import AgentError, ClusterError, RecipeError
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.local_launcher import (
     LOCAL_RESTART_POLICY,
-    count_other_cells,
+    count_cells_that_can_replace_job,
     job_made_progress,
     run,
 )
@@ -59,8 +59,8 @@ def test_a_job_was_of_use_if_the_run_got_further_or_could_do_without_it(
 
 def test_only_a_cell_of_training_stands_in_for_another() -> None:
     jobs = ["trainer", "cell-0", "cell-1", "evaluation"]
-    assert [count_other_cells(job, jobs) for job in jobs] == [0, 1, 1, 0]
-    assert count_other_cells("cell-0", ["trainer", "cell-0", "evaluation"]) == 0
+    assert [count_cells_that_can_replace_job(job, jobs) for job in jobs] == [0, 1, 1, 0]
+    assert count_cells_that_can_replace_job("cell-0", ["trainer", "cell-0", "evaluation"]) == 0
 
 
 def test_cells_cannot_share_a_job_of_this_machine(tmp_path: Path) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.launch.plan import JobStage, LaunchFacts, plan_run
+from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import CellSpec
 from areal_hpc.rundir.paths import RunPaths
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
-FACTS = LaunchFacts(
+FACTS = PlanInputs(
     train_tasks=100,
     tasks_by_evaluation_set={"valid": 20},
     serve_python="/serve/python",
@@ -22,7 +22,7 @@ FACTS = LaunchFacts(
 )
 
 
-def planned(*overrides: str, facts: LaunchFacts = FACTS) -> tuple[JobStage, ...]:
+def planned(*overrides: str, facts: PlanInputs = FACTS) -> tuple[JobStage, ...]:
     return plan_run(load_recipe(QUICKSTART, overrides), RunPaths(Path("/run")), facts)
 
 

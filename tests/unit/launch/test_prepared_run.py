@@ -9,7 +9,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.launch.run import report_if_finished
 from areal_hpc.launch.setup import (
-    refuse_other_recipe,
+    refuse_other_recipe_of_finished_run,
     report_or_refuse_recipe_changes,
     write_recipe_and_keep_replaced,
 )
@@ -68,9 +68,9 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     write_recipe_and_keep_replaced(recipe, paths.recipe)
     paths.metrics.write_text('{"step": 5, "reward/mean": 0.5}\n')
     paths.finished_marker.touch()
-    refuse_other_recipe(recipe, paths)
+    refuse_other_recipe_of_finished_run(recipe, paths)
     fewer = load_recipe(QUICKSTART, [fileroot, "trainer.total_steps=4", "cluster.stop_grace_s=20"])
-    refuse_other_recipe(fewer, paths)
+    refuse_other_recipe_of_finished_run(fewer, paths)
     other = load_recipe(
         QUICKSTART,
         [fileroot, "trainer.total_steps=5", "trainer.optimizer.lr=10", "trainer.batch_size=64"],

@@ -15,7 +15,7 @@ from areal_hpc.recipe.private_values import read_role_variables, resolve_private
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.rundir.privacy import secure_run_dir
+from areal_hpc.rundir.privacy import create_or_secure_run_dir
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
 
@@ -90,7 +90,7 @@ def test_an_open_directory_of_an_earlier_run_is_closed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     run.mkdir()
     run.chmod(0o2777)
-    secure_run_dir(run, "group")
+    create_or_secure_run_dir(run, "group")
     assert stat.S_IMODE(run.stat().st_mode) == 0o2750
-    secure_run_dir(run, "owner")
+    create_or_secure_run_dir(run, "owner")
     assert stat.S_IMODE(run.stat().st_mode) & 0o777 == 0o700

@@ -12,7 +12,7 @@ from areal_hpc.rundir.allocation_note import (
     LAUNCHER_TIMEOUT_S,
     AllocationNote,
     find_live_allocation,
-    refuse_live_launcher,
+    refuse_live_allocation_launcher,
     write_allocation_note,
 )
 from areal_hpc.rundir.paths import RunPaths
@@ -27,7 +27,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def test_without_a_note_nobody_waits(paths: RunPaths) -> None:
     said = list[str]()
-    refuse_live_launcher(paths, said.append)
+    refuse_live_allocation_launcher(paths, said.append)
     assert said == []
 
 
@@ -45,7 +45,7 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
     heart.start()
     try:
         with pytest.raises(ClusterError, match="allocation 12 is running this recipe"):
-            refuse_live_launcher(paths, print, watch_s=30.0)
+            refuse_live_allocation_launcher(paths, print, watch_s=30.0)
     finally:
         is_over.set()
         heart.join()
@@ -54,7 +54,7 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
 def test_one_that_was_killed_is_succeeded_once_it_was_watched(paths: RunPaths) -> None:
     write_allocation_note(paths, AllocationNote("12", 7))
     said = list[str]()
-    refuse_live_launcher(paths, said.append, watch_s=0.1)
+    refuse_live_allocation_launcher(paths, said.append, watch_s=0.1)
     assert said == ["waiting  a launcher in allocation 12 was here within the last minute"]
 
 

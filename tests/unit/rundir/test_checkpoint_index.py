@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.checkpoint_index import (
-    INDEX_FILE,
+    CHECKPOINT_INDEX_FILE,
     CheckpointIndex,
     Column,
     NumberType,
@@ -16,7 +16,7 @@ from areal_hpc.rundir.checkpoint_index import (
     compute_data_bytes,
     is_megatron_format,
     merge_rank_indices,
-    read_index,
+    read_checkpoint_index,
     write_checkpoint_index,
 )
 
@@ -41,7 +41,7 @@ def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     index = merge(part(0, 0, 1), part(1, 1, 3))
     write_checkpoint_index(tmp_path, index)
     assert not is_megatron_format(tmp_path)
-    assert read_index(tmp_path) == index
+    assert read_checkpoint_index(tmp_path) == index
     assert [piece.rank for piece in index.tensors["embedding"].pieces] == [0, 1]
 
 
@@ -68,6 +68,6 @@ def test_a_tensor_with_numbers_missing_or_held_twice_is_a_defect(parts: list[Ran
     ],
 )
 def test_what_cannot_be_read_is_told(tmp_path: Path, content: bytes, said: str) -> None:
-    (tmp_path / INDEX_FILE).write_bytes(content)
+    (tmp_path / CHECKPOINT_INDEX_FILE).write_bytes(content)
     with pytest.raises(ShardError, match=said):
-        read_index(tmp_path)
+        read_checkpoint_index(tmp_path)

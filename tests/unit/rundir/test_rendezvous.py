@@ -21,10 +21,10 @@ def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
     file = tmp_path / "ledger.json"
     own = file.read_text()
     file.write_text(own.replace(f'"pid":{os.getpid()}', '"pid":1'))
-    rendezvous.remove_endpoint(tmp_path, "ledger")
+    rendezvous.remove_own_endpoint(tmp_path, "ledger")
     assert rendezvous.find_endpoint(tmp_path, "ledger") is not None, "it is its successor's"
     file.write_text(own)
-    rendezvous.remove_endpoint(tmp_path, "ledger")
+    rendezvous.remove_own_endpoint(tmp_path, "ledger")
     assert rendezvous.find_endpoint(tmp_path, "ledger") is None
 
 

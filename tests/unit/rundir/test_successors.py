@@ -1,6 +1,6 @@
 """Which of the jobs that were laid at submission wait for a job to fail."""
 
-from areal_hpc.rundir.jobs import Submission, get_latest_submissions, list_successors
+from areal_hpc.rundir.jobs import Submission, get_latest_submissions, list_waiting_successors
 
 
 def laid(job_id: str, successor: int = 0, job: str = "trainer") -> Submission:
@@ -8,7 +8,7 @@ def laid(job_id: str, successor: int = 0, job: str = "trainer") -> Submission:
 
 
 def waiting(submissions: list[Submission]) -> list[str]:
-    return [one.job_id for one in list_successors(submissions, "trainer")]
+    return [one.job_id for one in list_waiting_successors(submissions, "trainer")]
 
 
 def test_a_successor_counts_once_it_has_taken_the_place() -> None:

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.checkpoint_index import BLOCK_BYTES, DIGEST_BYTES, count_digest_blocks
+from areal_hpc.rundir.checkpoint_index import DIGEST_BLOCK_BYTES, DIGEST_BYTES, count_digest_blocks
 from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 from areal_hpc.trainer.checkpoints.writer_process import write_rank_file
 from tests.support.counted_reads import counted_reads
 
-SIZE = 3 * BLOCK_BYTES + 1234
+SIZE = 3 * DIGEST_BLOCK_BYTES + 1234
 CONTENT = random.Random(3).randbytes(SIZE)
 
 
@@ -42,7 +42,16 @@ def test_a_file_has_the_numbers_and_a_digest_of_each_block(file: Path) -> None:
 
 def test_any_part_can_be_read(file: Path) -> None:
     chance = random.Random(4)
-    edges = [0, 1, BLOCK_BYTES - 1, BLOCK_BYTES, BLOCK_BYTES + 1, 3 * BLOCK_BYTES, SIZE - 1, SIZE]
+    edges = [
+        0,
+        1,
+        DIGEST_BLOCK_BYTES - 1,
+        DIGEST_BLOCK_BYTES,
+        DIGEST_BLOCK_BYTES + 1,
+        3 * DIGEST_BLOCK_BYTES,
+        SIZE - 1,
+        SIZE,
+    ]
     with closing(RankFileReader(file, SIZE)) as reader:
         for _ in range(200):
             start, stop = sorted(chance.sample([*edges, *chance.sample(range(SIZE), 8)], 2))
@@ -51,7 +60,7 @@ def test_any_part_can_be_read(file: Path) -> None:
 
 def test_what_is_read_in_order_is_read_once(file: Path) -> None:
     with counted_reads() as sizes, closing(RankFileReader(file, SIZE)) as reader:
-        step = BLOCK_BYTES // 3 + 7
+        step = DIGEST_BLOCK_BYTES // 3 + 7
         parts = [reader.read(at, min(step, SIZE - at)) for at in range(0, SIZE, step)]
     assert b"".join(parts) == CONTENT
     assert sum(sizes) == file.stat().st_size
@@ -62,7 +71,9 @@ def test_a_file_of_nothing_is_a_file(tmp_path: Path) -> None:
     RankFileReader(tmp_path / "rank_00001.bin", 0).close()
 
 
-@pytest.mark.parametrize("place", [0, BLOCK_BYTES, SIZE - 1, SIZE, SIZE + 4 * DIGEST_BYTES - 1])
+@pytest.mark.parametrize(
+    "place", [0, DIGEST_BLOCK_BYTES, SIZE - 1, SIZE, SIZE + 4 * DIGEST_BYTES - 1]
+)
 def test_a_bit_that_flipped_is_noticed_where_it_is_read(file: Path, place: int) -> None:
     content = bytearray(file.read_bytes())
     content[place] ^= 1
@@ -71,8 +82,11 @@ def test_a_bit_that_flipped_is_noticed_where_it_is_read(file: Path, place: int) 
         with pytest.raises(ShardError, match="crc32"):
             reader.read(0, SIZE)
         # Of the second block and the third only the second is changed, by one case.
-        if place != BLOCK_BYTES:
-            assert reader.read(BLOCK_BYTES, 10) == CONTENT[BLOCK_BYTES : BLOCK_BYTES + 10]
+        if place != DIGEST_BLOCK_BYTES:
+            assert (
+                reader.read(DIGEST_BLOCK_BYTES, 10)
+                == CONTENT[DIGEST_BLOCK_BYTES : DIGEST_BLOCK_BYTES + 10]
+            )
 
 
 @pytest.mark.parametrize("size", [SIZE, SIZE // 2, 0, SIZE + 100])
