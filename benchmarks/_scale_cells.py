@@ -205,11 +205,11 @@ class SleepingRunner(TicketRunner):
 
     async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
         self._tally.granted += 1
-        self._tickets.begin_episodes(grant)
+        self._tickets.mark_all_episodes_begun(grant)
         sigma = np.log(LONGEST_OVER_MEDIAN) / NINETY_NINTH
         await asyncio.sleep(self._tempo.median_ticket_s * self._generator.lognormal(0.0, sigma))
         for _ in range(grant.n_episodes):
-            self._tickets.end_episode(grant.ref)
+            self._tickets.mark_episode_ended(grant.ref)
         self._stores.finish(grant.ref)
         return True
 

@@ -4,7 +4,7 @@ from typing import Any
 
 from anthropic import AsyncAnthropic
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, IsolatedRewardFunction
+from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
 
 
 class AnthropicMathAgent:
@@ -13,7 +13,7 @@ class AnthropicMathAgent:
     def __init__(
         self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, max_tokens: int = 1024, **request: Any
     ) -> None:
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
         self.request = {"max_tokens": max_tokens, **request}
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

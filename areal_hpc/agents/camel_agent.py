@@ -6,7 +6,7 @@ from camel.agents import ChatAgent
 from camel.models import ModelFactory
 from camel.types import ModelPlatformType
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, IsolatedRewardFunction
+from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
 from areal_hpc.client.camel import SessionTokenCounter
 
 
@@ -26,7 +26,7 @@ class CamelMathAgent:
     ) -> None:
         self.token_counter = SessionTokenCounter(tokenizer)
         self.system_message = system_message
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

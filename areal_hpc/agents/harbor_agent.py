@@ -54,10 +54,12 @@ class HarborAgent:
         task = find_harbor_task(data)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(task.agent_timeout_s if task else None):
-                await self._work(data, extra_kwargs)
+                await self._let_model_run_commands(data, extra_kwargs)
         return await judge_harbor_task(data)
 
-    async def _work(self, data: dict[str, Any], extra_kwargs: dict[str, Any]) -> None:
+    async def _let_model_run_commands(
+        self, data: dict[str, Any], extra_kwargs: dict[str, Any]
+    ) -> None:
         client, messages = make_client(extra_kwargs), list(data["messages"])
         for _ in range(self.max_turns):
             reply: Any = await client.chat.completions.create(
@@ -68,10 +70,12 @@ class HarborAgent:
                 return
             messages.append(message)
             for call in message.tool_calls:
-                shown = await self._call(call.function.arguments, data["sandbox"])
+                shown = await self._run_command_of_tool_call(
+                    call.function.arguments, data["sandbox"]
+                )
                 messages.append({"role": "tool", "tool_call_id": call.id, "content": shown})
 
-    async def _call(self, arguments: str, sandbox: Sandbox) -> str:
+    async def _run_command_of_tool_call(self, arguments: str, sandbox: Sandbox) -> str:
         """What the model is told of a command that it asked for."""
         try:
             given = json.loads(arguments)

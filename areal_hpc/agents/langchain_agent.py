@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from areal_hpc.agents.math_tools import (
     CALCULATOR_DESCRIPTION,
     GSM8K_REWARD_FN_PATH,
-    IsolatedRewardFunction,
+    SubprocessRewardFunction,
     calculate,
 )
 
@@ -31,7 +31,7 @@ class LangChainMathAgent:
     """Asks once. `model` is what else `ChatOpenAI` takes, such as `temperature`."""
 
     def __init__(self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, **model: Any) -> None:
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
         self.model = model
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:

@@ -40,7 +40,7 @@ def call_calculator(arguments: str) -> str:
     return calculate(given)
 
 
-class IsolatedRewardFunction:
+class SubprocessRewardFunction:
     """A reward function of AReaL's signature (`package.module.function`), in processes of its own.
 
     Raises:

@@ -12,7 +12,7 @@ from areal_hpc.agents.math_tools import (
     CALCULATOR_DESCRIPTION,
     CALCULATOR_PARAMETERS,
     GSM8K_REWARD_FN_PATH,
-    IsolatedRewardFunction,
+    SubprocessRewardFunction,
     call_calculator,
 )
 
@@ -32,7 +32,7 @@ class OpenAIMathAgent:
     """Asks once. `request` is what else goes into the model call, such as `temperature`."""
 
     def __init__(self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, **request: Any) -> None:
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
         self.request = request
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:

@@ -5,7 +5,7 @@ from typing import Any
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, handoff
 from agents.extensions.handoff_prompt import RECOMMENDED_PROMPT_PREFIX
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, IsolatedRewardFunction
+from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.recipe.user_functions import import_by_path
 
@@ -37,7 +37,7 @@ class AgentsSdkWorkflow:
     ) -> None:
         self.build = import_by_path(agent_builder_path)
         self.builder_kwargs = agent_builder_kwargs or {}
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
         self.max_turns = max_turns
         self.use_responses = use_responses
         self.settings = ModelSettings(**settings)

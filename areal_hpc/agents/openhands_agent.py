@@ -8,7 +8,7 @@ import os
 import tempfile
 from typing import Any
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, IsolatedRewardFunction
+from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
 from areal_hpc.errors import RecipeError
 
 
@@ -26,7 +26,7 @@ class OpenHandsMathAgent:
         self.sdk = _import_openhands_module("openhands.sdk")
         if self.tools:
             _import_openhands_module("openhands.tools")  # importing it registers them
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
         self.llm = llm
 
     async def run(self, data: dict[str, Any]) -> float:

@@ -30,7 +30,7 @@ from areal_hpc.dashboard.timeline_page import describe_timeline
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, find_runs
 
-STATIC_TYPES = {
+MEDIA_TYPE_BY_STATIC_FILE = {
     "index.html": "text/html; charset=utf-8",
     "style.css": "text/css; charset=utf-8",
     "chart.js": "text/javascript; charset=utf-8",
@@ -113,9 +113,9 @@ class DashboardApp:
         if request.method not in ("GET", "HEAD"):
             return Response("this server is read-only: use GET", 405)
         name = name or "index.html"
-        if name in STATIC_TYPES:
+        if name in MEDIA_TYPE_BY_STATIC_FILE:
             content = await run_in_threadpool(read_static_file, name)
-            return Response(content, media_type=STATIC_TYPES[name])
+            return Response(content, media_type=MEDIA_TYPE_BY_STATIC_FILE[name])
         if name == "live":
             return await self._stream_change_events(request)
         page = self._pages.get(name)

@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.dashboard import run_pages
-from areal_hpc.dashboard.app import STATIC_TYPES, encode_browser_json, read_static_file
+from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, encode_browser_json, read_static_file
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
@@ -55,7 +55,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     }
     for name in pages:
         _write_json_as_script(folder / f"{name}.data.js", name, pages[name])
-    for name in STATIC_TYPES:
+    for name in MEDIA_TYPE_BY_STATIC_FILE:
         (folder / name).write_bytes(read_static_file(name))
     scripts = "".join(f'<script src="{name}.data.js"></script>\n' for name in pages)
     index_html = read_static_file("index.html").decode()

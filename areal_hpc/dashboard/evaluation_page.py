@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
-from areal_hpc.evaluation.ticket_numbers import VALID_SET, get_ticket_id
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id
 from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
@@ -22,8 +22,8 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
         RecipeError: The run's recipe is damaged.
     """
     problems: list[str] = []
-    results = read_evaluations_by_set(paths, VALID_SET, problems)
-    first_tickets = _list_first_tickets(read_run_recipe(paths.recipe))
+    results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
+    first_tickets = _get_first_ticket_id_by_set(read_run_recipe(paths.recipe))
     sets = [
         _describe_set(name, found[-MAX_SHOWN_EVALUATIONS:], first_tickets.get(name))
         for name, found in results.items()
@@ -31,11 +31,11 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
     return {"sets": sets, "problem": "; ".join(problems)}
 
 
-def _list_first_tickets(recipe: Mapping[str, Any]) -> dict[str, int]:
+def _get_first_ticket_id_by_set(recipe: Mapping[str, Any]) -> dict[str, int]:
     """The first ticket of each set, by which its episodes are found."""
     sets = (recipe.get("evaluation") or {}).get("sets") or {}
-    others = sorted(name for name in sets if name != VALID_SET)
-    return {name: get_ticket_id(number, 0) for number, name in enumerate([VALID_SET, *others])}
+    others = sorted(name for name in sets if name != VALID_SET_NAME)
+    return {name: get_ticket_id(number, 0) for number, name in enumerate([VALID_SET_NAME, *others])}
 
 
 def _describe_set(
@@ -53,11 +53,11 @@ def _describe_set(
         "high": [one.high for one in estimates],
         "failures": [len(one.failures) for one in results],
         "rewards": [one.rewards for one in results],
-        "compared": _compare_ends(results[0], results[-1]),
+        "compared": _compare_last_with_first(results[0], results[-1]),
     }
 
 
-def _compare_ends(first: EvaluationResult, last: EvaluationResult) -> JsonObject | None:
+def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) -> JsonObject | None:
     """The last evaluation against the first one of the same tasks; None without two such."""
     if first is last or first.n_tasks != last.n_tasks:
         return None

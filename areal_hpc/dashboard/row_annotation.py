@@ -11,7 +11,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.annotations import REASONS, RowAnnotation, find_row_annotation
 
 JsonObject = dict[str, Any]
-_ARRAYS = (
+_NUMBER_TYPE_BY_FIELD = (
     ("advantages", "<f2"),
     ("logprobs", "<f4"),
     ("entropies", "<f2"),
@@ -34,22 +34,24 @@ def describe_annotation(
     annotation = find_row_annotation(paths, step, shard, row)
     if annotation is None:
         return None
-    return {"step": step} | describe_tokens(annotation, found["tokens"]["mask"])
+    return {"step": step} | build_token_columns(annotation, found["tokens"]["mask"])
 
 
-def describe_tokens(annotation: RowAnnotation, mask: Sequence[int]) -> JsonObject:
+def build_token_columns(annotation: RowAnnotation, mask: Sequence[int]) -> JsonObject:
     """An annotation as columns of the row's tokens: null where nothing is known. Pure."""
     places = np.flatnonzero(np.asarray(mask) == 1)
     columns: JsonObject = {
-        name: _spread(np.frombuffer(getattr(annotation, name), kind), places, len(mask))
-        for name, kind in _ARRAYS
+        name: _scatter_to_token_places(
+            np.frombuffer(getattr(annotation, name), kind), places, len(mask)
+        )
+        for name, kind in _NUMBER_TYPE_BY_FIELD
     }
-    codes = _spread(np.frombuffer(annotation.reasons, np.uint8), places, len(mask))
+    codes = _scatter_to_token_places(np.frombuffer(annotation.reasons, np.uint8), places, len(mask))
     columns["reasons"] = [REASONS[int(one)] if one else "" for one in codes]
     return {"outcome": annotation.outcome, "advantage": annotation.advantage, **columns}
 
 
-def _spread(
+def _scatter_to_token_places(
     values: npt.NDArray[Any], places: npt.NDArray[np.int64], size: int
 ) -> list[float | None]:
     column: list[float | None] = [None] * size

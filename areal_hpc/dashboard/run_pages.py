@@ -12,16 +12,16 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.metrics.limit import compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import flatten_keys
-from areal_hpc.recipe.private_values import hide_private_values
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.shard_report import find_tokenizer_file
-from areal_hpc.view.state.health import list_failures, read_alerts
+from areal_hpc.view.state.health import read_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import format_run_progress, read_run_progress
 from areal_hpc.view.transcripts.conversation import (
     extract_text,
@@ -66,7 +66,7 @@ def _describe_run_progress(paths: RunPaths) -> JsonObject:
         "reward_steps": [one["step"] for one in trained],
         "held_out": progress.snapshot.evaluations[-1][1] if progress.snapshot.evaluations else None,
         "step_s": trained[-1].get("time/step_s") if trained else None,
-        "failures": len(list_failures(read_alerts(paths))),
+        "failures": len(select_failure_alerts(read_alerts(paths))),
         "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
 
@@ -87,7 +87,7 @@ def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
         "steps": rows,
         "sft": progress.snapshot.sft,
         "restarts": _list_restart_steps(rows),
-        "limits": [compute_limit_shares(row) for row in rows],
+        "limits": [compute_time_shares_by_limit(row) for row in rows],
         "events": read_recent_events(paths.events)[-MAX_EVENTS:],
         "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
@@ -104,7 +104,7 @@ def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a recipe and their values as text; values that may be secrets are hidden."""
-    shown = flatten_keys(hide_private_values(recipe, recipe))
+    shown = flatten_keys(hide_private_values_equal_in(recipe, recipe))
     return {key: "" if value is None else str(value) for key, value in shown.items()}
 
 

@@ -6,33 +6,33 @@ from functools import lru_cache
 from typing import Any
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.metrics.limit import compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
+from areal_hpc.view.slices import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
     Row,
     Timeline,
     Track,
-    find_spans_end,
+    find_span_bounds,
     read_timeline,
     select_timed_rows,
 )
 
-SHOWN_STEPS = 3
+DEFAULT_SHOWN_STEPS = 3
 """The last ones, where nothing else is asked for."""
-MIN_SHOWN_S = 0.001
+MIN_OVERLAP_S = 0.001
 """Of a step, for it to count as one of those shown."""
-LISTED_STEPS = 200
-RESOLUTION = 1200
+MAX_LISTED_STEPS = 200
+MAX_SLICES_ACROSS_WIDTH = 1200
 """Parts of the width: shorter slices are drawn as one with their neighbors."""
 BINS = 300
 """Of a lane that shows how many calls are under way."""
-MAX_LANES = 24
+MAX_LANES_PER_TRACK = 24
 """Of one track; further ones are left out, and counted."""
-LONGEST = 12
+MAX_LONGEST_SLICES = 12
 """Slices in the list of those that took longest."""
 
 JsonObject = dict[str, Any]
@@ -45,37 +45,37 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         RecipeError: These are no numbers, or nothing is recorded yet.
     """
     rows = select_timed_rows(read_metrics(paths.metrics), 0, math.inf)
-    begin, end = _choose_window(paths, rows, query)
+    begin, end = _choose_time_window(paths, rows, query)
     inside = [
         row
         for row in rows
-        if row["unix_time_s"] > begin + MIN_SHOWN_S
-        and row["unix_time_s"] - row["time/step_s"] < end - MIN_SHOWN_S
+        if row["unix_time_s"] > begin + MIN_OVERLAP_S
+        and row["unix_time_s"] - row["time/step_s"] < end - MIN_OVERLAP_S
     ]
     problems: list[str] = []
     timeline = read_timeline(paths, inside, begin, end, problems)
     return {
         "begin": begin,
         "end": end,
-        "steps": [_describe_step(row) for row in rows[-LISTED_STEPS:]],
+        "steps": [_describe_step(row) for row in rows[-MAX_LISTED_STEPS:]],
         "shown_steps": [row["step"] for row in inside],
         "processes": describe_processes(timeline),
-        "longest": list_longest(timeline),
-        "limits": [compute_limit_shares(row) for row in inside],
-        "answer": _explain_once(paths, _measure_size(paths)),
+        "longest": list_longest_slices(timeline),
+        "limits": [compute_time_shares_by_limit(row) for row in inside],
+        "answer": _explain_slow_run_once(paths, _get_metrics_file_bytes(paths)),
         "notes": [*timeline.notes, *problems[:5]],
     }
 
 
-def _choose_window(
+def _choose_time_window(
     paths: RunPaths, rows: Sequence[Row], query: Mapping[str, str]
 ) -> tuple[float, float]:
-    last = rows[-SHOWN_STEPS:]
+    last = rows[-DEFAULT_SHOWN_STEPS:]
     if last:
         begin = last[0]["unix_time_s"] - last[0]["time/step_s"]
         end = last[-1]["unix_time_s"]
     else:  # a run that begins
-        begin, end = find_spans_end(paths)
+        begin, end = find_span_bounds(paths)
     begin, end = _parse_time(query, "from", begin), _parse_time(query, "to", end)
     if math.isnan(begin) or math.isnan(end):
         raise RecipeError("nothing of this run's time is recorded yet", key="timeline")
@@ -116,12 +116,16 @@ def describe_processes(timeline: Timeline) -> list[JsonObject]:
             {"process": track.process, "node": track.node, "shares": [], "lanes": []},
         )
         if not track.lane:
-            process["shares"] = compute_shares(track.slices, timeline.begin, timeline.end)
+            process["shares"] = compute_time_shares_by_name(
+                track.slices, timeline.begin, timeline.end
+            )
         process["lanes"] += _describe_lanes(track, timeline.begin, timeline.end)
     return sorted(found.values(), key=lambda one: not one["process"].startswith(TRAINER_PROCESS))
 
 
-def compute_shares(slices: Sequence[Slice], begin: float, end: float) -> list[tuple[str, float]]:
+def compute_time_shares_by_name(
+    slices: Sequence[Slice], begin: float, end: float
+) -> list[tuple[str, float]]:
     """The share of a stretch of time that went to slices of each name, the largest first. Pure."""
     seconds: dict[str, float] = {}
     for one in slices:
@@ -134,27 +138,27 @@ def compute_shares(slices: Sequence[Slice], begin: float, end: float) -> list[tu
 def _describe_lanes(track: Track, begin: float, end: float) -> Iterator[JsonObject]:
     slices = [one for one in track.slices if one.end >= begin and one.begin <= end]
     if track.is_of_calls:
-        counts = count_in_bins(slices, begin, end)
+        counts = average_slices_under_way_by_bin(slices, begin, end)
         yield {"title": f"calls at {track.lane}", "most": max(counts, default=0), "counts": counts}
         return
     lanes = assign_lanes(slices)
     opened = max(lanes, default=-1) + 1
-    for lane in range(min(opened, MAX_LANES)):
+    for lane in range(min(opened, MAX_LANES_PER_TRACK)):
         own = [one for one, its in zip(slices, lanes, strict=True) if its == lane]
         title = "" if lane else track.lane or "states"
-        yield {"title": title, "slices": describe_slices(own, begin, end)}
-    if opened > MAX_LANES:
-        yield {"title": f"and {opened - MAX_LANES} more at once", "slices": []}
+        yield {"title": title, "slices": merge_and_describe_slices(own, begin, end)}
+    if opened > MAX_LANES_PER_TRACK:
+        yield {"title": f"and {opened - MAX_LANES_PER_TRACK} more at once", "slices": []}
 
 
-def describe_slices(
+def merge_and_describe_slices(
     slices: Sequence[Slice], begin: float, end: float
 ) -> list[tuple[float, float, str, JsonObject]]:
     """Begin and end, in seconds from `begin`, name and facts of slices that do not overlap. Pure.
 
     Neighbors too short to be told apart are one slice, whose facts say how many they are.
     """
-    width_s = (end - begin) / RESOLUTION
+    width_s = (end - begin) / MAX_SLICES_ACROSS_WIDTH
     found: list[tuple[float, float, str, JsonObject]] = []
     for one in sorted(slices, key=lambda one: one.begin):
         first, last = one.begin - begin, one.end - begin
@@ -168,12 +172,14 @@ def describe_slices(
     return found
 
 
-def count_in_bins(slices: Sequence[Slice], begin: float, end: float) -> list[float]:
+def average_slices_under_way_by_bin(
+    slices: Sequence[Slice], begin: float, end: float
+) -> list[float]:
     """How many slices are under way on average in each of `BINS` parts of a stretch. Pure."""
     width_s = (end - begin) / BINS
     sums = [0.0] * BINS
     before, count = begin, 0
-    for at, later in [*count_under_way(slices), (end, 0)]:
+    for at, later in [*iterate_counts_under_way(slices), (end, 0)]:
         at = min(max(at, begin), end)
         first, last = int((before - begin) / width_s), int((at - begin) / width_s)
         for place in range(first, min(last, BINS - 1) + 1) if count else ():
@@ -183,7 +189,7 @@ def count_in_bins(slices: Sequence[Slice], begin: float, end: float) -> list[flo
     return [round(one / width_s, 2) for one in sums]
 
 
-def list_longest(timeline: Timeline) -> list[JsonObject]:
+def list_longest_slices(timeline: Timeline) -> list[JsonObject]:
     """What took longest beside the processes' own states. Pure."""
     found = [
         (one.seconds, track, one) for track in timeline.tracks if track.lane for one in track.slices
@@ -199,16 +205,16 @@ def list_longest(timeline: Timeline) -> list[JsonObject]:
             "end": one.end,
             "facts": dict(one.facts),
         }
-        for seconds, track, one in found[:LONGEST]
+        for seconds, track, one in found[:MAX_LONGEST_SLICES]
     ]
 
 
-def _measure_size(paths: RunPaths) -> int:
+def _get_metrics_file_bytes(paths: RunPaths) -> int:
     return paths.metrics.stat().st_size if paths.metrics.exists() else 0
 
 
 @lru_cache(maxsize=16)
-def _explain_once(paths: RunPaths, _metrics_bytes: int) -> JsonObject:
+def _explain_slow_run_once(paths: RunPaths, _metrics_bytes: int) -> JsonObject:
     """What limits the last steps, asked once for each state of the metrics."""
     try:
         answer = explain_slow_run(paths)

@@ -9,17 +9,17 @@ import numpy as np
 from areal_hpc.evaluation.statistics import (
     Estimate,
     Values,
-    compute_consensus,
     compute_pass_at_k,
     estimate_mean,
+    score_majority_answer,
 )
 
 METRIC_PATTERN = r"^(avg@k|cons@k|pass@(k|[1-9][0-9]{0,3}))$"
 DEFAULT_PASS_REWARD = 1.0
 """A sample with at least this reward passes, unless a recipe says otherwise."""
-METRIC_GROUP = "evaluation/"
+EVALUATION_METRIC_PREFIX = "evaluation/"
 """Names of these metrics in a row begin so; the set's name follows."""
-BOUND_SUFFIXES = ("_low", "_high")
+INTERVAL_BOUND_SUFFIXES = ("_low", "_high")
 """Behind a metric's name: its 95 % interval."""
 
 
@@ -56,7 +56,7 @@ def format_metric_name(metric: str, n_samples: int) -> str:
     return f"{metric.partition('@')[0]}@{find_k(metric, n_samples)}"
 
 
-def list_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
+def list_computed_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
     """Names of the metrics that are computed where these are asked for: `avg@k` is always."""
     return [format_metric_name(one, n_samples) for one in dict.fromkeys(("avg@k", *metrics))]
 
@@ -76,7 +76,7 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
     if not samples.has_answers:
         return None
     pairs = zip(samples.answers_TS, passes_TS, strict=True)
-    return np.array([compute_consensus(answers_S, passes_S) for answers_S, passes_S in pairs])
+    return np.array([score_majority_answer(answers_S, passes_S) for answers_S, passes_S in pairs])
 
 
 def estimate_metrics(
@@ -95,7 +95,7 @@ def build_metric_row(set_name: str, estimates: dict[str, Estimate]) -> dict[str,
     """Numbers for a row of metrics: each metric, and the finite bounds of its interval."""
     row = {}
     for name, one in estimates.items():
-        values = zip(("", *BOUND_SUFFIXES), (one.value, one.low, one.high), strict=True)
+        values = zip(("", *INTERVAL_BOUND_SUFFIXES), (one.value, one.low, one.high), strict=True)
         for suffix, value in values:
             name_in_set = f"{set_name}/{name}{suffix}"
             if math.isfinite(value):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from areal_hpc.evaluation.student_t import compute_two_sided_quantile
+from areal_hpc.evaluation.student_t import compute_central_quantile
 
 CONFIDENCE = 0.95
 MAX_EXACT_PAIRS = 14
@@ -64,7 +64,7 @@ def compute_pass_at_k(passes_T: Sequence[int], n_samples: int, k: int) -> Values
     return np.array([by_passes[passes] for passes in passes_T], dtype=np.float64)
 
 
-def compute_consensus(answers_S: Sequence[str], passes_S: Sequence[bool]) -> float:
+def score_majority_answer(answers_S: Sequence[str], passes_S: Sequence[bool]) -> float:
     """1 if the answer that most samples gave passes, else 0; of a tie, the mean of those tied.
 
     A sample whose answer is empty gave none; a task without any scores 0. An answer passes as far
@@ -99,7 +99,7 @@ def estimate_mean(values_T: Sequence[float] | Values) -> Estimate:
     if n_tasks == 1:
         low, high = (0.0, 1.0) if is_share else (-math.inf, math.inf)
         return Estimate(mean, low, high, n_tasks)
-    t = compute_two_sided_quantile(CONFIDENCE, n_tasks - 1)
+    t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
     error = float(values.std(ddof=1)) / math.sqrt(n_tasks)
     if not is_share:
         return Estimate(mean, mean - t * error, mean + t * error, n_tasks)
@@ -145,7 +145,7 @@ def _estimate_difference(differences: Values) -> Estimate:
     mean = float(differences.mean())
     if n_tasks == 1:
         return Estimate(mean, -math.inf, math.inf, 1)
-    t = compute_two_sided_quantile(CONFIDENCE, n_tasks - 1)
+    t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
     half = t * float(differences.std(ddof=1)) / math.sqrt(n_tasks)
     return Estimate(mean, mean - half, mean + half, n_tasks)
 

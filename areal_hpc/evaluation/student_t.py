@@ -10,7 +10,7 @@ MAX_EXACT_DEGREES = 4000
 _BISECTIONS = 80
 
 
-def compute_two_sided_probability(t: float, degrees: int) -> float:
+def compute_central_probability(t: float, degrees: int) -> float:
     """P(|T| <= t): finite sums in the angle atan(t / sqrt(degrees)), one for odd, one for even."""
     if degrees > MAX_EXACT_DEGREES:
         return math.erf(abs(t) / math.sqrt(2))
@@ -29,7 +29,7 @@ def compute_two_sided_probability(t: float, degrees: int) -> float:
 
 
 @lru_cache(maxsize=256)
-def compute_two_sided_quantile(confidence: float, degrees: int) -> float:
+def compute_central_quantile(confidence: float, degrees: int) -> float:
     """The t with P(|T| <= t) = confidence.
 
     Raises:
@@ -38,11 +38,11 @@ def compute_two_sided_quantile(confidence: float, degrees: int) -> float:
     if degrees < 1 or not 0 < confidence < 1:
         raise ValueError(f"expected degrees >= 1 and 0 < confidence < 1: {degrees}, {confidence}")
     low, high = 0.0, 1.0
-    while compute_two_sided_probability(high, degrees) < confidence:
+    while compute_central_probability(high, degrees) < confidence:
         high *= 2
     for _ in range(_BISECTIONS):
         middle = (low + high) / 2
-        if compute_two_sided_probability(middle, degrees) < confidence:
+        if compute_central_probability(middle, degrees) < confidence:
             low = middle
         else:
             high = middle

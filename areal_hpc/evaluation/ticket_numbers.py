@@ -1,10 +1,10 @@
 """Numbers of evaluation tickets: each set has a range of its own."""
 
 TICKETS_PER_SET = 1_000_000
-VALID_SET = "valid"
+VALID_SET_NAME = "valid"
 """The set of `valid_dataset`, which has number 0."""
 
-LOADED_STEP = 0
+STEP_OF_LOADED_WEIGHTS = 0
 """The step by which an evaluation without a trainer names the weights that its replicas load."""
 
 

@@ -56,7 +56,7 @@ _READ_ONLY_ROUTES = ("model_info",)
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
 _DEFAULT_DEADLINE_S, _MAX_DEADLINE_S = 300.0, 1e9
-_MAX_HEADER_COUNT = 2**31 - 1
+_MAX_COUNT_HEADER_VALUE = 2**31 - 1
 """Of starts: no server and no trainer is started more often."""
 _ORPHANED_CALL_GRACE_S = 5.0
 """Time that a call may go on whose caller has left."""
@@ -90,7 +90,9 @@ class ControlProxyApp(JsonApp):
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 await _read_body(request)  # none, if that is what was signed
-                return _encode_reply(ReplicaList(self._cell, self._list_views(request)))
+                return _encode_reply(
+                    ReplicaList(self._cell, self._list_replica_views_for_caller(request))
+                )
             case "POST", ["follow"]:
                 part = await _decode_body(request, FollowerPollRequest)
                 try:
@@ -122,7 +124,7 @@ class ControlProxyApp(JsonApp):
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
-    def _list_views(self, request: Request) -> list[ReplicaView]:
+    def _list_replica_views_for_caller(self, request: Request) -> list[ReplicaView]:
         """Every replica; keys of servers leave the node with none, for nobody else reaches them."""
         views = [one.build_view() for one in self._replicas]
         client, server = request.scope["client"], request.scope["server"]
@@ -272,9 +274,9 @@ async def _read_json_object_body(request: Request) -> bytes:
 
 def _read_count_header(request: Request, name: str) -> int:
     number = _read_number_header(request, name)
-    if not (0 <= number <= _MAX_HEADER_COUNT and number.is_integer()):
+    if not (0 <= number <= _MAX_COUNT_HEADER_VALUE and number.is_integer()):
         raise HTTPException(
-            400, f"the header {name} must be a whole number from 0 to {_MAX_HEADER_COUNT}"
+            400, f"the header {name} must be a whole number from 0 to {_MAX_COUNT_HEADER_VALUE}"
         )
     return int(number)
 

@@ -188,7 +188,7 @@ class Replica:
             self._record_span("server start", waited_s)
         elif waited_s > timeout_s:
             self._end_server_and_plan_restart(server, f"was not ready within {timeout_s:.0f} s")
-        elif server.failed_to_bind(now):
+        elif server.check_failed_to_bind_if_due(now):
             self._end_server_and_plan_restart(server, "could not bind its port")
 
     def _begin_closing_if_sender_overdue(self, now: float) -> bool:

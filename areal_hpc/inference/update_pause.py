@@ -38,14 +38,14 @@ class _SchedulerLoads(msgspec.Struct):
     loads: list[_SchedulerLoad]
 
 
-ReadRoute = Callable[[SGLangServer], Awaitable[bytes]]
+ReadServerLoad = Callable[[SGLangServer], Awaitable[bytes]]
 """The body of SGLang's answer about its load."""
 
 
 class UpdatePauseTimer:
     """Follows the control calls of one replica; all in the control proxy's event loop."""
 
-    def __init__(self, replica: Replica, read: ReadRoute) -> None:
+    def __init__(self, replica: Replica, read: ReadServerLoad) -> None:
         self._replica = replica
         self._read = read
         self._mode = ""

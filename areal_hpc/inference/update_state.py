@@ -49,14 +49,14 @@ class WeightUpdateState:
         """Take the replica out of service. A second fence does not put off the deadline."""
         self._is_fenced = True
         self._fence_stays = stays
-        self._start_sender_deadline(now + deadline_s)
+        self._start_sender_deadline_unless_set(now + deadline_s)
 
     def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be forwarded to SGLang."""
         self._calls_in_flight += 1
         if route in WEIGHT_CHANGING_ROUTES:
             self._version, self.is_changed = "", True
-            self._start_sender_deadline(now + deadline_s)
+            self._start_sender_deadline_unless_set(now + deadline_s)
 
     def on_call_finished(
         self, route: str, now: float, deadline_s: float, *, accepted: bool
@@ -73,7 +73,7 @@ class WeightUpdateState:
             self.is_paused = False
         elif route == "pause_generation":
             self.is_paused = True
-            self._start_sender_deadline(now + deadline_s)
+            self._start_sender_deadline_unless_set(now + deadline_s)
         elif self.has_sender:
             self._sender_until = now + deadline_s
 
@@ -90,6 +90,6 @@ class WeightUpdateState:
         self._is_fenced = self._fence_stays
         self._sender_until = math.inf
 
-    def _start_sender_deadline(self, until: float) -> None:
+    def _start_sender_deadline_unless_set(self, until: float) -> None:
         if not self.has_sender:
             self._sender_until = until

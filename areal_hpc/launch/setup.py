@@ -15,7 +15,7 @@ from areal_hpc.launch.plan import PlanInputs
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.loading import flatten_keys
-from areal_hpc.recipe.private_values import hide_private_values
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
@@ -187,7 +187,7 @@ def write_recipe_and_keep_replaced(
     tree = recipe.model_dump(mode="json")
     text = yaml.safe_dump(tree, sort_keys=False)
     if replaced is not None and path.exists() and path.read_text() != text:
-        before = hide_private_values(yaml.safe_load(path.read_text()), tree)
+        before = hide_private_values_equal_in(yaml.safe_load(path.read_text()), tree)
         write_atomic_private(replaced, yaml.safe_dump(before, sort_keys=False).encode())
     # Variables and agent arguments may hold keys of other services.
     write_atomic_private(path, text.encode())

@@ -37,7 +37,8 @@ def form_next_batch(
     taken = tickets.list_first_settled(size)
     current = WeightVersion(generation, tickets.n_formed_batches)
     stale = sum(
-        _compute_ticket_age(one, current, forks) > policy.max_head_offpolicyness for one in taken
+        _compute_ticket_age_steps(one, current, forks) > policy.max_head_offpolicyness
+        for one in taken
     )
     return BatchManifest(
         tickets.n_formed_batches + 1,
@@ -77,13 +78,13 @@ class StalenessCheck:
         found = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
             for ticket in tickets.list_first_settled(tickets.n_ready_for_batch)[known_young:]
-            if (age := _compute_ticket_age(ticket, current, forks)) > limit
+            if (age := _compute_ticket_age_steps(ticket, current, forks)) > limit
         ]
         self._version, self._passed = (None, 0) if found else (current, tickets.n_ready_for_batch)
         return found
 
 
-def _compute_ticket_age(
+def _compute_ticket_age_steps(
     ticket: SealedTicket, current: WeightVersion, forks: Sequence[GenerationFork]
 ) -> int:
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""

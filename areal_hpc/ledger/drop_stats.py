@@ -74,7 +74,7 @@ class DropStats:
         """A group was accepted and sealed."""
         self._in_a_row["failed"] = self._in_a_row["filtered"] = 0
 
-    def mark_reported(self, counts: IrregularTicketCounts) -> None:
+    def mark_reported_in_manifest(self, counts: IrregularTicketCounts) -> None:
         """A batch was formed, and its manifest says this."""
         self._in_a_row["stale"] = self._in_a_row["requeued"] = 0
         self._reported.update(

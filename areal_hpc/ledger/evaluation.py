@@ -14,7 +14,7 @@ ATTEMPTS_PER_GENERATION = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
-class SetPart:
+class EvaluationSetPart:
     """The part of an evaluation set that is evaluated: its first tasks."""
 
     number: int
@@ -36,7 +36,7 @@ class EvaluationState:
     def __init__(
         self,
         step: int,
-        sets: Mapping[str, SetPart],
+        sets: Mapping[str, EvaluationSetPart],
         *,
         generation: int = 0,
         first_attempt: int = 1,
@@ -146,7 +146,7 @@ class EvaluationState:
             ):
                 yield name, self._build_result(part)
 
-    def _build_result(self, part: SetPart) -> EvaluationResult:
+    def _build_result(self, part: EvaluationSetPart) -> EvaluationResult:
         ids = part.ticket_ids
         samples = [self.rewards[ticket_id] for ticket_id in ids]
         answers = [self._answers[ticket_id] or [""] * part.n_samples for ticket_id in ids]

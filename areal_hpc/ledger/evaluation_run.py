@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.errors import AgentError
-from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.atomic import fsync_path
@@ -36,9 +36,11 @@ async def evaluate_and_finish(
     generation = read_newest_number(generations) or claim_next_number(generations)
     patience = LongPoll(_never_hang_up, time.monotonic, asyncio.get_running_loop().create_future())
     try:
-        opened = OpenTrainerGenerationRequest(generation, LOADED_STEP, LOADED_STEP)
+        opened = OpenTrainerGenerationRequest(
+            generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
+        )
         await service.open_generation(opened, patience)
-        request = EvaluateRequest(generation, LOADED_STEP, dict(n_tasks_by_set), POLL_S)
+        request = EvaluateRequest(generation, STEP_OF_LOADED_WEIGHTS, dict(n_tasks_by_set), POLL_S)
         reply = await service.get_or_start_evaluation(request, patience)
         log.info("%d of %d tasks were done before", reply.done, reply.total)
         while reply.metrics is None and not reply.trouble:

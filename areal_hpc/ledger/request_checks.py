@@ -65,7 +65,7 @@ def require_valid_settle(ticket: SealedTicket) -> None:
         )
 
 
-def require_indexed(ticket: SealedTicket, fault: str) -> None:
+def require_no_index_fault(ticket: SealedTicket, fault: str) -> None:
     """Demand that the index confirms a ticket: its rows would be trained on."""
     if fault:
         raise LedgerRequestError(

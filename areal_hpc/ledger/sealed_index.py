@@ -41,7 +41,7 @@ class SealedIndex:
             OSError: The index cannot be read.
         """
         if ticket.shard != self._newest_file and (
-            fault := self._load_tickets_of_shard(ticket.shard)
+            fault := self._load_tickets_of_shard_or_find_fault(ticket.shard)
         ):
             return fault
         one = self._newest_tickets.get((ticket.ref.ticket_id, ticket.ref.attempt))
@@ -51,7 +51,7 @@ class SealedIndex:
         expected = (ticket.rows, ticket.rewards, ticket.oldest_version)
         return "" if found == expected else "the index has other rows or rewards of it"
 
-    def _load_tickets_of_shard(self, shard: str) -> str:
+    def _load_tickets_of_shard_or_find_fault(self, shard: str) -> str:
         """Take in the tickets of a shard; what is wrong if there is none."""
         named = parse_shard_name(shard)
         if named is None or not shard.endswith(SHARD_SUFFIX):

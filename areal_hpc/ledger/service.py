@@ -17,7 +17,7 @@ from areal_hpc.ledger import batch_formation, request_checks
 from areal_hpc.ledger.admission import TicketPolicy
 from areal_hpc.ledger.config import LedgerEvaluationSet
 from areal_hpc.ledger.drop_stats import FirstTicketsCheck
-from areal_hpc.ledger.evaluation import EvaluationState, SetPart
+from areal_hpc.ledger.evaluation import EvaluationSetPart, EvaluationState
 from areal_hpc.ledger.evaluation_results import (
     EvaluationResults,
     compute_result_metrics,
@@ -133,7 +133,7 @@ class LedgerService:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
             request_checks.require_valid_settle(ticket)
-            request_checks.require_indexed(
+            request_checks.require_no_index_fault(
                 ticket, self._index.find_contradiction_with_index(ticket)
             )
         for ticket in request.tickets:
@@ -177,7 +177,7 @@ class LedgerService:
         if self._evaluation is not None:
             self._first_tickets.record_success(request.ref)
             if self._evaluation.record_rewards(request.ref, request.rewards, request.answers):
-                self._keep_evaluated_ticket(self._evaluation, request)
+                self._append_evaluated_ticket_to_disk(self._evaluation, request)
         self._notify_waiting()
         return ACKNOWLEDGED
 
@@ -386,11 +386,11 @@ class LedgerService:
         if evaluation.n_tasks_left:
             return total - evaluation.n_tasks_left, None
         self._evaluation = None
-        self._forget_evaluated_tickets(step, n_tasks_by_set)
+        self._remove_evaluated_tickets_from_disk(step, n_tasks_by_set)
         results = self._read_results(step, n_tasks_by_set)
         return total, compute_result_metrics(results, self._evaluation_sets)
 
-    def _keep_evaluated_ticket(
+    def _append_evaluated_ticket_to_disk(
         self, evaluation: EvaluationState, request: wire.EvaluationResultRequest
     ) -> None:
         """Have a restarted ledger play the task no more. What failed is not kept: it may be mended.
@@ -405,7 +405,7 @@ class LedgerService:
         except OSError as error:
             log.warning("the rewards of %s are in memory only: %s", request.ref, error)
 
-    def _forget_evaluated_tickets(self, step: int, set_names: Collection[str]) -> None:
+    def _remove_evaluated_tickets_from_disk(self, step: int, set_names: Collection[str]) -> None:
         """Leave the kept tasks of other sets, which somebody may go on with."""
         done = {self._evaluation_sets[name].number for name in set_names}
         tickets = manifests.read_evaluated_tickets(self._paths, step)
@@ -418,7 +418,7 @@ class LedgerService:
     def _begin_evaluation(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationState:
         known = self._evaluation_sets
         parts = {
-            name: SetPart(known[name].number, n_tasks, known[name].n_samples)
+            name: EvaluationSetPart(known[name].number, n_tasks, known[name].n_samples)
             for name, n_tasks in n_tasks_by_set.items()
         }
         evaluation = EvaluationState(

@@ -88,7 +88,7 @@ class TicketTable:
         for manifest in manifests:
             tickets.record_batch(manifest)
         for drop in dropped:
-            tickets._mark_unseen_as_waiting(drop.ref.ticket_id)
+            tickets._mark_all_unseen_up_to_as_waiting(drop.ref.ticket_id)
             if drop.kind == "requeued":
                 tickets.drop_stats.record_drop(drop)
             else:
@@ -190,7 +190,7 @@ class TicketTable:
         held, finished = map(self.drop_stats.filter_not_too_old, (held, finished))
         for ref in held:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
-                self._restore_lease(cell, ref, self._leased, now_s)
+                self._restore_lease_if_waiting(cell, ref, self._leased, now_s)
         for ref in finished:
             if self._finished.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 continue
@@ -199,7 +199,7 @@ class TicketTable:
                 assert lease is not None
                 self._finished.add(ref.ticket_id, lease)
             else:
-                self._restore_lease(cell, ref, self._finished, now_s)
+                self._restore_lease_if_waiting(cell, ref, self._finished, now_s)
         # A driver asks again only after it took in the last reply, unless that was lost; and one
         # that was restarted holds nothing.
         reported = {ref.ticket_id for ref in (*held, *finished)}
@@ -224,10 +224,10 @@ class TicketTable:
     def settle(self, ticket: SealedTicket) -> bool:
         """Take a sealed ticket, whoever sealed it; False if it is already accounted for."""
         ticket_id = ticket.ref.ticket_id
-        self._register_earlier_attempt(ticket.ref)
+        self._assume_issued_if_of_earlier_start(ticket.ref)
         if self.drop_stats.is_too_old(ticket.ref):
             return False
-        newest_attempt = self._pop_unsettled(ticket_id)
+        newest_attempt = self._pop_unsettled_and_get_newest_attempt(ticket_id)
         if newest_attempt is None:
             return False
         self._settled[ticket_id] = ticket
@@ -238,9 +238,11 @@ class TicketTable:
     def drop(self, drop: DroppedTicket) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
         ref = drop.ref
-        self._register_earlier_attempt(ref)
+        self._assume_issued_if_of_earlier_start(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
-        if (lease and lease.attempt != ref.attempt) or self._pop_unsettled(ref.ticket_id) is None:
+        if (lease and lease.attempt != ref.attempt) or self._pop_unsettled_and_get_newest_attempt(
+            ref.ticket_id
+        ) is None:
             return False
         self.drop_stats.record_drop(drop)
         return True
@@ -285,13 +287,13 @@ class TicketTable:
                     f"and {manifest.step}",
                     key="manifests/",
                 )
-            self._mark_unseen_as_waiting(ticket_id)
-            self._pop_unsettled(ticket_id)
+            self._mark_all_unseen_up_to_as_waiting(ticket_id)
+            self._pop_unsettled_and_get_newest_attempt(ticket_id)
             self._settled.pop(ticket_id, None)
             self._newest_attempts.pop(ticket_id, None)
             self._batched[ticket_id] = manifest.step
         self._batch_sizes.append(len(manifest.tickets))
-        self.drop_stats.mark_reported(manifest.counts)
+        self.drop_stats.mark_reported_in_manifest(manifest.counts)
 
     def set_version_step(self, step: int) -> None:
         """Weights of `step` are served; also how a resuming trainer goes back to a checkpoint."""
@@ -299,20 +301,22 @@ class TicketTable:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _pop_unsettled(self, ticket_id: int) -> int | None:
+    def _pop_unsettled_and_get_newest_attempt(self, ticket_id: int) -> int | None:
         """Take a ticket out of waiting, leased or finished; its newest attempt if it was there."""
         if ticket_id in self._waiting:
             return self._waiting.pop(ticket_id)
         lease = self._leased.pop(ticket_id) or self._finished.pop(ticket_id)
         return lease.newest_attempt if lease is not None else None
 
-    def _restore_lease(self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float) -> None:
-        self._register_earlier_attempt(ref)
+    def _restore_lease_if_waiting(
+        self, cell: str, ref: TicketRef, table: LeaseTable, now_s: float
+    ) -> None:
+        self._assume_issued_if_of_earlier_start(ref)
         if ref.ticket_id in self._waiting:
             newest = max(self._waiting.pop(ref.ticket_id), ref.attempt)
             table.add(ref.ticket_id, Lease(cell, ref.attempt, newest, now_s))
 
-    def _register_earlier_attempt(self, ref: TicketRef) -> None:
+    def _assume_issued_if_of_earlier_start(self, ref: TicketRef) -> None:
         """Believe in a ticket that an earlier incarnation issued and that left no trace on disk."""
         if 0 < ref.attempt < self.first_attempt:
             self._assume_issued_up_to(ref.ticket_id)
@@ -320,9 +324,9 @@ class TicketTable:
     def _assume_issued_up_to(self, ticket_id: int) -> None:
         """Take it that ids up to this one were issued, if so many can have been without a trace."""
         if ticket_id < self._next_id + self.policy.max_traceless_tickets:
-            self._mark_unseen_as_waiting(ticket_id)
+            self._mark_all_unseen_up_to_as_waiting(ticket_id)
 
-    def _mark_unseen_as_waiting(self, ticket_id: int) -> None:
+    def _mark_all_unseen_up_to_as_waiting(self, ticket_id: int) -> None:
         for unseen in range(self._next_id, ticket_id + 1):
             self._waiting[unseen] = self.first_attempt - 1
         self._next_id = max(self._next_id, ticket_id + 1)

@@ -20,15 +20,15 @@ StepRow = Mapping[str, Any]
 """A row of `metrics.jsonl` of a step that trained something."""
 AlertLevel = Literal["failure", "note"]
 
-WINDOW_STEPS = 20
+COMPARED_STEPS_BEFORE = 20
 """Steps before the present one that it is compared with."""
-MIN_WINDOW_STEPS = 5
+MIN_COMPARED_STEPS_BEFORE = 5
 """Fewer say nothing of what is usual."""
 MIN_SOLVED_SHARE = 0.9
 """Of the groups with equal rewards, the share at the best one that makes the tasks solved."""
-MIN_REWARD_DROP_SHARE = 0.1
+MIN_REWARD_DROP_SHARE_OF_RANGE = 0.1
 """Of the range of rewards seen, the smallest fall that counts."""
-MIN_FAILED_EPISODES = 8
+MIN_FAILED_TRIES_IN_STEP = 8
 """Fewer failed tries in a step are no sign of a broken agent."""
 
 
@@ -132,12 +132,12 @@ def check_reward_drop(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | 
     highest_since, alert = -math.inf, None
     for at in range(len(known) - 1, 0, -1):
         highest_since = max(highest_since, rewards[at])
-        before = slice(max(0, at - WINDOW_STEPS), at)
+        before = slice(max(0, at - COMPARED_STEPS_BEFORE), at)
         mean = float(rewards[before].mean())
         if highest_since >= mean:  # mostly: the rest takes longer
             continue
         spread = _compute_reward_spread(rewards[before], known[before])
-        least = MIN_REWARD_DROP_SHARE * _compute_reward_range(known[before.start : at + 1])
+        least = MIN_REWARD_DROP_SHARE_OF_RANGE * _compute_reward_range(known[before.start : at + 1])
         bound = mean - max(config.max_reward_drop_std * spread, least)
         if highest_since < bound:
             since = known[at]["step"]
@@ -197,7 +197,7 @@ def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert
     """More tries of episodes fail than a working agent's should."""
     row, bound = rows[-1], config.max_failed_episodes
     failures, episodes = row.get("episode/failures") or 0, row["episodes"]
-    if bound is None or failures < MIN_FAILED_EPISODES:
+    if bound is None or failures < MIN_FAILED_TRIES_IN_STEP:
         return None
     share = failures / (failures + episodes)
     if share <= bound:
@@ -218,9 +218,9 @@ def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert
 def check_reply_length(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
     """Replies are much longer, or shorter, than they were."""
     name, bound = "reply/tokens_mean", config.max_reply_length_ratio
-    before = [row[name] for row in rows[-WINDOW_STEPS - 1 : -1] if row.get(name)]
+    before = [row[name] for row in rows[-COMPARED_STEPS_BEFORE - 1 : -1] if row.get(name)]
     now = rows[-1].get(name)
-    if bound is None or not now or len(before) < MIN_WINDOW_STEPS:
+    if bound is None or not now or len(before) < MIN_COMPARED_STEPS_BEFORE:
         return None
     ratio = now / statistics.fmean(before)
     if 1 / bound <= ratio <= bound:
@@ -249,7 +249,7 @@ def check_free_disk(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | No
     )
 
 
-def _check_bound(
+def _check_metric_against_bound(
     rows: Sequence[StepRow],
     config: AlertsConfig,
     *,
@@ -271,7 +271,9 @@ def _check_bound(
 def _make_bound_rule(
     rule: str, metric: str, key: str, meaning: str, message: str, hint: str
 ) -> AlertRule:
-    check = partial(_check_bound, rule=rule, metric=metric, key=key, message=message, hint=hint)
+    check = partial(
+        _check_metric_against_bound, rule=rule, metric=metric, key=key, message=message, hint=hint
+    )
     return AlertRule(rule, "note", (key,), (metric,), meaning, check)
 
 
@@ -320,7 +322,8 @@ RULES: tuple[AlertRule, ...] = (
         "failure",
         ("max_failed_episodes",),
         ("episode/failures", "episodes"),
-        f"more than this share of the tries of episodes failed, and at least {MIN_FAILED_EPISODES}",
+        "more than this share of the tries of episodes failed, and at least "
+        f"{MIN_FAILED_TRIES_IN_STEP}",
         check_failing_agents,
     ),
     _make_bound_rule(

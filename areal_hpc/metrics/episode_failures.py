@@ -31,7 +31,7 @@ class EpisodeFailureCounter:
             content = self._read_appended_lines()
         except FileNotFoundError:
             return 0
-        return sum(map(is_training_failure, decode_lines(content, dict[str, Any])))
+        return sum(map(is_training_episode_failure, decode_lines(content, dict[str, Any])))
 
     def _read_appended_lines(self) -> bytes:
         """Whole lines since the last look; the last one may still be in the writing."""
@@ -44,6 +44,6 @@ class EpisodeFailureCounter:
         return content[:whole_bytes]
 
 
-def is_training_failure(event: dict[str, Any]) -> bool:
+def is_training_episode_failure(event: dict[str, Any]) -> bool:
     """True for the event of a training episode's try that raised or took too long."""
     return event.get("event") in FAILURE_EVENTS and event.get("eval_step", -1) < 0

@@ -14,7 +14,7 @@ PHASES_BY_LIMIT: dict[StepLimit, tuple[str, ...]] = {
 """Phases of the trainer, as in `time/<phase>_s`, by what they are spent on."""
 
 
-def compute_limit_shares(row: Mapping[str, Any]) -> dict[StepLimit, float]:
+def compute_time_shares_by_limit(row: Mapping[str, Any]) -> dict[StepLimit, float]:
     """The share of a step's time that went to each part of the system; empty without times."""
     step_s = row.get("time/step_s") or 0.0
     if step_s <= 0:
@@ -27,7 +27,7 @@ def compute_limit_shares(row: Mapping[str, Any]) -> dict[StepLimit, float]:
 
 def find_main_step_limit(row: Mapping[str, Any]) -> StepLimit | None:
     """What most of a step's time went to; None without times."""
-    shares = compute_limit_shares(row)
+    shares = compute_time_shares_by_limit(row)
     if not shares:
         return None
     return max(shares, key=lambda limit: shares[limit])

@@ -4,9 +4,9 @@ import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from areal_hpc.evaluation.set_metrics import BOUND_SUFFIXES, METRIC_GROUP
-from areal_hpc.evaluation.ticket_numbers import VALID_SET
-from areal_hpc.metrics.limit import compute_limit_shares
+from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.metrics.limit import compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 
 MAX_PACE_STEPS = 20
@@ -36,42 +36,42 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
         yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
     if EVAL_REWARD_METRIC in row:
         yield f"held-out {format_metric(row[EVAL_REWARD_METRIC], '.3f')}"
-    yield from format_set_metrics(row)
+    yield from format_evaluation_set_metrics(row)
     if "reward/mean" not in row:
         if "loss" in row:  # of supervised fine-tuning
             yield f"loss {format_metric(row['loss'], '.4f')}"
         return
     if row.get("time/step_s") is not None:
-        waiting = compute_limit_shares(row).get("generation", 0.0)
+        waiting = compute_time_shares_by_limit(row).get("generation", 0.0)
         told = f" ({waiting:.0%} waiting for generation)" if waiting >= MIN_TOLD_SHARE else ""
         yield f"{row['time/step_s']:.1f} s{told}"
-        yield f"{compute_tokens_per_s([row]):.0f} tokens/s"
+        yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"
-    if (length := _get_reply_length(row)) is not None:
+    if (length := _get_mean_reply_tokens(row)) is not None:
         yield f"length {length:.0f}"
     if "entropy/mean" in row:
         yield f"entropy {format_metric(row['entropy/mean'], '.2f')}"
     if "staleness/mean" in row:
         mean = format_metric(row["staleness/mean"], ".1f")
         yield f"staleness {mean} (max {row.get('staleness/max')})"
-    yield f"engine-trainer {_format_engine_gap(row)}"
+    yield f"engine-trainer {_format_max_logprob_difference(row)}"
 
 
-def format_set_metrics(row: MetricRow) -> Iterator[str]:
+def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
     """Each metric of an evaluation set with its interval; not what `held-out` says already."""
     for name, value in row.items():
-        if not name.startswith(METRIC_GROUP) or name.endswith(BOUND_SUFFIXES):
+        if not name.startswith(EVALUATION_METRIC_PREFIX) or name.endswith(INTERVAL_BOUND_SUFFIXES):
             continue
-        set_name, _, metric = name.removeprefix(METRIC_GROUP).partition("/")
-        if set_name == VALID_SET and metric == "avg@1":
+        set_name, _, metric = name.removeprefix(EVALUATION_METRIC_PREFIX).partition("/")
+        if set_name == VALID_SET_NAME and metric == "avg@1":
             continue
-        low, high = (row.get(f"{name}{suffix}") for suffix in BOUND_SUFFIXES)
+        low, high = (row.get(f"{name}{suffix}") for suffix in INTERVAL_BOUND_SUFFIXES)
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
         yield f"{set_name} {metric} {format_metric(value, '.3f')}{interval}"
 
 
-def _get_reply_length(row: MetricRow) -> float | None:
+def _get_mean_reply_tokens(row: MetricRow) -> float | None:
     """Sampled tokens of a reply; of an episode, in a row that knows no better."""
     if row.get("reply/tokens_mean") is not None:
         return float(row["reply/tokens_mean"])
@@ -80,13 +80,13 @@ def _get_reply_length(row: MetricRow) -> float | None:
     return None
 
 
-def _format_engine_gap(row: MetricRow) -> str:
+def _format_max_logprob_difference(row: MetricRow) -> str:
     if not row.get("logprob/compared_tokens"):
         return "not compared"
     return format_metric(row.get("logprob/engine_trainer_max_abs_diff"), ".1e")
 
 
-def compute_tokens_per_s(rows: Sequence[MetricRow]) -> float:
+def compute_trained_tokens_per_s(rows: Sequence[MetricRow]) -> float:
     """Trained tokens for each second that these steps took, all phases included."""
     seconds = sum(row.get("time/step_s") or 0.0 for row in rows)
     return float(sum(row.get("tokens/trained") or 0 for row in rows) / max(seconds, 1e-9))
@@ -102,14 +102,14 @@ def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
     return statistics.median(times_s[-MAX_PACE_STEPS:]) * max(0, total - int(rows[-1]["step"]))
 
 
-def describe_step_limits(rows: Sequence[MetricRow]) -> Iterator[str]:
+def describe_step_time_shares(rows: Sequence[MetricRow]) -> Iterator[str]:
     """What the time of these steps went to, and the share of groups that taught nothing."""
     trained = [row for row in rows if row["step"] > 0 and row.get("time/step_s")]
     if not trained:
         return
     names = {name for row in trained for name in row if name.startswith("time/")}
     sums = {name: sum(row.get(name) or 0.0 for row in trained) for name in names}
-    shares = sorted(compute_limit_shares(sums).items(), key=lambda item: -item[1])
+    shares = sorted(compute_time_shares_by_limit(sums).items(), key=lambda item: -item[1])
     parts = ", ".join(f"{share:.0%} {limit}" for limit, share in shares if share >= MIN_TOLD_SHARE)
     yield f"a step takes {sums['time/step_s'] / len(trained):.1f} s" + (
         f": {parts}" if parts else ""

@@ -6,8 +6,8 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.evaluation.set_metrics import METRIC_GROUP
-from areal_hpc.evaluation.ticket_numbers import VALID_SET
+from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
@@ -21,16 +21,16 @@ CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
     """The evaluation sets of which a row has metrics."""
-    found = {name.split("/")[1] for name in row if name.startswith(METRIC_GROUP)}
-    return found | ({VALID_SET} if EVAL_REWARD_METRIC in row else set())
+    found = {name.split("/")[1] for name in row if name.startswith(EVALUATION_METRIC_PREFIX)}
+    return found | ({VALID_SET_NAME} if EVAL_REWARD_METRIC in row else set())
 
 
-def select_evaluation(row: Mapping[str, Any]) -> dict[str, Any]:
+def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     """What a row says of evaluation sets."""
     return {
         name: value
         for name, value in row.items()
-        if name == EVAL_REWARD_METRIC or name.startswith(METRIC_GROUP)
+        if name == EVAL_REWARD_METRIC or name.startswith(EVALUATION_METRIC_PREFIX)
     }
 
 
@@ -49,7 +49,9 @@ def find_best_step(path: Path, metric: str, steps: Sequence[int]) -> int | None:
     """
     if not metric:
         return None
-    values = {row["step"]: row.get(f"{METRIC_GROUP}{metric}") for row in read_metrics(path)}
+    values = {
+        row["step"]: row.get(f"{EVALUATION_METRIC_PREFIX}{metric}") for row in read_metrics(path)
+    }
     valued = [(values[step], step) for step in steps if values.get(step) is not None]
     return max(valued)[1] if valued else None
 

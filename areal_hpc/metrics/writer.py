@@ -27,7 +27,7 @@ def format_tensorboard_tag(name: str) -> str:
     return name
 
 
-def replace_non_finite(line: FlatRow) -> FlatRow:
+def replace_non_finite_by_none(line: FlatRow) -> FlatRow:
     """The line with None in the place of infinities and of what is not a number."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -99,11 +99,11 @@ class MetricsWriter:
         if self._held is not None:
             self._held.append((step, values))
             return
-        self.newest_line = line = {"step": step, **replace_non_finite(values)}
+        self.newest_line = line = {"step": step, **replace_non_finite_by_none(values)}
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:
-            for name, value in replace_non_finite(values).items():
+            for name, value in replace_non_finite_by_none(values).items():
                 if isinstance(value, int | float):
                     self._board.add_scalar(format_tensorboard_tag(name), value, step)
             self._board.flush()

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.base import explain_validation_error
 from areal_hpc.recipe.cross_checks import find_conflicts
-from areal_hpc.recipe.presets import PRESET_KEY, replace_preset
+from areal_hpc.recipe.presets import PRESET_KEY, drop_values_of_former_preset
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
@@ -193,7 +193,7 @@ def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:
         return tree
     values = OmegaConf.to_container(tree)
     assert isinstance(values, dict)
-    return OmegaConf.create(dict(replace_preset(values, str(preset), Recipe)))
+    return OmegaConf.create(dict(drop_values_of_former_preset(values, str(preset), Recipe)))
 
 
 def drop_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:

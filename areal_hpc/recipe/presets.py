@@ -12,7 +12,7 @@ from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.sections.rollout import SamplingConfig
 
 PRESET_KEY = "trainer.objective.preset"
-SCALE_KEY = "trainer.objective.loss_scale_tokens"
+LOSS_SCALE_KEY = "trainer.objective.loss_scale_tokens"
 _MAX_TOKENS_KEY = "rollout.sampling.max_new_tokens"
 
 
@@ -134,13 +134,17 @@ def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
         tree = _set_unless_present(tree, key, value)
     if _get_by_dotted_key(tree, "trainer.objective.loss_agg") == "seq_mean_token_sum_norm":
         longest = _get_by_dotted_key(tree, _MAX_TOKENS_KEY)
-        if _get_by_dotted_key(tree, SCALE_KEY) is None:
+        if _get_by_dotted_key(tree, LOSS_SCALE_KEY) is None:
             longest = longest or SamplingConfig().max_new_tokens
-            tree = _set_unless_present(_copy_without_key(tree, SCALE_KEY), SCALE_KEY, longest)
+            tree = _set_unless_present(
+                _copy_without_key(tree, LOSS_SCALE_KEY), LOSS_SCALE_KEY, longest
+            )
     return tree
 
 
-def replace_preset(tree: Mapping[str, Any], name: str, root: type[BaseConfig]) -> Mapping[str, Any]:
+def drop_values_of_former_preset(
+    tree: Mapping[str, Any], name: str, root: type[BaseConfig]
+) -> Mapping[str, Any]:
     """A resolved recipe's tree without what its preset set, where another one takes its place."""
     before = PRESETS.get(str(_get_by_dotted_key(tree, PRESET_KEY)), PRESETS["default"]).values
     after = PRESETS[name].values if name in PRESETS else {}
@@ -148,7 +152,7 @@ def replace_preset(tree: Mapping[str, Any], name: str, root: type[BaseConfig]) -
         if _get_by_dotted_key(tree, key) == before.get(key, get_default(root, key)):
             tree = _copy_without_key(tree, key)
     if _get_by_dotted_key(tree, "trainer.objective.loss_agg") is None:
-        tree = _copy_without_key(tree, SCALE_KEY)
+        tree = _copy_without_key(tree, LOSS_SCALE_KEY)
     return tree
 
 

@@ -64,12 +64,12 @@ def read_role_variables(recipe: Path, role: str) -> dict[str, str]:
     return variables
 
 
-def hide_private_values(tree: Any, kept: Any, key: str = "") -> Any:
+def hide_private_values_equal_in(tree: Any, kept: Any, key: str = "") -> Any:
     """A recipe without the private values that it shares with the one that is kept."""
     if isinstance(tree, Mapping):
         others = kept if isinstance(kept, Mapping) else {}
         return {
-            name: hide_private_values(value, others.get(name), f"{key}.{name}")
+            name: hide_private_values_equal_in(value, others.get(name), f"{key}.{name}")
             for name, value in tree.items()
         }
     return _HIDDEN_VALUE_TEXT if tree == kept and _PRIVATE_KEY_PATTERN.search(key) else tree

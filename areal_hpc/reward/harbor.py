@@ -27,7 +27,7 @@ HARBOR_FOLDERS = (LOGS_DIR, TESTS_DIR, SOLUTION_DIR)
 """Folders that Harbor's tasks expect."""
 VERDICT_DIR = f"{LOGS_DIR}/verifier"
 TEST_OUTPUT_FILE = f"{VERDICT_DIR}/test-stdout.txt"
-KILLED_EXIT_CODE = 128
+MAX_EXIT_CODE_UNLESS_KILLED = 128
 """A higher one tells the signal that ended a program."""
 MAX_VERDICT_BYTES = 1 << 16
 _MAX_NOTE_BYTES = 2000
@@ -97,7 +97,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
         await sandbox.restore(build_archive([(Path(self.folder, "solution"), SOLUTION_DIR)]))
         return await sandbox.exec(
-            f"{_find_shell_words('solution/solve.sh')} 2>&1",
+            f"{_build_script_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
             variables=self.solution_variables,
         )
@@ -115,21 +115,25 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         try:
             await self._put_tests(sandbox)
             told = await sandbox.exec(
-                f"{_find_shell_words('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
+                f"{_build_script_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
                 timeout_s=self.test_timeout_s,
                 variables={**_TEST_VARIABLES, **self.test_variables},
             )
             await sandbox.end_commands()
             if told.timed_out:
-                return build_no_verdict(f"the tests took longer than {self.test_timeout_s:g} s")
-            if told.exit_code > KILLED_EXIT_CODE:  # what an answer kills cannot judge it
-                return build_no_verdict(f"the tests were killed (exit code {told.exit_code})")
-            verdict = await _read_first(sandbox, ("reward.json", "reward.txt"))
+                return build_no_verdict_reward(
+                    f"the tests took longer than {self.test_timeout_s:g} s"
+                )
+            if told.exit_code > MAX_EXIT_CODE_UNLESS_KILLED:  # what an answer kills cannot judge it
+                return build_no_verdict_reward(
+                    f"the tests were killed (exit code {told.exit_code})"
+                )
+            verdict = await _read_first_verdict_file(sandbox, ("reward.json", "reward.txt"))
             return parse_verdict(*verdict)
         except SandboxLostError as error:
-            return build_no_verdict(error.problems[0].message)
+            return build_no_verdict_reward(error.problems[0].message)
         except (OSError, ValueError) as error:
-            return build_no_verdict(f"{error}; {await _read_output(sandbox)}")
+            return build_no_verdict_reward(f"{error}; {await _describe_test_output(sandbox)}")
 
     async def _put_tests(self, sandbox: Sandbox) -> None:
         """Nothing that the agent left in these places stays."""
@@ -193,7 +197,7 @@ def parse_verdict(name: str, content: bytes) -> Reward:
         raise ValueError(f"{name} holds no reward: {error}") from error
 
 
-def build_no_verdict(why: str) -> Reward:
+def build_no_verdict_reward(why: str) -> Reward:
     """The reward of an episode whose tests gave none."""
     return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {why}"[:_MAX_NOTE_BYTES])
 
@@ -227,14 +231,14 @@ def _name_member(place: str) -> str:
     return str(PurePosixPath(place)).lstrip("/") or "."
 
 
-def _find_shell_words(script: str) -> str:
+def _build_script_command(script: str) -> str:
     """A script is run as a program where it says what runs it, else by the shell."""
     path = f"/{script}"
     quoted = shlex.quote(path)
     return f"chmod +x {quoted} && {quoted}"
 
 
-async def _read_first(sandbox: Sandbox, names: Iterable[str]) -> tuple[str, bytes]:
+async def _read_first_verdict_file(sandbox: Sandbox, names: Iterable[str]) -> tuple[str, bytes]:
     """The first of the verdict's files that is there."""
     for name in names:
         try:
@@ -245,7 +249,7 @@ async def _read_first(sandbox: Sandbox, names: Iterable[str]) -> tuple[str, byte
     raise OSError(f"the tests wrote no {VERDICT_DIR}/reward.txt or reward.json")
 
 
-async def _read_output(sandbox: Sandbox) -> str:
+async def _describe_test_output(sandbox: Sandbox) -> str:
     """The end of what the tests printed."""
     try:
         told = await sandbox.exec(

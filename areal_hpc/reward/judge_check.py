@@ -13,7 +13,7 @@ from msgspec import Struct
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.reward.llm_judge import Grade, LlmJudge
 
-MAX_SHOWN = 5
+MAX_SHOWN_REPLIES = 5
 """Replies on which judge and label differ most."""
 MAX_PROBLEMS = 10
 
@@ -60,7 +60,7 @@ def measure_agreement(
         len(values),
         float((values - labels).mean()),
         float(np.abs(values - labels).mean()),
-        _correlate(_rank(values), _rank(labels)),
+        _compute_pearson_correlation(_rank(values), _rank(labels)),
         (observed - by_chance) / (1 - by_chance) if by_chance < 1 else float("nan"),
     )
 
@@ -73,7 +73,7 @@ def _rank(values: np.ndarray[Any, np.dtype[np.float64]]) -> np.ndarray[Any, np.d
     return shared[inverse]
 
 
-def _correlate(
+def _compute_pearson_correlation(
     first: np.ndarray[Any, np.dtype[np.float64]], second: np.ndarray[Any, np.dtype[np.float64]]
 ) -> float:
     if first.std() == 0 or second.std() == 0:
@@ -145,7 +145,7 @@ def _format_worst(labeled: Sequence[LabeledReply], grades: Sequence[Grade]) -> l
         zip(labeled, grades, strict=True), key=lambda one: -abs(one[1].value - one[0].label)
     )
     lines = []
-    for one, grade in pairs[:MAX_SHOWN]:
+    for one, grade in pairs[:MAX_SHOWN_REPLIES]:
         if grade.value != one.label:
             lines += [
                 f"judge {grade.value:.2f}, label {one.label:.2f}: {one.reply!r:.100}",

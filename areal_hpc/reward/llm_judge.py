@@ -106,17 +106,21 @@ class LlmJudge:
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         if (known := await asyncio.to_thread(self._cache.find, key)) is not None:
             return known
-        calls = self._get_calls()
+        calls = self._get_calls_of_running_loop()
         if (under_way := calls.under_way.get(key)) is None:  # samples of a group may be alike
-            under_way = calls.under_way[key] = asyncio.create_task(self._ask(key, given, calls))
+            under_way = calls.under_way[key] = asyncio.create_task(
+                self._ask_until_graded_and_cache(key, given, calls)
+            )
             under_way.add_done_callback(lambda _: calls.under_way.pop(key, None))
         return await asyncio.shield(under_way)  # another episode may wait for it too
 
-    async def _ask(self, key: str, given: Mapping[str, str], calls: "_EventLoopCalls") -> Grade:
+    async def _ask_until_graded_and_cache(
+        self, key: str, given: Mapping[str, str], calls: "_EventLoopCalls"
+    ) -> Grade:
         text = ""
         for _ in range(self._max_tries):
             async with calls.slots:
-                text = await self._call(given, calls.client)
+                text = await self._request_reply_text(given, calls.client)
             if (grade := self._read_grade(text)) is not None:
                 await asyncio.to_thread(self._cache.keep, key, grade)
                 return grade
@@ -126,7 +130,7 @@ class LlmJudge:
             hint="use a judging model that follows a JSON schema, or a plainer rubric",
         )
 
-    async def _call(self, given: Mapping[str, str], client: AsyncOpenAI) -> str:
+    async def _request_reply_text(self, given: Mapping[str, str], client: AsyncOpenAI) -> str:
         told = _INSTRUCTIONS.format(rubric=self._rubric, max_grade=self._max_grade)
         messages: Any = [
             {"role": "system", "content": told},
@@ -154,7 +158,7 @@ class LlmJudge:
             return None
         return Grade(said.grade / self._max_grade, said.explanation[:MAX_EXPLANATION_CHARS])
 
-    def _get_calls(self) -> "_EventLoopCalls":
+    def _get_calls_of_running_loop(self) -> "_EventLoopCalls":
         """The client of the running event loop: agents in processes of their own begin others."""
         loop = asyncio.get_running_loop()
         if self._calls is None or self._calls.loop is not loop:

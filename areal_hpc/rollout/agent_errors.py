@@ -39,7 +39,7 @@ def build_agent_error(error: BaseException, trace: TracebackType | None) -> Agen
     frames = [(frame.filename, frame.lineno) for frame in stack]
     return AgentError(
         f"the agent raised {escape_surrogates(_describe_exception(error))}",
-        key=format_user_line(frames),
+        key=format_deepest_user_line(frames),
         kind=type(error).__name__,
         trace=escape_surrogates(shown[-MAX_TRACEBACK_CHARS:].strip()),
     )
@@ -60,7 +60,7 @@ def _describe_exception(error: BaseException) -> str:
     return said[:MAX_MESSAGE_CHARS]
 
 
-def suggest_column(missing: str, data: dict[str, Any]) -> str:
+def format_missing_column_hint(missing: str, data: dict[str, Any]) -> str:
     """A hint for a key that an agent did not find in its task; empty if the task has it."""
     if missing in data:
         return ""
@@ -69,7 +69,7 @@ def suggest_column(missing: str, data: dict[str, Any]) -> str:
     return f"{meant}the task has {', '.join(list(data)[:MAX_TOLD_COLUMNS]) or 'no columns'}"
 
 
-def format_user_line(frames: Sequence[CodeLine]) -> str:
+def format_deepest_user_line(frames: Sequence[CodeLine]) -> str:
     """`FILE:LINE` of the deepest frame in the user's code, else of the deepest; empty for none.
 
     `frames` come outermost first. What is installed, or ours, is not the user's.
@@ -83,7 +83,7 @@ def _is_user_code(file: str) -> bool:
     return not (is_installed or file.startswith(("<", _STDLIB_DIR, _PACKAGE_DIR)))
 
 
-def find_agent_line(agent: object) -> str:
+def find_agent_run_definition(agent: object) -> str:
     """`FILE:LINE` where the agent's `run` begins; empty if Python does not know."""
     code = getattr(getattr(agent, "run", None), "__code__", None)  # a method has its function's
     return f"{code.co_filename}:{code.co_firstlineno}" if code else ""
@@ -91,7 +91,7 @@ def find_agent_line(agent: object) -> str:
 
 def find_waiting_line(task: asyncio.Task[Any]) -> str:
     """`FILE:LINE` of the user's code at which a task waits; empty if it has ended."""
-    return format_user_line(list(_iterate_awaited_lines(task.get_coro())))
+    return format_deepest_user_line(list(_iterate_awaited_lines(task.get_coro())))
 
 
 def _iterate_awaited_lines(awaited: Any) -> Iterator[CodeLine]:
@@ -113,4 +113,4 @@ def find_running_line(frame: FrameType | None) -> str:
     if frame is None:
         return ""
     frames = [(one.f_code.co_filename, line) for one, line in traceback.walk_stack(frame)]
-    return format_user_line(frames[::-1])
+    return format_deepest_user_line(frames[::-1])

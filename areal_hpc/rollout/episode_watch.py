@@ -19,7 +19,7 @@ HEARTBEAT_S = 0.25
 """Between two signs of life of the event loop."""
 EVENT_LOOP_BLOCKED_S = 2.0
 """An event loop that stood still for so long is reported: leases depend on it."""
-MIN_COUNT_INTERVAL_S = 1.0
+COUNT_REPORT_DELAY_S = 1.0
 """Between a failure and the event that tells how many episodes ended well after it."""
 SLOW_EPISODE_S = 30.0
 """An episode is reported as slow once it has run for so long..."""
@@ -57,7 +57,7 @@ class EpisodeWatch:
         self._ended_at_failure: int | None = None
 
     @property
-    def slowest_s(self) -> float:
+    def oldest_running_age_s(self) -> float:
         """Seconds that the oldest episode under way has run; 0 without one."""
         return max((one.age_s for one in self._running.values()), default=0.0)
 
@@ -101,7 +101,7 @@ class EpisodeWatch:
     def _report_counts_once_after_failure(self) -> None:
         """Tell once after a failure that episodes have ended well since: the agent works."""
         before, since_s = self._ended_at_failure, time.monotonic() - self._failed_at
-        if before is not None and self.ended > before and since_s >= MIN_COUNT_INTERVAL_S:
+        if before is not None and self.ended > before and since_s >= COUNT_REPORT_DELAY_S:
             self._ended_at_failure = None
             self._events.record("episodes_counted", failed=self.failed, ended=self.ended)
 

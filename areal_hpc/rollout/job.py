@@ -124,7 +124,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
             await play_trial_tasks(job.rollout, agent, tasks, proxy, http_client, events, sandboxes)
         await loop.run()
 
-    register_samples(lambda: build_samples("areal_hpc_driver", _count_episodes(tickets, watch)))
+    register_samples(
+        lambda: build_samples("areal_hpc_driver", _collect_driver_metrics(tickets, watch))
+    )
     enter_state("idle")
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
@@ -137,11 +139,11 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await services.close()
 
 
-def _count_episodes(tickets: LeasedTickets, watch: EpisodeWatch) -> dict[str, float]:
+def _collect_driver_metrics(tickets: LeasedTickets, watch: EpisodeWatch) -> dict[str, float]:
     return {
         "tickets_held": len(tickets.held),
         "free_episode_slots": tickets.free_episode_slots,
-        "slowest_episode_s": watch.slowest_s,
+        "slowest_episode_s": watch.oldest_running_age_s,
         "episodes_ended_total": watch.ended,
         "episodes_failed_total": watch.failed,
     }

@@ -9,7 +9,7 @@ from areal_hpc.errors import HttpStatusError
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.leased_tickets import LeasedTickets
-from areal_hpc.rollout.ledger_clock import LedgerClock
+from areal_hpc.rollout.ledger_clock import LedgerClockOffsetRecorder
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
@@ -54,7 +54,7 @@ class LeaseLoop:
         self._ledger, self._proxy = services.ledger, services.proxy
         self._gate, self._watch = gate, watch
         self._seal: asyncio.Task[None] | None = None
-        self._clock = LedgerClock()
+        self._clock = LedgerClockOffsetRecorder()
 
     async def run(self) -> None:
         """Lease tickets and start them until told to stop. Cancelling it cancels every episode.
@@ -71,13 +71,13 @@ class LeaseLoop:
                     if self._tickets.hold_granted(grant):
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
-                self._note_state()
+                self._record_activity_state()
                 if reply.seal_now and not self._is_sealing:
                     self._seal = group.create_task(self._request_seal())
                 await self._wait_for_ticket_change_or_heartbeat(
-                    reply.pause_s if self._is_busy else IDLE_LEASE_PAUSE_S
+                    reply.pause_s if self._needs_short_lease_request else IDLE_LEASE_PAUSE_S
                 )
-                self._note_state()
+                self._record_activity_state()
             for task in (*watching, *under_way, *([self._seal] if self._seal else [])):
                 task.cancel()
 
@@ -85,7 +85,7 @@ class LeaseLoop:
         """True without an episode under way and without a word of the ledger for so long."""
         return self._tickets.has_no_open_episodes and self._ledger.silent_s >= for_s
 
-    def _note_state(self) -> None:
+    def _record_activity_state(self) -> None:
         if not self._tickets.has_no_open_episodes:
             enter_state("episodes")
         else:
@@ -96,7 +96,7 @@ class LeaseLoop:
         return self._seal is not None and not self._seal.done()
 
     @property
-    def _is_busy(self) -> bool:
+    def _needs_short_lease_request(self) -> bool:
         return bool(self._tickets.held) or self._is_sealing or not self._gate.is_open
 
     async def _send_heartbeat_and_request_lease(self) -> LeaseReply:
@@ -106,11 +106,11 @@ class LeaseLoop:
             capacity=self._tickets.free_episode_slots if self._gate.is_open else 0,
             held=self._tickets.held,
             finished=self._tickets.finished,
-            wait_s=0.0 if self._is_busy else IDLE_LEASE_LONG_POLL_S,
+            wait_s=0.0 if self._needs_short_lease_request else IDLE_LEASE_LONG_POLL_S,
             job_start=self._job_start,
             splits=self._splits,
             ended_episodes=self._tickets.ended_episodes,
-            slowest_episode_s=self._watch.slowest_s,
+            slowest_episode_s=self._watch.oldest_running_age_s,
         )
         sent_at = time.time()
         reply = await self._ledger.call(

@@ -58,14 +58,14 @@ class LeasedTickets:
         """Hold a granted ticket. False if it is here already (the grant was repeated)."""
         if grant.ref in self._open_episodes or grant.ref in self._finished:
             return False
-        self.begin_episodes(grant)
+        self.mark_all_episodes_begun(grant)
         return True
 
-    def begin_episodes(self, grant: TicketGrant) -> None:
+    def mark_all_episodes_begun(self, grant: TicketGrant) -> None:
         """All episodes of a held ticket start, or start over."""
         self._open_episodes[grant.ref] = self._begun_episodes[grant.ref] = grant.n_episodes
 
-    def end_episode(self, ref: TicketRef) -> None:
+    def mark_episode_ended(self, ref: TicketRef) -> None:
         """One episode of a held ticket is over; its slot is free."""
         self._open_episodes[ref] -= 1
         if self.free_episode_slots >= self._episodes_per_ticket:

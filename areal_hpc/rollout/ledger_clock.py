@@ -4,11 +4,11 @@ import math
 
 from areal_hpc.rundir.telemetry.spans import record_clock_sample
 
-SAMPLE_INTERVAL_S = 15.0
+CLOCK_OFFSET_RECORD_INTERVAL_S = 15.0
 """The best comparison of so long is recorded, and the very first one."""
 
 
-class LedgerClock:
+class LedgerClockOffsetRecorder:
     """What heartbeats tell of two clocks, recorded with the spans of this process."""
 
     def __init__(self) -> None:
@@ -31,4 +31,4 @@ class LedgerClock:
             self._best = offset_s, error_s
         if got_at >= self._record_at:
             record_clock_sample(*self._best)
-            self._best, self._record_at = (0.0, math.inf), got_at + SAMPLE_INTERVAL_S
+            self._best, self._record_at = (0.0, math.inf), got_at + CLOCK_OFFSET_RECORD_INTERVAL_S

@@ -17,8 +17,8 @@ from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
     derive_episode_seed,
+    offer_episode_to_external_program,
     run_episode,
-    run_online_episode,
 )
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group_until_enough_succeed
 from areal_hpc.rollout.episodes.limits import resolve_limits
@@ -152,7 +152,9 @@ class TicketRunner:
             incarnation = self._proxy.peer_started_at
             outcomes = await self._run_group(grant, TRAIN)
             if len(outcomes) > 1 and all(one.is_rewarded for one in outcomes):
-                raise _build_group_error(outcomes[-1].error, grant.task_index, len(outcomes))
+                raise _build_all_episodes_failed_error(
+                    outcomes[-1].error, grant.task_index, len(outcomes)
+                )
             task, rewards = self._tasks[TRAIN][grant.task_index], [one.reward for one in outcomes]
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
@@ -195,7 +197,7 @@ class TicketRunner:
 
     async def _run_group(self, grant: TicketGrant, split: str) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well."""
-        self._tickets.begin_episodes(grant)
+        self._tickets.mark_all_episodes_begun(grant)
         wanted, least = grant.n_episodes, 1
         if split == TRAIN:
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
@@ -222,9 +224,9 @@ class TicketRunner:
         while True:
             await self._gate.wait_until_open()
             spec = self._build_episode_spec(grant, split, episode, failures)
-            outcome = await self._run_watched_episode(grant, split, spec)
+            outcome = await self._run_episode_in_time_span(grant, split, spec)
             if outcome.status == "ok":
-                self._tickets.end_episode(grant.ref)
+                self._tickets.mark_episode_ended(grant.ref)
                 return outcome
             self._record_failed_episode(grant, episode, outcome, is_training=split == TRAIN)
             if outcome.status == "unserved":
@@ -233,32 +235,32 @@ class TicketRunner:
                 await asyncio.sleep(RETRY_BACKOFF.min_s)
                 continue
             if outcome.is_rewarded:
-                self._tickets.end_episode(grant.ref)
+                self._tickets.mark_episode_ended(grant.ref)
                 return outcome
             await self._have_failed_episode_sealed(outcome)
             failures += 1
             tries = self._rollout.max_episode_tries
             if failures == (self._rollout.tries_per_episode if split == TRAIN else tries):
-                self._tickets.end_episode(grant.ref)
-                raise _build_last_error(outcome.error, episode, grant.task_index, failures)
+                self._tickets.mark_episode_ended(grant.ref)
+                raise _build_error_of_last_try(outcome.error, episode, grant.task_index, failures)
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
 
-    async def _run_watched_episode(
+    async def _run_episode_in_time_span(
         self, grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         """Run an episode once, while the watch knows of it."""
         facts = {**_build_ticket_facts(grant), "episode": spec.session.episode}
         with time_span("episode", "episodes", **facts) as found:
-            outcome = await self._run_episode(grant, split, spec)
+            outcome = await self._run_watched_or_external_episode(grant, split, spec)
             found["status"] = outcome.status
         return outcome
 
-    async def _run_episode(
+    async def _run_watched_or_external_episode(
         self, grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         agent = self._agents[split]
         if agent is None:
-            return await run_online_episode(spec, self._proxy)
+            return await offer_episode_to_external_program(spec, self._proxy)
         facts = {
             **_build_ticket_facts(grant),
             "episode": spec.session.episode,
@@ -353,19 +355,25 @@ def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
     return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
 
 
-def _build_group_error(error: AgentError | None, task: int, episodes: int) -> AgentError:
+def _build_all_episodes_failed_error(
+    error: AgentError | None, task: int, episodes: int
+) -> AgentError:
     """The error of a group of which every episode failed: nobody is told what it should learn."""
     assert error is not None  # of an outcome that is a failure
-    return _rephrase(error, f"all {episodes} episodes of task {task} failed; last error: ")
+    return _prefix_error_message(
+        error, f"all {episodes} episodes of task {task} failed; last error: "
+    )
 
 
-def _build_last_error(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
+def _build_error_of_last_try(error: AgentError, episode: int, task: int, tries: int) -> AgentError:
     """The error of an episode that failed for the last time."""
     times = "once" if tries == 1 else f"{tries} times"
-    return _rephrase(error, f"episode {episode} of task {task} failed {times}; last error: ")
+    return _prefix_error_message(
+        error, f"episode {episode} of task {task} failed {times}; last error: "
+    )
 
 
-def _rephrase(error: AgentError, beginning: str) -> AgentError:
+def _prefix_error_message(error: AgentError, beginning: str) -> AgentError:
     """The same error, with a message that begins so."""
     problem = error.problems[0]
     return AgentError(

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.sandbox.command_server import (
-    BEGIN,
+    BEGIN_FRAME,
     CHUNK_BYTES,
-    ERRORS,
-    HEADER,
-    HELLO,
-    INPUT,
-    KILL,
-    OUTPUT,
-    RESULT,
-    TAKEN,
+    EXIT_CODE_FRAME,
+    FRAME_HEADER_STRUCT,
+    HELLO_FRAME,
+    INPUT_FRAME,
+    INPUT_TAKEN_FRAME,
+    KILL_FRAME,
+    STDERR_FRAME,
+    STDOUT_FRAME,
 )
 
 MAX_UNREAD_INPUT_BYTES = 1 << 20
@@ -78,9 +78,13 @@ class CommandChannel:
             await readable.wait()
         finally:
             loop.remove_reader(self._socket)
-        data, descriptors, _, _ = socket.recv_fds(self._socket, HEADER.size, 1)
+        data, descriptors, _, _ = socket.recv_fds(self._socket, FRAME_HEADER_STRUCT.size, 1)
         listener = socket.socket(fileno=descriptors[0]) if descriptors else None
-        if len(data) != HEADER.size or HEADER.unpack(data) != (0, HELLO, 0):
+        if len(data) != FRAME_HEADER_STRUCT.size or FRAME_HEADER_STRUCT.unpack(data) != (
+            0,
+            HELLO_FRAME,
+            0,
+        ):
             if listener is not None:
                 listener.close()
             raise EOFError
@@ -105,7 +109,7 @@ class CommandChannel:
         )
         try:
             async with asyncio.timeout(timeout_s):
-                await self._wait_for_end(number, command)
+                await self._wait_for_end_and_kill_if_cut_off(number, command)
             return command, False
         except TimeoutError:
             await self._kill_and_wait(number, command)
@@ -113,7 +117,7 @@ class CommandChannel:
         except asyncio.CancelledError:
             with contextlib.suppress(EOFError, TimeoutError):
                 async with asyncio.timeout(KILL_GRACE_S):
-                    await self._send_frame(number, KILL)
+                    await self._send_frame(number, KILL_FRAME)
             raise
         finally:
             del self._commands[number]
@@ -128,22 +132,22 @@ class CommandChannel:
         self._socket.close()
         self.servers_end.close()
 
-    async def _wait_for_end(self, number: int, command: RunningCommand) -> None:
+    async def _wait_for_end_and_kill_if_cut_off(self, number: int, command: RunningCommand) -> None:
         was_killed = False
         while command.exit_code is None:
             if self.closed.is_set():
                 raise EOFError
             if command.is_cut_off and not was_killed:
                 was_killed = True
-                await self._send_frame(number, KILL)
+                await self._send_frame(number, KILL_FRAME)
             await command.changed.wait()
             command.changed.clear()
 
     async def _kill_and_wait(self, number: int, command: RunningCommand) -> None:
         try:
             async with asyncio.timeout(KILL_GRACE_S):
-                await self._send_frame(number, KILL)
-                await self._wait_for_end(number, command)
+                await self._send_frame(number, KILL_FRAME)
+                await self._wait_for_end_and_kill_if_cut_off(number, command)
         except TimeoutError:  # the server was stopped, by what it started
             raise EOFError from None
 
@@ -152,7 +156,7 @@ class CommandChannel:
     ) -> None:
         """Begin the command and send its input, as fast as it reads."""
         with contextlib.suppress(EOFError):
-            await self._send_frame(number, BEGIN, begin)
+            await self._send_frame(number, BEGIN_FRAME, begin)
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
@@ -160,11 +164,11 @@ class CommandChannel:
                     await command.has_read.wait()
                     command.has_read.clear()
                 command.on_its_way += len(piece)
-                await self._send_frame(number, INPUT, bytes(piece))
-            await self._send_frame(number, INPUT)
+                await self._send_frame(number, INPUT_FRAME, bytes(piece))
+            await self._send_frame(number, INPUT_FRAME)
 
     async def _send_frame(self, number: int, kind: bytes, content: bytes = b"") -> None:
-        frame = HEADER.pack(number, kind, len(content)) + content
+        frame = FRAME_HEADER_STRUCT.pack(number, kind, len(content)) + content
         # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
         if not await asyncio.shield(asyncio.ensure_future(self._write_frame(frame))):
             raise EOFError
@@ -184,14 +188,16 @@ class CommandChannel:
         with contextlib.suppress(OSError, struct.error, ValueError):
             while piece := await loop.sock_recv(self._socket, 4 * CHUNK_BYTES):
                 received += piece
-                while len(received) >= HEADER.size:
-                    number, kind, size = HEADER.unpack_from(received)
+                while len(received) >= FRAME_HEADER_STRUCT.size:
+                    number, kind, size = FRAME_HEADER_STRUCT.unpack_from(received)
                     if size > CHUNK_BYTES:
                         raise ValueError("a frame is too long")
-                    if len(received) < HEADER.size + size:
+                    if len(received) < FRAME_HEADER_STRUCT.size + size:
                         break
-                    content = bytes(received[HEADER.size : HEADER.size + size])
-                    del received[: HEADER.size + size]
+                    content = bytes(
+                        received[FRAME_HEADER_STRUCT.size : FRAME_HEADER_STRUCT.size + size]
+                    )
+                    del received[: FRAME_HEADER_STRUCT.size + size]
                     if command := self._commands.get(number):
                         self._apply_frame(command, kind, content)
         self._wake_all_as_closed()
@@ -203,13 +209,13 @@ class CommandChannel:
 
     @staticmethod
     def _apply_frame(command: RunningCommand, kind: bytes, content: bytes) -> None:
-        if kind in (OUTPUT, ERRORS):
-            kept = command.stdout if kind == OUTPUT else command.stderr
+        if kind in (STDOUT_FRAME, STDERR_FRAME):
+            kept = command.stdout if kind == STDOUT_FRAME else command.stderr
             room = command.output_bytes - len(kept)
             kept += content[:room]
             command.is_cut_off |= len(content) > room
-        elif kind == TAKEN:
+        elif kind == INPUT_TAKEN_FRAME:
             command.on_its_way -= struct.unpack("!I", content)[0]
-        elif kind == RESULT:
+        elif kind == EXIT_CODE_FRAME:
             command.exit_code = int(content)
         command.wake()

@@ -23,11 +23,17 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-HEADER = struct.Struct("!IcI")
-BEGIN, INPUT, KILL = b"x", b"i", b"k"
-"""To the server. `INPUT` without content ends a command's input."""
-HELLO, OUTPUT, ERRORS, TAKEN, RESULT = b"h", b"o", b"e", b"a", b"r"
-"""From the server. `TAKEN` says how many bytes of input a command has read."""
+FRAME_HEADER_STRUCT = struct.Struct("!IcI")
+BEGIN_FRAME, INPUT_FRAME, KILL_FRAME = b"x", b"i", b"k"
+"""To the server. `INPUT_FRAME` without content ends a command's input."""
+HELLO_FRAME, STDOUT_FRAME, STDERR_FRAME, INPUT_TAKEN_FRAME, EXIT_CODE_FRAME = (
+    b"h",
+    b"o",
+    b"e",
+    b"a",
+    b"r",
+)
+"""From the server. `INPUT_TAKEN_FRAME` says how many bytes of input a command has read."""
 CHUNK_BYTES = 1 << 16
 _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
@@ -65,7 +71,7 @@ class CommandServer:
     def announce_ready(self) -> None:
         """Say that the server is ready; with the socket that listens for the session, if asked."""
         port = self._request["session_port"]
-        frame = HEADER.pack(0, HELLO, 0)
+        frame = FRAME_HEADER_STRUCT.pack(0, HELLO_FRAME, 0)
         if port is None:
             self._write_to_host(frame)
             return
@@ -96,16 +102,18 @@ class CommandServer:
         if not piece:
             raise EOFError
         self._received += piece
-        while len(self._received) >= HEADER.size:
-            number, kind, size = HEADER.unpack_from(self._received)
-            if len(self._received) < HEADER.size + size:
+        while len(self._received) >= FRAME_HEADER_STRUCT.size:
+            number, kind, size = FRAME_HEADER_STRUCT.unpack_from(self._received)
+            if len(self._received) < FRAME_HEADER_STRUCT.size + size:
                 return
-            content = bytes(self._received[HEADER.size : HEADER.size + size])
-            del self._received[: HEADER.size + size]
+            content = bytes(
+                self._received[FRAME_HEADER_STRUCT.size : FRAME_HEADER_STRUCT.size + size]
+            )
+            del self._received[: FRAME_HEADER_STRUCT.size + size]
             self._handle_frame(number, kind, content)
 
     def _handle_frame(self, number: int, kind: bytes, content: bytes) -> None:
-        if kind == BEGIN:
+        if kind == BEGIN_FRAME:
             request = json.loads(content)
             if request["operation"] == "end":
                 self._end_commands(number)
@@ -115,13 +123,13 @@ class CommandServer:
         command = self._commands.get(number)
         if command is None:  # it has ended meanwhile
             return
-        if kind == KILL:
+        if kind == KILL_FRAME:
             kill_session(command.pid)
         elif content and command.stdin < 0:  # it reads no more
-            self._send_frame(number, TAKEN, struct.pack("!I", len(content)))
+            self._send_frame(number, INPUT_TAKEN_FRAME, struct.pack("!I", len(content)))
         elif content:
             command.backlog.append(content)
-            self._watch_input(number, command)
+            self._write_input_when_writable(number, command)
         else:
             command.is_input_over = True
             self._close_input_once_written(command)
@@ -138,9 +146,9 @@ class CommandServer:
             for one in (*inner, *outer):
                 os.close(one)
             self._send_frame(
-                number, ERRORS, f"sandbox: no process could be started: {error}".encode()
+                number, STDERR_FRAME, f"sandbox: no process could be started: {error}".encode()
             )
-            self._send_frame(number, RESULT, b"126")
+            self._send_frame(number, EXIT_CODE_FRAME, b"126")
             return
         if pid == 0:
             become_command_process(request, inner, self._request)
@@ -148,7 +156,7 @@ class CommandServer:
             os.close(one)
         for one in outer:
             os.set_blocking(one, False)
-        command = Command(pid, outer[0], {outer[1]: OUTPUT, outer[2]: ERRORS})
+        command = Command(pid, outer[0], {outer[1]: STDOUT_FRAME, outer[2]: STDERR_FRAME})
         self._commands[number] = command
         for stream in command.streams:
             self._selector.register(
@@ -165,21 +173,21 @@ class CommandServer:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)  # children of those become this process's own
             self._report_ended_commands()
-        self._send_frame(number, RESULT, b"0")
+        self._send_frame(number, EXIT_CODE_FRAME, b"0")
 
     @staticmethod
     def _bind_arguments(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         return lambda: function(*arguments)
 
-    def _watch_input(self, number: int, command: Command) -> None:
+    def _write_input_when_writable(self, number: int, command: Command) -> None:
         if command.stdin >= 0 and command.stdin not in self._selector.get_map():
             self._selector.register(
                 command.stdin,
                 selectors.EVENT_WRITE,
-                self._bind_arguments(self._feed_input, number, command),
+                self._bind_arguments(self._write_next_input_piece, number, command),
             )
 
-    def _feed_input(self, number: int, command: Command) -> None:
+    def _write_next_input_piece(self, number: int, command: Command) -> None:
         piece = command.backlog.popleft()
         try:
             taken = os.write(command.stdin, piece)
@@ -189,7 +197,7 @@ class CommandServer:
             taken = len(piece) + sum(map(len, command.backlog))
             command.backlog.clear()
             command.is_input_over = True
-        self._send_frame(number, TAKEN, struct.pack("!I", taken))
+        self._send_frame(number, INPUT_TAKEN_FRAME, struct.pack("!I", taken))
         if taken < len(piece):
             command.backlog.appendleft(piece[taken:])
         if not command.backlog:
@@ -238,10 +246,12 @@ class CommandServer:
                         self._selector.unregister(one)
                     os.close(one)
             code = os.waitstatus_to_exitcode(status)
-            self._send_frame(numbers[pid], RESULT, str(code if code >= 0 else 128 - code).encode())
+            self._send_frame(
+                numbers[pid], EXIT_CODE_FRAME, str(code if code >= 0 else 128 - code).encode()
+            )
 
     def _send_frame(self, number: int, kind: bytes, content: bytes) -> None:
-        self._write_to_host(HEADER.pack(number, kind, len(content)) + content)
+        self._write_to_host(FRAME_HEADER_STRUCT.pack(number, kind, len(content)) + content)
 
     def _write_to_host(self, data: bytes) -> None:
         rest = memoryview(data)

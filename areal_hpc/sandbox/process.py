@@ -138,7 +138,7 @@ class SandboxedProcess:
             RecipeError: It did not start, because this machine cannot isolate it.
             ClusterError: It did not start, for another reason.
         """
-        timed_out = self._exchange_bytes_until_end(beside)
+        timed_out = self._exchange_bytes_and_tell_timeout(beside)
         self.kill()
         has_begun = os.read(self._report, 1) == b"1"
         self._cleanup.close()
@@ -176,7 +176,7 @@ class SandboxedProcess:
                     total += process.memory_info().rss
         return total > self._limits.memory_bytes
 
-    def _exchange_bytes_until_end(self, beside: Sequence["SandboxedProcess"]) -> bool:
+    def _exchange_bytes_and_tell_timeout(self, beside: Sequence["SandboxedProcess"]) -> bool:
         """Write and read until it ends or must be ended; true if it took too long."""
         process = self._process
         with selectors.DefaultSelector() as selector:

@@ -15,7 +15,7 @@ from typing import Any
 
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
-_NUMBER, _ARCHITECTURE, _FIRST_ARGUMENT = 0, 4, 16
+_NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
 """Offsets in `struct seccomp_data`; an argument's lower half comes first."""
 _X32_BIT = 0x40000000
 _NAMESPACE_FLAGS = 0x7E020080
@@ -107,9 +107,11 @@ def build_seccomp_profile(machine: str = "") -> dict[str, Any] | None:
         "syscalls": [
             _build_refusal(_REFUSED_NAMES),
             _build_refusal(["clone3"], code=errno.ENOSYS),
-            _build_refusal(["socket"], _build_argument("SCMP_CMP_EQ", _AF_VSOCK)),
+            _build_refusal(["socket"], _build_first_argument_condition("SCMP_CMP_EQ", _AF_VSOCK)),
             *(
-                _build_refusal(["clone"], _build_argument("SCMP_CMP_MASKED_EQ", flag, flag))
+                _build_refusal(
+                    ["clone"], _build_first_argument_condition("SCMP_CMP_MASKED_EQ", flag, flag)
+                )
                 for flag in flags
             ),
         ],
@@ -123,17 +125,17 @@ def _build_refusal(
     return {**rule, "args": list(arguments)} if arguments else rule
 
 
-def _build_argument(comparison: str, value: int, masked: int = 0) -> dict[str, Any]:
+def _build_first_argument_condition(comparison: str, value: int, masked: int = 0) -> dict[str, Any]:
     return {"index": 0, "op": comparison, "value": value, "valueTwo": masked}
 
 
 def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, int]]:
     """Instructions: code, jump if true, jump if false, constant; jumps count what is left out."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
-    yield _LOAD_WORD, 0, 0, _ARCHITECTURE
+    yield _LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET
     yield _JUMP_EQUAL, 1, 0, calls.audit_architecture
     yield _RETURN, 0, 0, _KILL
-    yield _LOAD_WORD, 0, 0, _NUMBER
+    yield _LOAD_WORD, 0, 0, _NUMBER_OFFSET
     yield _JUMP_AT_LEAST, 0, 1, _X32_BIT
     yield refuse
     for number in calls.refused:
@@ -142,12 +144,12 @@ def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, in
     yield _JUMP_EQUAL, 0, 1, calls.clone3
     yield _RETURN, 0, 0, _ERRNO | errno.ENOSYS
     yield _JUMP_EQUAL, 0, 4, calls.clone
-    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT
+    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET
     yield _JUMP_ANY_BIT, 0, 1, _NAMESPACE_FLAGS
     yield refuse
     yield _RETURN, 0, 0, _ALLOW
     yield _JUMP_EQUAL, 0, 3, calls.socket
-    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT
+    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET
     yield _JUMP_EQUAL, 0, 1, _AF_VSOCK
     yield refuse
     yield _RETURN, 0, 0, _ALLOW

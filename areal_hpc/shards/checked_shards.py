@@ -119,7 +119,7 @@ class CheckedShards:
             named = parse_shard_name(name)
             if named is None or not name.endswith(SHARD_SUFFIX):
                 raise ShardError(f"expected the name of a shard, got {name!r}", key="manifests/")
-            self._read_new_lines(named[0])
+            self._read_new_index_lines(named[0])
         if name not in self._lines:
             raise ShardError(
                 "the index has no line of this shard",
@@ -128,7 +128,7 @@ class CheckedShards:
             )
         return self._lines[name]
 
-    def _read_new_lines(self, writer: str) -> None:
+    def _read_new_index_lines(self, writer: str) -> None:
         path = get_index_path(self._index_dir, writer)
         begin = self._read_bytes.get(writer, 0)
         try:

@@ -61,7 +61,7 @@ class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
     untrained: list[UntrainedEpisode] = []
 
 
-def group_by_ticket(
+def group_training_rows_by_ticket(
     kinds: npt.NDArray[np.uint8],
     ticket_ids: npt.NDArray[np.int64],
     attempts: npt.NDArray[np.int32],
@@ -82,7 +82,7 @@ def group_by_ticket(
     ]
 
 
-def group_by_session(
+def group_untrained_rows_by_session(
     kinds: Iterable[RowKind], records: Iterable[RowRecord]
 ) -> list[UntrainedEpisode]:
     """The episodes of all other rows, by first row. Both arguments have one element per row."""
@@ -130,7 +130,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     """Every sealed shard of the run (or of one writer), ordered by writer, then as sealed.
 
     Half a line is the trace of a crash and is left out: its shard is an orphan, which
-    `verify_run` reports and `repair_index` indexes again.
+    `verify_run` reports and `repair_index_and_remove_partial_shards` indexes again.
     """
     if not index_dir.is_dir():
         return []

@@ -110,7 +110,7 @@ class JournalWriter:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._descriptor = _open_and_lock_journal(path)
-            self._size_bytes = _cut_torn_tail(self._descriptor, path)
+            self._size_bytes = _cut_torn_tail_and_get_size(self._descriptor, path)
             fsync_path(path.parent)
         except OSError as error:
             raise _build_disk_error(path, error) from error
@@ -229,7 +229,7 @@ def _open_and_lock_journal(path: Path) -> int:
     return descriptor
 
 
-def _cut_torn_tail(descriptor: int, path: Path) -> int:
+def _cut_torn_tail_and_get_size(descriptor: int, path: Path) -> int:
     """Truncate the file behind its last whole record; return the size in bytes."""
     whole_bytes = sum(record.size_bytes for record in read_journal(path))
     torn_bytes = os.fstat(descriptor).st_size - whole_bytes

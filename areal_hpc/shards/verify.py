@@ -16,8 +16,8 @@ from areal_hpc.shards.disk_io import open_regular_file
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
-    group_by_session,
-    group_by_ticket,
+    group_training_rows_by_ticket,
+    group_untrained_rows_by_session,
     read_index,
 )
 from areal_hpc.shards.reader import ShardReader
@@ -82,7 +82,7 @@ def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: No
 def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> str:
     """Difference between a file and the size and digest in its index line; empty without any."""
     try:
-        size_bytes, digest = digest_file(path)
+        size_bytes, digest = compute_file_size_and_digest(path)
     except FileNotFoundError:
         return "the file is missing"
     except OSError as error:
@@ -109,7 +109,7 @@ def find_shard_problems(path: Path, shard: SealedShard) -> list[str]:
     ]
 
 
-def digest_file(path: Path) -> tuple[int, str]:
+def compute_file_size_and_digest(path: Path) -> tuple[int, str]:
     """Size in bytes and digest of a whole regular file, read once from start to end.
 
     Raises:
@@ -135,7 +135,7 @@ def build_index_line(path: Path) -> SealedShard:
         ShardError: The file is none, or cannot be read.
     """
     try:
-        size_bytes, digest = digest_file(path)
+        size_bytes, digest = compute_file_size_and_digest(path)
     except OSError as error:
         raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
     return _build_line_with_digest(path, size_bytes, digest)
@@ -149,18 +149,18 @@ def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedS
         digest=digest,
         rows=reader.num_rows,
         tokens=reader.num_tokens,
-        tickets=group_by_ticket(
+        tickets=group_training_rows_by_ticket(
             reader.read_column("kind"),
             reader.read_column("ticket_id"),
             reader.read_column("attempt"),
             reader.read_column("reward"),
             np.split(reader.read_column("versions"), reader.read_column("offsets")[1:-1]),
         ),
-        untrained=group_by_session(reader.list_kinds(), reader.read_records()),
+        untrained=group_untrained_rows_by_session(reader.list_kinds(), reader.read_records()),
     )
 
 
-def repair_index(paths: RunPaths, writer: str | None = None) -> None:
+def repair_index_and_remove_partial_shards(paths: RunPaths, writer: str | None = None) -> None:
     """Index whole shards that a crash left without a line, and remove half-written ones.
 
     Call it only while the writers concerned are not running: for one `writer` by its own next

@@ -26,8 +26,8 @@ from areal_hpc.shards.disk_io import write_all
 from areal_hpc.shards.index import (
     SealedShard,
     append_to_index,
-    group_by_session,
-    group_by_ticket,
+    group_training_rows_by_ticket,
+    group_untrained_rows_by_session,
     read_last_shard_number,
 )
 from areal_hpc.wire.fault_points import fault_point
@@ -60,7 +60,7 @@ def write_sealed_shard(
         partial = _create_next_partial_file(shards_dir, index_dir, writer_name)
         try:
             offsets = _create_datasets_and_get_offsets(partial, pieces, writer_name)
-            size_bytes, digest = _write_arrays(partial, pieces, offsets)
+            size_bytes, digest = _write_arrays_and_compute_digest(partial, pieces, offsets)
         except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
             raise
@@ -73,14 +73,14 @@ def write_sealed_shard(
             digest=digest,
             rows=len(trajectories),
             tokens=sum(trajectory.num_tokens for trajectory in trajectories),
-            tickets=group_by_ticket(
+            tickets=group_training_rows_by_ticket(
                 pieces["kind"][0],
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
                 pieces["reward"][0],
                 pieces["versions"],
             ),
-            untrained=group_by_session(
+            untrained=group_untrained_rows_by_session(
                 (trajectory.kind for trajectory in trajectories),
                 (trajectory.record for trajectory in trajectories),
             ),
@@ -219,7 +219,9 @@ def _create_datasets_and_get_offsets(
     return offsets
 
 
-def _write_arrays(path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]) -> tuple[int, str]:
+def _write_arrays_and_compute_digest(
+    path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]
+) -> tuple[int, str]:
     """Write the arrays, make the file durable, return its size in bytes and its digest."""
     descriptor = os.open(path, os.O_RDWR)
     try:

@@ -17,7 +17,7 @@ import msgspec
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.private_values import hide_private_values
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree, write_once
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.jsonl import FlatRow, read_lines, replace_lines
@@ -29,7 +29,7 @@ PROGRAM_TIMEOUT_S = 1800.0
 BUILT_IN_PROGRAMS = {"wandb": Path(__file__).with_name("wandb_program.py")}
 
 
-class TrackerPart(msgspec.Struct, frozen=True):
+class TrackerProgramInput(msgspec.Struct, frozen=True):
     """What a tracker's program gets on standard input, as JSON; its argument is the folder."""
 
     id: str
@@ -72,7 +72,7 @@ def choose_tracker(asked: str, python: str, project: str) -> TrackerChoice:
     )
 
 
-def sync_run(paths: RunPaths, tracker: TrackerChoice) -> int:
+def write_part_of_new_rows(paths: RunPaths, tracker: TrackerChoice) -> int:
     """Write what is settled and new as one more part; the number of its rows.
 
     Raises:
@@ -87,11 +87,11 @@ def sync_run(paths: RunPaths, tracker: TrackerChoice) -> int:
             return 0
         write_once(place.run_id, secrets.token_hex(4).encode())
         recipe = read_run_recipe(paths.recipe)
-        part = TrackerPart(
+        part = TrackerProgramInput(
             id=place.run_id.read_text(),
             name=paths.run_name,
             project=tracker.project,
-            config=hide_private_values(recipe, recipe),
+            config=hide_private_values_equal_in(recipe, recipe),
             rows=rows,
         )
         shutil.rmtree(place.unfinished_part, ignore_errors=True)
@@ -133,7 +133,7 @@ def find_new_rows(
             yield {"step": row["step"], **new}
 
 
-def _run_program(tracker: TrackerChoice, part: TrackerPart, folder: Path) -> None:
+def _run_program(tracker: TrackerChoice, part: TrackerProgramInput, folder: Path) -> None:
     command = [tracker.python, str(tracker.program), str(folder)]
     try:
         ended = subprocess.run(

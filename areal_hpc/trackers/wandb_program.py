@@ -13,7 +13,7 @@ STEP = "step"
 """The axis of every metric, which is logged beside it: wandb's own counter knows no late values."""
 
 
-def write_part(part: dict[str, Any], folder: str) -> None:
+def write_offline_run(part: dict[str, Any], folder: str) -> None:
     """Write rows of metrics as an offline run into a folder."""
     os.environ.update(WANDB_DIR=folder, WANDB_MODE="offline", WANDB_SILENT="true")
     os.environ.update(WANDB_CONSOLE="off", WANDB_CACHE_DIR=folder, WANDB_DATA_DIR=folder)
@@ -36,4 +36,4 @@ def write_part(part: dict[str, Any], folder: str) -> None:
 
 
 if __name__ == "__main__":
-    write_part(json.load(sys.stdin), sys.argv[1])
+    write_offline_run(json.load(sys.stdin), sys.argv[1])

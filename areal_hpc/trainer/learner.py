@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
-from areal_hpc.metrics.writer import replace_non_finite
+from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
@@ -243,7 +243,7 @@ class Learner:
             **timer.build_metrics(),
         }
         fault_point("train.after_step")
-        return replace_non_finite(line)
+        return replace_non_finite_by_none(line)
 
     def _raise_out_of_memory_as_recipe_error(self) -> AbstractContextManager[None]:
         critic = self._critic.network.arch if self._critic else None
@@ -355,7 +355,11 @@ class Learner:
         """
         stats = LossStats()
         objective = self._config.objective
-        if len(parts) > 1 and objective.proximal == "recompute" and not objective.scores_start:
+        if (
+            len(parts) > 1
+            and objective.proximal == "recompute"
+            and not objective.needs_logprobs_before_step
+        ):
             everything = [batch for part in parts for batch in part]
             stats.add(
                 run_forward_backward(
@@ -415,7 +419,9 @@ class Learner:
         start_N = batch.channels_N.get(PROXIMAL_CHANNEL)
         if start_N is None and taken == 0:
             stats.add(_build_engine_mismatch_stats(batch, held_N))
-        elif start_N is not None and self._config.objective.scores_start:  # else it is done
+        elif (
+            start_N is not None and self._config.objective.needs_logprobs_before_step
+        ):  # else it is done
             stats.add(_build_engine_mismatch_stats(batch, start_N))
         return total * factor, stats
 

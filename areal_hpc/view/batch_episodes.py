@@ -113,7 +113,7 @@ def _read_episodes(
             )
 
 
-def read_first_rows(
+def read_first_row_of_each_episode(
     paths: RunPaths, episodes: Iterable[BatchEpisode], *, with_meta: bool = True
 ) -> list[TrajectoryRow]:
     """The first rows of episodes, in their order.
@@ -130,7 +130,7 @@ def read_first_rows(
     return rows
 
 
-def list_pauses(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
+def list_times_between_calls(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
     """Times between a row's calls, in seconds, by the first tool that the earlier call called."""
     messages, placed = get_messages(row), list(locate_calls(row.record.calls))
     for (place, before), (_, after) in pairwise(placed):
@@ -146,7 +146,7 @@ def _get_tool_name(called: object) -> str:
     return str(name or "?")[:100]
 
 
-def compute_distinct_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) -> float | None:
+def compute_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) -> float | None:
     """Of the replies of groups of several, the share that are distinct; None without such groups.
 
     1 is where no two episodes of a group said the same, 1 / episodes where all did.
@@ -155,7 +155,7 @@ def compute_distinct_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) ->
         ShardError: A row cannot be read.
     """
     replies: dict[tuple[int, int], list[bytes]] = {}
-    rows = read_first_rows(paths, episodes, with_meta=False)
+    rows = read_first_row_of_each_episode(paths, episodes, with_meta=False)
     for one, row in zip(episodes, rows, strict=True):
         sampled = row.input_ids_T[row.loss_mask_T == 1]
         replies.setdefault((one.ticket_id, one.attempt), []).append(sampled.tobytes())

@@ -26,7 +26,7 @@ from areal_hpc.view.events.failure_events import (
     describe_exit_code,
 )
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
-from areal_hpc.view.state.health import list_failures
+from areal_hpc.view.state.health import select_failure_alerts
 from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
 from areal_hpc.view.tables import format_duration, format_time
 
@@ -60,7 +60,7 @@ class Diagnosis:
 def diagnose(evidence: RunInspection) -> Diagnosis:
     """The cause of the state that a run is in."""
     diagnosis = _diagnose_state(evidence)
-    failures = list_failures(evidence.alerts)
+    failures = select_failure_alerts(evidence.alerts)
     if not diagnosis.is_well or not failures:
         return diagnosis
     worst = failures[0]
@@ -76,8 +76,8 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     """The cause, without what metrics say of the run's health."""
     state = get_run_state(evidence.run)
     within_s = RUNNING_CASCADE_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
-    findings = sorted(_collect_events(evidence), key=lambda finding: finding.at or 0.0)
-    chain = find_last_failure(findings, within_s)
+    findings = sorted(_collect_failure_events(evidence), key=lambda finding: finding.at or 0.0)
+    chain = find_last_failure_chain(findings, within_s)
     cause = min(chain, key=lambda finding: finding.priority) if chain else None
     if state == "finished":
         headline = "the run is finished: every step was trained"
@@ -111,9 +111,9 @@ def _diagnose_running(
 ) -> Diagnosis:
     """A run that nothing keeps from its work, but perhaps its agent."""
     failures = AgentFailures.collect(evidence.events)
-    if failures.is_total and failures.newest is not None:
+    if failures.have_all_episodes_failed and failures.newest is not None:
         headline = f"the run is running, but its agent fails {failures.share_text}"
-        hint = f"{failures.newest.next_step}, then run the same command again"
+        hint = f"{failures.newest.suggested_fix}, then run the same command again"
         return Diagnosis(f"{headline}: {failures.newest.text}", chain, hint)
     happened = f"after this: {cause.text}" if cause else "and nothing has failed"
     headline = f"the run is running, {happened}"
@@ -231,7 +231,7 @@ def _diagnose_waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) 
     )
 
 
-def find_last_failure(
+def find_last_failure_chain(
     findings: Sequence[FailureEvent], within_s: float
 ) -> tuple[FailureEvent, ...]:
     """The last findings that follow one another within so many seconds, oldest first."""
@@ -244,7 +244,7 @@ def find_last_failure(
     return tuple(reversed(chain))
 
 
-def _collect_events(evidence: RunInspection) -> Iterator[FailureEvent]:
+def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     yield from _collect_slurm_events(evidence)
     for stack in evidence.stacks[:1]:
         yield _build_traceback_event(stack, len(evidence.stacks))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.step_line import describe_step_limits
+from areal_hpc.metrics.step_line import describe_step_time_shares
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.jsonl import read_lines, read_tail
@@ -111,7 +111,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         excluded=tuple(read_lines(paths.excluded_nodes)),
         pace=read_step_pace(paths),
         alerts=tuple(read_alerts(paths)),
-        limits=tuple(describe_step_limits(read_metrics(paths.metrics)[-PACE_STEPS:])),
+        limits=tuple(describe_step_time_shares(read_metrics(paths.metrics)[-PACE_STEPS:])),
         free_bytes=_read_free_disk_bytes(paths),
     )
 

@@ -12,7 +12,7 @@ from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 from areal_hpc.rundir.rendezvous import parse_shared_job_name
 
-TAIL_BYTES = 256 * 1024
+TAIL_BYTES_PER_FILE = 256 * 1024
 """Read from the end of each file."""
 MAX_READ_BYTES = 1024 * 1024
 """Most that is read of a file at one look while following."""
@@ -127,7 +127,7 @@ def merge_lines_by_time(pieces: Sequence[tuple[LogFile, str]]) -> list[tuple[Log
     return [(pieces[number][0], line) for _, number, record in merged for line in record.lines]
 
 
-def drop_routine_lines(lines: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
+def drop_sglang_routine_lines(lines: Sequence[tuple[LogFile, str]]) -> list[tuple[LogFile, str]]:
     """Without the lines that SGLang writes for every batch and request."""
     return [(file, line) for file, line in lines if not _ROUTINE_PATTERN.match(line)]
 
@@ -139,9 +139,11 @@ def read_last_lines(
 
     Those of every batch and request are left out unless `has_routine`.
     """
-    pieces = [(file, read_tail(file.path, TAIL_BYTES).decode(errors="replace")) for file in files]
+    pieces = [
+        (file, read_tail(file.path, TAIL_BYTES_PER_FILE).decode(errors="replace")) for file in files
+    ]
     merged = merge_lines_by_time(pieces)
-    return (merged if has_routine else drop_routine_lines(merged))[-lines:] if lines else []
+    return (merged if has_routine else drop_sglang_routine_lines(merged))[-lines:] if lines else []
 
 
 class LogFollower:
@@ -163,7 +165,7 @@ class LogFollower:
     def read_new_lines(self) -> list[tuple[LogFile, str]]:
         """The whole lines that came since the last look, in the order of time."""
         # No folder is listed to find out whether one has got or lost an entry.
-        if any(_read_change_time(folder) != stamp for folder, stamp in self._stamps.items()):
+        if any(_read_mtime_ns(folder) != stamp for folder, stamp in self._stamps.items()):
             self._refresh_file_list()
         return merge_lines_by_time(
             [(file, self._read_new_text(path)) for path, file in self._files.items()]
@@ -191,21 +193,21 @@ class LogFollower:
 
     def _refresh_file_list(self) -> None:
         """List the newest attempt's folders: a few files for each job."""
-        self._stamps = {self._paths.logs_dir: _read_change_time(self._paths.logs_dir)}
+        self._stamps = {self._paths.logs_dir: _read_mtime_ns(self._paths.logs_dir)}
         attempts = self._paths.list_attempts()
         if not attempts:
             return
         root = self._paths.log_dir(attempts[-1])
         jobs = [path for path in root.glob("*") if path.is_dir()]
         restarts = [path for job in jobs for _, path in list_restart_dirs(job)]
-        self._stamps |= {folder: _read_change_time(folder) for folder in [root, *jobs, *restarts]}
+        self._stamps |= {folder: _read_mtime_ns(folder) for folder in [root, *jobs, *restarts]}
         for file in list_log_files(self._paths, attempts[-1], self._wanted):
             known = self._files.get(file.path)
             if known is None or not known.node:  # the first line may have come since
                 self._files[file.path] = file
 
 
-def _read_change_time(folder: Path) -> int:
+def _read_mtime_ns(folder: Path) -> int:
     """Time of the folder's last change; 0 while it does not exist."""
     try:
         return folder.stat().st_mtime_ns

@@ -39,7 +39,7 @@ def select_trained_rows(rows: Iterable[Mapping[str, Any]]) -> list[Mapping[str, 
     return [row for row in rows if row.get("step", 0) > 0 and "reward/mean" in row]
 
 
-def format_steps(rows: Sequence[Mapping[str, Any]]) -> str:
+def format_step_range(rows: Sequence[Mapping[str, Any]]) -> str:
     """`step 7` or `steps 3 to 7`, for people."""
     first, last = rows[0]["step"], rows[-1]["step"]
     return f"step {first}" if first == last else f"steps {first} to {last}"

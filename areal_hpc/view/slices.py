@@ -38,7 +38,7 @@ def assign_lanes(slices: Sequence[Slice]) -> list[int]:
     return lanes
 
 
-def count_under_way(slices: Sequence[Slice]) -> Iterator[tuple[float, int]]:
+def iterate_counts_under_way(slices: Sequence[Slice]) -> Iterator[tuple[float, int]]:
     """Each moment at which the number of slices under way changes, with the number."""
     changes: dict[float, int] = {}
     for one in slices:

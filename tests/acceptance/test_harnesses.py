@@ -18,7 +18,7 @@ from areal_hpc.agents.harness.installation import HARNESSES_DIR
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
-from areal_hpc.rollout.episodes.auxiliary import find_known_auxiliary_call
+from areal_hpc.rollout.episodes.auxiliary import describe_known_auxiliary_call
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
@@ -151,7 +151,7 @@ class Scene:
             "task", REF, 0, SamplingDefaults(1.0), 11, sampling_from="recipe"
         )
         data = {"messages": [{"role": "user", "content": TASK}], "folder": str(self.source)}
-        spec = EpisodeSpec(session, data, PROGRAM_S + 60, auxiliary=find_known_auxiliary_call)
+        spec = EpisodeSpec(session, data, PROGRAM_S + 60, auxiliary=describe_known_auxiliary_call)
 
         async def run() -> EpisodeOutcome:
             sandboxes = make_agent_sandboxes(how, warm=0)

@@ -78,7 +78,7 @@ def _render_slurm(recipe: Recipe, stage: JobStage) -> Iterator[str]:
     slurm = add_cpu_and_memory_options(recipe, stage.jobs)
     shown: set[str] = set()
     for job in stage.jobs:
-        options = slurm.get_options(job.name)
+        options = slurm.get_options_of_job(job.name)
         resources = compute_resources(job, options)
         share = (
             f"{resources.nodes} nodes, {resources.tasks_per_node} tasks and "

@@ -45,7 +45,7 @@ FILE_CACHED_S, DIRECTORY_CACHED_S = (3.0, 60.0), (30.0, 60.0)
 """NFS: acregmin to acregmax, acdirmin to acdirmax."""
 _OWN_FLAGS = os.O_APPEND | os.O_DIRECT | os.O_NOFOLLOW
 """Of OPEN: what the kernel has seen to, or NFS does not do."""
-_MODE, _UID, _GID, _SIZE, _ATIME, _MTIME, _HANDLE, _ATIME_NOW, _MTIME_NOW = (
+_MODE, _UID, _GID, _SIZE_PATTERN, _ATIME, _MTIME, _HANDLE, _ATIME_NOW, _MTIME_NOW = (
     *(1, 2, 4, 8, 16, 32, 64, 128, 256),
 )
 """What SETATTR has to set."""
@@ -283,7 +283,7 @@ class StorageServer:
             Path(path).chmod(kinds.S_IMODE(asked[11]))
         if what & (_UID | _GID):
             os.chown(path, asked[13] if what & _UID else -1, asked[14] if what & _GID else -1)
-        if what & _SIZE:
+        if what & _SIZE_PATTERN:
             os.truncate(self._handles[handle].fd if what & _HANDLE else path, size_bytes)
         if what & (_ATIME | _MTIME):
             now, stat = time.time_ns(), os.fstat(node.fd)

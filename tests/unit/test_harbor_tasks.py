@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.dataset.harbor.container_file import read_container_file
-from areal_hpc.dataset.harbor.repair_modules import MODULES
+from areal_hpc.dataset.harbor.repair_modules import REPAIR_MODULES
 from areal_hpc.dataset.harbor.repair_tasks import draw_cases, write_repair_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.dataset.sources import iterate_task_rows, list_source_files_and_folders
@@ -169,7 +169,7 @@ def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> Non
     assert len(read_task_folders(tmp_path / "a", "x")) == 50
     with pytest.raises(RecipeError, match="not empty"):
         write_repair_tasks(tmp_path / "a", 1, seed=1)
-    for module in MODULES:
+    for module in REPAIR_MODULES:
         for right, wrong in module.faults:
             faulty = module.source.replace(right, wrong, 1)
             assert len(list(draw_cases(module, faulty, random.Random(1)))) >= 7

@@ -2,7 +2,11 @@
 
 import pytest
 
-from areal_hpc.metrics.step_line import describe_step_limits, estimate_remaining_s, format_step_line
+from areal_hpc.metrics.step_line import (
+    describe_step_time_shares,
+    estimate_remaining_s,
+    format_step_line,
+)
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
@@ -117,7 +121,7 @@ def test_the_time_left_and_what_limits_a_step_follow_from_the_last_rows() -> Non
     ]  # fmt: skip
     assert estimate_remaining_s(rows, 13) == 40.0
     assert estimate_remaining_s([], 13) is None
-    assert list(describe_step_limits(rows)) == [
+    assert list(describe_step_time_shares(rows)) == [
         "a step takes 4.0 s: 65% generation, 35% training",
         "50% of the groups had equal rewards (zero variance) and taught nothing",
     ]

@@ -63,7 +63,7 @@ class GymAgent:
         async with self._workers.acquire() as worker:
             told = await worker.ask({"do": "reset", "task": task}, self.step_timeout_s)
             tools = {"tools": told["tools"]} if told.get("tools") else {}
-            messages = self._open_messages(data, told)
+            messages = self._build_opening_messages(data, told)
             for _ in range(self.max_turns):
                 reply: Any = await client.chat.completions.create(
                     model="default", messages=messages, **tools, **self.request
@@ -71,23 +71,25 @@ class GymAgent:
                 message = reply.choices[0].message
                 text = message.content or ""
                 told = await worker.ask(
-                    {"do": "step", "reply": describe_reply(message)}, self.step_timeout_s
+                    {"do": "step", "reply": encode_reply_for_worker(message)}, self.step_timeout_s
                 )
                 rewards[reply.id] = told["reward"]
                 if told["done"]:
                     break
-                messages += [message, *build_answers(told)]
+                messages += [message, *build_gym_answer_messages(told)]
             await worker.ask({"do": "close"}, self.step_timeout_s)
         return rewards, text
 
-    def _open_messages(self, data: Mapping[str, Any], told: Mapping[str, Any]) -> list[Any]:
+    def _build_opening_messages(
+        self, data: Mapping[str, Any], told: Mapping[str, Any]
+    ) -> list[Any]:
         """The prompt, what the task says, what the gym says."""
         system = [{"role": "system", "content": self.prompt}] if self.prompt else []
         shown = [{"role": "user", "content": told["text"]}] if told["text"] else []
         return [*system, *told.get("messages", ()), *data.get("messages", ()), *shown]
 
 
-def describe_reply(message: Any) -> dict[str, Any]:
+def encode_reply_for_worker(message: Any) -> dict[str, Any]:
     """A reply of the model as workers take it."""
     calls = [
         {"id": one.id, "name": one.function.name, "arguments": one.function.arguments}
@@ -96,7 +98,7 @@ def describe_reply(message: Any) -> dict[str, Any]:
     return {"text": message.content or "", "calls": calls}
 
 
-def build_answers(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+def build_gym_answer_messages(told: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Messages of what a gym answers: results of calls, or the next observation."""
     results = told.get("results", ())
     if results:

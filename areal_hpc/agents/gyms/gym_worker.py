@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, RecipeError
-from areal_hpc.rollout.execution.line_process import LineProcess, select_variables
+from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
 WORKERS_DIR = Path(__file__).with_name("workers")
@@ -34,7 +34,7 @@ class GymWorker:
             RecipeError: There is no such Python, or the gym cannot be built.
         """
         command = [python, str(WORKERS_DIR / script)]
-        environ = select_variables(os.environ, ()) | dict(variables)
+        environ = select_passed_variables(os.environ, ()) | dict(variables)
         try:
             worker = cls(LineProcess(command, environ, script, MAX_LINE_BYTES), script)
         except OSError as error:

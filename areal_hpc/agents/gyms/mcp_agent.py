@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.math_tools import IsolatedRewardFunction
+from areal_hpc.agents.math_tools import SubprocessRewardFunction
 from areal_hpc.errors import RecipeError
 from areal_hpc.wire.reward import Reward
 
-_KEYS = {"command": {"env", "cwd"}, "url": {"headers"}}
+_OPTIONAL_KEYS_BY_SERVER_KIND = {"command": {"env", "cwd"}, "url": {"headers"}}
 """What a server has: one of these, and what may stand beside it."""
 
 
@@ -35,10 +35,10 @@ class McpAgent(GymAgent):
         **others: Any,
     ) -> None:
         for name, how in servers.items():
-            check_server(name, how)
+            check_server_config(name, how)
         config = {"servers": {**servers}, "call_timeout_s": call_timeout_s}
         super().__init__("mcp_worker.py", config, **others)
-        self.reward = IsolatedRewardFunction(reward_fn_path)
+        self.reward = SubprocessRewardFunction(reward_fn_path)
 
     async def run(
         self, data: dict[str, Any], **extra_kwargs: Any
@@ -48,14 +48,16 @@ class McpAgent(GymAgent):
         return await self.reward(text, data)
 
 
-def check_server(name: str, how: Mapping[str, Any]) -> None:
+def check_server_config(name: str, how: Mapping[str, Any]) -> None:
     """Demand that a server is described.
 
     Raises:
         RecipeError: It is not.
     """
-    kinds = [kind for kind in _KEYS if kind in how]
-    if len(kinds) == 1 and not (unknown := how.keys() - {kinds[0]} - _KEYS[kinds[0]]):
+    kinds = [kind for kind in _OPTIONAL_KEYS_BY_SERVER_KIND if kind in how]
+    if len(kinds) == 1 and not (
+        unknown := how.keys() - {kinds[0]} - _OPTIONAL_KEYS_BY_SERVER_KIND[kinds[0]]
+    ):
         return
     found = f"unknown keys {sorted(unknown)}" if len(kinds) == 1 else f"keys {sorted(how)}"
     raise RecipeError(

@@ -12,22 +12,22 @@ from areal_hpc.agents.harness.harness_folder import HarnessFolder
 from areal_hpc.agents.harness.installation import HARNESSES_DIR, find_installed_harness
 from areal_hpc.agents.harness.programs import (
     QUIET_VARIABLES,
-    HarnessPlace,
     HarnessProgram,
-    get_program,
+    HarnessTemplateValues,
+    get_harness_program,
 )
 from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.user_functions import load_user_function
-from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_KEY, make_agent_sandboxes
+from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_TASK_COLUMN, make_agent_sandboxes
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.wire.reward import Reward
 
 REWARD_KEY = "rollout.workflow_kwargs.reward"
 HARNESS_KEY = "rollout.workflow_kwargs.harness"
-TASK_WORD = "{task}"
+TASK_PLACEHOLDER = "{task}"
 """In a command: where the task's text stands; without it, it comes last."""
-UNSHIELDED = AgentExecutionConfig.model_validate(
+UNISOLATED_EXECUTION_CONFIG = AgentExecutionConfig.model_validate(
     {"isolation": "none", "sandbox": {"memory_bytes": 16 << 30, "processes": 4096}}
 )
 """Where a program runs without a sandbox: Node.js and Bun reserve far more than they use."""
@@ -85,7 +85,7 @@ class HarnessAgent:
         self.program: HarnessProgram | None = None
         self.command = [str(word) for word in command]
         if harness:
-            self.program = get_program(harness, HARNESS_KEY)
+            self.program = get_harness_program(harness, HARNESS_KEY)
             self.command = list(self.program.command)
             self.installed_in = str(
                 find_installed_harness(harness, Path(harnesses_dir).absolute(), HARNESS_KEY)
@@ -106,12 +106,12 @@ class HarnessAgent:
                 key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
                 command, own = await self._set_up_program(self.program, folder, sandbox, key)
                 variables = own | variables
-            command = build_command(command, get_task_text(data))
+            command = insert_task_into_command(command, get_task_text(data))
             ended = await folder.run(command, variables, self.timeout_s)
             diff, log = await folder.read_diff(), await folder.read_log(self.max_log_bytes)
             with tempfile.TemporaryDirectory() as copy:
                 await folder.copy_to(Path(copy))
-                task = {name: value for name, value in data.items() if name != SANDBOX_KEY}
+                task = {name: value for name, value in data.items() if name != SANDBOX_TASK_COLUMN}
                 return await asyncio.to_thread(
                     self.reward,
                     folder=Path(copy),
@@ -127,7 +127,9 @@ class HarnessAgent:
     ) -> tuple[list[str], dict[str, str]]:
         """Write a harness's settings; its command and its variables."""
         root_url = sandbox.base_url.removesuffix("/v1")
-        place = HarnessPlace(root_url, api_key, folder.home, self.installed_in, self.context_tokens)
+        place = HarnessTemplateValues(
+            root_url, api_key, folder.home, self.installed_in, self.context_tokens
+        )
         command = [place.fill(word) for word in program.command]
         await folder.check_program(command[0], HARNESS_KEY)
         await folder.write_into_home(
@@ -141,7 +143,7 @@ class HarnessAgent:
         self, data: dict[str, Any], extra_kwargs: dict[str, Any]
     ) -> AsyncIterator[Sandbox]:
         """The task's sandbox; without one, a place of its own that shields nothing."""
-        if (given := data.get(SANDBOX_KEY)) is not None:
+        if (given := data.get(SANDBOX_TASK_COLUMN)) is not None:
             if not given.base_url:
                 raise RecipeError(
                     "the program cannot reach the model from its sandbox",
@@ -152,19 +154,19 @@ class HarnessAgent:
             return
         url = extra_kwargs.get("base_url") or os.environ["OPENAI_BASE_URL"]
         key = extra_kwargs.get("api_key") or os.environ["OPENAI_API_KEY"]
-        sandboxes = make_agent_sandboxes(UNSHIELDED, warm=0)
+        sandboxes = make_agent_sandboxes(UNISOLATED_EXECUTION_CONFIG, warm=0)
         assert sandboxes is not None
         own: dict[str, Any] = {}
         async with sandboxes.acquire(own) as free:
             lifetime_s = self.timeout_s + CLEAN_UP_S
             await free.put_into_task_and_open_endpoint(own, url, key, lifetime_s)
-            yield own[SANDBOX_KEY]
+            yield own[SANDBOX_TASK_COLUMN]
 
 
-def build_command(command: Sequence[str], task: str) -> list[str]:
+def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:
     """The command with the task's text in its place."""
-    if any(TASK_WORD in word for word in command):
-        return [word.replace(TASK_WORD, task) for word in command]
+    if any(TASK_PLACEHOLDER in word for word in command):
+        return [word.replace(TASK_PLACEHOLDER, task) for word in command]
     return [*command, task]
 
 

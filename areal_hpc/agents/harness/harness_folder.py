@@ -13,15 +13,15 @@ MAX_DIFF_BYTES = 4 << 20
 MAX_FOLDER_BYTES = 256 << 20
 STEP_TIMEOUT_S = 60.0
 _GIT = "git --git-dir=../before.git --work-tree=."
-_BEGIN = f"""set -e
+_COMMIT_BEFORE_SCRIPT = f"""set -e
 mkdir -p ../home
 {_GIT} init -q
 {_GIT} config user.name areal-hpc
 {_GIT} config user.email areal-hpc@localhost
 {_GIT} add -A
 {_GIT} commit -q --allow-empty -m before"""
-_COMPARE = f"{_GIT} add -A && {_GIT} diff --cached --binary HEAD > ../diff"
-_RUN = 'exec "$@" > ../log 2>&1 < /dev/null'
+_WRITE_DIFF_SCRIPT = f"{_GIT} add -A && {_GIT} diff --cached --binary HEAD > ../diff"
+_RUN_WITH_LOG_SCRIPT = 'exec "$@" > ../log 2>&1 < /dev/null'
 
 
 class HarnessFolder:
@@ -45,8 +45,8 @@ class HarnessFolder:
                 f"there is no folder {source}", hint="name a folder in the task's `folder`"
             )
         await self._sandbox.put(f"{self._root}/before.tar", await asyncio.to_thread(_pack, source))
-        await self._call("mkdir -p work && tar -xf before.tar -C work", self._root)
-        await self._call(_BEGIN, self._work)
+        await self._run_script_or_raise("mkdir -p work && tar -xf before.tar -C work", self._root)
+        await self._run_script_or_raise(_COMMIT_BEFORE_SCRIPT, self._work)
 
     async def write_into_home(self, files: Mapping[str, str]) -> None:
         """Write settings of the program, which nobody else may read."""
@@ -72,7 +72,7 @@ class HarnessFolder:
     ) -> CommandResult:
         """Run the program in it to its end."""
         return await self._sandbox.exec(
-            ["/bin/sh", "-c", _RUN, "harness", *command],
+            ["/bin/sh", "-c", _RUN_WITH_LOG_SCRIPT, "harness", *command],
             timeout_s=timeout_s,
             folder=self._work,
             variables={"HOME": self.home, "TERM": "dumb", **variables},
@@ -80,17 +80,17 @@ class HarnessFolder:
 
     async def read_diff(self) -> str:
         """What changed in it, as git shows it."""
-        await self._call(_COMPARE, self._work)
+        await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, self._work)
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
     async def read_log(self, max_bytes: int) -> str:
         """The end of what the program printed."""
-        tail = await self._call(f"tail -c {max_bytes} log", self._root)
+        tail = await self._run_script_or_raise(f"tail -c {max_bytes} log", self._root)
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
         """Copy it to a folder of this machine; nothing is written outside of that."""
-        await self._call("tar -cf after.tar -C work .", self._root)
+        await self._run_script_or_raise("tar -cf after.tar -C work .", self._root)
         content = await self._read("after.tar", MAX_FOLDER_BYTES)
         try:
             await asyncio.to_thread(_unpack, content, target)
@@ -103,7 +103,7 @@ class HarnessFolder:
         except OSError as error:
             raise AgentError(f"the program left too much: {error}") from error
 
-    async def _call(self, script: str, folder: str) -> CommandResult:
+    async def _run_script_or_raise(self, script: str, folder: str) -> CommandResult:
         ended = await self._sandbox.exec(script, timeout_s=STEP_TIMEOUT_S, folder=folder)
         if ended.exit_code != 0:
             raise AgentError(

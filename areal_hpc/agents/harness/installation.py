@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_hpc.agents.harness.programs import HarnessProgram, get_program
+from areal_hpc.agents.harness.programs import HarnessProgram, get_harness_program
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.recipe.recipe import Recipe
 
@@ -20,7 +20,7 @@ CHECKOUT = Path(__file__).resolve().parents[3]
 HARNESSES_DIR = CHECKOUT / ".venvs" / "harnesses"
 """Where they are installed, a folder each, unless one says otherwise."""
 LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
-STAMP = ".installed"
+STAMP_FILE_NAME = ".installed"
 """In an installed harness's folder: the digest of its lock, written last."""
 INSTALL_TIMEOUT_S = 1800.0
 HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
@@ -54,11 +54,11 @@ def find_installed_harness(name: str, harnesses_dir: Path, key: str) -> Path:
         RecipeError: There is no such harness, or it is not installed there; names `key`.
     """
     folder = harnesses_dir / name
-    program = get_program_path(get_program(name, key), folder)
-    if not (os.access(program, os.X_OK) and (folder / STAMP).exists()):
+    program = get_program_path(get_harness_program(name, key), folder)
+    if not (os.access(program, os.X_OK) and (folder / STAMP_FILE_NAME).exists()):
         raise RecipeError(
             f"the harness {name} is not installed, or not to its end: "
-            f"expected the program {program} and the file {folder / STAMP}",
+            f"expected the program {program} and the file {folder / STAMP_FILE_NAME}",
             key=key,
             hint=f"areal-hpc install-harness {name} --dir {harnesses_dir}",
         )
@@ -77,9 +77,9 @@ def install_harness(name: str, harnesses_dir: Path, version: str = "") -> bool:
         RecipeError: There is no such harness, or this is no checkout.
         ClusterError: npm or Python is missing, or the registry does not give what the lock says.
     """
-    program = get_program(name, "NAME")
+    program = get_harness_program(name, "NAME")
     folder, stamp = harnesses_dir / name, version or _compute_lock_digest(name)
-    if (folder / STAMP).exists() and (folder / STAMP).read_text() == stamp:
+    if (folder / STAMP_FILE_NAME).exists() and (folder / STAMP_FILE_NAME).read_text() == stamp:
         return False
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -87,7 +87,7 @@ def install_harness(name: str, harnesses_dir: Path, version: str = "") -> bool:
     install(name, program, folder, version)
     if not os.access(path := get_program_path(program, folder), os.X_OK):
         raise ClusterError(f"the packages of {name} are installed, but {path} is no program")
-    (folder / STAMP).write_text(stamp)
+    (folder / STAMP_FILE_NAME).write_text(stamp)
     return True
 
 
@@ -98,7 +98,7 @@ def find_newest_version(name: str) -> str:
         RecipeError: There is no such harness.
         ClusterError: npm is missing, or the registry does not answer.
     """
-    program = get_program(name, "NAME")
+    program = get_harness_program(name, "NAME")
     if program.registry == "npm":
         return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
     wanted = ("--python-version", program.python) if program.python else ()

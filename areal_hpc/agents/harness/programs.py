@@ -52,7 +52,7 @@ class HarnessProgram:
 
 
 @dataclass(frozen=True, slots=True)
-class HarnessPlace:
+class HarnessTemplateValues:
     """What a program is told of its episode."""
 
     root_url: str
@@ -73,16 +73,16 @@ class HarnessPlace:
         )
 
 
-def _json(content: object) -> str:
+def _format_settings_json(content: object) -> str:
     """JSON; the context's length stands in it as a number."""
     return json.dumps(content, indent=1).replace('"$CONTEXT_TOKENS"', "$CONTEXT_TOKENS")
 
 
-_NPM = "$FOLDER/node_modules/.bin"
-_NODE = "$FOLDER/node_modules/node/bin/node"
+_NPM_BIN_DIR = "$FOLDER/node_modules/.bin"
+_NODE_PROGRAM = "$FOLDER/node_modules/node/bin/node"
 """Of the package `node`, for programs that need a newer one than many machines have."""
-_PYTHON = "$FOLDER/python/bin"
-_CODEX = """openai_base_url = "$BASE_URL"
+_PYTHON_BIN_DIR = "$FOLDER/python/bin"
+_CODEX_SETTINGS = """openai_base_url = "$BASE_URL"
 model = "default"
 model_context_window = $CONTEXT_TOKENS
 check_for_update_on_startup = false
@@ -94,13 +94,13 @@ _NO_STATISTICS = {
     "telemetry": {"enabled": False},
     "general": {"enableAutoUpdate": False},
 }
-_GEMINI = {"security": {"auth": {"selectedType": "gemini-api-key"}}, **_NO_STATISTICS}
+_GEMINI_SETTINGS = {"security": {"auth": {"selectedType": "gemini-api-key"}}, **_NO_STATISTICS}
 _PI_MODEL = {"id": "default", "contextWindow": "$CONTEXT_TOKENS", "maxTokens": 8192}
-_PI = {
+_PI_PROVIDER_SETTINGS = {
     **{"baseUrl": "$BASE_URL", "api": "openai-completions", "apiKey": "$API_KEY"},
     "models": [_PI_MODEL],
 }
-_OPENCODE = {
+_OPENCODE_SETTINGS = {
     "model": "session/default",
     "small_model": "session/default",
     "autoupdate": False,
@@ -115,7 +115,7 @@ _OPENCODE = {
         }
     },
 }
-_CLINE = {
+_CLINE_SETTINGS = {
     "version": 1,
     "lastUsedProvider": "openai-compatible",
     "modes": {},
@@ -132,7 +132,7 @@ _CLINE = {
         }
     },
 }
-_KIMI = """default_model = "default"
+_KIMI_SETTINGS = """default_model = "default"
 [providers.session]
 type = "openai"
 base_url = "$BASE_URL"
@@ -142,7 +142,7 @@ provider = "session"
 model = "default"
 max_context_size = $CONTEXT_TOKENS
 """
-_CONTINUE = """name: session
+_CONTINUE_SETTINGS = """name: session
 version: 1.0.0
 schema: v1
 models:
@@ -155,7 +155,7 @@ models:
     capabilities: [tool_use]
     defaultCompletionOptions: {contextLength: $CONTEXT_TOKENS}
 """
-_VIBE = """active_model = "default"
+_VIBE_SETTINGS = """active_model = "default"
 enable_telemetry = false
 enable_update_checks = false
 [[providers]]
@@ -175,7 +175,12 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         "2.1.330",
         "messages",
         (
-            *(f"{_NPM}/claude", "--output-format", "json", "--dangerously-skip-permissions"),
+            *(
+                f"{_NPM_BIN_DIR}/claude",
+                "--output-format",
+                "json",
+                "--dangerously-skip-permissions",
+            ),
             *("-p", "{task}"),
         ),
         variables={
@@ -189,43 +194,73 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         "0.169.0",
         "responses",
         (
-            *(f"{_NPM}/codex", "exec", "--skip-git-repo-check"),
+            *(f"{_NPM_BIN_DIR}/codex", "exec", "--skip-git-repo-check"),
             *("--dangerously-bypass-approvals-and-sandbox", "{task}"),
         ),
         variables={"CODEX_API_KEY": "$API_KEY"},
-        files={".codex/config.toml": _CODEX},
+        files={".codex/config.toml": _CODEX_SETTINGS},
     ),
     "gemini-cli": HarnessProgram(
         "@google/gemini-cli",
         "0.61.0",
         "google",
-        (f"{_NPM}/gemini", "--skip-trust", "--yolo", "--model", "gemini-2.5-pro", "-p", "{task}"),
+        (
+            f"{_NPM_BIN_DIR}/gemini",
+            "--skip-trust",
+            "--yolo",
+            "--model",
+            "gemini-2.5-pro",
+            "-p",
+            "{task}",
+        ),
         variables={"GOOGLE_GEMINI_BASE_URL": "$ROOT_URL", "GEMINI_API_KEY": "$API_KEY"},
-        files={".gemini/settings.json": _json(_GEMINI)},
+        files={".gemini/settings.json": _format_settings_json(_GEMINI_SETTINGS)},
         note="its thoughts are not sent back to the model",
     ),
     "qwen-code": HarnessProgram(
         "@qwen-code/qwen-code",
         "0.24.4",
         "chat",
-        (f"{_NPM}/qwen", "--yolo", "--auth-type", "openai", "--model", "default", "-p", "{task}"),
-        files={".qwen/settings.json": _json(_NO_STATISTICS)},
+        (
+            f"{_NPM_BIN_DIR}/qwen",
+            "--yolo",
+            "--auth-type",
+            "openai",
+            "--model",
+            "default",
+            "-p",
+            "{task}",
+        ),
+        files={".qwen/settings.json": _format_settings_json(_NO_STATISTICS)},
     ),
     "opencode": HarnessProgram(
         "opencode-ai",
         "1.18.33",
         "chat",
-        (f"{_NPM}/opencode", "run", "{task}"),
+        (f"{_NPM_BIN_DIR}/opencode", "run", "{task}"),
         variables={"OPENCODE_DISABLE_AUTOUPDATE": "1", "OPENCODE_DISABLE_MODELS_FETCH": "1"},
-        files={".config/opencode/opencode.json": _json(_OPENCODE)},
+        files={".config/opencode/opencode.json": _format_settings_json(_OPENCODE_SETTINGS)},
     ),
     "pi": HarnessProgram(
         "@earendil-works/pi-coding-agent",
         "0.87.1",
         "chat",
-        (_NODE, f"{_NPM}/pi", "--provider", "session", "--model", "default", "-p", "{task}"),
+        (
+            _NODE_PROGRAM,
+            f"{_NPM_BIN_DIR}/pi",
+            "--provider",
+            "session",
+            "--model",
+            "default",
+            "-p",
+            "{task}",
+        ),
         variables={"PI_OFFLINE": "1", "PI_TELEMETRY": "0"},
-        files={".pi/agent/models.json": _json({"providers": {"session": _PI}})},
+        files={
+            ".pi/agent/models.json": _format_settings_json(
+                {"providers": {"session": _PI_PROVIDER_SETTINGS}}
+            )
+        },
         note="needs Node.js 22, which is installed with it",
     ),
     "mini-swe-agent": HarnessProgram(
@@ -233,7 +268,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         "2.4.6",
         "chat",
         (
-            *(f"{_PYTHON}/mini", "-y", "--exit-immediately", "-m", "openai/default"),
+            *(f"{_PYTHON_BIN_DIR}/mini", "-y", "--exit-immediately", "-m", "openai/default"),
             *("-t", "{task}"),
         ),
         registry="PyPI",
@@ -250,7 +285,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         "1.16.0",
         "chat",
         (
-            *(f"{_PYTHON}/openhands", "--headless", "--override-with-envs", "--json"),
+            *(f"{_PYTHON_BIN_DIR}/openhands", "--headless", "--override-with-envs", "--json"),
             *("-t", "{task}"),
         ),
         registry="PyPI",
@@ -267,8 +302,8 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         "cline",
         "3.0.65",
         "chat",
-        (f"{_NPM}/cline", "--json", "-P", "openai-compatible", "-m", "default", "{task}"),
-        files={".cline/data/settings/providers.json": _json(_CLINE)},
+        (f"{_NPM_BIN_DIR}/cline", "--json", "-P", "openai-compatible", "-m", "default", "{task}"),
+        files={".cline/data/settings/providers.json": _format_settings_json(_CLINE_SETTINGS)},
         note="leaves a daemon behind, which ends with the episode",
     ),
     "kimi": HarnessProgram(
@@ -276,34 +311,34 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         "2.1.0",
         "chat",
         (
-            *(_NODE, f"{_NPM}/kimi", "--output-format", "stream-json"),
+            *(_NODE_PROGRAM, f"{_NPM_BIN_DIR}/kimi", "--output-format", "stream-json"),
             *("-p", "{task}"),
         ),
-        files={".kimi-code/config.toml": _KIMI},
+        files={".kimi-code/config.toml": _KIMI_SETTINGS},
         note="needs Node.js 22, which is installed with it",
     ),
     "continue": HarnessProgram(
         "@continuedev/cli",
         "1.5.47",
         "chat",
-        (f"{_NPM}/cn", "--auto", "--config", "$HOME/.continue/config.yaml", "-p", "{task}"),
+        (f"{_NPM_BIN_DIR}/cn", "--auto", "--config", "$HOME/.continue/config.yaml", "-p", "{task}"),
         variables={"CONTINUE_TELEMETRY_ENABLED": "0"},
-        files={".continue/config.yaml": _CONTINUE},
+        files={".continue/config.yaml": _CONTINUE_SETTINGS},
     ),
     "mistral-vibe": HarnessProgram(
         "mistral-vibe",
         "3.0.2",
         "chat",
-        (f"{_PYTHON}/vibe", "--auto-approve", "--output", "json", "-p", "{task}"),
+        (f"{_PYTHON_BIN_DIR}/vibe", "--auto-approve", "--output", "json", "-p", "{task}"),
         registry="PyPI",
-        files={".vibe/config.toml": _VIBE},
+        files={".vibe/config.toml": _VIBE_SETTINGS},
         python="3.12",
     ),
     "copilot": HarnessProgram(
         "@github/copilot",
         "1.0.102",
         "chat",
-        (f"{_NPM}/copilot", "--allow-all-tools", "-p", "{task}"),
+        (f"{_NPM_BIN_DIR}/copilot", "--allow-all-tools", "-p", "{task}"),
         variables={
             "COPILOT_PROVIDER_BASE_URL": "$BASE_URL",
             "COPILOT_PROVIDER_API_KEY": "$API_KEY",
@@ -315,7 +350,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
 """By the names that other training systems use for them too."""
 
 
-def get_program(name: str, key: str) -> HarnessProgram:
+def get_harness_program(name: str, key: str) -> HarnessProgram:
     """The harness of a name.
 
     Raises:

@@ -73,7 +73,7 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
             "off_policy_correction_level": level,
             **({"off_policy_correction_agg": agg} if level == "sequence" and agg != "mean" else {}),
             "off_policy_correction_metric": CORRECTION_METRIC_BY_AREAL_NAME.get(metric, "kl"),
-            "off_policy_correction_low": _get_lower_bound(source) or 0.0,
+            "off_policy_correction_low": _get_rejection_lower_bound(source) or 0.0,
             "off_policy_correction_high": source("actor.rejection_sampling.upper"),
         }
     cap = source("actor.behav_imp_weight_cap")
@@ -82,7 +82,7 @@ def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
-def _get_lower_bound(source: ArealConfigValues) -> float | None:
+def _get_rejection_lower_bound(source: ArealConfigValues) -> float | None:
     """`rejection_sampling.lower`, unless it bounds what is never below it."""
     lower = source("actor.rejection_sampling.lower")
     is_never_negative = source("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
@@ -92,7 +92,7 @@ def _get_lower_bound(source: ArealConfigValues) -> float | None:
 def _check_rejection_lower(
     value: Any, source: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    metric, lower = source("actor.rejection_sampling.metric"), _get_lower_bound(source)
+    metric, lower = source("actor.rejection_sampling.metric"), _get_rejection_lower_bound(source)
     if metric == "ratio" or lower is None or (metric == "kl_k1" and lower < 0):
         return {}
     return Untranslatable(

@@ -21,7 +21,7 @@ NO_TOP_K = 100_000_000
 """AReaL's `top_k` for no bound."""
 TOOL_PARSER_BY_AREAL_NAME = {"qwen": "qwen25"}
 """AReaL's names of SGLang's parsers, where they differ."""
-_NEUTRAL = {"top_p": 1.0, "top_k": -1}
+_NEUTRAL_SAMPLING_VALUES = {"top_p": 1.0, "top_k": -1}
 _CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
@@ -53,7 +53,7 @@ def _build_sampling_param_rules(name: str) -> tuple[KeyRule, ...]:
             return Untranslatable(
                 f"at most {MAX_MASK_TOKENS_PER_POSITION}, or no bound; set {valid}"
             )
-        if name in _NEUTRAL and found[train] != _NEUTRAL[name]:
+        if name in _NEUTRAL_SAMPLING_VALUES and found[train] != _NEUTRAL_SAMPLING_VALUES[name]:
             found["rollout.record_sampling_mask"] = True  # trained as it was sampled
         return found
 

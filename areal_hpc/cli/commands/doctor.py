@@ -115,7 +115,7 @@ def _plan_gpu_examination(
                 key="cluster.fileroot",
                 hint="name it in the site file, or give a recipe",
             )
-        options = slurm.get_options("trainer")
+        options = slurm.get_options_of_job("trainer")
         job = GpuJobOptions(fileroot, options, get_sbatch_flags(options))
     return GpuExamination(plan, job, partial(print, flush=True))
 

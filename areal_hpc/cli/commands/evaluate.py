@@ -71,7 +71,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if find_missing_sets(target, sets):
         print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)
         try:
-            _play(arguments, target, sets)
+            _run_or_submit_evaluation(arguments, target, sets)
         except RunInterruptedError:
             print("detached; the job goes on" if arguments.submit else "stopped")
             print("run the same command again for the rest, and for the results")
@@ -83,10 +83,10 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     write_report(target.paths, report)
     print("\n".join(format_report(report)))
     print(f"results  {target.paths.evaluation_report}")
-    return _compare(before, report) if before else 0
+    return _print_comparison_and_get_exit_code(before, report) if before else 0
 
 
-def _play(
+def _run_or_submit_evaluation(
     arguments: argparse.Namespace, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> None:
     from areal_hpc.launch.evaluation.start import run_evaluation, submit_evaluation
@@ -112,7 +112,7 @@ def _find_compared_report(
     return read_report(Path(compared))
 
 
-def _compare(before: EvaluationReport, report: EvaluationReport) -> int:
+def _print_comparison_and_get_exit_code(before: EvaluationReport, report: EvaluationReport) -> int:
     from areal_hpc.view.evaluations.evaluation_report import compare_reports, format_comparison
 
     compared = compare_reports(before, report)

@@ -141,15 +141,15 @@ def _parse_row_count(text: str) -> int:
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
-    from areal_hpc.view.state.health import format_alert, list_failures, read_alerts
+    from areal_hpc.view.state.health import format_alert, read_alerts, select_failure_alerts
     from areal_hpc.view.state.jobs import (
         describe_allocation_steps,
-        describe_jobs,
         fetch_run_jobs,
+        format_job_table_and_notes,
         get_run_state,
     )
     from areal_hpc.view.state.summary import (
-        describe_run_now,
+        describe_phase_and_agent_failures,
         format_run_progress,
         read_run_progress,
     )
@@ -160,17 +160,17 @@ def _show_status(arguments: argparse.Namespace) -> int:
     is_running = state.startswith("running")
     lines = [f"{paths.run_name}: {state}"]
     lines += format_run_progress(advance, paths, is_running=is_running)
-    lines += describe_run_now(paths, is_running=is_running)
+    lines += describe_phase_and_agent_failures(paths, is_running=is_running)
     alerts = read_alerts(paths)
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
-        lines += ["", *describe_jobs(run)]
+        lines += ["", *format_job_table_and_notes(run)]
     if steps := describe_allocation_steps(paths):
         lines += ["", *steps]
     if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
         lines += ["", format_summary(paths)]
     print("\n".join(lines))
-    return UNHEALTHY_EXIT_CODE if list_failures(alerts) else 0
+    return UNHEALTHY_EXIT_CODE if select_failure_alerts(alerts) else 0
 
 
 def _show_logs(arguments: argparse.Namespace) -> int:
@@ -178,7 +178,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
         LogFile,
         LogFollower,
         choose_attempt,
-        drop_routine_lines,
+        drop_sglang_routine_lines,
         list_log_files,
         read_last_lines,
     )
@@ -209,7 +209,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     try:
         while follower is not None:
             lines = follower.read_new_lines()
-            show(lines if arguments.all else drop_routine_lines(lines))
+            show(lines if arguments.all else drop_sglang_routine_lines(lines))
             follower.sleep_until_next_poll()
     except KeyboardInterrupt:
         return 0  # the way out of --follow

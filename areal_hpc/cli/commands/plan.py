@@ -38,7 +38,9 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             jobs = list(alike)
             names = [job.name for job in jobs]
             title = f"job {names[0]}" if len(names) == 1 else f"jobs {names[0]} to {names[-1]}"
-            under_slurm = f"{_describe_node_share(recipe, jobs[0])}{_describe_successors(recipe)}"
+            under_slurm = (
+                f"{_describe_cpus_and_memory(recipe, jobs[0])}{_describe_successors(recipe)}"
+            )
             yield f"  {title}: {described[0]}{under_slurm}"
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
@@ -74,14 +76,14 @@ def _describe_processes(processes: Sequence[ProcessSpec], job: JobSpec) -> list[
     return lines
 
 
-def _describe_node_share(recipe: Recipe, job: JobSpec) -> str:
+def _describe_cpus_and_memory(recipe: Recipe, job: JobSpec) -> str:
     """Processors and memory that a job with GPUs asks Slurm for; nothing for other jobs."""
     from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 
     if not job.gpus_per_task:
         return ""
     try:
-        options = add_cpu_and_memory_options(recipe, [job]).get_options(job.name)
+        options = add_cpu_and_memory_options(recipe, [job]).get_options_of_job(job.name)
     except RecipeError as error:
         return f"; under Slurm not known without {error.problems[0].key}"
     shares = []
@@ -129,7 +131,7 @@ def _describe_environment(recipe: Recipe) -> Iterator[str]:
         own = getattr(recipe.cluster, role).variables
         shown += [f"{name}=(cluster.{role}.variables)" for name in own]
         yield from _wrap_under_title(f"  {role:<7} ", shown or ["nothing"])
-    if network := recipe.cluster.slurm.network.build_variables():
+    if network := recipe.cluster.slurm.network.build_environment_variables():
         shown = [f"{name}={value}" for name, value in network.items()]
         yield from _wrap_under_title("  all, under Slurm: ", shown)
 

@@ -34,7 +34,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _sync_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import catch_stop_signals
-    from areal_hpc.trackers.sync import choose_tracker, sync_run
+    from areal_hpc.trackers.sync import choose_tracker, write_part_of_new_rows
 
     paths = parse_run_dir(arguments.run)
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
@@ -42,7 +42,7 @@ def _sync_run(arguments: argparse.Namespace) -> int:
     def sync() -> bool:
         """Write a part; true if the run had been finished or cancelled before."""
         is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
-        rows = sync_run(paths, tracker)
+        rows = write_part_of_new_rows(paths, tracker)
         if rows or not arguments.follow:
             print(f"{paths.tracker(tracker.name).root}: {rows} new rows", flush=True)
         return is_last
@@ -51,10 +51,10 @@ def _sync_run(arguments: argparse.Namespace) -> int:
         sync()
         return 0
     with catch_stop_signals() as stop:
-        return _follow(sync, stop.wait)
+        return _sync_until_run_ends(sync, stop.wait)
 
 
-def _follow(sync: Callable[[], bool], wait: Callable[[float], bool]) -> int:
+def _sync_until_run_ends(sync: Callable[[], bool], wait: Callable[[float], bool]) -> int:
     while not sync():
         if wait(FOLLOW_PERIOD_S):
             return RunInterruptedError.exit_code

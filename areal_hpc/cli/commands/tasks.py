@@ -80,12 +80,14 @@ def _check_tasks(arguments: argparse.Namespace) -> int:
     from areal_hpc.dataset.harbor.task_folder import read_task_folders
 
     rows = read_task_folders(arguments.path, "PATH")
-    unsound = asyncio.run(_print_checks(rows, arguments))
+    unsound = asyncio.run(_check_tasks_and_count_unsound(rows, arguments))
     print(f"{len(rows)} tasks, {unsound} whose tests do not tell a solution from none")
     return UNHEALTHY_EXIT_CODE if unsound else 0
 
 
-async def _print_checks(rows: list[dict[str, Any]], arguments: argparse.Namespace) -> int:
+async def _check_tasks_and_count_unsound(
+    rows: list[dict[str, Any]], arguments: argparse.Namespace
+) -> int:
     """A line for each task; how many are not sound."""
     from areal_hpc.dataset.harbor.task_check import check_tasks
     from areal_hpc.sandbox.runtimes.choice import make_runtime

@@ -42,7 +42,7 @@ def _answer_question(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.answers.answer import format_answer
     from areal_hpc.view.answers.collapse import explain_collapse
     from areal_hpc.view.answers.slow_run import explain_slow_run
-    from areal_hpc.view.answers.step_change import explain_step
+    from areal_hpc.view.answers.step_change import explain_step_difference
 
     paths = parse_run_dir(arguments.run)
     if arguments.slow:
@@ -50,7 +50,7 @@ def _answer_question(arguments: argparse.Namespace) -> int:
     elif arguments.collapse:
         answer = explain_collapse(paths)
     else:
-        answer = explain_step(paths, arguments.step)
+        answer = explain_step_difference(paths, arguments.step)
     print("\n".join(format_answer(answer, shlex.quote(str(arguments.run)))))
     return 0 if answer.is_well else UNHEALTHY_EXIT_CODE
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_hpc.errors import RecipeError
 
-_WITHOUT_EFFECT = frozenset({"FROM", "LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
+_INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"FROM", "LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
 """Instructions that change no file and no command."""
 
 
@@ -36,21 +36,21 @@ def read_container_file(path: Path) -> ContainerFile:
         RecipeError: A file that it copies is not there, or lies outside.
     """
     found = ContainerFile()
-    for line in _join_lines(path.read_text(errors="replace")):
+    for line in _split_into_instructions(path.read_text(errors="replace")):
         name, _, rest = line.partition(" ")
-        _play(found, name.upper(), rest.strip(), path)
+        _apply_instruction(found, name.upper(), rest.strip(), path)
     return found
 
 
-def _join_lines(text: str) -> list[str]:
+def _split_into_instructions(text: str) -> list[str]:
     """Instructions, each on one line."""
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
     joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
     return [line.strip() for line in joined.splitlines() if line.strip()]
 
 
-def _play(found: ContainerFile, name: str, rest: str, path: Path) -> None:
-    if name in _WITHOUT_EFFECT:
+def _apply_instruction(found: ContainerFile, name: str, rest: str, path: Path) -> None:
+    if name in _INSTRUCTIONS_WITHOUT_EFFECT:
         return
     if name == "WORKDIR" and "$" not in rest:
         found.work_dir = posixpath.join(found.work_dir or "/", rest)

@@ -16,7 +16,7 @@ from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
 from areal_hpc.dataset.harbor.task_folder import (
     IMAGE_NAME,
     ROOT_NAMES,
-    list_system_copies,
+    list_copy_targets_in_system_folders,
     list_task_folders,
 )
 from areal_hpc.errors import Problem, RecipeError
@@ -38,7 +38,9 @@ def build_images(path: Path, key: str, say: Callable[[str], None]) -> None:
     for folder in list_task_folders(path, key):
         try:
             task = read_task_file(folder / "task.toml")
-            if needs_image(folder, task) and (source := _find_new_source(folder, task)):
+            if needs_image(folder, task) and (
+                source := _compute_source_digest_if_changed(folder, task)
+            ):
                 _build_image(folder, task, source)
                 say(f"{key:<24} {folder.name}: built {IMAGE_NAME}")
         except RecipeError as error:
@@ -55,10 +57,10 @@ def needs_image(folder: Path, task: HarborTaskFile) -> bool:
     if task.environment.docker_image is not None or not file.is_file():
         return task.environment.docker_image is not None
     container = read_container_file(file)
-    return bool(container.needs_build or list_system_copies(container))
+    return bool(container.needs_build or list_copy_targets_in_system_folders(container))
 
 
-def _find_new_source(folder: Path, task: HarborTaskFile) -> str:
+def _compute_source_digest_if_changed(folder: Path, task: HarborTaskFile) -> str:
     """The digest of what an image would be built from; empty if it was built from that."""
     environment = folder / "environment"
     digest = hashlib.sha256((task.environment.docker_image or "").encode())

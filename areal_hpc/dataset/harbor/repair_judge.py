@@ -30,7 +30,7 @@ sys.__stdout__.flush()
 """
 
 
-def read_cases() -> list[dict[str, Any]]:
+def read_and_remove_cases_file() -> list[dict[str, Any]]:
     """The cases of the task, whose file is gone afterwards."""
     cases: list[dict[str, Any]] = json.loads(CASES_FILE.read_text())
     CASES_FILE.unlink()
@@ -85,7 +85,9 @@ def main() -> None:
     libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     module = Path(sys.argv[1])
-    right = all(is_right(str(module.parent), module.name, case) for case in read_cases())
+    right = all(
+        is_right(str(module.parent), module.name, case) for case in read_and_remove_cases_file()
+    )
     if os.path.lexists(VERDICT_FILE):
         VERDICT_FILE.unlink()
     with VERDICT_FILE.open("x") as file:

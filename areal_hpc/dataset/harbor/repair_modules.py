@@ -28,7 +28,7 @@ def _draw_word(dice: random.Random, letters: str = "abcde", most: int = 9) -> st
     return "".join(dice.choice(letters) for _ in range(dice.randint(3, most)))
 
 
-MODULES = (
+REPAIR_MODULES = (
     RepairModule(
         "running_total",
         "returns the sums of the first 1, 2, 3, ... numbers of a list",

@@ -7,17 +7,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.harbor.repair_modules import MODULES, RepairModule
+from areal_hpc.dataset.harbor.repair_modules import REPAIR_MODULES, RepairModule
 from areal_hpc.errors import RecipeError
 
 CASES_PER_TASK = 8
 MAX_TASKS = 10_000
-_JUDGE = Path(__file__).with_name("repair_judge.py")
+_JUDGE_SCRIPT = Path(__file__).with_name("repair_judge.py")
 _WORK_DIR = "/app"
-_DRAWS = 200
+_DRAWN_CALL_COUNT = 200
 """Calls that are drawn to find one that shows a fault."""
 
-_TASK_FILE = """schema_version = "1.4"
+_TASK_FILE_TEMPLATE = """schema_version = "1.4"
 
 [task]
 name = "areal-hpc/{name}"
@@ -34,18 +34,18 @@ network_mode = "no-network"
 memory_mb = 512
 storage_mb = 64
 """
-_INSTRUCTION = """The module `{work_dir}/{module}.py` has a fault.
+_INSTRUCTION_TEMPLATE = """The module `{work_dir}/{module}.py` has a fault.
 Its function `{module}` {purpose}.
 Find the fault and repair the file. Change nothing else: the function keeps its name and arguments.
 `python3` is there; no packages and no network are.
 """
-_TEST_SCRIPT = """#!/bin/sh
+_TEST_SCRIPT_TEMPLATE = """#!/bin/sh
 exec python3 -I -S /tests/judge.py {work_dir}/{module}
 """
-_SOLUTION_SCRIPT = """#!/bin/sh
+_SOLUTION_SCRIPT_TEMPLATE = """#!/bin/sh
 cp /solution/{module}.py {work_dir}/{module}.py
 """
-_CONTAINER_FILE = """FROM python:3.11-slim
+_CONTAINER_FILE_TEMPLATE = """FROM python:3.11-slim
 WORKDIR {work_dir}
 COPY app/ {work_dir}/
 """
@@ -62,7 +62,7 @@ def write_repair_tasks(out: Path, count: int, seed: int) -> list[Path]:
     if out.exists() and any(out.iterdir()):
         raise RecipeError(f"{out} is not empty", key="OUT", hint="name a new folder")
     dice, made = random.Random(seed), []
-    choices = [(module, fault) for module in MODULES for fault in module.faults]
+    choices = [(module, fault) for module in REPAIR_MODULES for fault in module.faults]
     dice.shuffle(choices)
     for number, (module, fault) in zip(range(count), itertools.cycle(choices), strict=False):
         name = f"repair-{number:04}-{module.name.replace('_', '-')}"
@@ -85,14 +85,14 @@ def write_task_folder(
         "work_dir": _WORK_DIR,
     }
     files = {
-        "task.toml": _TASK_FILE.format(**words),
-        "instruction.md": _INSTRUCTION.format(**words),
-        "environment/Dockerfile": _CONTAINER_FILE.format(**words),
+        "task.toml": _TASK_FILE_TEMPLATE.format(**words),
+        "instruction.md": _INSTRUCTION_TEMPLATE.format(**words),
+        "environment/Dockerfile": _CONTAINER_FILE_TEMPLATE.format(**words),
         f"environment/app/{module.name}.py": faulty,
-        "tests/test.sh": _TEST_SCRIPT.format(**words),
-        "tests/judge.py": _JUDGE.read_text(),
+        "tests/test.sh": _TEST_SCRIPT_TEMPLATE.format(**words),
+        "tests/judge.py": _JUDGE_SCRIPT.read_text(),
         "tests/cases.json": json.dumps(list(draw_cases(module, faulty, dice))),
-        "solution/solve.sh": _SOLUTION_SCRIPT.format(**words),
+        "solution/solve.sh": _SOLUTION_SCRIPT_TEMPLATE.format(**words),
         f"solution/{module.name}.py": module.source,
     }
     for path, text in files.items():
@@ -105,11 +105,11 @@ def write_task_folder(
 
 def draw_cases(module: RepairModule, faulty: str, dice: random.Random) -> Iterator[dict[str, Any]]:
     """Calls with what they should give; one at least shows the fault."""
-    drawn = [module.draw(dice) for _ in range(_DRAWS)]
+    drawn = [module.draw(dice) for _ in range(_DRAWN_CALL_COUNT)]
     expected = [call(module.source, module.name, arguments) for arguments in drawn]
     shows = next(
         place
-        for place in range(_DRAWS)
+        for place in range(_DRAWN_CALL_COUNT)
         if call(faulty, module.name, drawn[place]) != expected[place]
     )
     for place in dict.fromkeys([shows, *range(CASES_PER_TASK - 1)]):

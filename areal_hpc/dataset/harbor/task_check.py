@@ -62,11 +62,13 @@ async def check_task(row: dict[str, Any], runtime: Runtime, spec: SandboxSpec) -
     task = find_harbor_task(row)
     assert task is not None
     has_solution = Path(task.folder, "solution", "solve.sh").is_file()
-    oracle = await _play(task, runtime, spec, solves=True) if has_solution else None
-    return TaskCheck(row["name"], oracle, await _play(task, runtime, spec, solves=False))
+    oracle = await _play_and_judge(task, runtime, spec, solves=True) if has_solution else None
+    return TaskCheck(row["name"], oracle, await _play_and_judge(task, runtime, spec, solves=False))
 
 
-async def _play(task: HarborTask, runtime: Runtime, spec: SandboxSpec, *, solves: bool) -> Reward:
+async def _play_and_judge(
+    task: HarborTask, runtime: Runtime, spec: SandboxSpec, *, solves: bool
+) -> Reward:
     sandbox = await runtime.start(task.narrow(spec))
     try:
         await task.prepare(sandbox)

@@ -15,7 +15,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.base import BaseConfig, explain_validation_error
 
 NEWEST_SCHEMA = (1, 4)
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
+_SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
 _MIB_PER_UNIT = {"K": 1 / 1024, "M": 1.0, "G": 1024.0}
 
 NetworkMode = Literal["no-network", "public", "allowlist"]
@@ -102,7 +102,7 @@ class EnvironmentSectionConfig(BaseConfig):
         for name in ("memory", "storage"):
             if name not in values:
                 continue
-            size = _SIZE.fullmatch(str(values.pop(name)).strip())
+            size = _SIZE_PATTERN.fullmatch(str(values.pop(name)).strip())
             if size is None:
                 raise ValueError(f"`{name}` must be a size such as 2G")
             values.setdefault(f"{name}_mb", int(float(size[1]) * _MIB_PER_UNIT[size[2].upper()]))

@@ -13,7 +13,7 @@ Device = Literal["cpu", "cuda"]
 
 UNSET_WEIGHT_VERSION = "unset"
 """Version that an SGLang server reports for weights that no trainer has vouched for."""
-CPU_MAX_TOTAL_TOKENS = 16384
+CPU_DEFAULT_MAX_TOTAL_TOKENS = 16384
 """KV cache of a CPU replica unless the recipe names a size; SGLang would take what it finds."""
 
 _MALLOC_MMAP_THRESHOLD_BYTES = 128 * 2**20
@@ -112,7 +112,7 @@ def build_replica_command(
         options["--enable-fp32-lm-head"] = True
     if device == "cpu":
         options |= _CPU_OPTIONS
-        options["--max-total-tokens"] = config.max_total_tokens or CPU_MAX_TOTAL_TOKENS
+        options["--max-total-tokens"] = config.max_total_tokens or CPU_DEFAULT_MAX_TOTAL_TOKENS
         options["--mem-fraction-static"] = 0.1
         environment |= _CPU_ENVIRONMENT
         if config.tp > 1:

@@ -170,7 +170,7 @@ class SGLangServer:
             return f"lost its process {member.pid}"
         return ""
 
-    def failed_to_bind(self, now: float) -> bool:
+    def check_failed_to_bind_if_due(self, now: float) -> bool:
         """True when it could not bind its port: SGLang 0.5.23 says so, and neither serves nor ends.
 
         Its log may be on storage that all cells share, so it is read every two seconds at most.

@@ -21,7 +21,7 @@ _MIN_AGE_S = 30.0
 """A file so young may be between its creation by one process and its opening by another."""
 
 
-def list_mapped_files(pids: Iterable[int]) -> set[Path]:
+def list_shared_memory_files_in_use(pids: Iterable[int]) -> set[Path]:
     """Shared memory that some processes map or hold open, as far as they may be asked."""
     return {
         path
@@ -36,7 +36,7 @@ def remove_unused_files(paths: Iterable[Path], dead_session: int | None = None) 
 
     Processes of the dead session do not count: they have been killed, and take a moment to end.
     """
-    used = list_mapped_files(_list_user_pids(without_session=dead_session))
+    used = list_shared_memory_files_in_use(_list_user_pids(without_session=dead_session))
     removed = []
     for path in paths:
         if path not in used:
@@ -63,7 +63,7 @@ def remove_files_of_dead_servers() -> list[Path]:
 
 def list_files_of_live_server_session(session: int) -> set[Path]:
     """Files of a server's own kinds that the living processes of its session use."""
-    files = list_mapped_files(_list_user_pids(of_session=session))
+    files = list_shared_memory_files_in_use(_list_user_pids(of_session=session))
     return {path for path in files if path.name.startswith(_SERVER_PREFIXES)}
 
 

@@ -14,8 +14,8 @@ from areal_hpc.slurm.commands import run_slurm_command
 
 def list_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:
     """By a job of each kind that has options of its own."""
-    found = {job: slurm.get_options(job) for job in ("trainer", format_cell_name(0))}
-    evaluation = slurm.get_options(EVALUATION_CELL)
+    found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
+    evaluation = slurm.get_options_of_job(EVALUATION_CELL)
     if evaluation != found[format_cell_name(0)]:
         found[EVALUATION_CELL] = evaluation
     return found

@@ -75,7 +75,9 @@ def check_nodes_see_file_root(subject: DoctorSubject) -> Iterator[CheckResult]:
     fileroot = subject.fileroot.expanduser().resolve()
     is_answering = not subject.slurm_answer.outage
     if subject.asks_node and is_answering:
-        yield check_storage_from_node(fileroot, subject.slurm.get_options("trainer"), subject.say)
+        yield check_storage_from_node(
+            fileroot, subject.slurm.get_options_of_job("trainer"), subject.say
+        )
     elif (subject.involves_slurm or is_answering) and fileroot.exists():
         yield _check_file_system(fileroot)
 

@@ -4,7 +4,7 @@ from collections.abc import Collection
 
 from msgspec.structs import replace
 
-from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.launch.plan import (
     MAX_SERVICE_RESTARTS,
     JobStage,
@@ -20,7 +20,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, LEDGER_SERVICE
 from areal_hpc.wire.weight_version import WeightVersion
 
-LOADED_VERSION = str(WeightVersion(0, LOADED_STEP))
+LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
 """Version of the weights that replicas load: of no generation, as no trainer made them here."""
 
 
@@ -66,5 +66,5 @@ def plan_evaluation(
         replace(job, processes=processes),
         (),
         paths.finished_marker,
-        paths.evaluated_tickets(LOADED_STEP),
+        paths.evaluated_tickets(STEP_OF_LOADED_WEIGHTS),
     )

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from areal_hpc.dataset.materialize import count_materialized_rows
 from areal_hpc.errors import Problem, RecipeError, RunInterruptedError
-from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import slurm_launcher, submitted_run
 from areal_hpc.launch.evaluation.plan import plan_evaluation_of
@@ -19,7 +19,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluation
 from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
-from areal_hpc.view.evaluations.evaluation_report import EvaluationReport, build_report_of_run
+from areal_hpc.view.evaluations.evaluation_report import EvaluationReport, build_report_of_run_step
 
 
 def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
@@ -72,7 +72,7 @@ def find_missing_sets(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -
     missing = []
     for one in sets:
         tasks = target.paths.evaluation_tasks(one.name)
-        result = read_evaluation(target.paths, LOADED_STEP, one.name)
+        result = read_evaluation(target.paths, STEP_OF_LOADED_WEIGHTS, one.name)
         there = count_materialized_rows(tasks) if result else 0
         if result is None or result.n_tasks != min(one.tasks, there):
             missing.append(one.name)
@@ -93,8 +93,8 @@ def find_report_of_step(
     asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
     own = find_target(run.root, step=step, recipe=None)
     alone, trained = (
-        build_report_of_run(paths, at, asked)
-        for paths, at in ((own.paths, LOADED_STEP), (run, step))
+        build_report_of_run_step(paths, at, asked)
+        for paths, at in ((own.paths, STEP_OF_LOADED_WEIGHTS), (run, step))
     )
     if found := {**trained.sets, **alone.sets}:
         return EvaluationReport("", str(run.root), step, found)
@@ -108,7 +108,7 @@ def find_report_of_step(
 def build_report(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> EvaluationReport:
     """What was found of those sets that are done."""
     asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    found = build_report_of_run(target.paths, LOADED_STEP, asked).sets
+    found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, asked).sets
     run = str(target.run.root) if target.run is not None else ""
     return EvaluationReport(str(target.model), run, target.step, found)
 

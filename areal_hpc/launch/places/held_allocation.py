@@ -245,7 +245,7 @@ class HeldAllocation:
             step=step,
             # Of a step without any Slurm says nothing: its processes would see the node's.
             gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
-            variables=build_role_variables(self._recipe, network.build_variables()),
+            variables=build_role_variables(self._recipe, network.build_environment_variables()),
         )
         write_launch_and_clear_old_exits(launch)
         command = _build_step_command(

@@ -86,8 +86,8 @@ def find_memory_bytes_of_job_nodes(recipe: Recipe) -> dict[str, int]:
     """Memory that Slurm gives each node of a job (`trainer`, `cell`), where the recipe says so."""
     slurm = recipe.cluster.slurm
     asked = {
-        "trainer": slurm.get_options("trainer").mem,
-        "cell": slurm.get_options(format_cell_name(0)).mem,
+        "trainer": slurm.get_options_of_job("trainer").mem,
+        "cell": slurm.get_options_of_job(format_cell_name(0)).mem,
     }
     return {job: size for job, mem in asked.items() if (size := parse_slurm_memory(mem or "0"))}
 
@@ -227,6 +227,8 @@ def _estimate_server_memory(recipe: Recipe, arch: Architecture) -> ProcessMemory
 def _count_ranks_per_node(recipe: Recipe) -> int:
     job = build_job_with_task_per_rank("trainer", recipe, [])
     try:
-        return compute_resources(job, recipe.cluster.slurm.get_options("trainer")).tasks_per_node
+        return compute_resources(
+            job, recipe.cluster.slurm.get_options_of_job("trainer")
+        ).tasks_per_node
     except RecipeError:  # told by what submits; without Slurm all ranks are here
         return job.tasks

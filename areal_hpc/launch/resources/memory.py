@@ -16,7 +16,7 @@ from areal_hpc.launch.checks.model_files import (
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.recipe.sections.weights import MAX_NCCL_GROUPS
+from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS
 from areal_hpc.trainer.model.families.architecture import Architecture, divide_layers_over_stages
 from areal_hpc.trainer.model.memory_estimate import (
     BYTES_BY_DTYPE,
@@ -148,7 +148,7 @@ def count_update_groups(recipe: Recipe) -> int:
     cells = recipe.inference.cells + recipe.evaluation.separate_cell
     replicas = cells * recipe.inference.replicas_per_cell
     size = recipe.weights.replicas_per_group
-    return min(replicas, MAX_NCCL_GROUPS) if size is None else -(-replicas // size)
+    return min(replicas, DEFAULT_MAX_NCCL_GROUPS) if size is None else -(-replicas // size)
 
 
 def _format_trainer_lines(

@@ -54,7 +54,7 @@ def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> Slurm
         kind = _get_job_kind(job.name)
         if kind in completed or not job.gpus_per_task:
             continue
-        options = slurm.get_options(job.name)
+        options = slurm.get_options_of_job(job.name)
         try:
             derived = _derive_cpu_and_memory_options(recipe, job, kind, options)
         except RecipeError as error:

@@ -27,7 +27,7 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.shards.index import ShardTicket, locate_tickets, read_index
-from areal_hpc.shards.verify import repair_index
+from areal_hpc.shards.verify import repair_index_and_remove_partial_shards
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import AsyncWireClient
@@ -76,7 +76,7 @@ class TicketSealer:
 
     def record_already_sealed(self) -> None:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
-        repair_index(self._paths, self._cell)
+        repair_index_and_remove_partial_shards(self._paths, self._cell)
         shards = read_index(self._paths.index_dir, self._cell)
         self._untrained.record_already_sealed(shards)
         indexed = locate_tickets(shards)

@@ -120,7 +120,7 @@ class NetworkConfig(BaseConfig):
             raise ValueError(f"{', '.join(others)}: set these in variables of a role")
         return variables
 
-    def build_variables(self) -> dict[str, str]:
+    def build_environment_variables(self) -> dict[str, str]:
         """The environment that says all this to gloo and NCCL."""
         found: dict[str, str] = {}
         if self.interface:
@@ -147,7 +147,7 @@ class SlurmConfig(JobOptions):
     signal_before_end_s: Annotated[int, Field(ge=10)] = 90
     """Warning (SIGUSR2) before the time limit and, where so configured, before a preemption."""
 
-    def get_options(self, job: str) -> JobOptions:
+    def get_options_of_job(self, job: str) -> JobOptions:
         """Options of a job by its name: `trainer`, `sft`, `cell-3`, `cells-0-3`, `evaluation`."""
         layers: list[JobOptions] = [self]
         layers += [self.jobs.cell] if is_cell_job(job) else [self.jobs.trainer]

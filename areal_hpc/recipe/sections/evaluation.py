@@ -9,9 +9,9 @@ from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
     METRIC_PATTERN,
     format_metric_name,
-    list_metric_names,
+    list_computed_metric_names,
 )
-from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, VALID_SET
+from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, VALID_SET_NAME
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.sections.rollout import SamplingConfig
@@ -114,7 +114,7 @@ def resolve_keep_best(evaluation: EvaluationConfig, sets: tuple[EvaluationSet, .
     known = {
         f"{one.name}/{metric}": one
         for one in sets
-        for metric in list_metric_names(one.metrics, one.n_samples)
+        for metric in list_computed_metric_names(one.metrics, one.n_samples)
     }
     own = [one for one in sets if one.name == name]
     if own and metric.endswith("@k"):
@@ -130,9 +130,9 @@ def resolve_evaluation_sets(
     """Every set: `valid` has number 0, the others follow by name, however they are written down."""
     configs = dict(evaluation.sets)
     if valid_dataset is not None:
-        configs[VALID_SET] = EvaluationSetConfig(dataset=valid_dataset)
-    others = sorted(configs.keys() - {VALID_SET})
-    numbers = {VALID_SET: 0} | {name: place for place, name in enumerate(others, 1)}
+        configs[VALID_SET_NAME] = EvaluationSetConfig(dataset=valid_dataset)
+    others = sorted(configs.keys() - {VALID_SET_NAME})
+    numbers = {VALID_SET_NAME: 0} | {name: place for place, name in enumerate(others, 1)}
     return tuple(
         _resolve_set(
             evaluation,
@@ -140,7 +140,7 @@ def resolve_evaluation_sets(
             number,
             configs[name],
             "valid_dataset"
-            if name == VALID_SET and valid_dataset is not None
+            if name == VALID_SET_NAME and valid_dataset is not None
             else f"evaluation.sets.{name}.dataset",
         )
         for name, number in numbers.items()

@@ -49,7 +49,7 @@ class ActivationConfig(BaseConfig):
         return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
 
 
-KEEP_ALL = ActivationConfig()
+KEEP_ALL_ACTIVATIONS = ActivationConfig()
 HeadDtype = Literal["mixed", "float32"]
 
 
@@ -279,7 +279,7 @@ class ObjectiveConfig(BaseConfig):
         return self.baseline == "value"
 
     @property
-    def scores_start(self) -> bool:
+    def needs_logprobs_before_step(self) -> bool:
         """True if advantages depend on log-probabilities of the weights that a step begins with."""
         return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
@@ -408,7 +408,7 @@ class ObjectiveConfig(BaseConfig):
         return self
 
 
-def _read_off(value: object) -> object:
+def _convert_false_to_off(value: object) -> object:
     """YAML takes a bare `off` for false."""
     return "off" if value is False else value
 
@@ -450,7 +450,9 @@ class TrainerConfig(BaseConfig):
     """Complete checkpoints kept; older ones are deleted."""
     export_every_steps: Annotated[int, Field(ge=0)] = 0
     """Steps between Hugging Face exports; 0 exports only the last step."""
-    annotate: Annotated[Literal["off", "sampled", "all"], BeforeValidator(_read_off)] = "sampled"
+    annotate: Annotated[
+        Literal["off", "sampled", "all"], BeforeValidator(_convert_false_to_off)
+    ] = "sampled"
     """Rows of a step whose tokens are annotated for viewing: none, 64 in whole groups, or all."""
 
     @property

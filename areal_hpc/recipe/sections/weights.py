@@ -6,7 +6,7 @@ from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 
-MAX_NCCL_GROUPS = 4
+DEFAULT_MAX_NCCL_GROUPS = 4
 """Update groups over NCCL, unless the recipe says how large they are."""
 
 

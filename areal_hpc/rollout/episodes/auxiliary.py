@@ -20,11 +20,11 @@ from areal_hpc.wire.proxy import (
 
 AuxiliaryRule = Callable[[RecordedConversation], str]
 """Why a conversation is auxiliary; empty if it is not."""
-RULE_KEY = "rollout.agent.auxiliary"
+AUXILIARY_RULE_KEY = "rollout.agent.auxiliary"
 
 
 @dataclass(frozen=True, slots=True)
-class AuxiliaryCall:
+class AuxiliaryCallPattern:
     """How a harness asks the model for something beside the task."""
 
     harness: str
@@ -35,7 +35,9 @@ class AuxiliaryCall:
     """Stands in the system message of a conversation without tools."""
 
 
-AUXILIARY_CALLS = (AuxiliaryCall("OpenCode", "title of the session", "You are a title generator"),)
+KNOWN_AUXILIARY_CALL_PATTERNS = (
+    AuxiliaryCallPattern("OpenCode", "title of the session", "You are a title generator"),
+)
 """A call that looks like none of these counts as the task's."""
 
 
@@ -48,19 +50,21 @@ def load_auxiliary_rule_unless_keep(name: str) -> AuxiliaryRule | None:
     if name == "keep":
         return None
     if name == "drop":
-        return find_known_auxiliary_call
-    function = load_user_function(name, RULE_KEY)
+        return describe_known_auxiliary_call
+    function = load_user_function(name, AUXILIARY_RULE_KEY)
 
     def ask_user(conversation: RecordedConversation) -> str:
         try:
             answer = function(msgspec.to_builtins(conversation))
         except Exception as error:  # boundary: the function is the user's code
-            raise AgentError(f"{name} raised {describe_user_error(error)}", key=RULE_KEY) from error
+            raise AgentError(
+                f"{name} raised {describe_user_error(error)}", key=AUXILIARY_RULE_KEY
+            ) from error
         if answer is not None and not isinstance(answer, str):
             raise AgentError(
                 f"{name} returned {answer!r:.200} ({type(answer).__name__}), expected why the "
                 "conversation is auxiliary, or None",
-                key=RULE_KEY,
+                key=AUXILIARY_RULE_KEY,
                 hint="return a str or None",
             )
         return (answer or "")[:MAX_AUXILIARY_REASON_CHARS]
@@ -68,8 +72,8 @@ def load_auxiliary_rule_unless_keep(name: str) -> AuxiliaryRule | None:
     return ask_user
 
 
-def find_known_auxiliary_call(conversation: RecordedConversation) -> str:
-    """Which call of `AUXILIARY_CALLS` a conversation is; empty if none."""
+def describe_known_auxiliary_call(conversation: RecordedConversation) -> str:
+    """Which call of `KNOWN_AUXILIARY_CALL_PATTERNS` a conversation is; empty if none."""
     if conversation.tools:
         return ""
     instructions = " ".join(
@@ -77,7 +81,7 @@ def find_known_auxiliary_call(conversation: RecordedConversation) -> str:
         for one in conversation.messages
         if one.get("role") in ("system", "developer")
     )
-    for known in AUXILIARY_CALLS:
+    for known in KNOWN_AUXILIARY_CALL_PATTERNS:
         if known.instruction in instructions:
             return f"{known.harness}: {known.purpose}"
     return ""

@@ -9,9 +9,9 @@ from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, es
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.agent_errors import (
     build_agent_error,
-    find_agent_line,
+    find_agent_run_definition,
     find_waiting_line,
-    suggest_column,
+    format_missing_column_hint,
 )
 from areal_hpc.rollout.episodes.auxiliary import AuxiliaryRule, mark_auxiliary_conversations
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes, acquire_sandbox
@@ -130,7 +130,7 @@ async def run_episode(
             )
         except AgentError as failure:
             is_rewarded = await _reward_failure(spec, failure, session, proxy)
-            ended = await _end_session_of_lost_episode(session, proxy)
+            ended = await _end_session_of_failed_episode(session, proxy)
             error = _explain_failure(failure, ended, one, spec.data)
         status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
         if ended is not None and not ended.replicas_serving:
@@ -191,17 +191,19 @@ def _explain_failure(
         if kind == NO_CALL_KIND or any(sign in message for sign in _NO_LISTENER_ERROR_TEXTS):
             hint = "call the model at the `base_url`, with the `api_key`, that `run` is given"
     if kind == KeyError.__name__:
-        hint = suggest_column(message.partition(f"{kind}: ")[2].strip("'\""), data)
+        hint = format_missing_column_hint(message.partition(f"{kind}: ")[2].strip("'\""), data)
     return AgentError(
         message,
-        key=problem.key or find_agent_line(agent),
+        key=problem.key or find_agent_run_definition(agent),
         hint=hint,
         kind=kind,
         trace=failure.trace,
     )
 
 
-async def run_online_episode(spec: EpisodeSpec, proxy: ServiceClient) -> EpisodeOutcome:
+async def offer_episode_to_external_program(
+    spec: EpisodeSpec, proxy: ServiceClient
+) -> EpisodeOutcome:
     """Offer the episode until a program takes it, then wait until that ends its session.
 
     A program that takes longer than `spec.timeout_s`, or ends without a reward, costs no try of the
@@ -337,7 +339,7 @@ async def _send_rewards_and_end_session(
     return ended.reward
 
 
-async def _end_session_of_lost_episode(
+async def _end_session_of_failed_episode(
     session: StartSessionReply, proxy: ServiceClient
 ) -> EndSessionReply | None:
     """End a session whose episode is lost. None: the proxy has forgotten it, or it has ended."""

@@ -17,7 +17,7 @@ from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 
-SANDBOX_KEY = "sandbox"
+SANDBOX_TASK_COLUMN = "sandbox"
 """Where an agent finds its sandbox in its task."""
 
 
@@ -79,10 +79,11 @@ class EpisodeSandbox:
         Raises:
             RecipeError: The task has something else there, or files that do not fit.
         """
-        if SANDBOX_KEY in data:
+        if SANDBOX_TASK_COLUMN in data:
             raise RecipeError(
-                f"the task has a column {SANDBOX_KEY!r}, in whose place the agent gets its sandbox",
-                key=SANDBOX_KEY,
+                f"the task has a column {SANDBOX_TASK_COLUMN!r}, in whose place the agent gets "
+                "its sandbox",
+                key=SANDBOX_TASK_COLUMN,
                 hint="rename the column, or set rollout.agent.isolation=null",
             )
         if self._task is not None:
@@ -92,7 +93,7 @@ class EpisodeSandbox:
             self._sandbox.base_url = f"{url}/v1"
             self._sandbox.add_variables(build_endpoint_variables(f"{url}/v1", api_key))
         self._sandbox.start_lifetime_limit(lifetime_s)
-        data[SANDBOX_KEY] = self._sandbox
+        data[SANDBOX_TASK_COLUMN] = self._sandbox
 
 
 def build_endpoint_variables(base_url: str, api_key: str) -> Mapping[str, str]:

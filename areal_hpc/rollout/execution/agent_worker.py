@@ -17,7 +17,7 @@ from typing import Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
-_AGENTS: dict[str, Any] = {}
+_AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
 
 
@@ -25,12 +25,12 @@ class AgentShapeError(Exception):
     """What is wrong with the agent's class, its path or its arguments."""
 
 
-def get_agent(request: dict[str, Any]) -> Any:
+def get_or_build_agent(request: dict[str, Any]) -> Any:
     """The agent that a request names."""
     key = json.dumps([request["workflow"], request["kwargs"]])
-    if key not in _AGENTS:
-        _AGENTS[key] = build_agent(request["workflow"], request["kwargs"])
-    return _AGENTS[key]
+    if key not in _AGENT_BY_PATH_AND_ARGUMENTS:
+        _AGENT_BY_PATH_AND_ARGUMENTS[key] = build_agent(request["workflow"], request["kwargs"])
+    return _AGENT_BY_PATH_AND_ARGUMENTS[key]
 
 
 def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
@@ -53,7 +53,7 @@ def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
 def run_episode(request: dict[str, Any]) -> Any:
     """What the agent returns for a task."""
     os.environ.update(request["variables"])
-    return asyncio.run(get_agent(request).run(request["data"]))
+    return asyncio.run(get_or_build_agent(request).run(request["data"]))
 
 
 def to_builtins(value: Any) -> Any:
@@ -77,7 +77,7 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
-def describe_raised(error: BaseException) -> dict[str, Any]:
+def encode_raised_error(error: BaseException) -> dict[str, Any]:
     """An exception as `answers.py` reads it."""
     if isinstance(error, AgentShapeError):
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
@@ -101,11 +101,11 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
             sys.path.insert(0, folder)
     try:
         if request["do"] == "build":
-            get_agent(request)
+            get_or_build_agent(request)
             return {"returned": None}
         return {"returned": to_builtins(run_episode(request))}
     except (Exception, SystemExit) as error:  # boundary: the user's code; told to the driver
-        return {"raised": describe_raised(error)}
+        return {"raised": encode_raised_error(error)}
 
 
 def main() -> None:

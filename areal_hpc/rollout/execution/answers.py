@@ -26,7 +26,7 @@ def encode_returned(value: Any) -> bytes:
     Raises:
         AgentError: It is, or holds, something else.
     """
-    return json.dumps({"returned": _to_builtins(value)}).encode() + b"\n"
+    return json.dumps({"returned": _encode_as_tagged_builtins(value)}).encode() + b"\n"
 
 
 def encode_raised(error: BaseException) -> bytes:
@@ -54,7 +54,7 @@ def decode_answer(line: bytes) -> Any:
     try:
         answer = json.loads(line)
         if "raised" not in answer:
-            return _from_builtins(answer["returned"])
+            return _decode_tagged_builtins(answer["returned"])
         error = _rebuild_error(answer["raised"])
     except (ValueError, KeyError, TypeError, RecursionError, AttributeError) as wrong:
         raise AgentError(
@@ -63,7 +63,7 @@ def decode_answer(line: bytes) -> Any:
     raise error
 
 
-def _to_builtins(value: Any) -> Any:
+def _encode_as_tagged_builtins(value: Any) -> Any:
     """With a list of a word and parts for what JSON has not."""
     if value is None or isinstance(value, str):
         return value
@@ -76,25 +76,33 @@ def _to_builtins(value: Any) -> Any:
     if isinstance(value, numbers.Real):
         return float(value)
     if isinstance(value, dict):
-        return ["dict", *([_to_builtins(key), _to_builtins(one)] for key, one in value.items())]
+        return [
+            "dict",
+            *(
+                [_encode_as_tagged_builtins(key), _encode_as_tagged_builtins(one)]
+                for key, one in value.items()
+            ),
+        ]
     if isinstance(value, list | tuple):
-        return ["list", *map(_to_builtins, value)]
+        return ["list", *map(_encode_as_tagged_builtins, value)]
     raise AgentError(
         f"{value!r:.200} ({type(value).__name__}) cannot be sent back from a worker process",
         hint="return a number, an areal_hpc.Reward, or a dict of these",
     )
 
 
-def _from_builtins(data: Any) -> Any:
+def _decode_tagged_builtins(data: Any) -> Any:
     if not isinstance(data, list):
         return data
     word, *parts = data
     if word == "reward":
         return Reward(**parts[0])
     if word == "dict":
-        return {_from_builtins(key): _from_builtins(value) for key, value in parts}
+        return {
+            _decode_tagged_builtins(key): _decode_tagged_builtins(value) for key, value in parts
+        }
     if word == "list":
-        return [_from_builtins(one) for one in parts]
+        return [_decode_tagged_builtins(one) for one in parts]
     raise ValueError(f"unknown form {word!r}")
 
 

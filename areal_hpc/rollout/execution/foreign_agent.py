@@ -11,13 +11,13 @@ from typing import Any
 from areal_hpc.errors import AgentError, RecipeError, WorkerLostError
 from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
 from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_answer
-from areal_hpc.rollout.execution.line_process import LineProcess, select_variables
+from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
 WORKER = Path(__file__).with_name("agent_worker.py")
 
 
-class ForeignAgentPool:
+class OtherPythonAgentPool:
     """At most `size` processes of another Python, one episode each at a time."""
 
     def __init__(
@@ -31,20 +31,20 @@ class ForeignAgentPool:
         self._request = {
             "workflow": workflow,
             "kwargs": dict(kwargs),
-            "sys_path": list_user_folders(),
+            "sys_path": list_user_import_folders(),
         }
 
         async def start() -> LineProcess:
-            return _start_worker(python, select_variables(os.environ, variables))
+            return _start_worker(python, select_passed_variables(os.environ, variables))
 
         self._processes = WorkerPool(size, start)
 
     @asynccontextmanager
-    async def acquire(self) -> AsyncIterator["ForeignProcess"]:
+    async def acquire(self) -> AsyncIterator["OtherPythonAgentProcess"]:
         """A process to oneself; waits while all are taken. What it started ends with its turn."""
         async with self._processes.acquire() as process:
             try:
-                yield ForeignProcess(process, self._request)
+                yield OtherPythonAgentProcess(process, self._request)
             finally:
                 for one in list_descendants(process.pid):
                     kill_and_reap_process(one)
@@ -74,7 +74,7 @@ def _start_worker(python: str, environ: Mapping[str, str]) -> LineProcess:
         ) from error
 
 
-def list_user_folders() -> list[str]:
+def list_user_import_folders() -> list[str]:
     """Folders from which this process imports, but for those of its own Python and packages."""
     own = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
     found = (os.path.realpath(folder) for folder in sys.path if Path(folder).is_dir())
@@ -83,7 +83,7 @@ def list_user_folders() -> list[str]:
     ]
 
 
-class ForeignProcess:
+class OtherPythonAgentProcess:
     """A process for one episode."""
 
     def __init__(self, process: LineProcess, request: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from areal_hpc.errors import AgentError
 
-PASSED_VARIABLES = (
+PASSED_VARIABLE_PATTERNS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
     *("SSL_CERT_FILE", "SSL_CERT_DIR", "LD_LIBRARY_PATH", "OMP_NUM_THREADS"),
 )
@@ -19,9 +19,9 @@ PASSED_VARIABLES = (
 _PIECE_BYTES = 1 << 16
 
 
-def select_variables(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
-    """The variables of an environment that `PASSED_VARIABLES` or further patterns name."""
-    allowed = (*PASSED_VARIABLES, *patterns)
+def select_passed_variables(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+    """The variables of an environment that `PASSED_VARIABLE_PATTERNS` or further patterns name."""
+    allowed = (*PASSED_VARIABLE_PATTERNS, *patterns)
     return {
         name: value
         for name, value in environ.items()

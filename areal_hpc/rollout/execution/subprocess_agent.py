@@ -21,11 +21,11 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
     build_endpoint_variables,
     make_agent_sandboxes,
 )
-from areal_hpc.rollout.execution.foreign_agent import ForeignAgentPool
-from areal_hpc.rollout.execution.line_process import select_variables
+from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
+from areal_hpc.rollout.execution.line_process import select_passed_variables
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 
-OWN_PYTHON_VARIABLES = (
+DRIVER_PYTHON_VARIABLES = (
     *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV"),
     ISOLATION_VARIABLE,
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -35,7 +35,7 @@ OWN_PYTHON_VARIABLES = (
 
 def select_agent_variables(environ: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
     """The variables that an agent sees which runs with the driver's Python in another process."""
-    return select_variables(environ, (*OWN_PYTHON_VARIABLES, *named))
+    return select_passed_variables(environ, (*DRIVER_PYTHON_VARIABLES, *named))
 
 
 class SubprocessAgent:
@@ -54,7 +54,7 @@ class SubprocessAgent:
         named = how.variables if how is not None else ()
         self._pool = ProcessPool(size, select_agent_variables(os.environ, named))
         self._foreign = (
-            ForeignAgentPool(how.python, workflow, kwargs, size, how.variables)
+            OtherPythonAgentPool(how.python, workflow, kwargs, size, how.variables)
             if how is not None and how.python
             else None
         )

@@ -37,8 +37,8 @@ class WorkerPool(Generic[Worker]):
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Worker]:
         """A worker to oneself; waits while all are in use. One that is left mid-work is ended."""
-        async with self._get_places():
-            worker = await self._take()
+        async with self._get_places_of_running_loop():
+            worker = await self._take_idle_or_start()
             try:
                 yield worker
             finally:
@@ -52,14 +52,14 @@ class WorkerPool(Generic[Worker]):
         while self._idle:
             self._idle.pop().close()
 
-    def _get_places(self) -> asyncio.Semaphore:
+    def _get_places_of_running_loop(self) -> asyncio.Semaphore:
         """Those of this event loop: a process of mode `subproc` has one per episode."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             self._places, self._loop = asyncio.Semaphore(self._size), loop
         return self._places
 
-    async def _take(self) -> Worker:
+    async def _take_idle_or_start(self) -> Worker:
         while self._idle:
             worker = self._idle.pop()
             if worker.is_usable:

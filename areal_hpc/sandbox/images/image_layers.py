@@ -11,7 +11,7 @@ import tarfile
 from pathlib import Path, PurePosixPath
 
 _WHITEOUT_PREFIX, _OPAQUE_NAME = ".wh.", ".wh..wh..opq"
-_OWN_FOLDERS = ("dev", "proc", "sys")
+_SKIPPED_FOLDERS = ("dev", "proc", "sys")
 """A sandbox has its own; nothing in them is kept."""
 _MAX_LINKS = 40
 _FILE_MODE_BITS = 0o1777
@@ -35,19 +35,19 @@ class RootTree:
         self._new = set()
         for member in layer:
             parts = [one for one in PurePosixPath("/", member.name).parts[1:] if one != "."]
-            if not parts or (parts[0] in _OWN_FOLDERS and len(parts) > 1):
+            if not parts or (parts[0] in _SKIPPED_FOLDERS and len(parts) > 1):
                 continue
             if parts[-1].removeprefix(_WHITEOUT_PREFIX) in ("", ".", ".."):
                 raise ValueError(f"there is a file {member.name}")
-            folder = self._resolve_folder(parts[:-1])
+            folder = self._resolve_and_make_folder(parts[:-1])
             if parts[-1] == _OPAQUE_NAME:
-                self._remove_older(folder)
+                self._remove_entries_of_lower_layers(folder)
             elif parts[-1].startswith(_WHITEOUT_PREFIX):
                 _remove(f"{folder}/{parts[-1].removeprefix(_WHITEOUT_PREFIX)}")
             else:
                 self._write_member(layer, member, f"{folder}/{parts[-1]}")
 
-    def set_folder_modes(self) -> None:
+    def apply_recorded_folder_modes(self) -> None:
         """Give folders their modes, now that all is written; their owner may always write."""
         for path, mode in self._modes.items():
             if Path(path).is_dir() and not Path(path).is_symlink():
@@ -65,7 +65,7 @@ class RootTree:
             return
         if member.islnk():
             *folders, name = PurePosixPath("/", member.linkname).parts[1:]
-            source = f"{self._resolve_folder(folders)}/{name}"
+            source = f"{self._resolve_and_make_folder(folders)}/{name}"
             if source != path:
                 _remove(path)
                 os.link(source, path, follow_symlinks=False)
@@ -81,7 +81,7 @@ class RootTree:
             Path(path).chmod(member.mode & _FILE_MODE_BITS)
         os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
 
-    def _resolve_folder(self, parts: list[str]) -> str:
+    def _resolve_and_make_folder(self, parts: list[str]) -> str:
         """The folder of this machine that a path in the image means; it is made."""
         place, pending, links = list[str](), list(reversed(parts)), 0
         while pending:
@@ -102,7 +102,7 @@ class RootTree:
             place.append(part)
         return "/".join([self._root, *place])
 
-    def _remove_older(self, folder: str) -> None:
+    def _remove_entries_of_lower_layers(self, folder: str) -> None:
         """Remove of a folder what lower layers have put there."""
         for entry in os.scandir(folder):
             if entry.path not in self._new:

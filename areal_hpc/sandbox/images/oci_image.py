@@ -66,7 +66,7 @@ def unpack_image(image: OciImage, folder: Path) -> None:
         for layer in image.layers:
             stream = _HashedReader(blobs.open(layer["digest"]))
             try:
-                mode = _find_layer_mode(image.archive, str(layer["mediaType"]))
+                mode = _get_tarfile_mode_of_layer(image.archive, str(layer["mediaType"]))
                 with tarfile.open(fileobj=stream, mode=mode) as content:  # type: ignore[call-overload]
                     tree.apply_layer(content)
             except (tarfile.TarError, EOFError, ValueError) as error:
@@ -75,7 +75,7 @@ def unpack_image(image: OciImage, folder: Path) -> None:
                 ) from error
             if stream.finish() != layer["digest"]:
                 raise _build_image_error(image.archive, f"{layer['digest']} is another's content")
-    tree.set_folder_modes()
+    tree.apply_recorded_folder_modes()
 
 
 class _Blobs:
@@ -140,7 +140,7 @@ class _HashedReader:
 def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
     document, digest = blobs.read_index(), ""
     while "manifests" in document:  # an index may name others, one for each platform
-        digest = _choose_manifest(archive, document["manifests"])
+        digest = _choose_manifest_digest(archive, document["manifests"])
         document = blobs.read_document(digest)
     config = blobs.read_document(document["config"]["digest"]).get("config") or {}
     return OciImage(
@@ -153,7 +153,7 @@ def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
     )
 
 
-def _choose_manifest(archive: Path, found: list[dict[str, Any]]) -> str:
+def _choose_manifest_digest(archive: Path, found: list[dict[str, Any]]) -> str:
     """The one for this machine, or that says nothing of machines."""
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
     for one in found:
@@ -163,7 +163,7 @@ def _choose_manifest(archive: Path, found: list[dict[str, Any]]) -> str:
     raise _build_image_error(archive, f"there is no image for linux on {wanted} in it")
 
 
-def _find_layer_mode(archive: Path, media_type: str) -> str:
+def _get_tarfile_mode_of_layer(archive: Path, media_type: str) -> str:
     """How tarfile reads a layer."""
     if media_type.endswith("gzip"):
         return "r|gz"

@@ -21,21 +21,21 @@ from areal_hpc.sandbox.spec import SandboxSpec
 
 UNPACK_TIMEOUT_S = 1800.0
 """A large one on a slow disk."""
-_LEFT_OUT = ("./dev/*", "dev/*", "./proc/*", "proc/*", "./sys/*", "sys/*")
+_LEFT_OUT_PATTERNS = ("./dev/*", "dev/*", "./proc/*", "proc/*", "./sys/*", "sys/*")
 """A sandbox has its own, and no ordinary user can make devices."""
 
 
-async def resolve_root(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
+async def unpack_root_if_archive(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
     """The same sandbox with a folder as its root, where that is an archive.
 
-    Raises: see `unpack_root`.
+    Raises: see `get_or_unpack_root`.
     """
     if spec.root is None or not spec.root.is_file():
         return spec
-    return replace(spec, root=await asyncio.to_thread(unpack_root, spec.root, owner))
+    return replace(spec, root=await asyncio.to_thread(get_or_unpack_root, spec.root, owner))
 
 
-def unpack_root(archive: Path, owner: int | None = None) -> Path:
+def get_or_unpack_root(archive: Path, owner: int | None = None) -> Path:
     """The folder of an archive's content on this node; the first who asks unpacks it.
 
     `owner` is whom the files are given to; None: who runs this.
@@ -50,12 +50,12 @@ def unpack_root(archive: Path, owner: int | None = None) -> Path:
     if image is not None:  # tasks may share it, each with an archive of its own
         identity = f"{image.digest} {owner}"
     folder = cache / hashlib.sha256(identity.encode()).hexdigest()[:32]
-    with _lock(cache / f"{folder.name}.lock"):
+    with _hold_file_lock(cache / f"{folder.name}.lock"):
         if not folder.is_dir():
             partial = Path(tempfile.mkdtemp(prefix="partial-", dir=cache))
             try:
                 _unpack(archive, image, partial)
-                _hand_over(partial, owner)
+                _chmod_root_and_chown_tree(partial, owner)
                 partial.rename(folder)
             except BaseException:  # boundary: whatever it is, nothing half-done stays
                 shutil.rmtree(partial, ignore_errors=True)
@@ -94,7 +94,7 @@ def _unpack(archive: Path, image: OciImage | None, folder: Path) -> None:
 def _unpack_tar(archive: Path, folder: Path) -> None:
     command = ["tar", "--extract", "--file", str(archive), "--directory", str(folder)]
     command += ["--no-same-owner", "--no-same-permissions"]
-    command += [f"--exclude={name}" for name in _LEFT_OUT]
+    command += [f"--exclude={name}" for name in _LEFT_OUT_PATTERNS]
     try:
         told = subprocess.run(
             command, capture_output=True, timeout=UNPACK_TIMEOUT_S, check=False, cwd="/"
@@ -119,7 +119,7 @@ def _build_space_error(archive: Path, folder: Path, why: str) -> ClusterError:
     )
 
 
-def _hand_over(folder: Path, owner: int | None) -> None:
+def _chmod_root_and_chown_tree(folder: Path, owner: int | None) -> None:
     folder.chmod(0o755)
     if owner is not None:
         for path in (folder, *folder.rglob("*")):
@@ -127,7 +127,7 @@ def _hand_over(folder: Path, owner: int | None) -> None:
 
 
 @contextlib.contextmanager
-def _lock(path: Path) -> Iterator[None]:
+def _hold_file_lock(path: Path) -> Iterator[None]:
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

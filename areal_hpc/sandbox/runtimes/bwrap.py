@@ -20,7 +20,7 @@ from areal_hpc.sandbox.bubblewrap import (
     get_bwrap_runnable_by_all,
     may_become_nobody,
 )
-from areal_hpc.sandbox.images.root_archive import resolve_root
+from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
@@ -67,7 +67,7 @@ class BwrapRuntime:
         bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
         if bwrap is None:
             raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
-        spec = await resolve_root(spec, NOBODY_UID if as_nobody else None)
+        spec = await unpack_root_if_archive(spec, NOBODY_UID if as_nobody else None)
         if as_nobody:
             bwrap = get_bwrap_runnable_by_all(bwrap)
         python = find_guest_python(by_anybody=as_nobody)

@@ -91,7 +91,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
     mounts = [
         *_list_kernel_mounts(),
         *_list_guest_mounts(python),
-        *_mount_system_in_rootfs(bundle / "rootfs"),
+        *_link_and_list_system_mounts(bundle / "rootfs"),
     ]
     mounts += [
         _build_bind_mount(f"{bundle}/files/{name}", f"/etc/{name}") for name in GUEST_ACCOUNT_FILES
@@ -142,7 +142,7 @@ def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
         yield _build_bind_mount(str(script), f"{GUEST_DIR}/{script.name}")
 
 
-def _mount_system_in_rootfs(rootfs: Path) -> Iterator[dict[str, Any]]:
+def _link_and_list_system_mounts(rootfs: Path) -> Iterator[dict[str, Any]]:
     """This machine's programs, read-only."""
     yield _build_bind_mount("/usr", "/usr")
     for path in map(Path, SYSTEM_LINKS):

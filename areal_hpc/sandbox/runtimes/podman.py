@@ -22,7 +22,7 @@ from areal_hpc.sandbox.bubblewrap import (
     SYSTEM_LINKS,
     may_become_nobody,
 )
-from areal_hpc.sandbox.images.root_archive import resolve_root
+from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
@@ -46,7 +46,7 @@ _build_isolation_error = partial(
 
 _PROGRAM_SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CHANNEL_FD = 3
-_OWN_BYTES, _OWN_FILES = 1 << 20, 150
+_PODMAN_SCRATCH_BYTES, _PODMAN_SCRATCH_FILES = 1 << 20, 150
 """What podman keeps beside the files of a sandbox."""
 _PREPARE_AND_RUN_SCRIPT = """
 set -e
@@ -100,7 +100,7 @@ class PodmanRuntime:
         as_nobody = may_become_nobody()
         if find_podman() is None:
             raise _build_isolation_error("the programs podman and crun are not both here")
-        spec = await resolve_root(spec, NOBODY_UID if as_nobody else None)
+        spec = await unpack_root_if_archive(spec, NOBODY_UID if as_nobody else None)
         python = find_guest_python(by_anybody=as_nobody)
         binds = [*_list_binds(spec, python)]
         scratch = choose_scratch_dir([str(spec.root or ""), *(source for source, _ in binds)])
@@ -152,7 +152,7 @@ def _build_command(
     binds: Sequence[tuple[str, str]],
 ) -> list[str]:
     """From `unshare` on to the server's own command line."""
-    size = spec.limits.disk_bytes + _OWN_BYTES
+    size = spec.limits.disk_bytes + _PODMAN_SCRATCH_BYTES
     writable = ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.folders]
     server = build_server_command(
         spec,
@@ -166,7 +166,7 @@ def _build_command(
     return [
         *("unshare", *namespaces, "--fork", "--kill-child"),
         *("sh", "-c", _PREPARE_AND_RUN_SCRIPT, "sh", scratch, str(size)),
-        *(str(spec.limits.files + _OWN_FILES), str(archive), str(spec.root or "")),
+        *(str(spec.limits.files + _PODMAN_SCRATCH_FILES), str(archive), str(spec.root or "")),
         *_list_mounts_below([source for source, _ in binds]),
         *_list_podman_options(spec, scratch, binds),
         *("--rootfs", f"{scratch}/rootfs", *server),

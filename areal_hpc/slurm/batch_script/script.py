@@ -123,7 +123,7 @@ def build_job_requests(
     """
     requests, problems = [], []
     for job in jobs:
-        options = slurm.get_options(job.name)
+        options = slurm.get_options_of_job(job.name)
         try:
             requests.append(
                 _build_job_request(job, compute_resources(job, options), options, slurm, place)

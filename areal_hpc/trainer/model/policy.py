@@ -22,7 +22,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import (
-    KEEP_ALL,
+    KEEP_ALL_ACTIVATIONS,
     ActivationConfig,
     HeadDtype,
     ParallelConfig,
@@ -141,7 +141,7 @@ def build_policy(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    activations: ActivationConfig = KEEP_ALL,
+    activations: ActivationConfig = KEEP_ALL_ACTIVATIONS,
     head_dtype: HeadDtype = "mixed",
 ) -> Policy:
     """An uninitialized network on this rank; load weights into it before use.
@@ -194,7 +194,7 @@ def build_network(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    activations: ActivationConfig = KEEP_ALL,
+    activations: ActivationConfig = KEEP_ALL_ACTIVATIONS,
     head_dtype: HeadDtype = "mixed",
     *,
     gives_values: bool = False,
@@ -245,7 +245,7 @@ def build_transformer_config(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    activations: ActivationConfig = KEEP_ALL,
+    activations: ActivationConfig = KEEP_ALL_ACTIVATIONS,
 ) -> TransformerConfig:
     """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
     experts = arch.experts

@@ -55,7 +55,9 @@ class FrozenModels:
         """What the objective has to know of the rows before they are trained. A collective."""
         if not rows:
             return NO_SCORES
-        start = self._score(policy, rows) if self._config.objective.scores_start else None
+        start = (
+            self._score(policy, rows) if self._config.objective.needs_logprobs_before_step else None
+        )
         return BatchScores(
             start,
             self._score_frozen(self._reference, rows),

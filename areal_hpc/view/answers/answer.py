@@ -29,7 +29,7 @@ class Answer:
     """False if somebody has to act."""
 
 
-def build_page(page: str, run: str, **query: str) -> str:
+def build_page_address(page: str, run: str, **query: str) -> str:
     """The part of a dashboard's address that names a page of a run."""
     return f"#/{page}?{urlencode({'run': run, **query}, quote_via=quote)}"
 
@@ -56,7 +56,7 @@ def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
     return value
 
 
-def name_keys(recipe: Mapping[str, Any], *keys: str) -> str:
+def format_keys_with_values(recipe: Mapping[str, Any], *keys: str) -> str:
     """Keys of a recipe with their values, as `a.b=1 and c.d=2`; empty if it has none of them."""
     found: Sequence[str] = [
         f"{key}={value}" for key in keys if (value := get_recipe_value(recipe, key)) is not None

@@ -8,31 +8,31 @@ from typing import Any, Literal
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.answer import Answer, Finding, build_page
+from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
 from areal_hpc.view.batch_episodes import (
     BatchEpisode,
-    compute_distinct_share,
+    compute_distinct_reply_share,
     read_batch_episodes,
 )
 from areal_hpc.view.metric_values import (
-    format_steps,
+    format_step_range,
     format_value,
     get_number,
     list_numbers,
     select_trained_rows,
 )
 
-MIN_STEPS = 6
+MIN_STEPS_FOR_TREND = 6
 """Fewer show no trend."""
 MAX_WINDOW_STEPS = 5
 """At each end of a run, whose means are compared."""
 MAX_READ_STEPS = 8
 """Steps, spread over the run, whose replies are compared with one another."""
-MIN_REWARD_FALL = 0.2
+MIN_REWARD_FALL_SHARE_OF_RANGE = 0.2
 """Of the range of the run's mean rewards, from which the reward has fallen from its best."""
 MIN_SOLVED_SHARE = 0.5
 """Of the groups, from which the tasks are solved if so many have nothing but the best reward."""
-DISTINCT = "distinct replies"
+DISTINCT_REPLIES_NAME = "distinct replies"
 """Name of the share of a group's replies that differ, which is no metric of a step."""
 
 Row = Mapping[str, Any]
@@ -52,7 +52,7 @@ class Trend:
         """The last of the first; large if that was nothing."""
         return self.last / self.first if abs(self.first) > 1e-12 else float("inf")
 
-    def find_half_way(self) -> int:
+    def find_half_way_step(self) -> int:
         """The first step at which the number had gone half of the way, and never went back."""
         middle, falls = (self.first + self.last) / 2, self.last < self.first
         found = max(self.by_step)
@@ -65,7 +65,7 @@ class Trend:
 
 
 @dataclass(frozen=True, slots=True)
-class SignRule:
+class CollapseSignRule:
     """When a trend is a sign of collapse."""
 
     name: str
@@ -87,17 +87,21 @@ class SignRule:
                 return not 1 / self.ratio < trend.ratio < self.ratio
 
 
-ENTROPY = SignRule("entropy/mean", "the policy is nearly sure of every token", "falls", 0.35, 0.3)
-SIGNS = (
-    ENTROPY,
-    SignRule("entropy/mean", "the policy says anything", "rises", 3.0, 1.0),
-    SignRule(DISTINCT, "samples of a task say the same", "falls", 0.6, 0.5),
-    SignRule("reply/repeated_fraction", "replies end in loops", "rises", 2.0, 0.25),
-    SignRule("reply/tokens_mean", "replies have another length", "changes", 3.0),
-    SignRule("reply/cut_fraction", "replies reach their limit of tokens", "rises", 2.0, 0.3),
-    SignRule("groups/all_worst", "groups have only the worst reward", "rises", 2.0, 0.5),
-    SignRule("groups/zero_variance", "most groups teach nothing", "rises", 1.5, 0.7),
-    SignRule(
+ENTROPY_FALL_RULE = CollapseSignRule(
+    "entropy/mean", "the policy is nearly sure of every token", "falls", 0.35, 0.3
+)
+COLLAPSE_SIGN_RULES = (
+    ENTROPY_FALL_RULE,
+    CollapseSignRule("entropy/mean", "the policy says anything", "rises", 3.0, 1.0),
+    CollapseSignRule(DISTINCT_REPLIES_NAME, "samples of a task say the same", "falls", 0.6, 0.5),
+    CollapseSignRule("reply/repeated_fraction", "replies end in loops", "rises", 2.0, 0.25),
+    CollapseSignRule("reply/tokens_mean", "replies have another length", "changes", 3.0),
+    CollapseSignRule(
+        "reply/cut_fraction", "replies reach their limit of tokens", "rises", 2.0, 0.3
+    ),
+    CollapseSignRule("groups/all_worst", "groups have only the worst reward", "rises", 2.0, 0.5),
+    CollapseSignRule("groups/zero_variance", "most groups teach nothing", "rises", 1.5, 0.7),
+    CollapseSignRule(
         "logprob/engine_trainer_mean_abs_diff",
         "engine and trainer no longer agree",
         "rises",
@@ -105,10 +109,14 @@ SIGNS = (
         0.05,
     ),
 )
-TOLD_TRENDS = tuple(dict.fromkeys([*(rule.name for rule in SIGNS), "groups/all_best"]))
-FOLLOWS_FROM_REWARDS = frozenset({"groups/all_worst", "groups/zero_variance"})
+TOLD_TREND_NAMES = tuple(
+    dict.fromkeys([*(rule.name for rule in COLLAPSE_SIGN_RULES), "groups/all_best"])
+)
+SIGNS_OF_HARD_TASKS_ALONE = frozenset({"groups/all_worst", "groups/zero_variance"})
 """Signs that harder tasks alone bring about: with no other one they are no collapse."""
-HARMLESS_WHEN_SOLVED = frozenset({"entropy/mean", DISTINCT, "groups/zero_variance"})
+SIGNS_HARMLESS_WHEN_SOLVED = frozenset(
+    {"entropy/mean", DISTINCT_REPLIES_NAME, "groups/zero_variance"}
+)
 """Signs that a run which has solved its tasks shows as well."""
 
 
@@ -116,12 +124,14 @@ def explain_collapse(paths: RunPaths) -> Answer:
     """Trends of a run and what they mean, from its metrics and from replies of some steps."""
     rows = select_trained_rows(read_metrics(paths.metrics))
     problems: list[str] = []
-    steps = choose_spread([row["step"] for row in rows], MAX_READ_STEPS)
+    steps = choose_evenly_spread_steps([row["step"] for row in rows], MAX_READ_STEPS)
     episodes = read_batch_episodes(paths, steps, problems)
     distinct: dict[int, float] = {}
     for step in steps:
         try:
-            share = compute_distinct_share(paths, [one for one in episodes if one.step == step])
+            share = compute_distinct_reply_share(
+                paths, [one for one in episodes if one.step == step]
+            )
         except ShardError as error:
             problems.append(str(error))
             continue
@@ -130,7 +140,7 @@ def explain_collapse(paths: RunPaths) -> Answer:
     return judge_collapse(paths.run_name, rows, distinct, episodes, problems)
 
 
-def choose_spread(steps: Sequence[int], count: int) -> list[int]:
+def choose_evenly_spread_steps(steps: Sequence[int], count: int) -> list[int]:
     """So many of the steps, the first and the last among them, evenly apart."""
     if len(steps) <= count:
         return list(steps)
@@ -145,26 +155,28 @@ def judge_collapse(
     problems: Sequence[str] = (),
 ) -> Answer:
     """Whether the trends of a run are those of a collapse, in sentences. Pure."""
-    if len(rows) < MIN_STEPS:
-        return Answer(f"{len(rows)} steps are trained: at least {MIN_STEPS} show a trend")
+    if len(rows) < MIN_STEPS_FOR_TREND:
+        return Answer(f"{len(rows)} steps are trained: at least {MIN_STEPS_FOR_TREND} show a trend")
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
     trends = {one.name: one for one in _list_trends(rows, distinct, window)}
     signs = [
         (rule, trends[rule.name])
-        for rule in SIGNS
+        for rule in COLLAPSE_SIGN_RULES
         if rule.name in trends and rule.holds(trends[rule.name])
     ]
     reward = RewardCourse.measure(rows, window)
-    is_solved = not reward.has_fallen and _is_solved(rows[-window:])
-    serious = [one for one in signs if not (is_solved and one[0].name in HARMLESS_WHEN_SOLVED)]
-    is_degenerate = any(rule.name not in FOLLOWS_FROM_REWARDS for rule, _ in serious)
+    is_solved = not reward.has_fallen and _are_tasks_solved(rows[-window:])
+    serious = [
+        one for one in signs if not (is_solved and one[0].name in SIGNS_HARMLESS_WHEN_SOLVED)
+    ]
+    is_degenerate = any(rule.name not in SIGNS_OF_HARD_TASKS_ALONE for rule, _ in serious)
     has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
-    findings = [Finding(reward.text, build_page("metrics", run, text="reward/"))]
-    findings += [_tell(run, trend, rows, window, signs) for trend in trends.values()]
-    findings += list(_name_alike_replies(run, episodes, distinct))
+    findings = [Finding(reward.text, build_page_address("metrics", run, text="reward/"))]
+    findings += [_describe_trend(run, trend, rows, window, signs) for trend in trends.values()]
+    findings += list(_suggest_worst_episode_to_read(run, episodes, distinct))
     findings += [Finding(f"not read: {one}") for one in problems[:3]]
     return Answer(
-        _head(reward, signs, has_collapsed=has_collapsed, is_solved=is_solved),
+        _build_headline(reward, signs, has_collapsed=has_collapsed, is_solved=is_solved),
         tuple(findings),
         _list_hints(reward) if has_collapsed else (),
         is_well=not has_collapsed,
@@ -174,8 +186,8 @@ def judge_collapse(
 def _list_trends(
     rows: Sequence[Row], distinct: Mapping[int, float], window: int
 ) -> Iterator[Trend]:
-    for name in TOLD_TRENDS:
-        if name == DISTINCT:
+    for name in TOLD_TREND_NAMES:
+        if name == DISTINCT_REPLIES_NAME:
             if len(distinct) >= 2:
                 yield Trend(name, distinct[min(distinct)], distinct[max(distinct)], distinct)
             continue
@@ -187,33 +199,34 @@ def _list_trends(
             yield Trend(name, statistics.fmean(first), statistics.fmean(last), by_step)
 
 
-def _is_solved(rows: Sequence[Row]) -> bool:
+def _are_tasks_solved(rows: Sequence[Row]) -> bool:
     return statistics.fmean(list_numbers(rows, "groups/all_best") or [0.0]) >= MIN_SOLVED_SHARE
 
 
 def _format_trend_value(name: str, value: float) -> str:
-    return f"{value:.0%}" if name == DISTINCT else format_value(name, value)
+    return f"{value:.0%}" if name == DISTINCT_REPLIES_NAME else format_value(name, value)
 
 
-def _tell(
+def _describe_trend(
     run: str,
     trend: Trend,
     rows: Sequence[Row],
     window: int,
-    signs: Sequence[tuple[SignRule, Trend]],
+    signs: Sequence[tuple[CollapseSignRule, Trend]],
 ) -> Finding:
     first, last = (_format_trend_value(trend.name, one) for one in (trend.first, trend.last))
     meaning = next((rule.meaning for rule, one in signs if one.name == trend.name), "")
-    if trend.name == DISTINCT:
+    if trend.name == DISTINCT_REPLIES_NAME:
         steps = sorted(trend.by_step)
-        text = f"{DISTINCT} of a group: {first} at step {steps[0]}, {last} at step {steps[-1]}"
-        page = build_page("trajectories", run, where=f"step={steps[-1]}", sort="ticket")
+        between = f"{first} at step {steps[0]}, {last} at step {steps[-1]}"
+        text = f"{DISTINCT_REPLIES_NAME} of a group: {between}"
+        page = build_page_address("trajectories", run, where=f"step={steps[-1]}", sort="ticket")
     else:
-        text = f"{trend.name}: {first} ({format_steps(rows[:window])}), {last} "
-        text += f"({format_steps(rows[-window:])})"
-        page = build_page("metrics", run, text=trend.name)
+        text = f"{trend.name}: {first} ({format_step_range(rows[:window])}), {last} "
+        text += f"({format_step_range(rows[-window:])})"
+        page = build_page_address("metrics", run, text=trend.name)
     if meaning:
-        text += f": {meaning}, half of the way at step {trend.find_half_way()}"
+        text += f": {meaning}, half of the way at step {trend.find_half_way_step()}"
     return Finding(text, page)
 
 
@@ -242,7 +255,9 @@ class RewardCourse:
         best = max(range(len(means)), key=lambda place: means[place])
         fall = means[best] - means[-1]
         spread = statistics.fmean(list_numbers(rows, "reward/standard_error") or [0.0])
-        least = max(MIN_REWARD_FALL * (max(rewards) - min(rewards)), 2 * spread, 1e-9)
+        least = max(
+            MIN_REWARD_FALL_SHARE_OF_RANGE * (max(rewards) - min(rewards)), 2 * spread, 1e-9
+        )
         judged = [
             (row["step"], value)
             for row in rows
@@ -264,7 +279,7 @@ class RewardCourse:
             means[-1],
             last_step,
             fall > least,
-            course.find_half_way(),
+            course.find_half_way_step(),
             held_out,
         )
 
@@ -282,16 +297,16 @@ class RewardCourse:
         )
 
 
-def _head(
+def _build_headline(
     reward: RewardCourse,
-    signs: Sequence[tuple[SignRule, Trend]],
+    signs: Sequence[tuple[CollapseSignRule, Trend]],
     *,
     has_collapsed: bool,
     is_solved: bool,
 ) -> str:
     told = ", ".join(dict.fromkeys(rule.meaning for rule, _ in signs))
     if has_collapsed:
-        since = min(trend.find_half_way() for _, trend in signs)
+        since = min(trend.find_half_way_step() for _, trend in signs)
         return f"the policy collapses since about step {since}: {told}"
     if is_solved:
         return f"the policy does not collapse, it has solved its tasks{f': {told}' if told else ''}"
@@ -313,7 +328,7 @@ def _list_hints(reward: RewardCourse) -> tuple[str, ...]:
     )
 
 
-def _name_alike_replies(
+def _suggest_worst_episode_to_read(
     run: str, episodes: Sequence[BatchEpisode], distinct: Mapping[int, float]
 ) -> Iterator[Finding]:
     """An episode of the last step whose replies were compared, to read."""
@@ -323,4 +338,4 @@ def _name_alike_replies(
     if last:
         worst = min(last, key=lambda one: one.reward)
         text = f"to read: {worst.title}, reward {worst.reward:g}"
-        yield Finding(text, build_page("trajectory", run, row=worst.name))
+        yield Finding(text, build_page_address("trajectory", run, row=worst.name))

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.recipe.loading import flatten_keys
-from areal_hpc.recipe.private_values import hide_private_values
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 
@@ -27,7 +27,7 @@ ROUTINE_EVENTS = frozenset(
 MAX_TOLD_EVENTS = 6
 
 
-def describe_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
     """Events that are not routine, counted by what they are and who told of them. Pure."""
     counts = Counter(
         (str(one.get("event")), str(one.get("role")))
@@ -47,27 +47,27 @@ def describe_recipe_changes(
     Raises:
         RecipeError: The recipe of an earlier launch is damaged.
     """
-    launches = [(attempt, at) for attempt, at in list_launches(paths) if attempt > 1]
+    launches = [(attempt, at) for attempt, at in list_launch_times(paths) if attempt > 1]
     changed = [(attempt, at) for attempt, at in launches if paths.replaced_recipe(attempt).exists()]
     recipes = [read_run_recipe(paths.replaced_recipe(attempt)) for attempt, _ in changed]
     for (attempt, at), old, new in zip(changed, recipes, [*recipes, recipe][1:], strict=True):
         if begin <= at <= end:
-            for key, was, now in compare_recipes(old, new):
+            for key, was, now in list_recipe_changes(old, new):
                 yield f"launch {attempt} changed {key} from {was} to {now}"
 
 
-def compare_recipes(
+def list_recipe_changes(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The keys whose values differ, with both values; those that may be secrets are not shown."""
-    before, after = (flatten_keys(hide_private_values(one, one)) for one in (old, new))
+    before, after = (flatten_keys(hide_private_values_equal_in(one, one)) for one in (old, new))
     raw_before, raw_after = flatten_keys(old), flatten_keys(new)
     for key in sorted(before.keys() | after.keys()):
         if raw_before.get(key) != raw_after.get(key):
             yield key, before.get(key), after.get(key)
 
 
-def list_launches(paths: RunPaths) -> list[tuple[int, float]]:
+def list_launch_times(paths: RunPaths) -> list[tuple[int, float]]:
     """Attempts of a run with the Unix times of their launches, oldest first."""
     try:
         launches = msgspec.json.decode(paths.provenance.read_bytes())["launches"]

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.view.batch_episodes import WITHOUT_TOOL, BatchEpisode
 
-MIN_CALLS = 4
+MIN_CALLS_OR_UPDATES = 4
 """Fewer calls or updates say nothing of a replica."""
 MAX_SPEED_RATIO = 0.6
 """A replica below this share of the others' speed is slow."""
@@ -19,7 +19,7 @@ MIN_UPDATE_GAP_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
-class Outlier:
+class ReplicaOutlier:
     """One of several that is worse than the others."""
 
     name: tuple[str, int]
@@ -29,7 +29,7 @@ class Outlier:
     """The median of the others."""
 
 
-def measure_replica_speeds(episodes: Iterable[BatchEpisode]) -> dict[tuple[str, int], float]:
+def measure_replica_tokens_per_s(episodes: Iterable[BatchEpisode]) -> dict[tuple[str, int], float]:
     """Sampled tokens per second of model calls, by cell and replica."""
     tokens: dict[tuple[str, int], int] = defaultdict(int)
     seconds: dict[tuple[str, int], float] = defaultdict(float)
@@ -43,20 +43,26 @@ def measure_replica_speeds(episodes: Iterable[BatchEpisode]) -> dict[tuple[str, 
     return {
         key: tokens[key] / seconds[key]
         for key in sorted(tokens)
-        if counts[key] >= MIN_CALLS and seconds[key] > 0
+        if counts[key] >= MIN_CALLS_OR_UPDATES and seconds[key] > 0
     }
 
 
-def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> Outlier | None:
+def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
     """The slowest replica, if the others are much faster."""
     if len(speeds) < 2:
         return None
     name = min(speeds, key=lambda key: speeds[key])
     others = statistics.median(value for key, value in speeds.items() if key != name)
-    return Outlier(name, speeds[name], others) if speeds[name] < MAX_SPEED_RATIO * others else None
+    return (
+        ReplicaOutlier(name, speeds[name], others)
+        if speeds[name] < MAX_SPEED_RATIO * others
+        else None
+    )
 
 
-def measure_update_pauses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
+def measure_median_update_pauses_s(
+    events: Iterable[Mapping[str, Any]],
+) -> dict[tuple[str, int], float]:
     """Median of the seconds for which updates stopped a replica, by cell and replica."""
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in events:
@@ -64,22 +70,24 @@ def measure_update_pauses(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str
         if row.get("event") == "replica_resumed" and isinstance(pause_s, int | float):
             found[str(row.get("role")), replica if isinstance(replica, int) else 0].append(pause_s)
     return {
-        key: statistics.median(found[key]) for key in sorted(found) if len(found[key]) >= MIN_CALLS
+        key: statistics.median(found[key])
+        for key in sorted(found)
+        if len(found[key]) >= MIN_CALLS_OR_UPDATES
     }
 
 
-def find_slow_receiver(pauses: Mapping[tuple[str, int], float]) -> Outlier | None:
+def find_replica_slow_at_updates(pauses: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
     """The replica that updates stop longest, if they stop the others much shorter."""
     if len(pauses) < 2:
         return None
     name = max(pauses, key=lambda key: pauses[key])
     others = statistics.median(value for key, value in pauses.items() if key != name)
     is_slow = pauses[name] > max(MIN_UPDATE_RATIO * others, others + MIN_UPDATE_GAP_S)
-    return Outlier(name, pauses[name], others) if is_slow else None
+    return ReplicaOutlier(name, pauses[name], others) if is_slow else None
 
 
 @dataclass(frozen=True, slots=True)
-class PauseKind:
+class OutsideCallsKind:
     """One thing that episodes do outside of model calls."""
 
     name: str
@@ -94,9 +102,9 @@ class PauseKind:
         return self.total_s / self.count
 
 
-def group_pauses(
+def group_times_outside_calls(
     episodes: Sequence[BatchEpisode], between: Iterable[tuple[str, float]]
-) -> list[PauseKind]:
+) -> list[OutsideCallsKind]:
     """Times outside of model calls by kind, the one that took most first.
 
     `between` are the times between calls, by the tool that was called.
@@ -111,7 +119,7 @@ def group_pauses(
             last = max(call.answered_at for call in calls)
             found["after the last reply (rewards)"].append(one.record.ended_at - last)
     kinds = [
-        PauseKind(name, sum(times), len(times), max(times))
+        OutsideCallsKind(name, sum(times), len(times), max(times))
         for name, times in found.items()
         if sum(times) > 0
     ]

@@ -9,19 +9,22 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.view.answers.answer import Answer, Finding, build_page
-from areal_hpc.view.answers.slow_parts import measure_replica_speeds, measure_update_pauses
-from areal_hpc.view.answers.step_parts import StepPart, list_step_parts, split_waits
+from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
+from areal_hpc.view.answers.slow_parts import (
+    measure_median_update_pauses_s,
+    measure_replica_tokens_per_s,
+)
+from areal_hpc.view.answers.step_parts import StepPart, list_mean_step_parts, split_batch_waits
 from areal_hpc.view.answers.time_judge import SlowRunEvidence, TimeJudge
 from areal_hpc.view.batch_episodes import (
     BatchEpisode,
-    list_pauses,
+    list_times_between_calls,
     read_batch_episodes,
-    read_first_rows,
+    read_first_row_of_each_episode,
 )
 from areal_hpc.view.inspection import PACE_STEPS
 from areal_hpc.view.logs import list_log_files
-from areal_hpc.view.metric_values import format_steps, list_numbers, select_trained_rows
+from areal_hpc.view.metric_values import format_step_range, list_numbers, select_trained_rows
 from areal_hpc.view.tables import format_table
 
 MAX_READ_STEPS = 10
@@ -42,10 +45,10 @@ def explain_slow_run(paths: RunPaths) -> Answer:
     Raises:
         RecipeError: The run's recipe is damaged.
     """
-    return judge_slow_run(read_evidence(paths))
+    return judge_slow_run(read_slow_run_evidence(paths))
 
 
-def read_evidence(paths: RunPaths) -> SlowRunEvidence:
+def read_slow_run_evidence(paths: RunPaths) -> SlowRunEvidence:
     """What the files of a run say of its last steps."""
     trained = select_trained_rows(read_metrics(paths.metrics))
     rows = [row for row in trained if row.get("time/step_s")][-PACE_STEPS:]
@@ -57,24 +60,24 @@ def read_evidence(paths: RunPaths) -> SlowRunEvidence:
         read_run_recipe(paths.recipe),
         rows,
         episodes,
-        _read_pauses(paths, episodes, problems),
+        _read_times_between_calls(paths, episodes, problems),
         read_recent_events(paths.events),
         find_cell_nodes(paths),
         problems,
     )
 
 
-def _read_pauses(
+def _read_times_between_calls(
     paths: RunPaths, episodes: Sequence[BatchEpisode], problems: list[str]
 ) -> list[tuple[str, float]]:
     """Times between calls, of the newest episodes that made several."""
     several = [one for one in episodes if len(one.record.calls) > 1][-MAX_READ_ROWS:]
     try:
-        rows = read_first_rows(paths, several)
+        rows = read_first_row_of_each_episode(paths, several)
     except ShardError as error:
         problems.append(str(error))
         return []
-    return [pause for row in rows for pause in list_pauses(row)]
+    return [pause for row in rows for pause in list_times_between_calls(row)]
 
 
 def find_cell_nodes(paths: RunPaths) -> dict[str, str]:
@@ -93,10 +96,10 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     if not rows:
         return Answer("no step with its times is recorded yet")
     step_s = statistics.fmean(list_numbers(rows, "time/step_s"))
-    split = split_waits(rows, evidence.episodes)
-    parts = list_step_parts(rows, split)
+    split = split_batch_waits(rows, evidence.episodes)
+    parts = list_mean_step_parts(rows, split)
     judge = TimeJudge(evidence, split, step_s)
-    page = build_page("metrics", evidence.run, text="time/")
+    page = build_page_address("metrics", evidence.run, text="time/")
     told = [part for part in parts if part.seconds >= MIN_TOLD_SHARE * step_s]
     verdicts = [judge.explain_part(part) for part in told]
     cause = verdicts[0].cause if verdicts else ""
@@ -107,7 +110,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
     headline = (
         f"the run is limited by {parts[0].name}: {parts[0].seconds:.1f} s of the {step_s:.1f} s of "
-        f"a step ({format_steps(rows)})"
+        f"a step ({format_step_range(rows)})"
     )
     return Answer(
         f"{headline}; {cause}" if cause else headline,
@@ -141,8 +144,8 @@ def _format_shares(parts: Sequence[StepPart], step_s: float) -> Iterator[str]:
 
 def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
     """Every replica with its node, speed, pauses at updates and starts; none of a single one."""
-    speeds = measure_replica_speeds(evidence.episodes)
-    pauses = measure_update_pauses(evidence.events)
+    speeds = measure_replica_tokens_per_s(evidence.episodes)
+    pauses = measure_median_update_pauses_s(evidence.events)
     starts = Counter(
         (str(row.get("role")), row.get("replica"))
         for row in evidence.events

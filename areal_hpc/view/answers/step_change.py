@@ -11,25 +11,25 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.answers.answer import Answer, Finding, build_page
-from areal_hpc.view.answers.happenings import describe_events, describe_recipe_changes
-from areal_hpc.view.answers.task_change import compare_tasks, read_source_sizes
+from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
+from areal_hpc.view.answers.happenings import describe_recipe_changes, describe_unusual_events
+from areal_hpc.view.answers.task_change import compare_tasks, read_source_row_counts
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.metric_values import (
-    format_steps,
+    format_step_range,
     format_value,
     get_number,
     list_numbers,
     select_trained_rows,
 )
 
-STEPS_BEFORE = 10
+MAX_STEPS_BEFORE = 10
 """Steps that a step is compared with."""
 MIN_STEPS_BEFORE = 2
 """Fewer say nothing of what is usual."""
 MIN_DEVIATIONS = 3.0
 """Standard deviations of the steps before, from which a number differs."""
-MIN_CHANGE = 0.05
+MIN_RELATIVE_CHANGE = 0.05
 """Relative change below which a number that hardly varies does not differ."""
 MAX_TOLD_METRICS = 8
 ROUTINE_METRICS = frozenset(
@@ -84,7 +84,7 @@ class StepEvidence:
     problems: Sequence[str] = field(default_factory=list)
 
 
-def explain_step(paths: RunPaths, step: int) -> Answer:
+def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     """What differs at a step from the ten before, from metrics, shards, manifests and events.
 
     Raises:
@@ -93,11 +93,11 @@ def explain_step(paths: RunPaths, step: int) -> Answer:
     rows = select_trained_rows(read_metrics(paths.metrics))
     row = next((one for one in rows if one["step"] == step), None)
     if row is None:
-        known = format_steps(rows) if rows else "none"
+        known = format_step_range(rows) if rows else "none"
         raise RecipeError(
             f"step {step} is not among the trained ones: {known}", key="--step", hint="choose one"
         )
-    before = [one for one in rows if one["step"] < step][-STEPS_BEFORE:]
+    before = [one for one in rows if one["step"] < step][-MAX_STEPS_BEFORE:]
     if len(before) < MIN_STEPS_BEFORE:
         raise RecipeError(
             f"step {step} has {len(before)} trained steps before it, at least {MIN_STEPS_BEFORE} "
@@ -114,7 +114,7 @@ def explain_step(paths: RunPaths, step: int) -> Answer:
             row,
             before,
             episodes,
-            read_source_sizes(paths),
+            read_source_row_counts(paths),
             _list_recipe_changes(paths, before[0].get("unix_time_s"), end),
             [one for one in read_all_events(paths.events) if begin <= one["time"] <= end]
             if begin and end
@@ -141,11 +141,16 @@ def judge_step(evidence: StepEvidence) -> Answer:
     earlier = [one for one in evidence.episodes if one.step != step]
     tasks = compare_tasks(run, now, earlier, evidence.source_sizes)
     restarts = list(_describe_restart(run, row, before[-1]))
-    recipe_changes = [Finding(one, build_page("overview", run)) for one in evidence.recipe_changes]
+    recipe_changes = [
+        Finding(one, build_page_address("overview", run)) for one in evidence.recipe_changes
+    ]
     calls = list(_describe_calls(run, step, now, earlier))
     metrics = list(find_metric_changes(row, before))
-    told = [Finding(one.text, build_page("metrics", run, text=one.name)) for one in metrics]
-    events = [Finding(one, build_page("overview", run)) for one in describe_events(evidence.events)]
+    told = [Finding(one.text, build_page_address("metrics", run, text=one.name)) for one in metrics]
+    events = [
+        Finding(one, build_page_address("overview", run))
+        for one in describe_unusual_events(evidence.events)
+    ]
     causes = [*recipe_changes, *tasks.causes, *restarts, *calls]
     findings = [*causes, *told[:MAX_TOLD_METRICS], *tasks.notes, *events]
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
@@ -157,7 +162,7 @@ def judge_step(evidence: StepEvidence) -> Answer:
     else:
         headline += "; nothing else differs either"
     where = f"step={step} and kind=train"
-    page = build_page("trajectories", run, where=where, sort="reward", order="up")
+    page = build_page_address("trajectories", run, where=where, sort="reward", order="up")
     return Answer(
         headline, (*findings, Finding(f"the episodes of step {step}, the worst first", page))
     )
@@ -168,18 +173,18 @@ def _describe_reward(row: Row, before: Sequence[Row]) -> str:
     if now is None or not rewards:
         return f"step {row['step']} has no reward to compare"
     mean = statistics.fmean(rewards)
-    deviations = (now - mean) / _compute_spread(rewards, mean)
+    deviations = (now - mean) / _compute_std_with_floor(rewards, mean)
     where = "above" if deviations > 0 else "below"
     return (
         f"the reward of step {row['step']} is {now:.3f}, {abs(deviations):.1f} standard deviations "
-        f"{where} the {mean:.3f} of {format_steps(before)}"
+        f"{where} the {mean:.3f} of {format_step_range(before)}"
     )
 
 
-def _compute_spread(values: Sequence[float], mean: float) -> float:
+def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
     """Standard deviation; of numbers that hardly vary a part of their size."""
     spread = statistics.stdev(values) if len(values) > 1 else 0.0
-    return max(spread, MIN_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
+    return max(spread, MIN_RELATIVE_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
 
 
 def find_metric_changes(row: Row, before: Sequence[Row]) -> list[MetricChange]:
@@ -193,7 +198,7 @@ def find_metric_changes(row: Row, before: Sequence[Row]) -> list[MetricChange]:
         if is_routine and name != "time/step_s":
             continue
         mean = statistics.fmean(values)
-        deviations = abs(now - mean) / _compute_spread(values, mean)
+        deviations = abs(now - mean) / _compute_std_with_floor(values, mean)
         if deviations >= MIN_DEVIATIONS:
             found.append(MetricChange(name, mean, now, deviations))
     return sorted(found, key=lambda one: -one.deviations)
@@ -202,15 +207,15 @@ def find_metric_changes(row: Row, before: Sequence[Row]) -> list[MetricChange]:
 def _describe_restart(run: str, row: Row, last: Row) -> Iterator[Finding]:
     if row.get("generation") != last.get("generation") and "generation" in row:
         text = f"the trainer was started again before this step (generation {row['generation']})"
-        yield Finding(text, build_page("overview", run))
+        yield Finding(text, build_page_address("overview", run))
 
 
 def _describe_calls(
     run: str, step: int, now: Iterable[BatchEpisode], earlier: Iterable[BatchEpisode]
 ) -> Iterator[Finding]:
     """Sampling parameters and tools of calls that are new at this step."""
-    page = build_page("trajectories", run, where=f"step={step}")
-    sampling, before = _collect_sampling(now), _collect_sampling(earlier)
+    page = build_page_address("trajectories", run, where=f"step={step}")
+    sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier)
     for name in sorted(sampling):
         new = sampling[name] - before.get(name, set())
         if new and before:
@@ -222,7 +227,7 @@ def _describe_calls(
         yield Finding(f"{len(new_tools)} sets of tools are new: their schemas changed", page)
 
 
-def _collect_sampling(episodes: Iterable[BatchEpisode]) -> dict[str, set[str]]:
+def _collect_sampling_values(episodes: Iterable[BatchEpisode]) -> dict[str, set[str]]:
     """The values that calls asked for, by the parameter's name; those of each call differ."""
     found: dict[str, set[str]] = {}
     for one in episodes:

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.view.answers.wait_split import WaitSplit, split_wait
+from areal_hpc.view.answers.wait_split import WaitSplit, split_wait_by_activity
 from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 
@@ -20,7 +20,7 @@ class StepPart:
     seconds: float
 
 
-def split_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> WaitSplit | None:
+def split_batch_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> WaitSplit | None:
     """What episodes did while the trainer waited for their batches; None if it is not known.
 
     The wait is the first phase of a step: the row's end and length tell when it was.
@@ -33,11 +33,11 @@ def split_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> WaitSp
         )
         if own and ended_at and step_s and wait_s:
             begin = ended_at - step_s
-            split.add(split_wait(begin, begin + wait_s, own))
+            split.add(split_wait_by_activity(begin, begin + wait_s, own))
     return split if split.total_s > 0 else None
 
 
-def list_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[StepPart]:
+def list_mean_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[StepPart]:
     """The mean step's seconds by what they were spent on, the largest part first. Pure."""
 
     def mean_of(*phases: str) -> float:
@@ -58,7 +58,7 @@ def list_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[StepPa
         parts |= {
             "generation": split.generation_s * share,
             "tools": split.tools_s * share,
-            "admission": split.nothing_s * share,
+            "admission": split.no_episode_s * share,
             "sealing": split.sealing_s * share,
         }
     else:

@@ -9,17 +9,17 @@ from itertools import accumulate
 import msgspec
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.answer import Finding, build_page
+from areal_hpc.view.answers.answer import Finding, build_page_address
 from areal_hpc.view.batch_episodes import BatchEpisode
 
-MIN_SHARE_CHANGE = 0.2
+MIN_SOURCE_SHARE_CHANGE = 0.2
 """Of a batch's groups, from which a source counts as more or less than before."""
-MIN_REWARD_CHANGE = 0.1
+MIN_REWARD_CHANGE_SHARE_OF_RANGE = 0.1
 """Of the range of rewards, from which tasks went better or worse."""
 MAX_TOLD_TASKS = 3
 
 
-def read_source_sizes(paths: RunPaths) -> list[int]:
+def read_source_row_counts(paths: RunPaths) -> list[int]:
     """Rows of each source of the training set; empty where there is one, or it is not known."""
     try:
         return msgspec.json.decode(paths.task_counts.read_bytes(), type=list[int])
@@ -28,7 +28,7 @@ def read_source_sizes(paths: RunPaths) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True)
-class TaskChange:
+class TaskFindings:
     """Sentences on the tasks of a step."""
 
     causes: tuple[Finding, ...] = ()
@@ -38,36 +38,40 @@ class TaskChange:
 
 def compare_tasks(
     run: str, now: Sequence[BatchEpisode], earlier: Sequence[BatchEpisode], sizes: Sequence[int]
-) -> TaskChange:
+) -> TaskFindings:
     """Sources, new tasks, and tasks that went better before. Pure.
 
     A run that never comes back to a task has new ones at every step: only what the newest of the
     steps before did not show, compared with the others, is a cause. `sizes` are those of sources.
     """
-    rewards, before = _group_rewards(now), _group_rewards(earlier)
+    rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier)
     if not rewards or not before:
-        return TaskChange()
-    page = build_page("trajectories", run, where=f"step={now[0].step} and kind=train", sort="task")
+        return TaskFindings()
+    page = build_page_address(
+        "trajectories", run, where=f"step={now[0].step} and kind=train", sort="task"
+    )
     last = max(one.step for one in earlier)
-    usual_now = _group_rewards(one for one in earlier if one.step == last)
-    usual_before = _group_rewards(one for one in earlier if one.step < last)
-    causes = [Finding(one, page) for one in _describe_sources(now, earlier, sizes)]
-    if not any(_describe_range(usual_now, usual_before)):
-        causes += [Finding(one, page) for one in _describe_range(rewards, before)]
-    news = Finding(_describe_news(rewards, before), page)
-    is_new = _compute_new_share(rewards, before) - _compute_new_share(usual_now, usual_before)
-    is_cause = is_new >= MIN_SHARE_CHANGE and bool(usual_before)
-    fallen = list(_describe_fallen(run, now, rewards, before))
-    return TaskChange(
+    usual_now = _group_rewards_by_task(one for one in earlier if one.step == last)
+    usual_before = _group_rewards_by_task(one for one in earlier if one.step < last)
+    causes = [Finding(one, page) for one in _describe_source_share_changes(now, earlier, sizes)]
+    if not any(_describe_move_to_other_lines(usual_now, usual_before)):
+        causes += [Finding(one, page) for one in _describe_move_to_other_lines(rewards, before)]
+    news = Finding(_describe_new_and_known_tasks(rewards, before), page)
+    is_new = _compute_new_task_share(rewards, before) - _compute_new_task_share(
+        usual_now, usual_before
+    )
+    is_cause = is_new >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
+    fallen = list(_describe_tasks_with_fallen_reward(run, now, rewards, before))
+    return TaskFindings(
         (*causes, *([news] if is_cause else []), *fallen), () if is_cause else (news,)
     )
 
 
-def _compute_new_share(rewards: Mapping[int, object], before: Mapping[int, object]) -> float:
+def _compute_new_task_share(rewards: Mapping[int, object], before: Mapping[int, object]) -> float:
     return sum(task not in before for task in rewards) / max(1, len(rewards))
 
 
-def _group_rewards(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
+def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
     """The rewards of episodes by task, of those whose task is known."""
     found: dict[int, list[float]] = defaultdict(list)
     for one in episodes:
@@ -76,21 +80,23 @@ def _group_rewards(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
     return found
 
 
-def _describe_sources(
+def _describe_source_share_changes(
     now: Iterable[BatchEpisode], earlier: Iterable[BatchEpisode], sizes: Sequence[int]
 ) -> Iterator[str]:
     if len(sizes) < 2:
         return
-    shares, before = _count_sources(now, sizes), _count_sources(earlier, sizes)
+    shares, before = _compute_source_shares(now, sizes), _compute_source_shares(earlier, sizes)
     for source in sorted(shares, key=lambda one: before[one] - shares[one]):
-        if abs(shares[source] - before[source]) >= MIN_SHARE_CHANGE:
+        if abs(shares[source] - before[source]) >= MIN_SOURCE_SHARE_CHANGE:
             yield (
                 f"source {source} of the training set gives {shares[source]:.0%} of the episodes, "
                 f"before {before[source]:.0%}"
             )
 
 
-def _count_sources(episodes: Iterable[BatchEpisode], sizes: Sequence[int]) -> dict[int, float]:
+def _compute_source_shares(
+    episodes: Iterable[BatchEpisode], sizes: Sequence[int]
+) -> dict[int, float]:
     """The share of episodes by source: tasks of a source follow one another in the set."""
     ends = list(accumulate(sizes))
     counts = Counter(
@@ -102,7 +108,9 @@ def _count_sources(episodes: Iterable[BatchEpisode], sizes: Sequence[int]) -> di
     return {source: counts[source] / total for source in range(len(sizes))}
 
 
-def _describe_range(rewards: Mapping[int, object], before: Mapping[int, object]) -> Iterator[str]:
+def _describe_move_to_other_lines(
+    rewards: Mapping[int, object], before: Mapping[int, object]
+) -> Iterator[str]:
     """Tasks from another part of the set than before: a curriculum went on."""
     if not rewards or not before:
         return
@@ -114,7 +122,9 @@ def _describe_range(rewards: Mapping[int, object], before: Mapping[int, object])
         )
 
 
-def _describe_news(rewards: Mapping[int, list[float]], before: Mapping[int, list[float]]) -> str:
+def _describe_new_and_known_tasks(
+    rewards: Mapping[int, list[float]], before: Mapping[int, list[float]]
+) -> str:
     """How tasks that were played before went, and how the others."""
     new = [task for task in rewards if task not in before]
     known = [task for task in rewards if task in before]
@@ -133,7 +143,7 @@ def _compute_mean(rewards: Mapping[int, Sequence[float]], tasks: Sequence[int]) 
     return statistics.fmean(statistics.fmean(rewards[task]) for task in tasks)
 
 
-def _describe_fallen(
+def _describe_tasks_with_fallen_reward(
     run: str,
     now: Sequence[BatchEpisode],
     rewards: Mapping[int, list[float]],
@@ -141,7 +151,10 @@ def _describe_fallen(
 ) -> Iterator[Finding]:
     """Tasks that went best before and do not now, the largest falls first."""
     everything = [reward for group in (*rewards.values(), *before.values()) for reward in group]
-    best, least = max(everything), MIN_REWARD_CHANGE * (max(everything) - min(everything))
+    best, least = (
+        max(everything),
+        MIN_REWARD_CHANGE_SHARE_OF_RANGE * (max(everything) - min(everything)),
+    )
     falls = {
         task: statistics.fmean(before[task]) - statistics.fmean(rewards[task])
         for task in rewards
@@ -156,5 +169,5 @@ def _describe_fallen(
         yield Finding(
             f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
             f"{statistics.fmean(before[task]):.3f}; {worst.title} has {worst.reward:g}",
-            build_page("trajectory", run, row=worst.name),
+            build_page_address("trajectory", run, row=worst.name),
         )

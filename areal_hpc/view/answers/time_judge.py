@@ -6,28 +6,33 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.metrics.step_metrics import IDLE_CELLS_METRIC
-from areal_hpc.view.answers.answer import Finding, build_page, get_recipe_value, name_keys
+from areal_hpc.view.answers.answer import (
+    Finding,
+    build_page_address,
+    format_keys_with_values,
+    get_recipe_value,
+)
 from areal_hpc.view.answers.slow_parts import (
-    Outlier,
-    find_slow_receiver,
+    ReplicaOutlier,
+    find_replica_slow_at_updates,
     find_slow_replica,
-    group_pauses,
-    measure_replica_speeds,
-    measure_update_pauses,
+    group_times_outside_calls,
+    measure_median_update_pauses_s,
+    measure_replica_tokens_per_s,
 )
 from areal_hpc.view.answers.step_parts import StepPart
 from areal_hpc.view.answers.wait_split import WaitSplit
 from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import get_number, list_numbers
 
-MIN_LAST_SHARE = 0.3
+MIN_LAST_EPISODES_WAIT_SHARE = 0.3
 """Of the wait for a batch, from which its last episodes are to blame for it..."""
-MIN_LAST_RATIO = 2.0
+MIN_LAST_TO_MEDIAN_DURATION = 2.0
 """...if the last one took so many times as long as the median one."""
 MIN_IDLE_SHARE = 0.25
 """Of the time of cells, from which it is told that they had no ticket."""
 SLOW_STORAGE = "the run directory's storage is slow"
-FEW_CALLS = 4.0
+MIN_USUAL_CALLS_AT_ONCE = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
 
 Row = Mapping[str, Any]
@@ -86,7 +91,7 @@ class TimeJudge:
                 hint = "put cluster.fileroot on faster storage"
                 return PartVerdict(text, SLOW_STORAGE, hint)
             case "weight updates":
-                return self._explain_updates(share)
+                return self._explain_weight_updates(share)
             case "evaluation":
                 return self._explain_evaluation(share)
             case "checkpoints":
@@ -106,21 +111,21 @@ class TimeJudge:
 
     def _explain_generation(self, share: str) -> PartVerdict:
         text = f"{share}: model calls of the batch were under way"
-        slow, late = self._find_slow_replica(), self._find_last_episode()
+        slow, late = self._find_slow_replica(), self._find_long_awaited_episode()
         if slow is not None and (late is None or late.record.cell == slow.name[0]):
-            hint = f"look at {self._name(slow)}; exclude its node if it lasts"
-            return PartVerdict(text, f"{self._name(slow)} is slow", hint)
+            hint = f"look at {self._name_replica_and_place(slow)}; exclude its node if it lasts"
+            return PartVerdict(text, f"{self._name_replica_and_place(slow)} is slow", hint)
         if late is not None:
-            cause = self._describe_last(late)
+            cause = self._describe_long_awaited_episode(late)
             hint = "bound episodes (rollout.episode_timeout_s, rollout.sampling.max_new_tokens), or"
             hint += " rollout.extra_samples, with which the last ones need not be awaited"
-            page = build_page("trajectory", self.evidence.run, row=late.name)
+            page = build_page_address("trajectory", self.evidence.run, row=late.name)
             return PartVerdict(f"{text}; {cause}", cause, hint, page)
-        calls = self._measure_calls_at_once()
+        calls = self._measure_calls_at_once_per_replica()
         if calls is not None:
             text += f"; {calls:.1f} at once at each replica on average"
-            if calls < FEW_CALLS:
-                keys = name_keys(
+            if calls < MIN_USUAL_CALLS_AT_ONCE:
+                keys = format_keys_with_values(
                     self.evidence.recipe, "trainer.batch_size", "rollout.n_samples",
                     "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness",
                 )  # fmt: skip
@@ -132,7 +137,7 @@ class TimeJudge:
 
     def _explain_tools(self, share: str) -> PartVerdict:
         text = f"{share}: episodes of the batch were outside of model calls"
-        kinds = group_pauses(self.evidence.episodes, self.evidence.pauses)
+        kinds = group_times_outside_calls(self.evidence.episodes, self.evidence.pauses)
         if not kinds:
             return PartVerdict(text)
         told = ", ".join(
@@ -140,16 +145,16 @@ class TimeJudge:
             for kind in kinds[:3]
         )
         cause = f"{kinds[0].name} takes {kinds[0].mean_s:.2f} s on average"
-        if (late := self._find_last_episode()) is not None:
-            cause += f"; {self._describe_last(late)}"
-            page = build_page("trajectory", self.evidence.run, row=late.name)
+        if (late := self._find_long_awaited_episode()) is not None:
+            cause += f"; {self._describe_long_awaited_episode(late)}"
+            page = build_page_address("trajectory", self.evidence.run, row=late.name)
             return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
-        page = build_page("trajectories", self.evidence.run, sort="seconds")
+        page = build_page_address("trajectories", self.evidence.run, sort="seconds")
         return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
 
     def _explain_admission(self, share: str) -> PartVerdict:
         recipe = self.evidence.recipe
-        keys = name_keys(
+        keys = format_keys_with_values(
             recipe, "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness"
         )
         text = f"{share}: no episode of the awaited batch was under way"
@@ -160,7 +165,7 @@ class TimeJudge:
             text, f"the bounds are {keys}" if keys else "", f"raise {keys}" if keys else ""
         )
 
-    def _explain_updates(self, share: str) -> PartVerdict:
+    def _explain_weight_updates(self, share: str) -> PartVerdict:
         rows = self.evidence.rows
         names = sorted({name for row in rows for name in row if name.startswith("weights/")})
         # `reprefill` and `generation_pause` are what replicas saw of the same time.
@@ -172,27 +177,37 @@ class TimeJudge:
         text, cause = share, ""
         if phases and (longest := max(phases, key=lambda name: phases[name])):
             text += f": the longest part is {longest}, {phases[longest]:.2f} s"
-        if (slow := find_slow_receiver(measure_update_pauses(self.evidence.events))) is not None:
-            cause = (
-                f"{self._name(slow)} stands still for {slow.value:.2f} s at an update, "
-                f"the others for {slow.others:.2f} s"
+        if (
+            slow := find_replica_slow_at_updates(
+                measure_median_update_pauses_s(self.evidence.events)
             )
-        hint = f"look at the network of {self._name(slow)}" if slow else "see docs/weights.md"
+        ) is not None:
+            cause = (
+                f"{self._name_replica_and_place(slow)} stands still for {slow.value:.2f} s "
+                f"at an update, the others for {slow.others:.2f} s"
+            )
+        hint = (
+            f"look at the network of {self._name_replica_and_place(slow)}"
+            if slow
+            else "see docs/weights.md"
+        )
         return PartVerdict(
-            text, cause, hint, build_page("metrics", self.evidence.run, text="weights/")
+            text, cause, hint, build_page_address("metrics", self.evidence.run, text="weights/")
         )
 
     def _explain_evaluation(self, share: str) -> PartVerdict:
         times = [one for one in list_numbers(self.evidence.rows, "time/eval_s") if one > 0]
-        keys = name_keys(self.evidence.recipe, "evaluation.every_steps")
+        keys = format_keys_with_values(self.evidence.recipe, "evaluation.every_steps")
         text = f"{share}: {len(times)} of {len(self.evidence.rows)} steps were evaluated, "
         text += f"{statistics.fmean(times):.1f} s each"
         hint = f"evaluation.separate_cell=true, fewer tasks, or a larger {keys}"
-        return PartVerdict(text, keys, hint, build_page("metrics", self.evidence.run, text="eval"))
+        return PartVerdict(
+            text, keys, hint, build_page_address("metrics", self.evidence.run, text="eval")
+        )
 
     def _explain_checkpoints(self, share: str) -> PartVerdict:
         times = [one for one in list_numbers(self.evidence.rows, "time/checkpoint_s") if one > 0]
-        keys = name_keys(self.evidence.recipe, "trainer.checkpoint_every_steps")
+        keys = format_keys_with_values(self.evidence.recipe, "trainer.checkpoint_every_steps")
         text = share
         if times:
             text += f": {len(times)} checkpoints of {statistics.fmean(times):.1f} s"
@@ -205,55 +220,59 @@ class TimeJudge:
         if (slow := self._find_slow_replica()) is not None:
             alone = self.split.alone_s.get(slow.name[0], 0.0) if self.split else 0.0
             text = (
-                f"{self._name(slow)} generates {slow.value:.0f} tokens a second in a call, the "
-                f"others {slow.others:.0f}"
+                f"{self._name_replica_and_place(slow)} generates {slow.value:.0f} tokens a second "
+                f"in a call, the others {slow.others:.0f}"
             )
             if alone > 0 and self.split is not None:
                 text += f"; for {alone / self.split.total_s:.0%} of the waits only its cell worked"
             where = f'cell="{slow.name[0]}"'
-            yield Finding(text, build_page("trajectories", run, where=where, sort="seconds"))
-        receiver = find_slow_receiver(measure_update_pauses(self.evidence.events))
-        if receiver is not None and self._name(receiver) not in told:
             yield Finding(
-                f"{self._name(receiver)} stands still for {receiver.value:.2f} s at an update, "
-                f"the others for {receiver.others:.2f} s",
-                build_page("metrics", run, text="weights/"),
+                text, build_page_address("trajectories", run, where=where, sort="seconds")
+            )
+        receiver = find_replica_slow_at_updates(
+            measure_median_update_pauses_s(self.evidence.events)
+        )
+        if receiver is not None and self._name_replica_and_place(receiver) not in told:
+            yield Finding(
+                f"{self._name_replica_and_place(receiver)} stands still for {receiver.value:.2f} s "
+                f"at an update, the others for {receiver.others:.2f} s",
+                build_page_address("metrics", run, text="weights/"),
             )
         idle = self._measure_idle_share()
         if idle is not None and idle >= MIN_IDLE_SHARE:
-            keys = name_keys(self.evidence.recipe, "rollout.max_head_offpolicyness")
+            keys = format_keys_with_values(self.evidence.recipe, "rollout.max_head_offpolicyness")
             yield Finding(
                 f"cells had no ticket for {idle:.0%} of their time ({keys})",
-                build_page("metrics", run, text=IDLE_CELLS_METRIC),
+                build_page_address("metrics", run, text=IDLE_CELLS_METRIC),
             )
 
-    def _find_last_episode(self) -> BatchEpisode | None:
+    def _find_long_awaited_episode(self) -> BatchEpisode | None:
         """The longest of the episodes that batches waited for last, if they did so for long."""
         split = self.split
-        if split is None or split.last_s < MIN_LAST_SHARE * split.total_s:
+        if split is None or split.last_s < MIN_LAST_EPISODES_WAIT_SHARE * split.total_s:
             return None
         timed = [one for one in self.evidence.episodes if one.is_timed]
         longest = max(timed, key=lambda one: one.record.duration_s)
         usual = statistics.median(one.record.duration_s for one in timed)
-        return longest if longest.record.duration_s >= MIN_LAST_RATIO * usual else None
+        return longest if longest.record.duration_s >= MIN_LAST_TO_MEDIAN_DURATION * usual else None
 
-    def _describe_last(self, late: BatchEpisode) -> str:
+    def _describe_long_awaited_episode(self, late: BatchEpisode) -> str:
         split, record = self.split, late.record
         assert split is not None
         usual = statistics.median(
             one.record.duration_s for one in self.evidence.episodes if one.is_timed
         )
-        place = self._name_place(record.cell)
+        place = self._name_cell_with_node(record.cell)
         return (
             f"the last episodes of batches were awaited for {split.last_s / split.total_s:.0%} of "
             f"the waits: {late.title}{f' on {place}' if place else ''} took "
             f"{record.duration_s:.1f} s, where {usual:.1f} s is usual"
         )
 
-    def _find_slow_replica(self) -> Outlier | None:
-        return find_slow_replica(measure_replica_speeds(self.evidence.episodes))
+    def _find_slow_replica(self) -> ReplicaOutlier | None:
+        return find_slow_replica(measure_replica_tokens_per_s(self.evidence.episodes))
 
-    def _measure_calls_at_once(self) -> float | None:
+    def _measure_calls_at_once_per_replica(self) -> float | None:
         replicas = {
             (one.record.cell, call.replica)
             for one in self.evidence.episodes
@@ -275,11 +294,11 @@ class TimeJudge:
         total = sum(step_s for _, step_s in pairs)
         return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None
 
-    def _name(self, one: Outlier) -> str:
+    def _name_replica_and_place(self, one: ReplicaOutlier) -> str:
         cell, replica = one.name
-        place = self._name_place(cell)
+        place = self._name_cell_with_node(cell)
         return f"replica {replica} of {place}" if replica >= 0 else place
 
-    def _name_place(self, cell: str) -> str:
+    def _name_cell_with_node(self, cell: str) -> str:
         node = self.evidence.nodes.get(cell)
         return f"{cell} (node {node})" if node else cell

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from areal_hpc.view.batch_episodes import BatchEpisode
 
-MAX_LAST_SHARE = 0.05
+MAX_LAST_EPISODES_SHARE = 0.05
 """Of a batch's episodes: while so few are under way, the trainer waits for the last ones."""
 
 
@@ -18,12 +18,12 @@ class WaitSplit:
     """Episodes were in model calls. A moment counts for as much as the share of those that were."""
     tools_s: float = 0.0
     """Episodes were between, before or after their calls: tools, rewards, the agent's own code."""
-    nothing_s: float = 0.0
+    no_episode_s: float = 0.0
     """No episode of the batch was under way, and some were still to begin."""
     sealing_s: float = 0.0
     """All of its episodes had ended: they were sealed and settled."""
     last_s: float = 0.0
-    """Only the last episodes were: one, or `MAX_LAST_SHARE` of them."""
+    """Only the last episodes were: one, or `MAX_LAST_EPISODES_SHARE` of them."""
     call_seconds: float = 0.0
     """Sum over model calls of the time in which they were under way..."""
     calling_s: float = 0.0
@@ -34,13 +34,13 @@ class WaitSplit:
     @property
     def total_s(self) -> float:
         """All of it."""
-        return self.generation_s + self.tools_s + self.nothing_s + self.sealing_s
+        return self.generation_s + self.tools_s + self.no_episode_s + self.sealing_s
 
     def add(self, other: "WaitSplit") -> None:
         """Count another wait as well."""
         self.generation_s += other.generation_s
         self.tools_s += other.tools_s
-        self.nothing_s += other.nothing_s
+        self.no_episode_s += other.no_episode_s
         self.sealing_s += other.sealing_s
         self.last_s += other.last_s
         self.call_seconds += other.call_seconds
@@ -50,7 +50,7 @@ class WaitSplit:
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class _CountChange:
     """At a time, one more or one fewer: an episode under way or in calls, or a call."""
 
     at: float
@@ -59,16 +59,16 @@ class _Change:
     by: int
 
 
-def split_wait(begin: float, end: float, episodes: Sequence[BatchEpisode]) -> WaitSplit:
+def split_wait_by_activity(begin: float, end: float, episodes: Sequence[BatchEpisode]) -> WaitSplit:
     """What the episodes of a batch did between two Unix times."""
     changes = sorted(_list_changes(episodes), key=lambda one: one.at)
-    most_last = max(1, int(MAX_LAST_SHARE * len(episodes)))
+    most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
     split, counts, by_cell = WaitSplit(), Counter[str](), Counter[str]()
     now = begin
     for change in changes:
         until = min(max(change.at, begin), end)
         if until > now:
-            _count_moment(split, until - now, counts, by_cell, most_last)
+            _add_seconds_to_split(split, until - now, counts, by_cell, most_last)
             now = until
         counts[change.what] += change.by
         if change.what == "episode":
@@ -78,7 +78,7 @@ def split_wait(begin: float, end: float, episodes: Sequence[BatchEpisode]) -> Wa
     return split
 
 
-def _list_changes(episodes: Iterable[BatchEpisode]) -> Iterator[_Change]:
+def _list_changes(episodes: Iterable[BatchEpisode]) -> Iterator[_CountChange]:
     for one in episodes:
         if not one.is_timed:
             continue
@@ -91,13 +91,13 @@ def _list_changes(episodes: Iterable[BatchEpisode]) -> Iterator[_Change]:
 
 def _list_span_changes(
     what: str, cell: str, spans: Iterable[tuple[float, float]]
-) -> Iterator[_Change]:
+) -> Iterator[_CountChange]:
     for begin, end in spans:
-        yield _Change(begin, what, cell, 1)
-        yield _Change(end, what, cell, -1)
+        yield _CountChange(begin, what, cell, 1)
+        yield _CountChange(end, what, cell, -1)
 
 
-def _count_moment(
+def _add_seconds_to_split(
     split: WaitSplit, seconds: float, counts: Counter[str], by_cell: Counter[str], most_last: int
 ) -> None:
     """Count a time in which nothing changed."""
@@ -105,7 +105,7 @@ def _count_moment(
     split.calling_s += seconds * (counts["call"] > 0)
     under_way = counts["episode"]
     if not under_way:
-        split.nothing_s += seconds
+        split.no_episode_s += seconds
         return
     # A call may end a moment after the agent closed its session: it counts as if it had not.
     calling = min(1.0, counts["in calls"] / under_way)

@@ -3,15 +3,15 @@
 import time
 from collections.abc import Sequence
 
-from areal_hpc.evaluation.ticket_numbers import LOADED_STEP, split_ticket_id
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, split_ticket_id
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
 
-LINES = 10
+N_PROGRESS_LINES = 10
 """Lines about tasks that are done, of a whole evaluation."""
-PERIOD_S = 30.0
+MAX_SILENCE_OF_PROGRESS_S = 30.0
 """With fewer tasks done in that time there is a line too."""
 
 
@@ -26,9 +26,15 @@ class EvaluationReporter(PlainReporter):
         self._told_at = time.monotonic()
 
     def _refresh(self, stage: str) -> None:
-        tickets = read_evaluated_tickets(self._paths, LOADED_STEP)
+        tickets = read_evaluated_tickets(self._paths, STEP_OF_LOADED_WEIGHTS)
         done = sum(split_ticket_id(one.ticket_id)[0] in self._set_numbers for one in tickets)
-        is_late = time.monotonic() - self._told_at >= PERIOD_S and done > self._told
-        if self._told < 0 or done >= self._told + max(1, self._n_tasks // LINES) or is_late:
+        is_late = (
+            time.monotonic() - self._told_at >= MAX_SILENCE_OF_PROGRESS_S and done > self._told
+        )
+        if (
+            self._told < 0
+            or done >= self._told + max(1, self._n_tasks // N_PROGRESS_LINES)
+            or is_late
+        ):
             self._told, self._told_at = done, time.monotonic()
             self.print_line(f"tasks    {done}/{self._n_tasks}")

@@ -74,7 +74,7 @@ class ComparedMetric:
         return "better" if difference.value > 0 else "worse"
 
 
-def evaluate_set(
+def build_evaluated_set(
     result: EvaluationResult, tasks: Path, metrics: Sequence[str], pass_reward: float
 ) -> EvaluatedSet:
     """The numbers of a set from its rewards."""
@@ -177,7 +177,7 @@ def _compare_sets(
             hint="evaluate both with the same pass_reward",
         )
     for metric in (one for one in after.metrics if one in before.metrics):
-        values = [_compute_values(metric, one) for one in (before, after)]
+        values = [_compute_values_by_task(metric, one) for one in (before, after)]
         if values[0] and values[1]:
             yield ComparedMetric(
                 name,
@@ -188,7 +188,7 @@ def _compare_sets(
             )
 
 
-def _compute_values(metric: str, one: EvaluatedSet) -> list[float]:
+def _compute_values_by_task(metric: str, one: EvaluatedSet) -> list[float]:
     kind, _, k = metric.partition("@")
     samples = SetSamples(one.samples, one.answers)
     asked = metric if kind == "pass" else f"{kind}@k"
@@ -215,7 +215,7 @@ def format_comparison(before: str, after: str, compared: Sequence[ComparedMetric
     yield from format_table(rows, right={2, 3, 4, 6, 7, 8})
 
 
-def build_report_of_run(
+def build_report_of_run_step(
     paths: RunPaths, step: int, sets: Mapping[str, tuple[Sequence[str], float]]
 ) -> EvaluationReport:
     """What a run itself found of the weights of a step, on sets with their metrics and pass reward.
@@ -227,5 +227,5 @@ def build_report_of_run(
         result = read_json_file(paths.evaluation(step, name), EvaluationResult)
         if result is not None:
             tasks = paths.evaluation_tasks(name)
-            found[name] = evaluate_set(result, tasks, metrics, pass_reward)
+            found[name] = build_evaluated_set(result, tasks, metrics, pass_reward)
     return EvaluationReport("", str(paths.root), step, found)

@@ -10,12 +10,12 @@ FAILURE_EVENTS = ("episode_failed", "episode_timed_out")
 """Of episodes whose end was the agent's fault. What else ends one is the machine's."""
 
 
-COUNT_EVENT = "episodes_counted"
+EPISODES_COUNTED_EVENT = "episodes_counted"
 """Tells once after a failure how many episodes of a driver have ended by then."""
 TRACEBACK_HEADER = "Traceback (most recent call last):"
 MAX_TRACEBACK_LINES = 12
 """Lines of a traceback that are shown, the last ones."""
-MIN_TOTAL_FAILURES = 3
+MIN_FAILURES_TO_BLAME_AGENT = 3
 """So many failed episodes, and no other, and the agent does not work."""
 
 
@@ -48,7 +48,7 @@ class FailureCause:
         return tuple(lines[-MAX_TRACEBACK_LINES:])
 
     @property
-    def next_step(self) -> str:
+    def suggested_fix(self) -> str:
         """What to try."""
         return self.hint or (f"fix {self.place}" if self.place else "fix the agent")
 
@@ -80,9 +80,9 @@ class AgentFailures:
         return sum(ended for _, ended in self._counts.values())
 
     @property
-    def is_total(self) -> bool:
+    def have_all_episodes_failed(self) -> bool:
         """True if no episode ended well, as far as is known, and several failed."""
-        return self.failed >= MIN_TOTAL_FAILURES and self.failed == self.ended
+        return self.failed >= MIN_FAILURES_TO_BLAME_AGENT and self.failed == self.ended
 
     @property
     def newest(self) -> FailureCause | None:
@@ -96,7 +96,7 @@ class AgentFailures:
 
     def add_event(self, event: dict[str, Any]) -> FailureCause | None:
         """Take an event of any kind in; its cause if none failed by that before."""
-        if event["event"] not in (*FAILURE_EVENTS, COUNT_EVENT):
+        if event["event"] not in (*FAILURE_EVENTS, EPISODES_COUNTED_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
         failed = max(failed, _get_count_or_one(event, "failed"))
@@ -104,7 +104,7 @@ class AgentFailures:
             failed,
             max(ended, failed, _get_count_or_one(event, "ended")),
         )
-        if event["event"] == COUNT_EVENT:
+        if event["event"] == EPISODES_COUNTED_EVENT:
             return None
         reason = str(event.get("reason", ""))
         message = str(event.get("message") or reason.partition("\n")[0])

@@ -13,7 +13,7 @@ LOGS_HINT = "areal-hpc logs RUN shows the last lines of every process"
 MEMORY_HINT = "request more memory for that job, or reduce its load"
 MAX_AGENT_CAUSES = 5
 """Kinds of agents' failures in one diagnosis, the last ones."""
-SIGNAL_LEAD_S = 2.0
+MAX_SIGNAL_NOTE_DELAY_S = 2.0
 """A signal that ended a process is noted so long after the tracebacks that it brought about."""
 
 _MEANING_BY_EXIT_CODE = {
@@ -74,7 +74,9 @@ def _build_exit_event(row: dict[str, Any], first_traceback_at: float | None) -> 
     code = int(row.get("exit_code", 0))
     text = f"{row.get('process', 'a process')} of {row['role']} ended: {describe_exit_code(code)}"
     # A signal that came before the first traceback is the cause of it.
-    is_first = first_traceback_at is None or row["time"] <= first_traceback_at + SIGNAL_LEAD_S
+    is_first = (
+        first_traceback_at is None or row["time"] <= first_traceback_at + MAX_SIGNAL_NOTE_DELAY_S
+    )
     hint = MEMORY_HINT if code == 128 + signal.SIGKILL else LOGS_HINT
     return FailureEvent(row["time"], text, 2 if code > 128 and is_first else 5, hint=hint)
 
@@ -103,9 +105,9 @@ def collect_agent_failures(
         yield FailureEvent(
             cause.last_at,
             f"{cause.text} ({failures.share_text})",
-            priority=1 if has_ended_run or failures.is_total else 8,
+            priority=1 if has_ended_run or failures.have_all_episodes_failed else 8,
             details=cause.traceback_lines,
-            hint=f"{cause.next_step}, then run the same command again",
+            hint=f"{cause.suggested_fix}, then run the same command again",
         )
 
 

@@ -28,7 +28,7 @@ class RunEventAnnouncer:
         if tell is None:
             return []
         place = str(event.get("at") or event["role"])
-        if event["event"] in _ONCE_PER_PLACE:
+        if event["event"] in _EVENTS_TOLD_ONCE_PER_PLACE:
             if (event["event"], place) in self._told:
                 return []
             self._told.add((event["event"], place))
@@ -44,7 +44,7 @@ class RunEventAnnouncer:
         yield f"agent    {said}  ({share} so far; {then})"
         if cause.place:
             yield f"         at: {cause.place}"
-        yield f"         try: {cause.next_step}"
+        yield f"         try: {cause.suggested_fix}"
 
 
 def describe_blocked_loop(event: dict[str, Any]) -> str:
@@ -114,4 +114,4 @@ _TELL_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
     RANKS_HANG_EVENT: _tell_of_hanging_ranks,
     "process_exited": _tell_of_ended_process,
 }
-_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")
+_EVENTS_TOLD_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")

@@ -8,12 +8,12 @@ from html import escape
 WIDTH, HEIGHT = 420, 170
 LEFT, RIGHT, TOP, BOTTOM = 52, 8, 8, 22
 """Margins around the plot, for labels."""
-MAX_POINTS = 400
+MAX_CURVE_POINTS = 400
 """Of a curve: more are drawn as the lowest and the highest of each stretch."""
 MAX_BARS = 100
 MIN_RELATIVE_RANGE = 1e-5
 """A curve that varies by less is drawn as one that does not."""
-COLORS = 8
+N_SERIES_COLORS = 8
 """Series that the style sheet has colors for; further ones begin anew."""
 
 
@@ -73,7 +73,7 @@ def draw_curves(
     parts = [*_draw_axes(frame, ticks), *_draw_marks(frame, marks)]
     for number, one in enumerate(finite):
         parts += _draw_curve(frame, one, number)
-    return Chart(title, unit, _wrap(title, parts), _make_legend(series))
+    return Chart(title, unit, _wrap_in_svg(title, parts), _make_legend(series))
 
 
 def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
@@ -100,10 +100,10 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
             base += layer[place]
             if layer[place] > 0:
                 parts.append(
-                    f'<rect class="f{number % COLORS + 1}" x="{left}" y="{top}" '
+                    f'<rect class="f{number % N_SERIES_COLORS + 1}" x="{left}" y="{top}" '
                     f'width="{max(right - left, 0.5):.1f}" height="{bottom - top:.1f}"/>'
                 )
-    return Chart(title, unit, _wrap(title, parts), _make_legend(layers))
+    return Chart(title, unit, _wrap_in_svg(title, parts), _make_legend(layers))
 
 
 def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
@@ -117,7 +117,7 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [number * width for number in range(first, last + 1)]
 
 
-def _wrap(title: str, parts: Sequence[str]) -> str:
+def _wrap_in_svg(title: str, parts: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
         f"{''.join(parts)}</svg>"
@@ -148,20 +148,20 @@ def _draw_marks(frame: _Frame, marks: Sequence[float]) -> Iterator[str]:
 
 
 def _draw_curve(frame: _Frame, series: Series, number: int) -> Iterator[str]:
-    color = f"s{number % COLORS + 1}"
-    placed = [frame.place(x, y) for x, y in thin_out(series.points)]
+    color = f"s{number % N_SERIES_COLORS + 1}"
+    placed = [frame.place(x, y) for x, y in thin_out_to_extremes(series.points)]
     line = " ".join(f"{x},{y}" for x, y in placed)
     yield f'<polyline class="curve {color}" points="{line}"/>'
     if len(placed) <= 12:  # a few evaluations, or a single one, which a line does not show
         for x, y in placed:
-            yield f'<circle class="f{number % COLORS + 1}" cx="{x}" cy="{y}" r="2.4"/>'
+            yield f'<circle class="f{number % N_SERIES_COLORS + 1}" cx="{x}" cy="{y}" r="2.4"/>'
 
 
-def thin_out(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """At most `MAX_POINTS` of the points: of each stretch the lowest and the highest."""
-    if len(points) <= MAX_POINTS:
+def thin_out_to_extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_CURVE_POINTS` of the points: of each stretch the lowest and the highest."""
+    if len(points) <= MAX_CURVE_POINTS:
         return list(points)
-    size = math.ceil(2 * len(points) / MAX_POINTS)
+    size = math.ceil(2 * len(points) / MAX_CURVE_POINTS)
     kept = []
     for first in range(0, len(points), size):
         stretch = points[first : first + size]

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError
-from areal_hpc.evaluation.ticket_numbers import VALID_SET
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import format_metric
 from areal_hpc.rundir.manifests import read_evaluations_by_set
@@ -22,22 +22,26 @@ from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.compare import find_differing_keys
 from areal_hpc.view.metric_values import format_value, list_numbers, select_trained_rows
 from areal_hpc.view.report.charts import Chart
-from areal_hpc.view.report.curves import draw_run_curves, draw_step_times, summarize_metric
+from areal_hpc.view.report.curves import (
+    draw_run_curves,
+    draw_step_times,
+    get_first_mean_and_last_value,
+)
 from areal_hpc.view.report.efficiency import Efficiency, measure_efficiency
-from areal_hpc.view.report.examples import ShownEpisode, choose_examples
+from areal_hpc.view.report.examples import ShownEpisode, choose_example_episodes
 from areal_hpc.view.report.held_out import (
     PairedDifference,
     compare_evaluations,
 )
 from areal_hpc.view.report.recipe_differences import (
     find_changed_keys,
-    flatten_public,
+    flatten_recipe_hiding_private,
     format_setting,
 )
 from areal_hpc.view.state.health import read_alerts
 from areal_hpc.view.state.summary import RunProgress, read_run_progress
 
-TOLD_METRICS = (
+SUMMARIZED_METRICS = (
     "staleness/mean",
     "staleness/max",
     "logprob/engine_trainer_mean_abs_diff",
@@ -101,10 +105,14 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     recipes = [progress.recipe for progress in progress_by_run]
     problems: list[str] = []
     evaluations = [
-        (name, read_evaluations_by_set(paths, VALID_SET, problems), _get_held_out_keys(recipe))
+        (
+            name,
+            read_evaluations_by_set(paths, VALID_SET_NAME, problems),
+            _get_held_out_sections(recipe),
+        )
         for name, paths, recipe in zip(names, runs, recipes, strict=True)
     ]
-    flat = [flatten_public(recipe) for recipe in recipes]
+    flat = [flatten_recipe_hiding_private(recipe) for recipe in recipes]
     # Evaluations of step 0 stand in a row that trained nothing.
     curves = {
         name: progress.snapshot.steps for name, progress in zip(names, progress_by_run, strict=True)
@@ -126,7 +134,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     )
 
 
-def _get_held_out_keys(recipe: Mapping[str, Any]) -> tuple[Any, Any]:
+def _get_held_out_sections(recipe: Mapping[str, Any]) -> tuple[Any, Any]:
     """What a recipe says of its held-out tasks."""
     return recipe.get("valid_dataset"), (recipe.get("evaluation") or {}).get("sets")
 
@@ -155,9 +163,12 @@ def _describe_run(name: str, paths: RunPaths, progress: RunProgress) -> RunRepor
         audit=tuple(_describe_audit(paths)),
         alerts=tuple(read_alerts(paths)),
         answers=(explain_slow_run(paths), explain_collapse(paths)) if rows else (),
-        episodes=tuple(choose_examples(paths, progress.step, problems)),
+        episodes=tuple(choose_example_episodes(paths, progress.step, problems)),
         launches=tuple(_list_launches(paths)),
-        recipe=tuple((key, format_setting(value)) for key, value in flatten_public(recipe).items()),
+        recipe=tuple(
+            (key, format_setting(value))
+            for key, value in flatten_recipe_hiding_private(recipe).items()
+        ),
         problems=tuple(problems),
     )
 
@@ -183,8 +194,8 @@ def _list_head_facts(
 
 
 def _list_metric_rows(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
-    for name in TOLD_METRICS:
-        if (values := summarize_metric(rows, name)) is not None:
+    for name in SUMMARIZED_METRICS:
+        if (values := get_first_mean_and_last_value(rows, name)) is not None:
             first, mean, last = (format_value(name, value) for value in values)
             yield name, first, mean, last
 

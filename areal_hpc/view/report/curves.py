@@ -10,7 +10,7 @@ from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.view.metric_values import get_number
 from areal_hpc.view.report.charts import Chart, Series, draw_bars, draw_curves
 
-CURVES = {
+CURVE_TITLE_BY_METRIC = {
     "reward/mean": "training reward",
     EVAL_REWARD_METRIC: "held-out reward",
     "entropy/mean": "entropy",
@@ -31,7 +31,7 @@ CURVES = {
     "memory/trainer_peak_bytes": "memory of a rank",
 }
 """Titles by metric, in the order of the report."""
-PHASE_LAYERS = {
+PHASES_BY_LAYER = {
     "waiting for episodes": ("batch_wait",),
     "waiting for a replica": ("cell_wait",),
     "training": ("read", "measure", "pack", "train"),
@@ -47,9 +47,11 @@ def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]
     """A chart for each metric that a run has; dashed lines are restarts of the only run."""
     (only, *others) = rows_by_run.values()
     marks = [] if others else list_restart_steps(only)
-    for name, title in CURVES.items():
+    for name, title in CURVE_TITLE_BY_METRIC.items():
         series = [
-            Series(run, [(row["step"], value) for row, value in iterate_values(rows, name)])
+            Series(
+                run, [(row["step"], value) for row, value in iterate_rows_with_value(rows, name)]
+            )
             for run, rows in rows_by_run.items()
         ]
         metric = find_metric(name)
@@ -65,7 +67,7 @@ def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]
                 yield chart
 
 
-def iterate_values(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, float]]:
+def iterate_rows_with_value(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, float]]:
     """The rows that have a metric, with its value; of the start of a run its evaluation alone."""
     for row in rows:
         is_told = row["step"] > 0 or name == EVAL_REWARD_METRIC
@@ -80,7 +82,7 @@ def draw_step_times(run: str, rows: Sequence[Row]) -> Chart | None:
         return None
     layers = {
         name: [sum(get_number(row, f"time/{phase}_s") or 0.0 for phase in phases) for row in timed]
-        for name, phases in PHASE_LAYERS.items()
+        for name, phases in PHASES_BY_LAYER.items()
     }
     totals = [get_number(row, "time/step_s") or 0.0 for row in timed]
     known = [sum(column) for column in zip(*layers.values(), strict=True)]
@@ -100,7 +102,9 @@ def list_restart_steps(rows: Sequence[Row]) -> list[int]:
     ]
 
 
-def summarize_metric(rows: Sequence[Row], name: str) -> tuple[float, float, float] | None:
+def get_first_mean_and_last_value(
+    rows: Sequence[Row], name: str
+) -> tuple[float, float, float] | None:
     """First, mean and last value of a metric; None if no row has it."""
-    values = [value for _, value in iterate_values(rows, name)]
+    values = [value for _, value in iterate_rows_with_value(rows, name)]
     return (values[0], statistics.fmean(values), values[-1]) if values else None

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.metrics.limit import find_main_step_limit
-from areal_hpc.metrics.step_line import compute_tokens_per_s
+from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launches
-from areal_hpc.view.answers.step_parts import list_step_parts
+from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launch_times
+from areal_hpc.view.answers.step_parts import list_mean_step_parts
 from areal_hpc.view.metric_values import format_value, list_numbers
 from areal_hpc.view.report.curves import list_restart_steps
 from areal_hpc.view.tables import format_duration
-from areal_hpc.view.timing.idle_time import describe_idle_time, read_run_size
+from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_gpus_or_nodes
 
 MAX_TOLD_EVENTS = 12
 
@@ -39,7 +39,9 @@ def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) ->
     shares: tuple[tuple[str, float], ...] = ()
     if timed:
         step_s = statistics.fmean(list_numbers(timed, "time/step_s"))
-        shares = tuple((one.name, one.seconds / step_s) for one in list_step_parts(timed, None))
+        shares = tuple(
+            (one.name, one.seconds / step_s) for one in list_mean_step_parts(timed, None)
+        )
     counts = Counter(
         (str(one["event"]), str(one["role"]))
         for one in read_all_events(paths.events)
@@ -50,7 +52,7 @@ def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) ->
 
 
 def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterator[tuple[str, str]]:
-    launches = list_launches(paths)
+    launches = list_launch_times(paths)
     ends = list_numbers(rows, "unix_time_s")
     steps_s = sum(list_numbers(rows, "time/step_s"))
     if launches and ends:
@@ -58,7 +60,7 @@ def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterat
         yield "wall time", f"{format_duration(wall_s)} from the first launch to the last step"
     if steps_s:
         yield "time of steps", format_duration(steps_s)
-    size = read_run_size(paths, cell_count)
+    size = read_held_gpus_or_nodes(paths, cell_count)
     if size is not None and steps_s:
         held = steps_s / 3600 * (size.trainer + size.cells)
         unit = f"{size.unit}-hours"
@@ -73,7 +75,7 @@ def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterat
     yield "restarts of the trainer survived", str(len(list_restart_steps(rows)))
     tokens = sum(list_numbers(rows, "tokens/trained"))
     if tokens and steps_s:
-        speed = compute_tokens_per_s(rows)
+        speed = compute_trained_tokens_per_s(rows)
         yield "tokens trained", f"{tokens:,.0f}, {speed:.0f} a second over all phases"
     if mfu := list_numbers(rows, "throughput/mfu"):
         yield "model FLOP/s utilization", f"{statistics.fmean(mfu):.1%} while training"

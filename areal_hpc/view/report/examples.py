@@ -7,7 +7,11 @@ from dataclasses import dataclass
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.manifests import list_manifest_steps
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes, read_first_rows
+from areal_hpc.view.batch_episodes import (
+    BatchEpisode,
+    read_batch_episodes,
+    read_first_row_of_each_episode,
+)
 from areal_hpc.view.transcripts.conversation import (
     extract_text,
     format_tool_call,
@@ -18,7 +22,7 @@ from areal_hpc.view.transcripts.conversation import (
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
-MAX_EACH = 2
+MAX_EPISODES_OF_EACH_SORT = 2
 """Episodes of each sort."""
 MAX_TEXT_CHARS = 4000
 """Of a message: what is longer loses its middle."""
@@ -49,23 +53,30 @@ class ShownEpisode:
     messages: tuple[ShownMessage, ...]
 
 
-def choose_examples(paths: RunPaths, last_step: int, problems: list[str]) -> list[ShownEpisode]:
+def choose_example_episodes(
+    paths: RunPaths, last_step: int, problems: list[str]
+) -> list[ShownEpisode]:
     """Episodes of the newest trained batch that can be read."""
     for step in reversed([one for one in list_manifest_steps(paths) if one <= last_step][-3:]):
         episodes = read_batch_episodes(paths, [step], problems)
         if not episodes:
             continue
-        chosen = list(pick_episodes(episodes))
+        chosen = list(pick_good_bad_and_typical(episodes))
         try:
-            rows = read_first_rows(paths, [one for _, one in chosen])
+            rows = read_first_row_of_each_episode(paths, [one for _, one in chosen])
         except ShardError as error:
             problems.append(str(error))
             continue
-        return [_show(sort, one, row) for (sort, one), row in zip(chosen, rows, strict=True)]
+        return [
+            _build_shown_episode(sort, one, row)
+            for (sort, one), row in zip(chosen, rows, strict=True)
+        ]
     return []
 
 
-def pick_episodes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[str, BatchEpisode]]:
+def pick_good_bad_and_typical(
+    episodes: Sequence[BatchEpisode],
+) -> Iterator[tuple[str, BatchEpisode]]:
     """The best, the worst, and those nearest to the median reward, each of two groups. Pure."""
     middle = statistics.median(one.reward for one in episodes)
     orders: dict[str, Callable[[BatchEpisode], float]] = {
@@ -79,12 +90,12 @@ def pick_episodes(episodes: Sequence[BatchEpisode]) -> Iterator[tuple[str, Batch
         for one in sorted(episodes, key=order):
             if one.name not in used:
                 first_of_group.setdefault(one.ticket_id, one)
-        for one in list(first_of_group.values())[:MAX_EACH]:
+        for one in list(first_of_group.values())[:MAX_EPISODES_OF_EACH_SORT]:
             used.add(one.name)
             yield sort, one
 
 
-def _show(sort: str, one: BatchEpisode, row: TrajectoryRow) -> ShownEpisode:
+def _build_shown_episode(sort: str, one: BatchEpisode, row: TrajectoryRow) -> ShownEpisode:
     calls = dict(locate_calls(row.record.calls))
     messages = [
         ShownMessage(

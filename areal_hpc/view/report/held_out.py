@@ -4,10 +4,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.evaluation.statistics import Estimate, compare_paired
-from areal_hpc.evaluation.ticket_numbers import VALID_SET
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.rundir.manifests import EvaluationResult
 
-MIN_TASKS = 2
+MIN_COMPARED_TASKS = 2
 ResultsBySet = Mapping[str, Sequence[EvaluationResult]]
 """Results of each evaluation set, by step."""
 
@@ -40,24 +40,26 @@ def compare_evaluations(
         for name, results in results_by_set.items():
             first, last = results[0], results[-1]
             title = f"{_name_set(run, name)}: step {first.step} to {last.step}"
-            yield from _compare(title, first, last)
+            yield from _compare_if_same_tasks(title, first, last)
     judged = [one for one in results_by_run if one[1]]
     for run, results_by_set, tasks in judged[1:]:
         other, its_results, its_tasks = judged[0]
         for name in results_by_set.keys() & its_results.keys() if tasks == its_tasks else ():
             title = f"{_name_set(other, name)} to {run}, the last evaluation of each"
-            yield from _compare(title, its_results[name][-1], results_by_set[name][-1])
+            yield from _compare_if_same_tasks(
+                title, its_results[name][-1], results_by_set[name][-1]
+            )
 
 
 def _name_set(run: str, name: str) -> str:
-    return run if name == VALID_SET else f"{run}, {name}"
+    return run if name == VALID_SET_NAME else f"{run}, {name}"
 
 
-def _compare(
+def _compare_if_same_tasks(
     title: str, before: EvaluationResult, after: EvaluationResult
 ) -> Iterator[PairedDifference]:
     n_tasks = len(after.rewards)
-    if before is after or len(before.rewards) != n_tasks or n_tasks < MIN_TASKS:
+    if before is after or len(before.rewards) != n_tasks or n_tasks < MIN_COMPARED_TASKS:
         return
     difference = compare_paired(before.rewards, after.rewards).difference
     yield PairedDifference(title, before.mean_reward, after.mean_reward, difference)

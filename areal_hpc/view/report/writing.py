@@ -8,7 +8,7 @@ import jinja2
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.report.charts import COLORS
+from areal_hpc.view.report.charts import N_SERIES_COLORS
 from areal_hpc.view.report.content import Report, build_report
 
 _TEMPLATES = jinja2.Environment(
@@ -33,4 +33,4 @@ def write_report(runs: Sequence[RunPaths], out: Path) -> None:
 
 def render_report(report: Report) -> str:
     """A report as HTML. Everything that a run recorded is escaped. Pure."""
-    return _TEMPLATES.get_template("report.html.j2").render(report=report, colors=COLORS)
+    return _TEMPLATES.get_template("report.html.j2").render(report=report, colors=N_SERIES_COLORS)

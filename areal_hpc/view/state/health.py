@@ -6,9 +6,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.metrics.alert_rules import MIN_FAILED_EPISODES, Alert
+from areal_hpc.metrics.alert_rules import MIN_FAILED_TRIES_IN_STEP, Alert
 from areal_hpc.metrics.alerts import find_alerts
-from areal_hpc.metrics.episode_failures import is_training_failure
+from areal_hpc.metrics.episode_failures import is_training_episode_failure
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.paths import RunPaths
@@ -27,14 +27,14 @@ def read_alerts(paths: RunPaths) -> list[Alert]:
         return find_alerts(rows, config)
     since = read_launch_time(paths)
     events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
-    failing = find_alert_of_failures_only(events)
+    failing = find_alert_if_all_episodes_failed(events)
     return [failing] if failing else []
 
 
-def find_alert_of_failures_only(events: Sequence[dict[str, Any]]) -> Alert | None:
+def find_alert_if_all_episodes_failed(events: Sequence[dict[str, Any]]) -> Alert | None:
     """The alert of agents whose episodes have only failed so far; None if some ended well."""
-    failures = [event for event in events if is_training_failure(event)]
-    if len(failures) < MIN_FAILED_EPISODES:
+    failures = [event for event in events if is_training_episode_failure(event)]
+    if len(failures) < MIN_FAILED_TRIES_IN_STEP:
         return None
     newest = failures[-1]
     reason = str(newest.get("message") or newest.get("reason", "")).strip().splitlines()
@@ -56,7 +56,7 @@ def read_alerts_config(paths: RunPaths) -> AlertsConfig:
         return AlertsConfig()
 
 
-def list_failures(alerts: Sequence[Alert]) -> list[Alert]:
+def select_failure_alerts(alerts: Sequence[Alert]) -> list[Alert]:
     """Those by which somebody has to act."""
     return [alert for alert in alerts if alert.level == "failure"]
 

@@ -149,7 +149,7 @@ def build_run_jobs(
     submissions = read_submissions(paths.submissions)
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
     snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
-    newest, successors = _split_chains(submissions, snapshot)
+    newest, successors = _choose_submissions_and_successors(submissions, snapshot)
     held = {job.root.name for job in list_jobs_held_while_idle(paths.jobs_dir)}
     last_attempt = max((submission.attempt for submission in submissions), default=0)
     names = {
@@ -179,7 +179,7 @@ def build_run_jobs(
     return RunJobs(paths, jobs, snapshot, ids)
 
 
-def _split_chains(
+def _choose_submissions_and_successors(
     submissions: list[Submission], snapshot: QueueSnapshot
 ) -> tuple[dict[str, Submission], dict[str, tuple[str, ...]]]:
     """The submission that counts for each job, and the numbers of its successors in the queue.
@@ -240,7 +240,7 @@ def describe_allocation_steps(paths: RunPaths) -> list[str]:
     return format_table(rows + [(one.job, one.step, ",".join(one.nodes)) for one in note.steps])
 
 
-def describe_jobs(run: RunJobs) -> list[str]:
+def format_job_table_and_notes(run: RunJobs) -> list[str]:
     """A table of the jobs, then what is to be said of those that wait."""
     rows = [("job", "id", "state", "nodes", "attempt", "time")]
     rows += [_format_job_row(job, run.snapshot) for job in run.jobs]
@@ -279,15 +279,15 @@ def describe_unrecorded_jobs(run: RunJobs) -> list[str]:
     """Lines on the jobs that Slurm has and nobody recorded, and what to do about them."""
     root = shlex.quote(str(run.paths.root))
     return [
-        f"job {job.submission.job_id} ({_name_place(job)}) is not on record: its submission was "
-        "interrupted, or made by hand\n"
+        f"job {job.submission.job_id} ({_name_job_or_successor(job)}) is not on record: its "
+        "submission was interrupted, or made by hand\n"
         f"  try: areal-hpc resume {root} takes it over, areal-hpc cancel {root} removes it"
         for job in run.jobs
         if not job.is_recorded and job.submission
     ]
 
 
-def _name_place(job: JobView) -> str:
+def _name_job_or_successor(job: JobView) -> str:
     place = job.submission.successor if job.submission else 0
     return f"successor {place} of {job.name}" if place else job.name
 

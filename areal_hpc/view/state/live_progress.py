@@ -12,7 +12,7 @@ from rich.text import Text
 
 from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
-from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation
+from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.run_news import RunEventAnnouncer
@@ -109,7 +109,7 @@ class PlainReporter:
                 self.print_line(format_step_line(row, self._total_steps))
                 self._report_new_alerts(snapshot.steps[:number], row)
             elif list_evaluated_sets(row) and row["step"] not in self._evaluated:
-                evaluation = {"step": row["step"], **select_evaluation(row)}
+                evaluation = {"step": row["step"], **select_evaluation_metrics(row)}
                 self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = _list_evaluated_steps(snapshot)
 

@@ -18,7 +18,7 @@ from areal_hpc.evaluation.set_metrics import (
     compute_task_values,
 )
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
-from areal_hpc.evaluation.ticket_numbers import VALID_SET
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
 from areal_hpc.rundir.paths import RunPaths
@@ -103,7 +103,7 @@ class RunData:
             | {name: one.get_field(name) for name in _TRAJECTORY_FIELDS}
             for one in self._rows
         ]
-        self._release()
+        self._forget_read_rows()
         return Columns(rows, ("shard", "row", *_TRAJECTORY_FIELDS))
 
     @cached_property
@@ -126,7 +126,7 @@ class RunData:
             for one in self._rows
             for place, call in enumerate(one.record.calls)
         ]
-        self._release()
+        self._forget_read_rows()
         return Columns(rows, names)
 
     @cached_property
@@ -177,7 +177,7 @@ class RunData:
                 "reward": reward,
                 "answer": result.answers[task][sample] if result.answers else "",
             }
-            for name, result in list_evaluations(self._paths, VALID_SET)
+            for name, result in list_evaluations(self._paths, VALID_SET_NAME)
             for task, rewards in enumerate(result.list_samples())
             for sample, reward in enumerate(rewards)
         ]
@@ -232,7 +232,7 @@ class RunData:
         (found,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
         return found
 
-    def _release(self) -> None:
+    def _forget_read_rows(self) -> None:
         for shard in {id(one.shard): one.shard for one in self._rows}.values():
             shard.forget_read_rows()
 

@@ -9,10 +9,10 @@ from typing import Any
 
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.step_line import (
-    compute_tokens_per_s,
+    compute_trained_tokens_per_s,
     estimate_remaining_s,
+    format_evaluation_set_metrics,
     format_metric,
-    format_set_metrics,
 )
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -31,7 +31,7 @@ from areal_hpc.view.tables import format_duration
 from areal_hpc.view.timing.idle_time import (
     describe_idle_time,
     measure_wait_without_cells_s,
-    read_run_size,
+    read_held_gpus_or_nodes,
 )
 
 
@@ -95,7 +95,7 @@ def read_run_progress(paths: RunPaths) -> RunProgress:
     )
 
 
-def describe_run_now(paths: RunPaths, *, is_running: bool) -> list[str]:
+def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> list[str]:
     """Since when a run works and at what, if it does, and how its agent fails, for people."""
     events = read_events_since_launch(paths)
     lines = []
@@ -108,7 +108,7 @@ def describe_run_now(paths: RunPaths, *, is_running: bool) -> list[str]:
     failures = AgentFailures.collect(events)
     if (cause := failures.newest) is not None:
         lines.append(f"  agent             failed {failures.share_text}: {cause.text}")
-        lines.append(f"                    try: {cause.next_step}")
+        lines.append(f"                    try: {cause.suggested_fix}")
     return lines
 
 
@@ -126,7 +126,7 @@ def format_run_progress(
             lines[0] += f", about {format_duration(left_s)} left"
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
-            f"  speed             {compute_tokens_per_s([last]):.0f} tokens/s, "
+            f"  speed             {compute_trained_tokens_per_s([last]):.0f} tokens/s, "
             f"{format_metric(last.get('time/step_s'), '.1f')} s for the step",
         ]
         if "staleness/mean" in last:
@@ -153,7 +153,7 @@ def format_run_progress(
 
 def _describe_idle_time(advance: RunProgress, paths: RunPaths) -> list[str]:
     """Lines on the time that trainer and cells waited for one another."""
-    size = read_run_size(paths, advance.cell_count)
+    size = read_held_gpus_or_nodes(paths, advance.cell_count)
     lines = []
     if size is not None and advance.snapshot.steps:
         lines += describe_idle_time(advance.snapshot.steps, size)
@@ -211,7 +211,7 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         )
     lines += _describe_evaluation_sets(snapshot.steps)
     lines += [
-        f"  speed             {compute_tokens_per_s(trained):.0f} tokens/s, "
+        f"  speed             {compute_trained_tokens_per_s(trained):.0f} tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {format_metric(worst, '.1e')} maximum log-probability difference "
         f"over {n_compared} tokens"
@@ -249,6 +249,6 @@ def _describe_evaluation_sets(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     """The newest numbers of each evaluation set."""
     newest: dict[str, tuple[int, str]] = {}
     for row in rows:
-        for text in format_set_metrics(row):
+        for text in format_evaluation_set_metrics(row):
             newest[" ".join(text.split()[:2])] = (row["step"], text)
     return [f"  {'evaluation set':<17} {text}  (step {step})" for step, text in newest.values()]

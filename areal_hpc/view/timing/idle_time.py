@@ -17,7 +17,7 @@ TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BA
 
 
 @dataclass(frozen=True, slots=True)
-class RunSize:
+class HeldGpusOrNodes:
     """What the jobs of a run hold, in GPUs; in nodes if they have none."""
 
     unit: str
@@ -28,7 +28,7 @@ class RunSize:
     cell_count: int
 
 
-def read_run_size(paths: RunPaths, cell_count: int) -> RunSize | None:
+def read_held_gpus_or_nodes(paths: RunPaths, cell_count: int) -> HeldGpusOrNodes | None:
     """What the jobs hold, by the last launch of each; None if that cannot be read."""
     trainer_gpus = trainer_nodes = 0
     cells: dict[str, tuple[int, int]] = {}
@@ -48,8 +48,8 @@ def read_run_size(paths: RunPaths, cell_count: int) -> RunSize | None:
         return None
     cell_gpus, cell_nodes = (sum(held) for held in zip((0, 0), *cells.values(), strict=True))
     if trainer_gpus + cell_gpus:
-        return RunSize("GPU", trainer_gpus, cell_gpus, cell_count)
-    return RunSize("node", trainer_nodes, cell_nodes, cell_count) if trainer_nodes else None
+        return HeldGpusOrNodes("GPU", trainer_gpus, cell_gpus, cell_count)
+    return HeldGpusOrNodes("node", trainer_nodes, cell_nodes, cell_count) if trainer_nodes else None
 
 
 def _count_nodes(job: JobPaths) -> int:
@@ -59,7 +59,7 @@ def _count_nodes(job: JobPaths) -> int:
     return int(found[1]) if found else 1
 
 
-def describe_idle_time(rows: Sequence[Mapping[str, Any]], size: RunSize) -> list[str]:
+def describe_idle_time(rows: Sequence[Mapping[str, Any]], size: HeldGpusOrNodes) -> list[str]:
     """Hours that trainer and cells spent waiting for one another, of those they held. Pure."""
     hours = _sum_hours(rows, "time/step_s")
     waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)

@@ -20,7 +20,7 @@ from areal_hpc.view.metric_values import get_number
 from areal_hpc.view.slices import Slice
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 
-PHASE_ORDER = (
+PLACED_PHASES_IN_ORDER = (
     *("batch_wait", "read", "measure", "pack", "train"),
     *("cell_wait", "publish", "checkpoint", "eval", "export"),
 )
@@ -30,7 +30,7 @@ PROXY_ROLE, DRIVER_ROLE = "proxy", "driver"
 EPISODES_LANE, REPLICA_LANE = "episodes", "replica "
 AGENT_LANE = "recorded by agents"
 """Of calls that no replica of the cell answered."""
-PLACED_NOTE = (
+PLACED_PHASES_NOTE = (
     "Of the trainer's phases only lengths are recorded: they are placed one after another."
 )
 
@@ -92,17 +92,17 @@ def read_timeline(
     tracks = [track for one in processes for track in build_tracks(one)]
     notes = list(describe_clocks(processes))
     if not any(name.startswith(TRAINER_PROCESS) for name in names):
-        phases = [phase for row in rows for phase in place_phases(row)[1]]
+        phases = [phase for row in rows for phase in place_step_and_phases(row)[1]]
         tracks.insert(0, Track(TRAINER_PROCESS, "", phases))
-        notes.append(PLACED_NOTE)
+        notes.append(PLACED_PHASES_NOTE)
     trained = read_batch_episodes(paths, [row["step"] for row in rows if row["step"] > 0], problems)
-    tracks = add_facts_of_rows(tracks, trained)
-    recorded = [_take_trained(one) for one in trained if one.is_timed]
+    tracks = add_rewards_and_call_times(tracks, trained)
+    recorded = [_record_trained_episode(one) for one in trained if one.is_timed]
     recorded += read_untrained_episodes(paths, begin, end, problems)
     heard = {split_process_name(name) for name in names}
     silent = [one for one in recorded if (one.cell, DRIVER_ROLE) not in heard]
     tracks += build_tracks_of_records(silent)
-    steps = [place_phases(row)[0] for row in rows]
+    steps = [place_step_and_phases(row)[0] for row in rows]
     return Timeline(begin, end, steps, tracks, notes)
 
 
@@ -135,7 +135,9 @@ def get_episode_key(facts: Mapping[str, Any]) -> EpisodeKey:
     )
 
 
-def add_facts_of_rows(tracks: Sequence[Track], episodes: Sequence[BatchEpisode]) -> list[Track]:
+def add_rewards_and_call_times(
+    tracks: Sequence[Track], episodes: Sequence[BatchEpisode]
+) -> list[Track]:
     """Tracks whose episodes say their reward and row, and when calls of theirs were under way."""
     rows: dict[EpisodeKey, dict[str, Any]] = {
         (one.ticket_id, one.attempt, -1, one.episode): {
@@ -182,7 +184,7 @@ class RecordedEpisode:
     calls: tuple[CallRecord, ...]
 
 
-def _take_trained(one: BatchEpisode) -> RecordedEpisode:
+def _record_trained_episode(one: BatchEpisode) -> RecordedEpisode:
     facts = {"step": one.step, "reward": one.reward, "task": one.task, "row": one.name}
     name = f"ticket {one.ticket_id} episode {one.episode}"
     span = Slice(name, one.record.started_at, one.record.ended_at, facts)
@@ -201,12 +203,16 @@ def read_untrained_episodes(
             for one in sealed.untrained:
                 records = reader.read_records(one.rows)
                 if records and records[0].started_at <= end and begin <= records[0].ended_at:
-                    yield _take_untrained(one.kind, f"{sealed.file}/{one.rows[0]}", records)
+                    yield _record_untrained_episode(
+                        one.kind, f"{sealed.file}/{one.rows[0]}", records
+                    )
         except (ShardError, IndexError) as error:
             problems.append(f"{sealed.file}: {error}")
 
 
-def _take_untrained(kind: str, name: str, records: Sequence[RowRecord]) -> RecordedEpisode:
+def _record_untrained_episode(
+    kind: str, name: str, records: Sequence[RowRecord]
+) -> RecordedEpisode:
     first = records[0]
     calls = {call.id: call for record in records for call in record.calls}
     timed = [one for one in calls.values() if 0 < one.asked_at <= one.answered_at]
@@ -244,14 +250,14 @@ def _build_call_slice(name: str, call: CallRecord) -> Slice:
     return Slice(name, call.asked_at, call.answered_at, facts)
 
 
-def place_phases(row: Row) -> tuple[Slice, list[Slice]]:
+def place_step_and_phases(row: Row) -> tuple[Slice, list[Slice]]:
     """A step and its phases: these follow one another from its begin. Pure."""
     end, step_s = float(row["unix_time_s"]), float(row["time/step_s"])
     at = end - step_s
     facts = {name: row[name] for name in ("reward/mean", "limit", "version") if name in row}
     step = Slice(f"step {row['step']}", at, end, facts)
     phases = []
-    for phase in PHASE_ORDER:
+    for phase in PLACED_PHASES_IN_ORDER:
         seconds = get_number(row, f"time/{phase}_s") or 0.0
         if seconds > 0 and at < end:
             until = min(at + seconds, end)
@@ -260,7 +266,7 @@ def place_phases(row: Row) -> tuple[Slice, list[Slice]]:
     return step, phases
 
 
-def find_spans_end(paths: RunPaths) -> tuple[float, float]:
+def find_span_bounds(paths: RunPaths) -> tuple[float, float]:
     """Begin and end of all that spans tell; nan without any."""
     processes = read_spans(paths)
     begin = min((one.begin for one in processes), default=math.nan)

@@ -16,7 +16,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
+from areal_hpc.view.slices import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     EPISODES_LANE,
     Row,
@@ -101,7 +101,7 @@ def _add_tracks(writer: TraceWriter, pid: int, tracks: Sequence[Track]) -> None:
     first_tid = 1
     for track in tracks:
         if track.is_of_calls:
-            for at, value in count_under_way(track.slices):
+            for at, value in iterate_counts_under_way(track.slices):
                 writer.add_count(pid, f"calls at {track.lane}", at, value)
         lanes = assign_lanes(track.slices)
         count = max(lanes, default=-1) + 1

@@ -33,9 +33,10 @@ class TraceWriter:
                 "name": one.name,
                 "pid": pid,
                 "tid": tid,
-                "ts": self._scale(one.begin),
+                "ts": self._to_microseconds_since_zero(one.begin),
                 # Both ends are rounded alike, so that slices that nest still do.
-                "dur": self._scale(one.end) - self._scale(one.begin),
+                "dur": self._to_microseconds_since_zero(one.end)
+                - self._to_microseconds_since_zero(one.begin),
                 "args": dict(one.facts),
             }
         )
@@ -45,14 +46,16 @@ class TraceWriter:
     ) -> None:
         """A moment on a thread."""
         event = {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid}
-        self.events.append(event | {"ts": self._scale(at), "args": dict(facts)})
+        self.events.append(
+            event | {"ts": self._to_microseconds_since_zero(at), "args": dict(facts)}
+        )
 
     def add_count(self, pid: int, name: str, at: float, value: int) -> None:
         """A number from a moment on."""
-        event = {"ph": "C", "name": name, "pid": pid, "ts": self._scale(at)}
+        event = {"ph": "C", "name": name, "pid": pid, "ts": self._to_microseconds_since_zero(at)}
         self.events.append(event | {"args": {name: value}})
 
-    def _scale(self, at: float) -> int:
+    def _to_microseconds_since_zero(self, at: float) -> int:
         return max(0, round((at - self._zero) * 1e6))  # an event may have begun before
 
     def _add_metadata(self, what: str, pid: int, tid: int, **facts: Any) -> None:

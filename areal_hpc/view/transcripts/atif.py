@@ -15,13 +15,15 @@ from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 SCHEMA_VERSION = "ATIF-v1.8"
-_SOURCES = {"system": "system", "developer": "system", "assistant": "agent"}
+_SOURCE_BY_ROLE = {"system": "system", "developer": "system", "assistant": "agent"}
 """Of messages by their roles; every other one is the user's."""
 
 JsonObject = dict[str, Any]
 
 
-def build_trajectory(found: FoundRow, agent: str, agent_version: str, model: str) -> JsonObject:
+def build_atif_trajectory(
+    found: FoundRow, agent: str, agent_version: str, model: str
+) -> JsonObject:
     """One row as a trajectory, a JSON object without empty fields."""
     row = found.read()
     record = row.record
@@ -68,16 +70,18 @@ def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
         if message.get("role") in ("tool", "function") and steps:
             _add_observation(steps[-1], message)
             continue
-        source = _SOURCES.get(str(message.get("role")), "user")
+        source = _SOURCE_BY_ROLE.get(str(message.get("role")), "user")
         step = {"step_id": len(steps) + 1, "source": source}
         step["message"] = extract_text(message.get("content"))
         if source == "agent":
-            step |= _describe_reply(message, calls.get(place), row)
+            step |= _build_reply_fields(message, calls.get(place), row)
         steps.append(step)
     return steps
 
 
-def _describe_reply(message: JsonObject, call: CallRecord | None, row: TrajectoryRow) -> JsonObject:
+def _build_reply_fields(
+    message: JsonObject, call: CallRecord | None, row: TrajectoryRow
+) -> JsonObject:
     facts: JsonObject = {}
     if reasoning := message.get("reasoning_content"):
         facts["reasoning_content"] = extract_text(reasoning)

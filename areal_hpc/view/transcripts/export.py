@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import fsync_path, open_temporary
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
-from areal_hpc.view.transcripts.atif import build_trajectory
+from areal_hpc.view.transcripts.atif import build_atif_trajectory
 from areal_hpc.view.transcripts.row_search import FoundRow
 
 ExportFormat = Literal["jsonl", "parquet", "sft", "atif"]
@@ -76,7 +76,7 @@ def _choose_row_builder(
         agent = recipe.get("rollout", {}).get("workflow") or "agent"
         model = recipe.get("model", {})
         name = str(model.get("hub") or model.get("path") or "policy")
-        return lambda row: build_trajectory(row, str(agent), f"areal_hpc {__version__}", name)
+        return lambda row: build_atif_trajectory(row, str(agent), f"areal_hpc {__version__}", name)
     return _build_full_record
 
 

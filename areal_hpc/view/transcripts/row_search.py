@@ -21,7 +21,7 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 PART_PREFIX, METRIC_PREFIX = "part.", "metric."
 
 
-class TicketSteps:
+class StepByTicket:
     """Training steps of a run's tickets, read from its manifests when first asked for."""
 
     def __init__(self, paths: RunPaths | None) -> None:
@@ -48,7 +48,7 @@ class TicketSteps:
 class SearchedShard:
     """One shard of a search. What its rows hold is read when a field first needs it."""
 
-    def __init__(self, path: Path, first_row: int, steps: TicketSteps) -> None:
+    def __init__(self, path: Path, first_row: int, steps: StepByTicket) -> None:
         self.path, self.first_row, self.steps = path, first_row, steps
         self.reader = ShardReader(path)
         self._columns: dict[str, list[Any]] = {}
@@ -254,13 +254,13 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     found: list[tuple[FieldValue, FoundRow]] = []
     total = 0
     for shard in _iterate_shards(path):
-        for row in _list_rows_before_filter(shard, query):
+        for row in _list_rows_of_number_or_ticket(shard, query):
             if wanted is None or wanted.holds(row):
                 found.append((row.get_field(query.sort_by) if query.sort_by else None, row))
         shard.forget_read_rows()
         total += shard.reader.num_rows
     if not found:
-        _raise_if_asked_by_number(path, query, total)
+        _raise_if_number_or_ticket_missing(path, query, total)
     if query.sort_by:
         with_key = [one for one in found if one[0] is not None]
         without = [one for one in found if one[0] is None]
@@ -272,7 +272,7 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     return rows, len(found)
 
 
-def _list_rows_before_filter(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
+def _list_rows_of_number_or_ticket(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
     rows = [FoundRow(shard, row) for row in range(shard.reader.num_rows)]
     if query.number is not None:
         rows = [row for row in rows if row.number == query.number]
@@ -281,7 +281,7 @@ def _list_rows_before_filter(shard: SearchedShard, query: RowQuery) -> list[Foun
     return rows
 
 
-def _raise_if_asked_by_number(path: Path, query: RowQuery, total: int) -> None:
+def _raise_if_number_or_ticket_missing(path: Path, query: RowQuery, total: int) -> None:
     """Nothing was found: an error if a row or a ticket was asked for by its number."""
     if query.number is not None:
         raise RecipeError(
@@ -302,11 +302,11 @@ def _raise_if_asked_by_number(path: Path, query: RowQuery, total: int) -> None:
 def _iterate_shards(path: Path) -> Iterator[SearchedShard]:
     if path.is_file():
         run = RunPaths(path.parent.parent)
-        shard = SearchedShard(path, 0, TicketSteps(run if path.parent == run.shards_dir else None))
+        shard = SearchedShard(path, 0, StepByTicket(run if path.parent == run.shards_dir else None))
         yield shard
         return
     paths, first_row = RunPaths(path), 0
-    steps = TicketSteps(paths)
+    steps = StepByTicket(paths)
     for line in read_index(paths.index_dir):
         yield SearchedShard(paths.shards_dir / line.file, first_row, steps)
         first_row += line.rows

@@ -11,7 +11,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.node.topology import get_advertised_host
 from areal_hpc.metrics.step_metrics import PhaseTimer
-from areal_hpc.recipe.sections.weights import MAX_NCCL_GROUPS, WeightsConfig
+from areal_hpc.recipe.sections.weights import DEFAULT_MAX_NCCL_GROUPS, WeightsConfig
 from areal_hpc.weights.buckets.bucket import (
     OpenBucket,
     PackingBuffers,
@@ -286,7 +286,7 @@ def choose_group_size(backend: str, replicas: int) -> int:
     The sender's link carries the weights once for each group, which is what limits NCCL; within a
     group receivers pass them on. Over gloo a group may hang for one of its members.
     """
-    return 1 if backend == "gloo" else max(1, -(-replicas // MAX_NCCL_GROUPS))
+    return 1 if backend == "gloo" else max(1, -(-replicas // DEFAULT_MAX_NCCL_GROUPS))
 
 
 def partition_replicas(

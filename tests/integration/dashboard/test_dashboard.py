@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from areal_hpc.dashboard.app import STATIC_TYPES, read_static_file
+from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
@@ -91,7 +91,7 @@ def test_the_page_may_load_nothing_from_elsewhere_and_never_takes_text_for_marku
     policy = httpx.get(url).headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy
-    for name in STATIC_TYPES:
+    for name in MEDIA_TYPE_BY_STATIC_FILE:
         answer = httpx.get(url + name)
         assert answer.content == read_static_file(name)
         assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", answer.text), name

@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from areal_hpc.evaluation.ticket_numbers import LOADED_STEP
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.rundir.manifests import read_evaluated_tickets
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_report import read_report
@@ -76,11 +76,14 @@ def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     paths = RunPaths(tmp_path / "runs" / "quickstart" / f"eval-{model.name}")
     launcher = start(arguments)
     wait_for(
-        lambda: launcher.poll() is not None or len(read_evaluated_tickets(paths, LOADED_STEP)) >= 4,
+        lambda: (
+            launcher.poll() is not None
+            or len(read_evaluated_tickets(paths, STEP_OF_LOADED_WEIGHTS)) >= 4
+        ),
         200,
     )
     kill_all(launcher, paths.root)
-    done = {one.ticket_id for one in read_evaluated_tickets(paths, LOADED_STEP)}
+    done = {one.ticket_id for one in read_evaluated_tickets(paths, STEP_OF_LOADED_WEIGHTS)}
     assert 4 <= len(done) < TASKS + 6
 
     said = said_by(areal_hpc(*arguments, timeout_s=200))
@@ -93,7 +96,7 @@ def test_an_evaluation_that_was_killed_repeats_no_task_and_compares_with_itself(
     assert {ticket: rows[ticket] for ticket in done} == {
         ticket: 2 if ticket >= TASKS else 1 for ticket in done
     }
-    assert not paths.evaluated_tickets(LOADED_STEP).exists()
+    assert not paths.evaluated_tickets(STEP_OF_LOADED_WEIGHTS).exists()
     assert processes_of(paths.root) == []
 
     # Everything is there: nothing is started, and it is as good as itself, to the last task.

@@ -12,7 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import areal_hpc
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.limit import PHASES_BY_LIMIT, compute_limit_shares
+from areal_hpc.metrics.limit import PHASES_BY_LIMIT, compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.jsonl import read_lines
@@ -52,7 +52,8 @@ def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: S
         # What lies between phases takes milliseconds; these steps take few hundreds of them.
         assert phases_s >= 0.97 * row["time/step_s"] - BETWEEN_PHASES_S, row["step"]
         assert (
-            sum(compute_limit_shares(row).values()) >= 0.97 - BETWEEN_PHASES_S / row["time/step_s"]
+            sum(compute_time_shares_by_limit(row).values())
+            >= 0.97 - BETWEEN_PHASES_S / row["time/step_s"]
         )
         assert row["limit"] in PHASES_BY_LIMIT
         assert row["generation"] == (1 if row["step"] <= 3 else 2)  # another test asks for more

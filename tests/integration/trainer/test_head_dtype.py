@@ -13,7 +13,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.recipe.sections.trainer import KEEP_ALL, HeadDtype, ParallelConfig
+from areal_hpc.recipe.sections.trainer import KEEP_ALL_ACTIVATIONS, HeadDtype, ParallelConfig
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
@@ -35,7 +35,7 @@ MOST_ERROR = 2e-5
 
 def build(arch: Architecture, parallel: ParallelConfig, head_dtype: HeadDtype) -> Policy:
     device = torch.device("cpu")
-    policy = build_policy(arch, parallel, torch.bfloat16, device, KEEP_ALL, head_dtype)
+    policy = build_policy(arch, parallel, torch.bfloat16, device, KEEP_ALL_ACTIVATIONS, head_dtype)
 
     def draw(tensor: Any, part: Any) -> torch.Tensor:
         chance = torch.Generator().manual_seed(zlib.crc32(tensor.name.encode()))

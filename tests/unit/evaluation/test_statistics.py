@@ -10,13 +10,13 @@ from hypothesis import strategies as st
 
 from areal_hpc.evaluation.statistics import (
     compare_paired,
-    compute_consensus,
     compute_pass_at_k,
     estimate_mean,
+    score_majority_answer,
 )
 from areal_hpc.evaluation.student_t import (
-    compute_two_sided_probability,
-    compute_two_sided_quantile,
+    compute_central_probability,
+    compute_central_quantile,
 )
 
 SIMULATIONS = 2000
@@ -45,13 +45,13 @@ def test_pass_at_k_refuses_more_samples_than_there_are() -> None:
     [(1, 12.7062), (2, 4.30265), (3, 3.18245), (10, 2.22814), (29, 2.04523), (299, 1.96793)],
 )
 def test_t_quantiles_are_those_of_the_tables(degrees: int, quantile: float) -> None:
-    assert compute_two_sided_quantile(0.95, degrees) == pytest.approx(quantile, abs=1e-4)
-    assert compute_two_sided_probability(quantile, degrees) == pytest.approx(0.95, abs=1e-5)
+    assert compute_central_quantile(0.95, degrees) == pytest.approx(quantile, abs=1e-4)
+    assert compute_central_probability(quantile, degrees) == pytest.approx(0.95, abs=1e-5)
 
 
 def test_many_degrees_are_the_normal_distribution() -> None:
-    assert compute_two_sided_quantile(0.95, 4000) == pytest.approx(1.95996, abs=1e-3)
-    assert compute_two_sided_quantile(0.95, 4001) == pytest.approx(1.95996, abs=1e-4)
+    assert compute_central_quantile(0.95, 4000) == pytest.approx(1.95996, abs=1e-3)
+    assert compute_central_quantile(0.95, 4001) == pytest.approx(1.95996, abs=1e-4)
 
 
 @pytest.mark.parametrize("n_samples", [1, 8])
@@ -123,7 +123,7 @@ def test_rewards_beyond_one_get_the_t_interval() -> None:
 def test_consensus_is_the_answer_of_most(
     answers: list[str], passes: list[bool], consensus: float
 ) -> None:
-    assert compute_consensus(answers, passes) == consensus
+    assert score_majority_answer(answers, passes) == consensus
 
 
 def test_paired_test_finds_what_unpaired_intervals_hide() -> None:

@@ -45,9 +45,11 @@ def test_the_smallest_site_is_asked_for_processors_and_memory() -> None:
 def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
     told = recipe_of("cluster.slurm.mem=100G", "cluster.slurm.jobs.cell.cpus_per_task=9")
     slurm = add_cpu_and_memory_options(told, jobs_of(told))
-    assert (slurm.get_options("trainer").mem, slurm.get_options("cell-0").mem) == ("100G",) * 2
-    assert slurm.get_options("cell-0").cpus_per_task == 9
-    assert slurm.get_options("trainer").cpus_per_task == 4
+    assert (slurm.get_options_of_job("trainer").mem, slurm.get_options_of_job("cell-0").mem) == (
+        "100G",
+    ) * 2
+    assert slurm.get_options_of_job("cell-0").cpus_per_task == 9
+    assert slurm.get_options_of_job("trainer").cpus_per_task == 4
     for overrides in (
         ["cluster.slurm.exclusive=true"],
         ["cluster.slurm.sbatch_flags=['--mem-per-gpu=100G', '--cpus-per-gpu=8']"],

@@ -1,10 +1,10 @@
 from areal_hpc.evaluation.ticket_numbers import get_ticket_id
-from areal_hpc.ledger.evaluation import EvaluationState, SetPart
+from areal_hpc.ledger.evaluation import EvaluationSetPart, EvaluationState
 from areal_hpc.wire.ledger import TicketRef
 
 
 def evaluate(step: int, n_tasks: int) -> EvaluationState:
-    return EvaluationState(step, {"valid": SetPart(0, n_tasks)})
+    return EvaluationState(step, {"valid": EvaluationSetPart(0, n_tasks)})
 
 
 def test_a_result_counts_once_and_only_of_a_task_that_is_evaluated() -> None:
@@ -49,7 +49,9 @@ def test_a_late_result_saves_the_second_run() -> None:
 
 
 def test_sets_have_ticket_ranges_of_their_own_and_end_one_by_one() -> None:
-    evaluation = EvaluationState(4, {"valid": SetPart(0, 1), "aime": SetPart(1, 2, n_samples=3)})
+    evaluation = EvaluationState(
+        4, {"valid": EvaluationSetPart(0, 1), "aime": EvaluationSetPart(1, 2, n_samples=3)}
+    )
     assert (evaluation.n_tasks_left, evaluation.n_episodes) == (3, 7)
     refs = evaluation.lease_tickets("a", 9, 0.0)
     assert [ref.ticket_id for ref in refs] == [0, get_ticket_id(1, 0), get_ticket_id(1, 1)]
@@ -65,7 +67,7 @@ def test_sets_have_ticket_ranges_of_their_own_and_end_one_by_one() -> None:
 
 
 def test_a_cell_gets_samples_for_its_free_slots_and_the_rest_of_a_task() -> None:
-    evaluation = EvaluationState(0, {"aime": SetPart(1, 3, n_samples=4)})
+    evaluation = EvaluationState(0, {"aime": EvaluationSetPart(1, 3, n_samples=4)})
     assert len(evaluation.lease_tickets("a", 0, 0.0)) == 0
     refs = evaluation.lease_tickets("a", 5, 0.0)
     assert (len(refs), evaluation.count_episodes(refs), evaluation.n_pending) == (2, 8, 1)

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.state.health import find_alert_of_failures_only
+from areal_hpc.view.state.health import find_alert_if_all_episodes_failed
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
@@ -37,8 +37,10 @@ def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> No
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
-    assert find_alert_of_failures_only([failure()] * 7) is None
-    alert = find_alert_of_failures_only([failure(reason="in agent.py\nKeyError: 'anwser'")] * 8)
+    assert find_alert_if_all_episodes_failed([failure()] * 7) is None
+    alert = find_alert_if_all_episodes_failed(
+        [failure(reason="in agent.py\nKeyError: 'anwser'")] * 8
+    )
     assert alert is not None
     assert (alert.rule, alert.level) == ("failing_agents", "failure")
     assert alert.message.endswith("no step has been trained; the last: KeyError: 'anwser'")

@@ -31,10 +31,10 @@ def test_options_of_a_kind_of_job_win_over_those_that_it_would_have_without(
     slurm: dict[str, Any], job: str, partition: str, mem: str | None
 ) -> None:
     config = SlurmConfig.model_validate(slurm)
-    options = config.get_options(job)
+    options = config.get_options_of_job(job)
     assert (options.partition, options.mem) == (partition, mem)
     again = SlurmConfig.model_validate(config.model_dump(mode="json"))
-    assert again.get_options(job) == options, "written and read"
+    assert again.get_options_of_job(job) == options, "written and read"
 
 
 def test_a_container_needs_both_images() -> None:
@@ -44,7 +44,9 @@ def test_a_container_needs_both_images() -> None:
 
 def test_the_network_becomes_variables_of_gloo_and_nccl() -> None:
     network = {"interface": "ib0", "hca": "mlx5_0", "nccl": {"NCCL_DEBUG": "INFO"}}
-    assert SlurmConfig.model_validate({"network": network}).network.build_variables() == {
+    assert SlurmConfig.model_validate(
+        {"network": network}
+    ).network.build_environment_variables() == {
         "GLOO_SOCKET_IFNAME": "ib0",
         "NCCL_SOCKET_IFNAME": "ib0",
         "NCCL_IB_HCA": "mlx5_0",

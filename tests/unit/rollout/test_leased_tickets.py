@@ -16,9 +16,9 @@ def test_slots_free_up_episode_by_episode_and_finished_tickets_are_reported() ->
     board = LeasedTickets(6, 4)
     assert board.hold_granted(grant(1))
     assert board.free_episode_slots == 2
-    board.end_episode(grant(1).ref)
+    board.mark_episode_ended(grant(1).ref)
     assert board.free_episode_slots == 3
-    board.begin_episodes(grant(1))  # started over, it takes all its slots again
+    board.mark_all_episodes_begun(grant(1))  # started over, it takes all its slots again
     assert board.free_episode_slots == 2
     board.hold_granted(grant(2))
     board.mark_finished(grant(1).ref)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rollout.ledger_clock import LedgerClock
+from areal_hpc.rollout.ledger_clock import LedgerClockOffsetRecorder
 from areal_hpc.rundir.jsonl import append_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.span_file import read_span_lines
@@ -214,7 +214,7 @@ def test_a_clock_that_is_set_is_followed(tmp_path: Path) -> None:
 def test_a_heartbeat_compares_two_clocks(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with log_spans_of_process(paths.spans("cell-0-driver")):
-        clock = LedgerClock()
+        clock = LedgerClockOffsetRecorder()
         clock.compare(NOW, NOW + 5.01, NOW + 7.01, NOW + 2.02)  # kept for 2 s, as asked
         clock.compare(NOW + 3, 0.0, 0.0, NOW + 3.1)  # a ledger of an earlier version
         record_span("episode", NOW, NOW + 1)

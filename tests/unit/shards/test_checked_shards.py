@@ -17,7 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.verify import repair_index, verify_run
+from areal_hpc.shards.verify import repair_index_and_remove_partial_shards, verify_run
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.sample_trajectories import fields, seal_in, ticket, trajectory
@@ -145,7 +145,7 @@ def test_a_fifo_without_an_index_line_does_not_hold_up_a_writers_restart(
     paths: RunPaths, shard: SealedShard, caplog: pytest.LogCaptureFixture
 ) -> None:
     os.mkfifo(paths.shards_dir / "cell-0-000009.h5")
-    repair_index(paths, "cell-0")
+    repair_index_and_remove_partial_shards(paths, "cell-0")
     assert "expected a regular file, got a FIFO" in caplog.text
 
 

@@ -7,7 +7,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from areal_hpc.metrics.step_metrics import find_best_step, read_metrics
 from areal_hpc.metrics.writer import (
     MetricsWriter,
-    replace_non_finite,
+    replace_non_finite_by_none,
     summarize_newest_weight_update_pause,
 )
 from areal_hpc.rundir.jsonl import FlatRow, append_line, read_lines
@@ -69,7 +69,9 @@ def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
     assert read_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
     # A checkpoint carries a line in its own codec, and must be able to read it again.
-    assert msgspec.json.decode(msgspec.json.encode(line), type=FlatRow) == replace_non_finite(line)
+    assert msgspec.json.decode(
+        msgspec.json.encode(line), type=FlatRow
+    ) == replace_non_finite_by_none(line)
 
 
 def test_tensorboard_lists_rewards_before_all_else(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 
-from areal_hpc.dashboard.row_annotation import describe_tokens
+from areal_hpc.dashboard.row_annotation import build_token_columns
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.annotations import (
@@ -79,7 +79,7 @@ def test_what_is_written_is_shown_by_token(tmp_path: Path) -> None:
     assert found is not None
     assert find_row_annotation(paths, 3, "cell-0-000001.h5", 8) is None
     assert find_row_annotation(paths, 4, "cell-0-000001.h5", 7) is None
-    shown = describe_tokens(found, [0, 1, 0, 1, 1])
+    shown = build_token_columns(found, [0, 1, 0, 1, 1])
     assert shown["logprobs"] == [None, -1.25, None, -1.25, -1.25]
     assert shown["entropies"] == [None] * 5
     assert shown["reasons"] == ["", "clipped", "", "clipped", "clipped"]

@@ -12,7 +12,7 @@ from areal_hpc.view.diagnosis import (
     CASCADE_WINDOW_S,
     RUNNING_CASCADE_WINDOW_S,
     diagnose,
-    find_last_failure,
+    find_last_failure_chain,
 )
 from areal_hpc.view.events.failure_events import FailureEvent
 from areal_hpc.view.inspection import (
@@ -22,7 +22,7 @@ from areal_hpc.view.inspection import (
     find_last_traceback,
 )
 from areal_hpc.view.logs import LogFile
-from areal_hpc.view.state.jobs import JobView, RunJobs, describe_jobs
+from areal_hpc.view.state.jobs import JobView, RunJobs, format_job_table_and_notes
 
 NOW = 1_000_000.0
 EXITED = {"role": "trainer", "event": "process_exited", "process": "trainer", "exit_code": 1}
@@ -99,7 +99,7 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
     assert "is held until the jobs that it works with are back" in diagnosis.headline
     assert diagnosis.is_well
     assert diagnosis.chain == ()
-    assert "scontrol release" not in "\n".join(describe_jobs(found.run))
+    assert "scontrol release" not in "\n".join(format_job_table_and_notes(found.run))
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
@@ -159,8 +159,8 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
 
 def test_failures_of_long_ago_are_not_the_last_one() -> None:
     old, new, newest = (FailureEvent(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
-    assert find_last_failure([old, new, newest], CASCADE_WINDOW_S) == (new, newest)
-    assert find_last_failure([old, new, newest], RUNNING_CASCADE_WINDOW_S) == (newest,)
+    assert find_last_failure_chain([old, new, newest], CASCADE_WINDOW_S) == (new, newest)
+    assert find_last_failure_chain([old, new, newest], RUNNING_CASCADE_WINDOW_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:

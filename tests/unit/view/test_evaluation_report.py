@@ -9,7 +9,7 @@ from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_report import (
     EvaluationReport,
-    build_report_of_run,
+    build_report_of_run_step,
     compare_reports,
     format_comparison,
     format_report,
@@ -33,7 +33,7 @@ def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> Ev
     answers = [["4", "4", "5"], ["7", "", ""]]
     aime = EvaluationResult(0, 2, sum(means) / 2, means, {}, 1, samples, answers)
     write_evaluation(paths, "aime", aime)
-    return build_report_of_run(paths, 0, ASKED)
+    return build_report_of_run_step(paths, 0, ASKED)
 
 
 def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None:

@@ -9,10 +9,10 @@ import msgspec
 from areal_hpc.rundir.jobs import CellSpec, JobSpec, LaunchFile
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.timing.idle_time import (
-    RunSize,
+    HeldGpusOrNodes,
     describe_idle_time,
     measure_wait_without_cells_s,
-    read_run_size,
+    read_held_gpus_or_nodes,
 )
 
 
@@ -29,14 +29,17 @@ def write_job(
 
 
 def test_what_a_run_holds_is_counted_in_gpus_or_else_in_nodes(tmp_path: Path) -> None:
-    assert read_run_size(RunPaths(tmp_path), 2) is None
-    for gpus, expected in ((0, RunSize("node", 4, 2, 2)), (2, RunSize("GPU", 16, 4, 2))):
+    assert read_held_gpus_or_nodes(RunPaths(tmp_path), 2) is None
+    for gpus, expected in (
+        (0, HeldGpusOrNodes("node", 4, 2, 2)),
+        (2, HeldGpusOrNodes("GPU", 16, 4, 2)),
+    ):
         paths = RunPaths(tmp_path / str(gpus))
         write_job(paths, "sft", 8, gpus, 4)
         write_job(paths, "trainer", 8, gpus, 4)
         write_job(paths, "cell-0", 1, gpus, 1)
         write_job(paths, "cell-1", 1, gpus, None)
-        assert read_run_size(paths, 2) == expected
+        assert read_held_gpus_or_nodes(paths, 2) == expected
 
 
 def test_cells_that_share_a_job_count_once_as_they_were_last_launched(tmp_path: Path) -> None:
@@ -45,7 +48,7 @@ def test_cells_that_share_a_job_count_once_as_they_were_last_launched(tmp_path: 
     write_job(paths, "cell-0", 1, 8, 1)
     write_job(paths, "cells-0-1", 2, 4, 2, "cell-0", "cell-1")
     os.utime(paths.job("cell-0").launch, (1.0, 1.0))
-    assert read_run_size(paths, 2) == RunSize("GPU", 2, 8, 2)
+    assert read_held_gpus_or_nodes(paths, 2) == HeldGpusOrNodes("GPU", 2, 8, 2)
 
 
 def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
@@ -54,7 +57,7 @@ def test_hours_are_those_that_each_side_waited_for_the_other() -> None:
         {"time/step_s": 1800.0, "time/batch_wait_s": None, "cells/idle_s": 1800.0},
         {"step": 3, "eval/reward": 0.5},
     ]
-    assert describe_idle_time(rows, RunSize("GPU", 8, 4, 2)) == [
+    assert describe_idle_time(rows, HeldGpusOrNodes("GPU", 8, 4, 2)) == [
         "trainer waiting for cells 2.00 of 8.00 GPU-hours",
         "cells waiting for the trainer 1.00 of 4.00 GPU-hours",
     ]

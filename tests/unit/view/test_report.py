@@ -14,7 +14,13 @@ import yaml
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.view.audit.ticket_status import audit_run
-from areal_hpc.view.report.charts import Series, choose_ticks, draw_bars, draw_curves, thin_out
+from areal_hpc.view.report.charts import (
+    Series,
+    choose_ticks,
+    draw_bars,
+    draw_curves,
+    thin_out_to_extremes,
+)
 from areal_hpc.view.report.content import build_report
 from areal_hpc.view.report.held_out import compare_evaluations
 from areal_hpc.view.report.recipe_differences import find_changed_keys
@@ -200,7 +206,7 @@ def test_charts_have_round_ticks_and_keep_the_extremes() -> None:
     assert choose_ticks(0.13, 0.98) == pytest.approx([0.0, 0.5, 1.0])
     assert choose_ticks(3.0, 3.0)[0] < 3.0 < choose_ticks(3.0, 3.0)[-1]
     points = [(float(x), 9.0 if x == 777 else 0.0) for x in range(5000)]
-    thin = thin_out(points)
+    thin = thin_out_to_extremes(points)
     assert len(thin) <= 400
     assert (777.0, 9.0) in thin
     assert draw_curves("t", "", [Series("a", [(1.0, float("nan"))])]) is None

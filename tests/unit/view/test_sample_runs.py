@@ -9,7 +9,7 @@ from areal_hpc.rundir.paths import RunPaths, find_runs
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.view.answers.collapse import explain_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.answers.step_change import explain_step
+from areal_hpc.view.answers.step_change import explain_step_difference
 from areal_hpc.view.audit.ticket_status import audit_run
 from tests.support.environments import CHECKOUT
 from tests.support.sample_runs import ARCHIVE, SWITCH_STEP
@@ -28,7 +28,7 @@ def samples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_headlines_are_those_of_the_walk(samples: Path) -> None:
     answers = (
         explain_slow_run(RunPaths(samples / "slow")),
-        explain_step(RunPaths(samples / "drop"), SWITCH_STEP),
+        explain_step_difference(RunPaths(samples / "drop"), SWITCH_STEP),
         explain_collapse(RunPaths(samples / "collapse")),
     )
     words = " ".join(WALK.split())

@@ -13,7 +13,12 @@ from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
 from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
-from areal_hpc.view.state.jobs import JobView, build_run_jobs, describe_jobs, get_run_state
+from areal_hpc.view.state.jobs import (
+    JobView,
+    build_run_jobs,
+    format_job_table_and_notes,
+    get_run_state,
+)
 from tests.unit.view.test_diagnosis import NOW, evidence, job, log_file
 
 TRAINER, CELL = job("trainer", "RUNNING", "1"), job("cell-0", "RUNNING", "2")
@@ -215,4 +220,4 @@ def test_a_job_that_is_over_is_its_successor_if_that_lives(
     (trainer,) = [one for one in run.jobs if one.name == "trainer"]
     assert trainer.queued == look[number]
     assert get_run_state(run) == word
-    assert any(said in line for line in describe_jobs(run))
+    assert any(said in line for line in format_job_table_and_notes(run))

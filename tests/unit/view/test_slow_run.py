@@ -12,8 +12,8 @@ from areal_hpc.recipe.reference import list_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
-from areal_hpc.view.answers.step_change import explain_step
-from areal_hpc.view.answers.wait_split import split_wait
+from areal_hpc.view.answers.step_change import explain_step_difference
+from areal_hpc.view.answers.wait_split import split_wait_by_activity
 from areal_hpc.view.batch_episodes import read_batch_episodes
 from areal_hpc.view.transcripts.filter_expression import parse_filter
 from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
@@ -102,9 +102,9 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     run.add_step([MadeEpisode(tool_s=2.0), MadeEpisode(calls=1, cell="cell-1")], late_s=1.0)
     begin = run.now - 5.0 - 0.6
     episodes = read_batch_episodes(run.paths, [1], [])
-    split = split_wait(begin, begin + 5.5, episodes)
+    split = split_wait_by_activity(begin, begin + 5.5, episodes)
     assert split.sealing_s == pytest.approx(0.5), "after the last had ended"
-    assert split.nothing_s == pytest.approx(1.0), "before they began"
+    assert split.no_episode_s == pytest.approx(1.0), "before they began"
     assert split.generation_s == pytest.approx(2.0)
     assert split.tools_s == pytest.approx(2.0)
     assert split.last_s == pytest.approx(3.0), "one of two is left"
@@ -133,7 +133,7 @@ def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
     run = make_run(tmp_path, SLOW_CELL)
     answers = [
         explain_slow_run(run.paths),
-        explain_step(run.paths, STEPS),
+        explain_step_difference(run.paths, STEPS),
         explain_slow_run(make_run(tmp_path / "tool", SLOW_TOOL).paths),
     ]
     pages = [one.page for answer in answers for one in answer.findings if one.page]

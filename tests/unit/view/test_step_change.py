@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.view.answers.answer import Answer
-from areal_hpc.view.answers.step_change import explain_step
+from areal_hpc.view.answers.step_change import explain_step_difference
 from tests.support.made_run import MadeEpisode, MadeRun
 
 
@@ -36,7 +36,7 @@ def test_a_curriculum_that_went_on_is_what_a_drop_is_laid_to(tmp_path: Path) -> 
     run = MadeRun(tmp_path)
     add_usual_steps(run, 29)
     run.add_step([*make_group(500, 0.1), *make_group(501, 0.1)], reply__cut_fraction=0.5)
-    answer = explain_step(run.paths, 30)
+    answer = explain_step_difference(run.paths, 30)
     assert answer.headline.startswith("the reward of step 30 is 0.100, ")
     assert "below the 0.610 of steps 20 to 29" in answer.headline
     assert answer.headline.endswith(
@@ -58,7 +58,7 @@ def test_sources_of_the_training_set_are_told_apart(tmp_path: Path) -> None:
     for _ in range(3):
         run.add_step([*make_group(0, 0.5), *make_group(1, 0.5)])
     run.add_step([*make_group(4, 0.1), *make_group(5, 0.1)])
-    answer = explain_step(run.paths, 4)
+    answer = explain_step_difference(run.paths, 4)
     assert answer.headline.endswith(
         "; source 1 of the training set gives 100% of the episodes, before 0%"
     )
@@ -71,7 +71,7 @@ def test_tasks_that_were_right_before_are_named_with_an_episode_to_read(tmp_path
     for _ in range(4):
         run.add_step([*make_group(0, 1.0), *make_group(1, 0.0)])
     run.add_step([*make_group(0, 0.25), *make_group(1, 0.0)])
-    answer = explain_step(run.paths, 5)
+    answer = explain_step_difference(run.paths, 5)
     assert "1 of 1 tasks that were right before are not now" in answer.headline
     (task,) = [one for one in answer.findings if one.text.startswith("task 0: 0.250, before 1.000")]
     assert "episode 0 of ticket 8, step 5 has 0.25" in task.text
@@ -82,7 +82,7 @@ def test_new_tasks_are_no_cause_where_every_step_has_new_ones(tmp_path: Path) ->
     run = MadeRun(tmp_path)
     for step in range(5):
         run.add_step(make_group(step, 0.5))
-    answer = explain_step(run.paths, 5)
+    answer = explain_step_difference(run.paths, 5)
     assert answer.headline.endswith("nothing else differs either")
     assert "1 of 1 tasks were not in the steps before" in list_sentences(answer)
 
@@ -97,7 +97,7 @@ def test_restarts_events_and_changed_calls_are_told(tmp_path: Path) -> None:
     run.add_step(
         make_group(0, 0.5, sampling={"temperature": 0.2, "sampling_seed": 4}), generation=2
     )
-    said = list_sentences(explain_step(run.paths, 4))
+    said = list_sentences(explain_step_difference(run.paths, 4))
     assert "the trainer was started again before this step (generation 2)" in said
     assert "calls ask for temperature=0.2, before 1.0" in said
     assert "sampling_seed" not in said
@@ -117,7 +117,7 @@ def test_a_recipe_that_a_resume_changed_is_the_first_cause(tmp_path: Path) -> No
     run.paths.replaced_recipe(2).write_text(old + variables % "old-secret")
     run.paths.recipe.write_text(now + variables % "new-secret")
     add_usual_steps(run, 1)
-    answer = explain_step(run.paths, 4)
+    answer = explain_step_difference(run.paths, 4)
     assert "launch 2 changed" in answer.headline
     said = list_sentences(answer)
     assert "launch 2 changed trainer.checkpoint_every_steps from 7 to 1" in said
@@ -129,6 +129,6 @@ def test_a_step_that_cannot_be_compared_is_refused(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     add_usual_steps(run, 3)
     with pytest.raises(RecipeError, match="step 9 is not among the trained ones: steps 1 to 3"):
-        explain_step(run.paths, 9)
+        explain_step_difference(run.paths, 9)
     with pytest.raises(RecipeError, match="step 2 has 1 trained steps before it"):
-        explain_step(run.paths, 2)
+        explain_step_difference(run.paths, 2)

@@ -9,12 +9,12 @@ import areal_hpc
 from areal_hpc.dashboard.app import encode_browser_json
 from areal_hpc.dashboard.timeline_page import (
     BINS,
-    MAX_LANES,
-    RESOLUTION,
-    compute_shares,
-    count_in_bins,
-    describe_slices,
+    MAX_LANES_PER_TRACK,
+    MAX_SLICES_ACROSS_WIDTH,
+    average_slices_under_way_by_bin,
+    compute_time_shares_by_name,
     describe_timeline,
+    merge_and_describe_slices,
 )
 from areal_hpc.errors import RecipeError
 from areal_hpc.view.slices import Slice
@@ -98,17 +98,17 @@ def test_times_that_are_none_are_refused(run: MadeRun, query: dict[str, str]) ->
 def test_slices_too_short_for_the_screen_are_drawn_as_one() -> None:
     slices = [Slice("call", at / 1000, at / 1000 + 0.0005, {"n": at}) for at in range(100_000)]
     slices.append(Slice("long", 200.0, 900.0, {"n": 1}))
-    found = describe_slices(slices, 0.0, 1000.0)
-    assert len(found) < RESOLUTION
+    found = merge_and_describe_slices(slices, 0.0, 1000.0)
+    assert len(found) < MAX_SLICES_ACROSS_WIDTH
     assert sum(one[3].get("slices", 1) for one in found) == 100_001
     assert found[-1] == (200.0, 900.0, "long", {"n": 1})
-    closer = describe_slices(slices[:100], 0.0, 0.1)
+    closer = merge_and_describe_slices(slices[:100], 0.0, 0.1)
     assert [one[3] for one in closer] == [{"n": at} for at in range(100)]
 
 
 def test_counts_are_those_of_each_moment() -> None:
     slices = [Slice("call", 0.0, 10.0), Slice("call", 5.0, 20.0), Slice("call", -5.0, 2.0)]
-    counts = count_in_bins(slices, 0.0, 30.0)
+    counts = average_slices_under_way_by_bin(slices, 0.0, 30.0)
     assert len(counts) == BINS
     at = {0: 2, 30: 1, 70: 2, 150: 1, 250: 0}
     assert {place: counts[place] for place in at} == at
@@ -117,11 +117,14 @@ def test_counts_are_those_of_each_moment() -> None:
 
 def test_shares_are_of_what_lies_within() -> None:
     slices = [Slice("idle", -5.0, 5.0), Slice("episodes", 5.0, 8.0), Slice("idle", 8.0, 99.0)]
-    assert compute_shares(slices, 0.0, 10.0) == [("idle", 0.7), ("episodes", pytest.approx(0.3))]
+    assert compute_time_shares_by_name(slices, 0.0, 10.0) == [
+        ("idle", 0.7),
+        ("episodes", pytest.approx(0.3)),
+    ]
 
 
 def test_more_lanes_than_fit_are_counted(tmp_path: Path) -> None:
     made = MadeRun(tmp_path)
-    made.add_step([MadeEpisode() for _ in range(4 * MAX_LANES)])
+    made.add_step([MadeEpisode() for _ in range(4 * MAX_LANES_PER_TRACK)])
     titles = [title for _, title in lanes_of(describe_timeline(made.paths, {}))]
-    assert f"and {3 * MAX_LANES} more at once" in titles
+    assert f"and {3 * MAX_LANES_PER_TRACK} more at once" in titles

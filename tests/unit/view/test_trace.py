@@ -13,8 +13,8 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.slices import Slice, assign_lanes, count_under_way
-from areal_hpc.view.timing.timeline import place_phases
+from areal_hpc.view.slices import Slice, assign_lanes, iterate_counts_under_way
+from areal_hpc.view.timing.timeline import place_step_and_phases
 from areal_hpc.view.timing.trace import write_trace
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind
@@ -135,12 +135,12 @@ def test_lanes_never_overlap_and_are_as_few_as_may_be() -> None:
             (one.begin, one.end) for one, its in zip(slices, lanes, strict=True) if its == lane
         )
         assert all(end <= begin for (_, end), (begin, _) in pairwise(own))
-    assert max(lanes) + 1 == max(count for _, count in count_under_way(slices))
+    assert max(lanes) + 1 == max(count for _, count in iterate_counts_under_way(slices))
 
 
 def test_phases_never_leave_their_step() -> None:
     row = {"step": 1, "unix_time_s": 10.0, "time/step_s": 2.0, "time/batch_wait_s": 1.5}
-    step, phases = place_phases(row | {"time/train_s": 1.0, "time/publish_s": 1.0})
+    step, phases = place_step_and_phases(row | {"time/train_s": 1.0, "time/publish_s": 1.0})
     assert (step.begin, step.end) == (8.0, 10.0)
     assert [(one.name, one.begin, one.end) for one in phases] == [
         ("batch_wait", 8.0, 9.5),

@@ -21,7 +21,7 @@ class GymnasiumGym(Gym):
             importlib.import_module(module)
         self._env = gymnasium.make(config["env_id"], **config["env_kwargs"])
         self._space = self._env.action_space
-        self._how = describe_space(self._space)
+        self._how = format_action_instructions(self._space)
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         observation, _ = self._env.reset(seed=task.get("seed"), options=task.get("options"))
@@ -45,7 +45,7 @@ class GymnasiumGym(Gym):
         return f"Observation: {json.dumps(to_builtins(observation))}"
 
 
-def describe_space(space: Any) -> str:
+def format_action_instructions(space: Any) -> str:
     """How to write an action."""
     if isinstance(space, spaces.Discrete):
         first, last = int(space.start), int(space.start + space.n - 1)

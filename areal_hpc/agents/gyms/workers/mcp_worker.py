@@ -23,7 +23,9 @@ class McpGym(Gym):
         await self.close()
         described = []
         for server, how in self._servers.items():
-            client = Client(await self._connect(how), read_timeout_seconds=self._timeout_s)
+            client = Client(
+                await self._build_connection_target(how), read_timeout_seconds=self._timeout_s
+            )
             await self._open.enter_async_context(client)
             for tool in (await client.list_tools()).tools:
                 name = tool.name if len(self._servers) == 1 else f"{server}__{tool.name}"
@@ -31,7 +33,7 @@ class McpGym(Gym):
                 described.append(describe_tool(name, tool))
         return {"text": "", "tools": described}
 
-    async def _connect(self, how: dict[str, Any]) -> Any:
+    async def _build_connection_target(self, how: dict[str, Any]) -> Any:
         if "url" not in how:
             command, *arguments = how["command"]
             return StdioServerParameters(

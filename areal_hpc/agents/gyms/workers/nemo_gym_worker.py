@@ -13,7 +13,9 @@ from nemo_gym.global_config import DictConfig
 from nemo_gym.server_utils import BaseServerConfig, ServerClient
 from worker_loop import Gym, serve
 
-_OWN_ROUTES = frozenset({"/verify", "/seed_session", "/aggregate_metrics", "/reset", "/step"})
+_ROUTES_THAT_ARE_NO_TOOLS = frozenset(
+    {"/verify", "/seed_session", "/aggregate_metrics", "/reset", "/step"}
+)
 
 
 class NemoGym(Gym):
@@ -31,7 +33,7 @@ class NemoGym(Gym):
         self._app = found(config=server_config, server_client=client).setup_webserver()
         paths = {getattr(route, "path", "") for route in self._app.routes}
         self._has_steps = "/step" in paths
-        self._tools = {path.lstrip("/") for path in paths - _OWN_ROUTES}
+        self._tools = {path.lstrip("/") for path in paths - _ROUTES_THAT_ARE_NO_TOOLS}
         self._client: httpx.AsyncClient | None = None
         self._row: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []
@@ -53,9 +55,11 @@ class NemoGym(Gym):
         }
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
-        output = build_output(reply)
+        output = build_response_output_items(reply)
         if self._has_steps:
-            told = await self._post("/step", {**self._row, "response": self._describe(output)})
+            told = await self._post(
+                "/step", {**self._row, "response": self._build_response(output)}
+            )
             return {
                 "text": told["observation"] or "",
                 "reward": float(told["reward"]),
@@ -72,7 +76,7 @@ class NemoGym(Gym):
                 for one in results
             ]
             return {"results": results, "reward": 0.0, "done": False}
-        row = {**self._row, "response": self._describe(self._output)}
+        row = {**self._row, "response": self._build_response(self._output)}
         return {
             "text": "",
             "reward": float((await self._post("/verify", row))["reward"]),
@@ -99,7 +103,7 @@ class NemoGym(Gym):
         answer = told.json()
         return answer if isinstance(answer, dict) else {}
 
-    def _describe(self, output: list[dict[str, Any]]) -> dict[str, Any]:
+    def _build_response(self, output: list[dict[str, Any]]) -> dict[str, Any]:
         """A reply as OpenAI's Responses has it."""
         return {
             "id": f"resp_{uuid.uuid4().hex}",
@@ -132,7 +136,7 @@ def find_server_class(module: Any) -> Any:
     return found[-1]
 
 
-def build_output(reply: dict[str, Any]) -> list[dict[str, Any]]:
+def build_response_output_items(reply: dict[str, Any]) -> list[dict[str, Any]]:
     """Items of a reply as Responses has them."""
     text = {"type": "output_text", "text": reply["text"], "annotations": []}
     message = {

@@ -15,7 +15,7 @@ from openenv.core.generic_client import GenericEnvClient
 from worker_loop import Gym, serve
 
 ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-SERVER_START_S = 60.0
+SERVER_START_TIMEOUT_S = 60.0
 _FIELDS_NOT_FROM_MODEL = frozenset({"metadata"})
 """Fields of every action that the model does not write."""
 _HIDDEN_OBSERVATION_FIELDS = frozenset({"done", "reward", "metadata"})
@@ -47,7 +47,7 @@ class OpenEnvGym(Gym):
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         try:
-            told = await self._client.step(self._parse(reply["text"]))
+            told = await self._client.step(self._parse_action(reply["text"]))
         except (ValueError, RuntimeError) as error:  # RuntimeError: the server refused it
             return {"text": f"{error}. {self._how}", "reward": 0.0, "done": False}
         return {
@@ -56,7 +56,7 @@ class OpenEnvGym(Gym):
             "done": bool(told.done),
         }
 
-    def _parse(self, text: str) -> dict[str, Any]:
+    def _parse_action(self, text: str) -> dict[str, Any]:
         tags = ACTION.findall(text)
         said = tags[-1].strip() if tags else text.strip()
         if self._text_field is not None:
@@ -89,7 +89,7 @@ def start_server(app: str) -> str:
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
-    give_up_at = time.monotonic() + SERVER_START_S
+    give_up_at = time.monotonic() + SERVER_START_TIMEOUT_S
     while not server.started:
         if not thread.is_alive() or time.monotonic() > give_up_at:
             raise RuntimeError(f"{app} does not serve")

@@ -18,7 +18,7 @@ def build_check_plan(
 ) -> GpuCheckPlan:
     """What to examine with: interpreters, variables and flags are those that a run would have."""
     variables = get_device_variables(trainer=device, inference=device)
-    network = slurm.network.build_variables() if nodes else {}
+    network = slurm.network.build_environment_variables() if nodes else {}
     environments = recipe.cluster if recipe is not None else None
     return GpuCheckPlan(
         device=device,
