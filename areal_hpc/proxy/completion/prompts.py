@@ -11,6 +11,10 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
+from areal_hpc.proxy.completion.episode_limits import (
+    refuse_call_beyond_limits,
+    reserve_reply_tokens,
+)
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
@@ -63,6 +67,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """What the prompt has of the reply already."""
     records_mask: bool
     """Which tokens could be sampled is recorded."""
+    reserved_tokens: int
+    """Of its session's, for each choice."""
 
     def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
@@ -142,12 +148,14 @@ class PromptBuilder:
     async def prepare_call(self, session: Session, call: ModelCall, answer_id: str) -> PreparedCall:
         """Find what the call continues and make it ready to be sent.
 
+        Who sends it releases its `reserved_tokens`.
+
         Raises:
             ProxyRequestError: The call cannot be answered.
         """
         give_up_at = time.monotonic() + self._limits.request_timeout_s
         asked_at = time.time()
-        _check_session_limits(session, call.n)
+        refuse_call_beyond_limits(session, call.n)
         _refuse_prefill_with_grammar(call)
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
@@ -167,6 +175,9 @@ class PromptBuilder:
         if records_mask and not 0 < sampling.top_k <= MAX_MASK_TOKENS_PER_POSITION:
             bound = min(self._model.encoder.vocab_size, MAX_MASK_TOKENS_PER_POSITION)
             sampling = msgspec.structs.replace(sampling, top_k=bound)
+        sampling, reserved_tokens = await reserve_reply_tokens(
+            session, sampling, call.n, give_up_at
+        )
         new_json = format_ids_as_json_inside(new_ids)
         return PreparedCall(
             session=session,
@@ -185,6 +196,7 @@ class PromptBuilder:
             ignored=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",
             records_mask=records_mask,
+            reserved_tokens=reserved_tokens,
         )
 
     async def _add_tool_choice_grammar(
@@ -290,9 +302,6 @@ class PromptBuilder:
             raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_key)
         limit = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
         limit = min(limit, room)
-        most = session.request.limits.max_tokens
-        if most:
-            limit = max(1, min(limit, (most - session.sampled_tokens) // call.n))
         least = min(call.sampling.min_new_tokens, limit)
         return msgspec.structs.replace(call.sampling, max_new_tokens=limit, min_new_tokens=least)
 
@@ -304,16 +313,3 @@ def _refuse_prefill_with_grammar(call: ModelCall) -> None:
     for key in (*call.sampling.active_grammar_names, *["tool_choice"] * call.tool_choice.must_call):
         problem = f"a reply that goes on from a message cannot be held to {key}"
         raise ProxyRequestError(400, problem, key=call.prompt_key, hint="give one of the two")
-
-
-def _check_session_limits(session: Session, choices: int) -> None:
-    """Demand that the session may ask for so many replies; no SDK repeats a call after a 400."""
-    limits = session.request.limits
-    turns = len(session.tree) + session.in_flight - choices  # those of this call are in flight
-    if limits.max_turns and turns + choices > limits.max_turns:
-        problem = f"this episode may have {limits.max_turns} turns, {turns} were taken"
-        raise ProxyRequestError(400, problem, key="limits.max_turns")
-    sampled = session.sampled_tokens
-    if limits.max_tokens and sampled >= limits.max_tokens:
-        problem = f"this episode may sample {limits.max_tokens} tokens, {sampled} were sampled"
-        raise ProxyRequestError(400, problem, key="limits.max_tokens")

@@ -81,8 +81,10 @@ class CompletionService:
             ProxyRequestError: The call cannot be answered.
         """
         self.quota.admit(session, call.n)
+        reserved_tokens = 0
         try:
             prompt = await self.prompts.prepare_call(session, call, answer_id)
+            reserved_tokens = call.n * prompt.reserved_tokens
             answers = await _gather_or_cancel(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
@@ -92,7 +94,7 @@ class CompletionService:
                 for choice, answer in enumerate(answers)
             ]
         finally:
-            self.quota.release(session, call.n)
+            self.quota.release(session, call.n, reserved_tokens)
 
     async def _generate_choice(self, prompt: PreparedCall, choice: int) -> ReplicaAnswer:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
@@ -199,7 +201,7 @@ class CompletionService:
             live.put(error)
         finally:
             live.unregister_stop_callback(choice)
-            self.quota.release(prompt.session, 1)
+            self.quota.release(prompt.session, 1, prompt.reserved_tokens)
 
     async def _generate_with_failover(
         self,

@@ -34,10 +34,11 @@ class CallQuota:
         self._replies += replies
         session.in_flight += replies
 
-    def release(self, session: Session, replies: int) -> None:
-        """Replies have come to their end."""
+    def release(self, session: Session, replies: int, reserved_tokens: int = 0) -> None:
+        """Replies have come to their end; `reserved_tokens` of the session were theirs."""
         self._replies -= replies
         session.in_flight -= replies
+        session.reserved_tokens -= reserved_tokens
         session.touch()
 
     @contextmanager

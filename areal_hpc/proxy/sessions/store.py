@@ -64,6 +64,8 @@ class Session:
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
         """Of every reply so far."""
+        self.reserved_tokens = 0
+        """That replies under way may sample, if the session has a limit of tokens."""
         self.unrecorded_replies: Counter[bytes] = Counter()
         """Digests of replies from `/generate` that its client has not recorded."""
         self.recorded_bytes = 0

@@ -1,6 +1,8 @@
 """An episode uses no more of the model than its limits say; what was said is kept."""
 
+import threading
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from areal_hpc.wire.proxy import SessionLimits
 from tests.contract.proxy.talk import LEAST, QUESTION
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
+from tests.support.waiting import wait_for
 
 
 @pytest.mark.parametrize("route", LEAST)
@@ -62,6 +65,46 @@ def test_replies_are_cut_to_the_tokens_left_then_refused(stage: Stage, stream: b
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "limits.max_tokens"
     assert "may sample 20 tokens" in refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_calls_at_once_are_cut_as_if_one_came_after_the_other(stage: Stage, stream: bool) -> None:
+    _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
+    stage.sglang.script = lambda request: replace(wordy(request), delay_s=0.3)
+
+    def ask(_: int) -> int:
+        return stage.chat(key, QUESTION, stream=stream).status_code
+
+    with ThreadPoolExecutor(3) as agents:
+        assert sorted(agents.map(ask, range(3))) == [200, 200, 400]
+    asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
+    assert asked == [20, 8]
+
+
+def test_calls_whose_replies_fit_together_do_not_wait(stage: Stage) -> None:
+    _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
+    gate = threading.Event()
+    stage.sglang.script = lambda request: Script("a", output_ids=[5] * 5, gate=gate)
+
+    def ask(choices: int) -> int:
+        return stage.chat(key, QUESTION, n=choices, max_tokens=6).status_code
+
+    with ThreadPoolExecutor(2) as agents:
+        answers = agents.map(ask, [1, 2])
+        wait_for(lambda: len(stage.sglang.requests) == 3)
+        gate.set()
+        assert [*answers] == [200, 200]
+    assert stage.chat(key, QUESTION).status_code == 200
+    assert stage.sglang.requests[-1]["sampling_params"]["max_new_tokens"] == 5
+
+
+def test_a_call_that_fails_gives_its_tokens_back(stage: Stage) -> None:
+    _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
+    stage.sglang.script = lambda request: Script(fault="400")
+    assert stage.chat(key, QUESTION).status_code == 400
+    stage.sglang.script = wordy
+    assert stage.chat(key, QUESTION, max_tokens=20).status_code == 200
+    assert stage.sglang.requests[-1]["sampling_params"]["max_new_tokens"] == 20
 
 
 def test_limits_outlive_the_proxy(stage: Stage, ref: TicketRef) -> None:

@@ -1,0 +1,67 @@
+"""Limits of an episode on the model: calls refused, replies cut."""
+
+import asyncio
+import time
+
+import msgspec
+
+from areal_hpc.errors import ProxyRequestError
+from areal_hpc.proxy.engine.generation import SamplingParams
+from areal_hpc.proxy.sessions.store import Session
+
+RESERVATION_POLL_S = 0.02
+
+
+def refuse_call_beyond_limits(session: Session, choices: int) -> None:
+    """Demand that the session may ask for so many replies, which count as in flight already.
+
+    Raises:
+        ProxyRequestError: 400, for no SDK repeats a call after that.
+    """
+    limits = session.request.limits
+    if limits.max_turns:
+        turns = len(session.tree) + session.in_flight - choices
+        if turns + choices > limits.max_turns:
+            problem = f"this episode may have {limits.max_turns} turns, {turns} were taken"
+            raise ProxyRequestError(400, problem, key="limits.max_turns")
+    if limits.max_tokens and session.sampled_tokens >= limits.max_tokens:
+        raise _build_tokens_spent_error(session)
+
+
+async def reserve_reply_tokens(
+    session: Session, sampling: SamplingParams, choices: int, give_up_at: float
+) -> tuple[SamplingParams, int]:
+    """The parameters with a reply limit that the session has tokens for; how many each choice got.
+
+    Those are among the session's `reserved_tokens` until the reply has ended; there are none
+    without a limit. Where calls under way may sample what this one asks for, it waits for them to
+    end: so replies are cut by what was sampled, as if the calls had come one after another.
+
+    Raises:
+        ProxyRequestError: 400, all tokens were sampled; or (503) the calls under way take too long.
+    """
+    most = session.request.limits.max_tokens
+    if not most:
+        return sampling, 0
+    wanted = sampling.max_new_tokens
+
+    def count_free() -> int:
+        return most - session.sampled_tokens - session.reserved_tokens
+
+    while session.reserved_tokens and count_free() < wanted * choices:
+        if time.monotonic() >= give_up_at:
+            problem = "calls under way may sample all the tokens that this episode has left"
+            raise ProxyRequestError(503, problem, key="limits.max_tokens")
+        await asyncio.sleep(RESERVATION_POLL_S)
+    limit = min(wanted, count_free() // choices)
+    if limit < 1:
+        raise _build_tokens_spent_error(session)
+    session.reserved_tokens += limit * choices
+    least = min(sampling.min_new_tokens, limit)
+    return msgspec.structs.replace(sampling, max_new_tokens=limit, min_new_tokens=least), limit
+
+
+def _build_tokens_spent_error(session: Session) -> ProxyRequestError:
+    most, sampled = session.request.limits.max_tokens, session.sampled_tokens
+    problem = f"this episode may sample {most} tokens, {sampled} were sampled"
+    return ProxyRequestError(400, problem, key="limits.max_tokens")
