@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.completion.episode_limits import (
+from areal_hpc.proxy.engine.episode_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens,
 )

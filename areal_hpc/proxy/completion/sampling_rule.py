@@ -1,13 +1,17 @@
 """Whose sampling parameters a call has: its agent's, or the run's."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 
+from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall
+from areal_hpc.session.call_records import decode_sampling_params_json
+from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.proxy import StartSessionRequest
 
-_BOUND_PARAMETERS = ("temperature", "top_p", "top_k")
+_SGLANG_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
 
 def apply_bound_sampling_and_note_ignored(
@@ -17,11 +21,39 @@ def apply_bound_sampling_and_note_ignored(
 
     Those of the request that are replaced are named as without effect, and so is what is `unknown`.
     """
-    ignored = [*call.ignored, *unknown]
-    sampling = call.sampling
-    if session.sampling_from == "recipe":
-        ours = {name: getattr(session.sampling, name) for name in _BOUND_PARAMETERS}
-        ours["top_k"] = ours["top_k"] or -1
-        ignored += [name for name in _BOUND_PARAMETERS if getattr(sampling, name) != ours[name]]
-        sampling = msgspec.structs.replace(sampling, **ours)
+    sampling, replaced = apply_bound_sampling(call.sampling, session)
+    ignored = [*call.ignored, *unknown, *replaced]
     return msgspec.structs.replace(call, sampling=sampling, ignored=ignored)
+
+
+def apply_bound_sampling(
+    sampling: SamplingParams, session: StartSessionRequest
+) -> tuple[SamplingParams, list[str]]:
+    """The run's sampling parameters, if the session is bound to them, and whose they replaced."""
+    ours = _get_bound_parameters(session)
+    replaced = [name for name, value in ours.items() if getattr(sampling, name) != value]
+    return (msgspec.structs.replace(sampling, **ours) if replaced else sampling), replaced
+
+
+def apply_bound_sampling_to_record(call: Interaction, session: StartSessionRequest) -> Interaction:
+    """A call as it was sampled, which its client recorded with the parameters that it asked for."""
+    ours = _get_bound_parameters(session)
+    told = decode_sampling_params_json(call.sampling)
+    asked = {**_SGLANG_DEFAULTS, **told, "temperature": call.temperature}
+    replaced = [name for name, value in ours.items() if asked[name] != value]
+    if not replaced:
+        return call
+    return msgspec.structs.replace(
+        call,
+        temperature=ours["temperature"],
+        sampling=msgspec.json.encode(told | ours),
+        ignored=[*call.ignored, *(name for name in replaced if name not in call.ignored)],
+    )
+
+
+def _get_bound_parameters(session: StartSessionRequest) -> dict[str, Any]:
+    """What the session's calls are sampled with, whatever they ask for; empty if they decide."""
+    ours = session.sampling
+    if session.sampling_from == "agent":
+        return {}
+    return {"temperature": ours.temperature, "top_p": ours.top_p, "top_k": ours.top_k or -1}

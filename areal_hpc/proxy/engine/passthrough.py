@@ -2,8 +2,14 @@
 
 import time
 
+import msgspec
+
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.call_quota import CallQuota
+from areal_hpc.proxy.engine.episode_limits import (
+    refuse_call_beyond_limits,
+    reserve_reply_tokens,
+)
 from areal_hpc.proxy.engine.generation import EngineLostError, Generation, decode_generation
 from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
 from areal_hpc.proxy.engine.router import Router
@@ -38,28 +44,40 @@ class GeneratePassthrough:
         """The replica's answer.
 
         Raises:
-            ProxyRequestError: The replica refuses the request; (429) there are too many; or
-                (502) it was lost, and another will answer when the request is repeated.
+            ProxyRequestError: The replica refuses the request, or (400) the episode's limits do;
+                (429) there are too many; or (502) it was lost, and another will answer when the
+                request is repeated.
         """
         grammar = self._grammars.hold_slot_if_new_grammar(session, request.sampling)
+        give_up_at = time.monotonic() + self._timeout_s
         with self._quota.hold_slots(session, 1), grammar:
-            give_up_at = time.monotonic() + self._timeout_s
-            replica = await self._router.pick_replica(session, give_up_at)
-            left_s = max(1.0, give_up_at - time.monotonic())
-            self._router.on_call_started(replica)
+            refuse_call_beyond_limits(session, 1)
+            sampling, reserved_tokens = await reserve_reply_tokens(
+                session, request.sampling, 1, give_up_at
+            )
+            request = msgspec.structs.replace(request, sampling=sampling)
             try:
-                answer = await self._upstream.generate_raw(replica, request, left_s)
-            except EngineLostError as lost:
-                self._router.on_call_lost(replica, lost)
-                raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
+                answer = await self._send(session, request, give_up_at)
             finally:
-                self._router.on_call_finished(session, replica)
+                session.reserved_tokens -= reserved_tokens
         try:
-            reply = decode_generation(replica.url, answer)
+            reply = decode_generation("a replica", answer)
         except (EngineLostError, ProxyRequestError):
             return answer  # the client reads the same in it, and has nothing to record
         self._record_sampled_reply(session, request, reply)
         return answer
+
+    async def _send(self, session: Session, request: GenerateRequest, give_up_at: float) -> bytes:
+        replica = await self._router.pick_replica(session, give_up_at)
+        left_s = max(1.0, give_up_at - time.monotonic())
+        self._router.on_call_started(replica)
+        try:
+            return await self._upstream.generate_raw(replica, request, left_s)
+        except EngineLostError as lost:
+            self._router.on_call_lost(replica, lost)
+            raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
+        finally:
+            self._router.on_call_finished(session, replica)
 
     def _record_sampled_reply(
         self, session: Session, request: GenerateRequest, reply: Generation
@@ -74,4 +92,5 @@ class GeneratePassthrough:
             reply.spans,
         )
         if self._recorder.holds_session(session):
-            self._recorder.record(ReplySampled(session.session_id, digest))
+            sampled = ReplySampled(session.session_id, digest, len(reply.output_ids))
+            self._recorder.record(sampled)

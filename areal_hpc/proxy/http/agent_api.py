@@ -8,7 +8,10 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_and_note_ignored
+from areal_hpc.proxy.completion.sampling_rule import (
+    apply_bound_sampling,
+    apply_bound_sampling_and_note_ignored,
+)
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
 from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
@@ -91,6 +94,9 @@ class AgentApi:
         if self._passthrough is None:
             raise ProxyRequestError(404, "there is no route /generate")
         request = build_generate_request(body, self._model)
+        sampling, replaced = apply_bound_sampling(request.sampling, session.request)
+        self._completions.metrics.count_ignored_parameters("/generate", session.client, replaced)
+        request = msgspec.structs.replace(request, sampling=sampling)
         return await self._passthrough.generate(session, request)
 
     def _list_models(self, session: Session) -> bytes:

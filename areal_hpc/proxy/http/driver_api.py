@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
+from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_to_record
 from areal_hpc.proxy.engine.call_quota import refuse_full_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
@@ -201,6 +202,7 @@ class DriverApi:
                 problem = f"interaction {one.interaction_id!r:.300}: {defect}"
                 raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)
+            one = apply_bound_sampling_to_record(one, session.request)
             try:
                 self._recorder.record_client_call(session, one)
             except UntrainableCallError as error:

@@ -40,6 +40,8 @@ class ReplySampled(Struct, tag="sampled", frozen=True):
     session_id: str
     digest: bytes
     """`compute_reply_digest`."""
+    tokens: int = 0
+    """How many were sampled; 0 in journals that did not note it."""
 
 
 class RewardSet(Struct, tag="reward", frozen=True):

@@ -206,11 +206,14 @@ class SessionStore:
             case events.InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
-                session.sampled_tokens += event.interaction.num_output_tokens
-                if event.reply_digest:
+                if event.reply_digest:  # its tokens have been counted as it was sampled
                     session.unrecorded_replies -= Counter([event.reply_digest])
+                else:
+                    session.sampled_tokens += event.interaction.num_output_tokens
             case events.ReplySampled():
-                self.sessions[event.session_id].unrecorded_replies[event.digest] += 1
+                session = self.sessions[event.session_id]
+                session.unrecorded_replies[event.digest] += 1
+                session.sampled_tokens += event.tokens
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 give_reward(tree[event.interaction_id], parse_reward(event.reward))

@@ -7,7 +7,10 @@ from typing import Any
 import httpx
 import pytest
 
+from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.wire.ledger import TicketRef
+from areal_hpc.wire.proxy import SessionLimits
+from tests.support.client_calls import change_call, generate_reply
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -98,3 +101,52 @@ def test_only_a_session_opened_for_it_generates_and_records_by_itself(stage: Sta
         assert "not opened for a client that records its own calls" in answer.text
     assert len(stage.sglang.requests) == requests
     assert [one.interaction_id for one in stage.journaled(key)] == [said.interaction_id]
+
+
+def test_an_episodes_turns_and_tokens_are_those_of_generate_too(stage: Stage) -> None:
+    stage.sglang.script = lambda request: Script("a", "length", output_ids=[5] * 4)
+    for limits, key_at_fault in (
+        (SessionLimits(max_turns=2), "limits.max_turns"),
+        (SessionLimits(max_tokens=7), "limits.max_tokens"),
+    ):
+        _, key = stage.open_session(TicketRef(1, 0), limits=limits)
+        stage.sglang.requests.clear()
+        assert [stage.post("/generate", BODY, key).status_code for _ in range(2)] == [200, 200]
+        refused = stage.post("/generate", BODY, key)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, key_at_fault)
+        asked = [one["sampling_params"]["max_new_tokens"] for one in stage.sglang.requests]
+        assert asked == ([4, 4] if limits.max_turns else [4, 3])
+
+
+def test_what_was_recorded_counts_once_against_the_limits(stage: Stage) -> None:
+    _, first = stage.open_session(TicketRef(1, 0))
+    assert stage.ask(first, "hi").status_code == 200
+    (said,) = stage.await_journaled(first)
+    limits = SessionLimits(max_turns=3, max_tokens=3 * said.num_output_tokens)
+    _, key = stage.open_session(TicketRef(2, 0), limits=limits)
+    for name in ("one", "two"):
+        generate_reply(stage, key, said)
+        call = change_call(said, interaction_id=name)
+        assert stage.post("/rl/record", {"interactions": [call]}, key).status_code == 200
+    stage.restart_proxy()
+    stage.route_to(stage.sglang.url)
+    assert stage.post("/generate", BODY, key).status_code == 200
+    assert stage.post("/generate", BODY, key).status_code == 400
+
+
+def test_a_session_bound_to_the_recipe_generates_and_records_by_its_sampling(stage: Stage) -> None:
+    own: dict[str, Any] = {"temperature": 0.7, "top_p": 0.9, "top_k": 5}
+    _, first = stage.open_session(TicketRef(1, 0))
+    assert stage.ask(first, "hi", temperature=0.1).status_code == 200
+    (said,) = stage.await_journaled(first)
+    _, key = stage.open_session(TicketRef(2, 0), sampling_from="recipe", **own)
+    generate_reply(stage, key, said)
+    sent = stage.sglang.requests[-1]["sampling_params"]
+    assert {name: sent[name] for name in own} == own
+    recorded = stage.post("/rl/record", {"interactions": [change_call(said)]}, key)
+    assert recorded.status_code == 200, recorded.text
+    (kept,) = stage.await_journaled(key)
+    assert kept.temperature == 0.7
+    sampling = decode_sampling_params_json(kept.sampling)
+    assert {name: sampling[name] for name in own} == own
+    assert kept.ignored == [*own]

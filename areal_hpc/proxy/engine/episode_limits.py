@@ -20,7 +20,8 @@ def refuse_call_beyond_limits(session: Session, choices: int) -> None:
     """
     limits = session.request.limits
     if limits.max_turns:
-        turns = len(session.tree) + session.in_flight - choices
+        turns = len(session.tree) + session.unrecorded_replies.total()
+        turns += session.in_flight - choices
         if turns + choices > limits.max_turns:
             problem = f"this episode may have {limits.max_turns} turns, {turns} were taken"
             raise ProxyRequestError(400, problem, key="limits.max_turns")
