@@ -24,9 +24,11 @@ TextOrBytes = TypeVar("TextOrBytes", str, bytes)
 def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder) -> OpenTurn:
     """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
     lead = encoder.encode("", add_special_tokens=True)
-    parent, known = _find_longest_match(
-        tree, prompt, lambda one: _list_possible_texts(one, lead, encoder)
-    )
+
+    def decode(one: Interaction) -> list[str]:
+        return _list_possible_texts(one, lead, encoder)
+
+    parent, known = _find_longest_match(tree, prompt, lambda one: tree.get_own_texts(one, decode))
     return _build_open_turn(parent, prompt[known:])
 
 
@@ -57,7 +59,9 @@ def _list_possible_texts(one: Interaction, lead: Sequence[int], encoder: TokenEn
 
 
 def _find_longest_match(
-    tree: InteractionTree, prompt: TextOrBytes, forms_of: Callable[[Interaction], list[TextOrBytes]]
+    tree: InteractionTree,
+    prompt: TextOrBytes,
+    forms_of: Callable[[Interaction], Sequence[TextOrBytes]],
 ) -> tuple[Interaction | None, int]:
     """The interaction with the longest sequence that the prompt begins with, and its length."""
     children: dict[str | None, list[Interaction]] = defaultdict(list)

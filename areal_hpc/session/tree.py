@@ -155,6 +155,8 @@ class _TreeEntry(msgspec.Struct):
     node: _MessageNode
     own_json: bytes | None = None
     """The interaction's own ids (new prompt, reply); None before anybody asked for them."""
+    own_texts: Sequence[str] | None = None
+    """How these may be written; None before anybody asked."""
 
 
 class InteractionTree:
@@ -267,6 +269,15 @@ class InteractionTree:
     def cache_ids_json(self, interaction_id: str, own_json: bytes) -> None:
         """Keep the JSON of an interaction's ids (new prompt, reply) for sequences through it."""
         self._entries[interaction_id].own_json = own_json
+
+    def get_own_texts(
+        self, one: Interaction, decode: Callable[[Interaction], Sequence[str]]
+    ) -> Sequence[str]:
+        """How an interaction's own ids may be written, by `decode`, which is asked once."""
+        entry = self._entries[one.interaction_id]
+        if entry.own_texts is None:
+            entry.own_texts = decode(one)
+        return entry.own_texts
 
     def build_sequence_ids_json_inside(self, interaction: Interaction | None, then: bytes) -> bytes:
         """Prompt and reply ids up to `interaction`, and what follows them.

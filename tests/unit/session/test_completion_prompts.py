@@ -1,5 +1,6 @@
 """Prompts of text or token ids continue what they begin with, token by token, and nothing else."""
 
+from collections.abc import Sequence
 from functools import cache
 
 import pytest
@@ -85,6 +86,23 @@ def test_the_longest_history_is_continued() -> None:
     assert match_text_prompt(tree, "ab cd e", encoder).parent is longer
     assert match_text_prompt(tree, "ab cd e", encoder).text == " e"
     assert match_text_prompt(tree, "x", encoder).parent is None
+
+
+class CountingEncoder(TokenEncoder):
+    """Counts what it decodes."""
+
+    decoded = 0
+
+    def decode(self, ids: Sequence[int]) -> str:
+        self.decoded += 1
+        return super().decode(ids)
+
+
+def test_a_reply_is_decoded_once_however_many_prompts_come_after_it() -> None:
+    encoder, tree = CountingEncoder(byte_level_tokenizer()), InteractionTree()
+    for number in range(20):
+        complete(tree, encoder, f"question {number}", "hello")
+    assert encoder.decoded < 20
 
 
 def test_a_conversation_goes_on_as_its_text() -> None:
