@@ -27,6 +27,8 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
 ENDED_RETENTION_S = 60.0
+MAX_RESPONSE_BYTES = 1 << 18
+"""Of a session's kept Responses: each has its request's tools and instructions once more."""
 MAX_REMEMBERED_TICKETS = 4096
 """Settled tickets whose repeated `finish_ticket` is still answered."""
 
@@ -58,8 +60,11 @@ class Session:
         self.in_flight = 0
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
-        self.responses: dict[str, bytes | None] = {}
-        """Bodies of Responses that may be asked for again, by id; None for one that may not."""
+        self.responses: dict[str, bytes] = {}
+        """Bodies of Responses that may be asked for again, by id: the newest ones."""
+        self.hidden_responses: set[str] = set()
+        """Ids of those that may not."""
+        self._response_bytes = 0
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
         self.sampled_tokens = 0
@@ -88,6 +93,21 @@ class Session:
     def reward(self) -> float | None:
         """What its episode earned so far; None before any reward."""
         return compute_episode_reward(self.tree, self.request.export.is_credited)
+
+    def keep_response(self, response_id: str, body: bytes) -> None:
+        """Keep the body of a Response, in place of the oldest ones where they get too many."""
+        self.responses[response_id] = body
+        self._response_bytes += len(body)
+        while self._response_bytes > MAX_RESPONSE_BYTES and len(self.responses) > 1:
+            self._drop_response(next(iter(self.responses)))
+
+    def hide_response(self, response_id: str) -> None:
+        """Let nobody ask for a Response."""
+        self._drop_response(response_id)
+        self.hidden_responses.add(response_id)
+
+    def _drop_response(self, response_id: str) -> None:
+        self._response_bytes -= len(self.responses.pop(response_id, b""))
 
     def touch(self) -> None:
         """Put off the idle timeout."""

@@ -93,9 +93,9 @@ class CountingEncoder(TokenEncoder):
 
     decoded = 0
 
-    def decode(self, ids: Sequence[int]) -> str:
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         self.decoded += 1
-        return super().decode(ids)
+        return super().decode(ids, skip_special_tokens=skip_special_tokens)
 
 
 def test_a_reply_is_decoded_once_however_many_prompts_come_after_it() -> None:

@@ -142,7 +142,10 @@ class _ResponsesExchange(Exchange):
             "usage": self._count_usage(answer),
         }
         body = msgspec.json.encode(response)
-        self._session.responses[self.answer_id] = body if self._request.store is not False else None
+        if self._request.store is not False:
+            self._session.keep_response(self.answer_id, body)
+        else:
+            self._session.hide_response(self.answer_id)
         return body
 
     def _format_logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """OpenAI Responses that were answered before: retrieved, deleted, and what they were asked.
 
-A Response is given as it was while the proxy lives. Later it is made anew from what was recorded:
-then it is without the request's parameters that the recording does not need.
+A Response is given as it was while the proxy lives and the session keeps it. Later it is made
+anew from what was recorded, without those of the request's parameters that were not.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ def delete_response(session: Session, response_id: str, query: Query) -> bytes:
         ProxyRequestError: 404, there is none of this id.
     """
     _find_response(session, response_id)
-    session.responses[response_id] = None
+    session.hide_response(response_id)
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
@@ -86,7 +86,7 @@ def list_input_items(session: Session, response_id: str, query: Query) -> bytes:
 
 
 def _find_response(session: Session, response_id: str) -> Interaction:
-    is_hidden = response_id in session.responses and session.responses[response_id] is None
+    is_hidden = response_id in session.hidden_responses
     if is_hidden or not is_response_id(response_id) or response_id not in session.tree:
         raise ProxyRequestError(404, f"this session has no response {response_id!r:.300}")
     return session.tree[response_id]
