@@ -148,8 +148,8 @@ class ProxyService:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
             for session in self._recorder.store.list_idle_sessions(self._limits.session_timeout_s):
-                # An ended one that is not kept, as of an evaluation, has done its work.
-                if not session.ended or session.must_persist:
+                # An ended one that is exported or not kept, as of an evaluation, has done its work.
+                if not session.ended or (session.must_persist and not session.is_exported):
                     log.info("dropped idle session %s", session.session_id)
                 self._recorder.record(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled

@@ -257,7 +257,7 @@ class FinishTicketReply(Struct, frozen=True):
 
 
 class ExportRequest(Struct, frozen=True):
-    """Hand over a session's rows once it has ended, and forget it."""
+    """Hand over a session's rows once it has ended, and forget it within minutes."""
 
     session_id: str
     discount: float = 1.0

@@ -198,7 +198,7 @@ class Sessions(RuleBasedStateMachine):
                 self.counts["rewards_expected"] += expected != 0.0
                 self.counts["rewards_exported"] += expected != 0.0 and reward == expected
                 assert reward == expected, reply_id
-        assert self.post("/rl/set_reward", {"reward": 1.0}, session.key).status_code == 401
+        assert self.post("/rl/set_reward", {"reward": 1.0}, session.key).status_code == 403
 
     def teardown(self) -> None:
         for session in [*self.played]:

@@ -36,6 +36,8 @@ from areal_hpc.wire.weight_version import WeightVersion
 MIN_KEY_CHARS = 16
 SESSION_END_POLL_S = 0.05
 MAX_LONG_POLL_S = 60.0
+MAX_EXPORTED_SESSIONS = 64
+"""The latest ones, whose repeated export is answered."""
 
 
 @dataclass(slots=True, eq=False)
@@ -77,6 +79,8 @@ class DriverApi:
         self._most_sessions = limits.max_sessions
         self._online = online
         self._free_slots: set[_OfferedEpisode] = set()
+        self._exported: dict[str, None] = {}
+        """Ids of sessions that were exported of late, the latest last."""
 
     def start_session(self, request: wire.StartSessionRequest) -> wire.StartSessionReply:
         """Open a session and hand out its key."""
@@ -151,7 +155,10 @@ class DriverApi:
         return wire.SessionCapacityReply(self._most_sessions)
 
     async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
-        """A session's rows, as soon as it has ended; then it is forgotten with its key."""
+        """A session's rows, as soon as it has ended; soon after it is forgotten with its key.
+
+        Repeating it is harmless: the reply may have been lost with its connection.
+        """
         while True:
             session = self._require_session(request.session_id)
             if session.request.ref is not None:
@@ -161,9 +168,19 @@ class DriverApi:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
         rows = export_interactions(session.tree, request)
-        reply = wire.ExportReply(rows, session.count_ignored(), dict(session.tree.auxiliary))
-        self._recorder.record(events.SessionDropped(session.session_id))
-        return reply
+        self._keep_for_repeated_export(session)
+        return wire.ExportReply(rows, session.count_ignored(), dict(session.tree.auxiliary))
+
+    def _keep_for_repeated_export(self, session: Session) -> None:
+        """Have the session forgotten in a while, or when enough others have been exported."""
+        session.is_exported = True
+        session.touch()
+        self._exported[session.session_id] = None
+        while len(self._exported) > MAX_EXPORTED_SESSIONS:
+            oldest = next(iter(self._exported))
+            del self._exported[oldest]
+            if oldest in self._store.sessions:
+                self._recorder.record(events.SessionDropped(oldest))
 
     def _require_session(self, session_id: str, key: str = "session_id") -> Session:
         session = self._store.sessions.get(session_id)
@@ -267,7 +284,10 @@ class DriverApi:
 
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
         """Keep an ended session whose episode failed. Repeating it is harmless."""
-        sealer, session = self._require_sealer(), self._require_session(request.session_id)
+        sealer = self._require_sealer()
+        if (kept := sealer.find_kept_answer(request.session_id)) is not None:
+            return wire.KeepFailedSessionReply(kept)
+        session = self._require_session(request.session_id)
         name = f"session {request.session_id!r}"
         if session.request.ref is None or not session.must_persist:
             problem = f"{name} is no episode of a ticket"

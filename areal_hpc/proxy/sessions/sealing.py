@@ -133,6 +133,10 @@ class TicketSealer:
         """Keep an ended session whose episode failed; false if enough like it are kept."""
         return self._untrained.keep_failed(request)
 
+    def find_kept_answer(self, session_id: str) -> bool | None:
+        """What `keep_failed` answered for a session; None if it was not asked, or long ago."""
+        return self._untrained.find_kept_answer(session_id)
+
     async def seal_all(self) -> None:
         """Seal what is finished, what the trainer waits for first.
 

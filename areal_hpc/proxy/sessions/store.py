@@ -57,6 +57,8 @@ class Session:
         """Unix time."""
         self.failure: events.SessionFailed | None = None
         """Set when its episode failed and is kept."""
+        self.is_exported = False
+        """Its rows were handed over: it stays for a repeat alone, as of a reply that was lost."""
         self.in_flight = 0
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
@@ -311,7 +313,8 @@ class SessionStore:
         """Sessions that nobody used for so long, apart from those of finished tickets.
 
         A ticket's sessions wait for one another: none of them is idle while one is used. An ended
-        session that is not recorded has no use but to answer a repeated end.
+        session that is not recorded has no use but to answer a repeated end, and one that was
+        exported but to answer a repeated export.
         """
         now = time.monotonic()
         used_at: dict[TicketRef, float] = {}
@@ -324,7 +327,7 @@ class SessionStore:
             ref = session.request.ref
             if session.in_flight or ref in self.finished or session.failure:
                 return False
-            is_kept = session.must_persist or not session.ended
+            is_kept = not session.is_exported and (session.must_persist or not session.ended)
             last_used = session.touched_at if ref is None else used_at[ref]
             return now - last_used > (older_than_s if is_kept else ENDED_RETENTION_S)
 

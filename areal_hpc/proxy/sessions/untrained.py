@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 
 MAX_KEPT_PER_CAUSE = 200
 """Failed episodes of one exception in one line that a cell keeps: a bug needs no more examples."""
+MAX_REMEMBERED_ANSWERS = 4096
+"""Failed sessions whose repeated `keep_failed` is still answered."""
 
 
 class UntrainedSealer:
@@ -37,6 +39,8 @@ class UntrainedSealer:
         self._paths, self._cell, self._config = paths, cell, config
         self._kept = Counter[str]()
         """Failed episodes by cause, those of earlier proxies of the cell included."""
+        self._answered: dict[str, bool] = {}
+        """What was answered for each session of late: it may be sealed or forgotten by now."""
         self._sealing = asyncio.Lock()
         self._seal_task: asyncio.Future[None] | None = None
 
@@ -59,13 +63,22 @@ class UntrainedSealer:
         """Keep an ended session, unless enough failures of its cause are kept: then forget it."""
         if request.session_id in self._store.failed:
             return True
-        if self._kept[request.cause] >= MAX_KEPT_PER_CAUSE:
+        must_keep = self._kept[request.cause] < MAX_KEPT_PER_CAUSE
+        if must_keep:
+            self._recorder.record(
+                SessionFailed(request.session_id, request.cause, request.error, time.time())
+            )
+            self._kept[request.cause] += 1
+        else:
             self._recorder.record(SessionDropped(request.session_id))
-            return False
-        failed = SessionFailed(request.session_id, request.cause, request.error, time.time())
-        self._recorder.record(failed)
-        self._kept[request.cause] += 1
-        return True
+        self._answered[request.session_id] = must_keep
+        while len(self._answered) > MAX_REMEMBERED_ANSWERS:
+            del self._answered[next(iter(self._answered))]
+        return must_keep
+
+    def find_kept_answer(self, session_id: str) -> bool | None:
+        """What `keep_failed` answered for a session; None if it was not asked, or long ago."""
+        return self._answered.get(session_id)
 
     async def seal_if_due(self) -> None:
         """Seal if there is much, or if some has waited long.

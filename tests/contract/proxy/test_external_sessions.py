@@ -8,6 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
+from areal_hpc.proxy.http.driver_api import MAX_EXPORTED_SESSIONS
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.signing import RequestSigner
 from tests.contract.proxy.talk import QUESTION, turn
@@ -30,7 +31,7 @@ def export(stage: Stage, session_id: str, **more: Any) -> httpx.Response:
     return stage.post("/export_trajectories", {"session_id": session_id, **more})
 
 
-def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage: Stage) -> None:
+def test_a_session_is_exported_under_the_names_of_areal(stage: Stage) -> None:
     session_id, key = stage.open_session()
     assert session_id.startswith("task-")
     first, second = two_turns(stage, key)
@@ -45,8 +46,28 @@ def test_a_session_is_exported_under_the_names_of_areal_and_forgotten(stage: Sta
         assert {row[name].shape for name in per_token} == {row["input_ids"].shape}
         assert row["loss_mask"].sum() == 5
         assert row["rewards"].tolist() == [one["reward"]]
-    assert export(stage, session_id).status_code == 404
-    assert stage.ask(key, "hi").status_code == 401
+    assert stage.ask(key, "hi").status_code == 403
+
+
+def test_an_export_whose_reply_was_lost_is_made_again_even_by_another_proxy(stage: Stage) -> None:
+    session_id, key = stage.open_session()
+    two_turns(stage, key)
+    stage.finish_session(key, 1)
+    first = export(stage, session_id).json()
+    assert export(stage, session_id).json() == first
+    stage.restart_proxy()
+    assert export(stage, session_id).json() == first
+
+
+def test_exported_sessions_are_forgotten_when_enough_others_are_exported(stage: Stage) -> None:
+    exported = []
+    for _ in range(MAX_EXPORTED_SESSIONS + 1):
+        session_id, key = stage.open_session()
+        stage.end_session(key)
+        assert export(stage, session_id).status_code == 200
+        exported.append(session_id)
+    assert [export(stage, one).status_code for one in exported[:2]] == [404, 200]
+    assert stage.ask(key, "hi").status_code == 403
 
 
 def test_concat_exports_a_row_per_leaf(stage: Stage) -> None:

@@ -86,6 +86,7 @@ def test_a_failed_episode_is_kept_with_its_error_and_its_ticket_goes_on(
         assert (row.record.cause, row.record.error) == (CAUSE, ERROR)
         assert row.loss_mask_T.sum() == 5
     assert second.meta["messages"][0]["content"] == "another conversation"
+    assert keep_failed(stage, failed) == {"kept": True}, "it is sealed by now"
     (empty,) = await_rows(stage, silent)
     assert (empty.num_tokens, empty.record.error) == (0, ERROR)
     stage.seal()
@@ -113,7 +114,9 @@ def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) ->
     def fail(cause: str = CAUSE) -> bool:
         session_id, key = stage.open_session(TicketRef(5, 0))
         stage.end_session(key)
-        return bool(keep_failed(stage, session_id, cause)["kept"])
+        kept = bool(keep_failed(stage, session_id, cause)["kept"])
+        assert keep_failed(stage, session_id, cause)["kept"] is kept, "the driver may ask again"
+        return kept
 
     assert all(fail() for _ in range(MAX_KEPT_PER_CAUSE - 1))
     stage.stop_proxy()  # which seals them

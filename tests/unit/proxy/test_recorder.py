@@ -228,6 +228,19 @@ def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, drop
     assert store.list_idle_sessions(3600.0) == []
 
 
+def test_an_exported_session_is_idle_after_a_minute() -> None:
+    store = SessionStore()
+    store.apply(SessionOpened("s", b"k", StartSessionRequest("t")))
+    session = store.sessions["s"]
+    session.ended = True
+    session.touched_at -= 61.0
+    assert store.list_idle_sessions(3600.0) == []
+    session.is_exported = True
+    assert store.list_idle_sessions(3600.0) == [session]
+    session.touch()
+    assert store.list_idle_sessions(3600.0) == []
+
+
 def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
     """They may be tried again and again until a replica serves."""
     store = SessionStore()
