@@ -74,7 +74,7 @@ class ParserProcessClient:
                     process.kill()
                 raise ParserLostError("the parser process does not start; see the log")
             self._process = process
-            self._reader = asyncio.ensure_future(self._hand_out_replies(process.stdout))
+            self._reader = asyncio.ensure_future(self._hand_out_replies(process, process.stdout))
 
     async def run(self) -> None:
         """Keep the process running until cancelled, then end it.
@@ -95,13 +95,22 @@ class ParserProcessClient:
         finally:
             await self.close()
 
-    async def _hand_out_replies(self, lines: asyncio.StreamReader) -> None:
+    async def _hand_out_replies(
+        self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader
+    ) -> None:
+        """Read the process's replies to its end; of one that writes what is none, make that end."""
         decoder = msgspec.json.Decoder(ParserReply)
-        while line := await lines.readline():
-            reply = decoder.decode(line)
-            waiting = self._waiting.pop(reply.call, None)
-            if waiting is not None and not waiting.done():
-                waiting.set_result(reply)
+        try:
+            while line := await lines.readline():
+                reply = decoder.decode(line)
+                waiting = self._waiting.pop(reply.call, None)
+                if waiting is not None and not waiting.done():
+                    waiting.set_result(reply)
+        except (ValueError, msgspec.DecodeError) as error:  # ValueError: a line without an end
+            log.error("SGLang's parsers wrote what is no reply: %s", error)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_exception(ParserLostError("SGLang's parsers died"))
