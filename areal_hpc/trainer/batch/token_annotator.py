@@ -17,6 +17,7 @@ from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     build_loss_mask_without_cut_replies,
 )
+from areal_hpc.trainer.untrained import is_optimizer_step_taken
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.trajectory import TrajectoryRow
 
@@ -186,6 +187,8 @@ def name_untaken_step(norm: float, critic_warms_up: bool) -> str:
         return "the critic warmed up: the policy was not trained"
     if not math.isfinite(norm):
         return "the gradient was not finite: the step was not taken"
+    if not is_optimizer_step_taken(norm):  # the clip or the bounds left none of it, say
+        return "the gradient was zero: the step was not taken"
     return ""
 
 
@@ -232,6 +235,6 @@ def _annotate_row(
 def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, untaken: str) -> str:
     if not is_seen_T.any():
         return "masked"
-    if untaken:
-        return untaken
-    return "trained" if np.any(taught != 0) else "no advantage"
+    if not np.any(taught != 0):
+        return "no advantage"
+    return untaken or "trained"

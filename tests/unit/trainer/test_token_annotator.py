@@ -1,10 +1,13 @@
 """Which rows of a step are annotated, by what names, and how they lie on the disk."""
 
+import math
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from areal_hpc.dashboard.row_annotation import build_token_columns
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.annotations import (
@@ -14,11 +17,16 @@ from areal_hpc.rundir.telemetry.annotations import (
     find_row_annotation,
     read_annotations,
 )
+from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.token_annotator import (
     MAX_ROWS_IN_SAMPLED_MODE,
+    TOKEN_MEASURE_NAMES,
+    TokenAnnotator,
     choose_rows_to_annotate,
+    name_untaken_step,
     split_trained_and_left_out_rows,
 )
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import trajectory
@@ -49,6 +57,35 @@ def test_rows_are_named_by_the_manifest_and_those_left_out_say_why() -> None:
         (4, "a reward is not finite"),
         (5, "a reward is not finite"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("norm", "outcome"),
+    [
+        (0.5, "trained"),
+        (0.0, "the gradient was zero: the step was not taken"),
+        (math.inf, "the gradient was not finite: the step was not taken"),
+    ],
+)
+def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outcome: str) -> None:
+    batch = [trajectory(episode=episode) for episode in range(3)]
+    advantages = (1.0, 0.0, 1.0)
+    rows = [
+        TrainingRow(
+            one.input_ids_T,
+            one.loss_mask_T,
+            {ADVANTAGE_CHANNEL: np.full(one.num_tokens, advantage, np.float32)},
+        )
+        for one, advantage in zip(batch, advantages, strict=True)
+    ]
+    annotator = TokenAnnotator(batch, rows, [0, 1, 2], parts=1)
+    tokens = [len(row.input_ids_T) for row in rows]
+    measures = np.zeros((len(TOKEN_MEASURE_NAMES), sum(tokens)), np.float32)
+    measures[-1, : sum(tokens[:2])] = 1.0  # a pass saw the first two
+    names = [("cell-0-000001.h5", place) for place in range(3)]
+    untaken = [name_untaken_step(norm, critic_warms_up=False)]
+    built = annotator.build_rows(measures, names, untaken, ObjectiveConfig())
+    assert [one.outcome for one in built] == [outcome, "no advantage", "masked"]
 
 
 def make_step(step: int, tokens: int = 3) -> StepAnnotations:
