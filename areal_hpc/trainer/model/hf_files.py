@@ -1,10 +1,12 @@
 """A model directory in Hugging Face's form, written tensor by tensor and put in place whole."""
 
+import contextlib
 import json
 import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO
@@ -18,6 +20,8 @@ HfSpec = tuple[str, tuple[int, ...], torch.dtype]
 
 MAX_FILE_BYTES = 4 * 1024**3
 """A safetensors file grows to about this."""
+MAX_SILENCE_OF_WRITER_S = 86_400.0
+"""After that a writer of another host, which cannot be asked, has been killed."""
 
 COPIED_FILE_NAMES = (
     "config.json",
@@ -68,31 +72,58 @@ def write_hf_model_dir(
             shutil.copyfile(source_dir / name, partial / name)
     _write_config_dtype(partial / "config.json", specs[0][2])
     fsync_tree(partial)
-    replaced = target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
-    if target_dir.exists():
-        target_dir.rename(replaced)
-    partial.rename(target_dir)
+    _put_in_place(
+        partial, target_dir, target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
+    )
     fsync_path(target_dir.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _put_in_place(partial: Path, target_dir: Path, replaced: Path) -> None:
+    """Give a written model its name, and delete the one that had it."""
+    while True:
+        if target_dir.exists():
+            target_dir.rename(replaced)
+        try:
+            partial.rename(target_dir)
+        except OSError:
+            if target_dir.exists():  # a writer of another host has just restored it
+                continue
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+        return
 
 
 def _clean_up_after_killed_writers(directory: Path) -> None:
-    """Tidy up after writers of this host that were killed: a model half put in place is restored.
+    """Tidy up after writers that were killed: a model half put in place is restored.
 
-    A hidden directory that this process left behind, by an error, is swept as well.
+    A writer of another host counts as killed when it has written nothing for a day. A hidden
+    directory that this process left behind, by an error, is swept as well.
     """
     if not directory.is_dir():
         return
-    name = re.compile(rf"\.(.+)\.(partial|replaced)_{re.escape(socket.gethostname())}_(\d+)")
+    name = re.compile(r"\.(.+)\.(partial|replaced)_(.+)_(\d+)")
     for path in directory.iterdir():
         found = name.fullmatch(path.name)
-        if found is None or _is_another_writer_running(int(found[3])):
+        if found is None:
             continue
-        target = directory / found[1]
-        if found[2] == "replaced" and not target.exists():
-            path.rename(target)
-        else:
+        target, kind, host, pid = directory / found[1], found[2], found[3], int(found[4])
+        is_own_host = host == socket.gethostname()
+        if is_own_host and _is_another_writer_running(pid):
+            continue
+        if kind == "replaced" and not target.exists():
+            with contextlib.suppress(OSError):  # another writer has done it, or put its own there
+                path.rename(target)
+        elif is_own_host or _compute_unchanged_s(path) > MAX_SILENCE_OF_WRITER_S:
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _compute_unchanged_s(directory: Path) -> float:
+    """How long ago something was last written there; 0 if it has just gone."""
+    try:
+        newest = max(path.stat().st_mtime for path in (directory, *directory.iterdir()))
+    except FileNotFoundError:
+        return 0.0
+    return time.time() - newest
 
 
 def _is_another_writer_running(pid: int) -> bool:

@@ -5,6 +5,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -70,6 +71,24 @@ def test_leftovers_of_killed_writers_alone_are_removed(source: Path, tmp_path: P
         (models / name).mkdir(parents=True)
     write_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
     assert {path.name for path in models.iterdir()} == {*kept, "step_3", "step_4"}
+
+
+def test_leftovers_of_writers_killed_on_other_hosts_are_removed(
+    source: Path, tmp_path: Path
+) -> None:
+    models, a_day_ago = tmp_path / "export", time.time() - 90_000
+    silent, alive = ".step_1.partial_node-7_41", ".step_1.partial_node_8_41"
+    halfway, replaced = ".step_2.replaced_node-7_41", ".step_3.replaced_node-7_41"
+    for name in (silent, alive, halfway, replaced, "step_3"):
+        (models / name).mkdir(parents=True)
+        (models / name / "model.safetensors").touch()
+    for name in (silent, alive, replaced):
+        os.utime(models / name / "model.safetensors", (a_day_ago, a_day_ago))
+        os.utime(models / name, (a_day_ago, a_day_ago))
+    (models / alive / "model-00002.safetensors").touch()
+    os.utime(models / alive, (a_day_ago, a_day_ago))
+    write_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
+    assert {path.name for path in models.iterdir()} == {alive, "step_2", "step_3", "step_4"}
 
 
 def test_the_configuration_names_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
