@@ -324,7 +324,8 @@ def describe_cheapest_fitting_change(
     Recomputation costs a third of a forward and backward pass at most, and is tried first; then
     other layouts of the same ranks, with the least communication first.
     """
-    for overrides, changed in _list_thriftier_configs(arch, config):
+    others = (*frozen, *([critic] if critic else []))
+    for overrides, changed in _list_thriftier_configs(arch, config, others):
         total = estimate_trainer_memory(arch, changed, update_groups, frozen, critic).total
         if total <= gpu_bytes:
             return f"{overrides} takes {total / GIB:.1f} GiB"
@@ -332,8 +333,9 @@ def describe_cheapest_fitting_change(
 
 
 def _list_thriftier_configs(
-    arch: Architecture, config: TrainerConfig
+    arch: Architecture, config: TrainerConfig, others: Sequence[Architecture] = ()
 ) -> Iterator[tuple[str, TrainerConfig]]:
+    """Changes that take less memory, cheaper ones first; their layouts divide `others`, too."""
     full = config
     for mode in ("selective", "full"):
         if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
@@ -355,7 +357,7 @@ def _list_thriftier_configs(
         if now.world_size % (tp * cp * pp) == 0 and now.world_size // pp % now.ep == 0
     ]
     for parallel in sorted(layouts, key=lambda one: one.world_size // one.dp):
-        if parallel != now and not [*find_layout_problems(arch, parallel)]:
+        if parallel != now and _can_divide(parallel, arch, others):
             named = ", ".join(f"{name}: {getattr(parallel, name)}" for name in PARALLEL_NAMES)
             changed = full.model_copy(update={"parallel": parallel})
             yield f"{recompute}trainer.parallel={{{named}}}", changed
@@ -368,3 +370,12 @@ def _list_thriftier_configs(
             ]
             told = " ".join(f"trainer.offload.{name}=true" for name in keys)
             yield f"{recompute}{told}", full.model_copy(update={"offload": offload})
+
+
+def _can_divide(
+    parallel: ParallelConfig, arch: Architecture, others: Sequence[Architecture]
+) -> bool:
+    """Whether the policy and the other networks can be laid out so, as start-up demands."""
+    layouts = [(arch, parallel)]
+    layouts += [(other, drop_ep_for_dense_network(other, parallel)) for other in others]
+    return not any([*find_layout_problems(*layout)] for layout in layouts)

@@ -270,6 +270,18 @@ def test_every_proposed_layout_divides_the_experts_over_its_ranks(ranks: int) ->
     )  # no crash
 
 
+def test_a_proposed_layout_divides_the_critic_and_frozen_networks_too() -> None:
+    arch, small = architecture("Qwen3-8B"), architecture("Qwen2.5-1.5B-Instruct")
+    assert (arch.kv_heads, small.kv_heads) == (8, 2)
+    config, gpu = trainer(dp=16), 24 * memory_estimate.GIB
+    describe = functools.partial(
+        memory_estimate.describe_cheapest_fitting_change, arch, config, gpu
+    )
+    assert "tp: 4," in describe()
+    assert "tp: 2," in describe(frozen=[small])
+    assert "tp: 2," in describe(critic=small)
+
+
 def test_recomputing_all_layers_is_proposed_before_another_layout() -> None:
     config = trainer(dp=8).model_copy(update={"recompute": "full", "recompute_layers": 4})
     change, _ = next(memory_estimate._list_thriftier_configs(architecture("Qwen3-0.6B"), config))
