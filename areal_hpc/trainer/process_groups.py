@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError, LostPeerError, RecipeError
 from areal_hpc.jobs.node.gpus import find_visible_gpus
 from areal_hpc.jobs.node.topology import (
     TaskPosition,
@@ -44,6 +44,8 @@ JobT = TypeVar("JobT", bound=RankJobConfig)
 
 JOIN_RANKS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
+ARRIVED_RANK_COUNT_KEY = "arrived"
+ARRIVAL_POLL_S = 0.2
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Torch's newer and older name of where the record of the last collectives goes."""
 
@@ -63,8 +65,8 @@ def run_rank(
 
     Raises:
         ClusterError: The environment has a package that changes what Megatron computes.
-        SystemExit: Stopped by a signal before the end, the work so far being saved; or another
-            rank failed.
+        SystemExit: Stopped by a signal before the end, the work so far being saved, or while it
+            waited for other ranks; or another rank failed.
     """
     raise_if_megatron_is_replaced()
     megatron_cpu.patch_megatron_for_cpu()
@@ -78,6 +80,11 @@ def run_rank(
             paths.rendezvous_dir,
             is_cancelled=lambda: stop.requested,
         )
+    except ClusterError as error:
+        if not stop.requested:
+            raise
+        logger.info("%s", error)
+        raise SystemExit(STOPPED_EXIT_CODE) from error
     except RuntimeError as error:
         raise_if_peer_lost(error)
         raise
@@ -106,6 +113,7 @@ def init_process_groups(
     Raises:
         RecipeError: The job has not as many tasks as the layout has ranks.
         ClusterError: The other ranks did not come in time, or `is_cancelled` became true.
+        LostPeerError: Rank 0 ended while this one waited for others.
     """
     if task.num_tasks != parallel.world_size:
         raise RecipeError(
@@ -114,7 +122,9 @@ def init_process_groups(
             key="trainer.parallel",
         )
     own = _choose_device(device, task.local_rank)
-    store = _create_or_join_store(task, rendezvous_dir, is_cancelled)
+    give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
+    store = _create_or_join_store(task, rendezvous_dir, give_up_at, is_cancelled)
+    _await_all_ranks(store, task, give_up_at, is_cancelled)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=store,
@@ -184,7 +194,10 @@ def _choose_device(wanted: str, local_rank: int) -> torch.device:
 
 
 def _create_or_join_store(
-    task: TaskPosition, rendezvous_dir: Path, is_cancelled: Callable[[], bool]
+    task: TaskPosition,
+    rendezvous_dir: Path,
+    give_up_at: float,
+    is_cancelled: Callable[[], bool],
 ) -> dist.Store:  # type: ignore[name-defined]
     if task.num_tasks == 1:
         return dist.HashStore()  # type: ignore[attr-defined]
@@ -200,7 +213,7 @@ def _create_or_join_store(
             rendezvous_dir, rendezvous.RANK_STORE_SERVICE, f"tcp://{host}:{port}"
         )
         return store
-    return _connect_to_store(task, rendezvous_dir, is_cancelled)
+    return _connect_to_store(task, rendezvous_dir, give_up_at, is_cancelled)
 
 
 def _find_address_family(host: str) -> socket.AddressFamily:
@@ -208,13 +221,15 @@ def _find_address_family(host: str) -> socket.AddressFamily:
 
 
 def _connect_to_store(
-    task: TaskPosition, rendezvous_dir: Path, is_cancelled: Callable[[], bool]
+    task: TaskPosition,
+    rendezvous_dir: Path,
+    give_up_at: float,
+    is_cancelled: Callable[[], bool],
 ) -> dist.Store:  # type: ignore[name-defined]
     """Rank 0's store of this start. The file may still name a store of an earlier start.
 
     That one is either gone, or already counted this rank in: each store takes a rank once.
     """
-    give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     spent: set[str] = set()
     while time.monotonic() < give_up_at and not is_cancelled():
         endpoint = rendezvous.find_endpoint(rendezvous_dir, rendezvous.RANK_STORE_SERVICE)
@@ -241,3 +256,44 @@ def _connect_to_store(
         f"within {JOIN_RANKS_TIMEOUT_S:.0f} s",
         hint="read rank 0's log in logs/latest",
     )
+
+
+def _await_all_ranks(
+    store: dist.Store,  # type: ignore[name-defined]
+    task: TaskPosition,
+    give_up_at: float,
+    is_cancelled: Callable[[], bool],
+) -> None:
+    """Wait until every rank has the store: torch's own wait is as long as any collective's."""
+    try:
+        store.set(_format_arrival_key(task.rank), "")
+        arrived = store.add(ARRIVED_RANK_COUNT_KEY, 1)
+        while arrived < task.num_tasks:
+            if is_cancelled():
+                raise ClusterError(f"rank {task.rank} was stopped while it waited for other ranks")
+            if time.monotonic() >= give_up_at:
+                raise _build_error_of_missing_ranks(store, task)
+            time.sleep(ARRIVAL_POLL_S)
+            arrived = store.add(ARRIVED_RANK_COUNT_KEY, 0)
+    except RuntimeError as error:
+        raise LostPeerError(
+            f"rank 0 ended while rank {task.rank} waited for other ranks: {error}",
+            hint="read rank 0's log in logs/latest",
+        ) from error
+
+
+def _build_error_of_missing_ranks(
+    store: dist.Store,  # type: ignore[name-defined]
+    task: TaskPosition,
+) -> ClusterError:
+    ranks = range(task.num_tasks)
+    missing = [str(rank) for rank in ranks if not store.check([_format_arrival_key(rank)])]
+    return ClusterError(
+        f"of {task.num_tasks} trainer ranks these did not come within "
+        f"{JOIN_RANKS_TIMEOUT_S:.0f} s: {', '.join(missing)}",
+        hint="read their logs in logs/latest; a rank without one has a node that hangs",
+    )
+
+
+def _format_arrival_key(rank: int) -> str:
+    return f"arrived/{rank}"
