@@ -22,6 +22,7 @@ from areal_hpc.jobs.restart_policy import (
 )
 from areal_hpc.jobs.succession import find_next_successor
 from areal_hpc.rundir.atomic import write_atomic
+from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
     LaunchFile,
     SlurmLaunchInfo,
@@ -80,9 +81,7 @@ class StartProgressTracker:
         """Count this start, and remember the counts. Other stops than at a limit count nowhere."""
         has_grown = self._read_progress_bytes() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
-        before = FailureCounts()
-        if self._path.exists():
-            before = msgspec.json.decode(self._path.read_bytes(), type=FailureCounts)
+        before = self._read_failure_counts()
         counts = FailureCounts(
             SLURM_JOB_RESTART_POLICY.count_failures(
                 before.failures,
@@ -97,6 +96,16 @@ class StartProgressTracker:
         except OSError as error:
             log.error("the counts of starts could not be written: %s", error)
         return counts
+
+    def _read_failure_counts(self) -> FailureCounts:
+        """Counts of the earlier starts; none where they cannot be read: the job must go on."""
+        try:
+            return msgspec.json.decode(self._path.read_bytes(), type=FailureCounts)
+        except FileNotFoundError:
+            pass
+        except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            log.error("the counts of starts cannot be read: %s", error)
+        return FailureCounts()
 
 
 def record_faulty_nodes(
@@ -154,11 +163,11 @@ def requeue_or_resubmit(
     otherwise: RequeueResult = "left to successor" if successor else "not requeued"
     if successor is not None:
         give_up_at = min(give_up_at, time.monotonic() + SUCCESSOR_PATIENCE_S)
-    while not Path(launch.slurm.cancelled).exists():
+    while not is_cancelled(Path(launch.slurm.cancelled)):
         try:
             return _request_restart(launch, launch.slurm, job_id, give_up_at, decision, successor)
-        except SlurmTimeoutError as silence:
-            log.warning("slurmctld did not answer, asking again: %s", silence)
+        except (SlurmTimeoutError, OSError) as silence:
+            log.warning("slurmctld or storage did not answer, asking again: %s", silence)
             if time.monotonic() >= give_up_at:
                 return otherwise
             time.sleep(RETRY_PAUSE_S)
@@ -189,7 +198,7 @@ def _request_restart(
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
         return "ended by Slurm"
-    excluded = build_exclude_list(slurm, facts.excluded_nodes)
+    excluded = _build_exclude_list_or_keep(slurm, facts.excluded_nodes)
     try:
         if decision == "hold_for_user":
             scontrol.control_job("requeuehold", job_id)
@@ -215,6 +224,14 @@ def _request_restart(
     return "requeued"
 
 
+def _build_exclude_list_or_keep(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
+    try:
+        return build_exclude_list(slurm, already_excluded)
+    except OSError as error:
+        log.error("no further nodes are excluded, as their list cannot be read: %s", error)
+        return already_excluded
+
+
 def _exclude_from(waiting_job_id: str, excluded: str) -> None:
     _try_command_and_log_failures(
         lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded)
@@ -235,26 +252,26 @@ def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
         return False
     try:
         scontrol.control_job("requeuehold", job_id)
-    except ClusterError:
+    except (SlurmCommandError, SlurmNotFoundError):
         note.unlink()
-        raise
+        raise  # not so after silence: slurmctld may have held the job all the same
     return True
 
 
 def release_jobs_held_while_idle(jobs_dir: Path, only: str = "") -> list[str]:
     """Let jobs go on that gave their nodes back, or `only` one of them; their names.
 
-    Cheap if there are none.
-
-    One that Slurm does not release yet stays on the list, for the next call.
+    Cheap if there are none. One that Slurm does not release yet stays on the list, for the next
+    call.
     """
     released = []
     held = [
         job.hold_note for job in list_jobs_held_while_idle(jobs_dir) if only in ("", job.root.name)
     ]
     for note in held:
+        if not (job_id := _read_hold_note(note)):
+            continue
         try:
-            job_id = note.read_text()
             if scontrol.query_job(job_id).state in _STATES_BEFORE_HOLD:
                 continue
             scontrol.control_job("release", job_id)
@@ -267,6 +284,14 @@ def release_jobs_held_while_idle(jobs_dir: Path, only: str = "") -> list[str]:
         except ClusterError as error:
             log.warning("%s cannot be released yet: %s", note.name, error)
     return released
+
+
+def _read_hold_note(note: Path) -> str:
+    """Number of a held job; empty if the note is being written, or was taken away just now."""
+    try:
+        return note.read_text()
+    except FileNotFoundError:
+        return ""
 
 
 def _try_command_and_log_failures(command: Callable[[], None], times: int = 3) -> None:

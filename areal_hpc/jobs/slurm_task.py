@@ -46,6 +46,7 @@ from areal_hpc.jobs.succession import (
     find_reason_to_leave,
     record_as_current_job,
 )
+from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     LaunchFile,
@@ -186,7 +187,9 @@ class SlurmTask:
         return self._absent[0] if self._absent else None
 
     def _report_node_problems(self, node: str, findings: list[NodeProblem]) -> TaskExit:
-        excluded = list_unexpired_excluded_nodes(Path(self._slurm.excluded_nodes))
+        excluded: list[str] = []
+        with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
+            excluded = list_unexpired_excluded_nodes(Path(self._slurm.excluded_nodes))
         is_fault_of_node = (
             all(finding.is_fault_of_node for finding in findings)
             and len(excluded) < MAX_EXCLUDED_NODES
@@ -295,8 +298,10 @@ class SlurmTask:
         except ClusterError:
             return max(0.0, grace_s - (time.monotonic() - began))
         self._is_preempted = facts.is_preempted
-        if facts.state != scontrol.RUNNING_STATE or facts.ends_at is None or self._clock is None:
+        if facts.state != scontrol.RUNNING_STATE or self._clock is None:
             return grace_s  # until KillWait is over, which is not among what a job is told
+        if facts.ends_at is None:
+            return wanted_s  # without a time limit nothing ends it sooner
         return max(0.0, min(wanted_s, facts.ends_at - self._clock.now() - self._slurm.margin_s))
 
     def report_exit_and_conclude_job(self, outcome: TaskExit) -> TaskExit:
@@ -309,14 +314,14 @@ class SlurmTask:
         if self._is_superseded:
             return outcome  # the files belong to the later start
         rank = self._position.rank
-        with _swallow_and_log_write_errors("the task's exit status"):
+        with _swallow_and_log_storage_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
         if self._start is None:
             return outcome  # the storage is not shared with the first task
         left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
             outcome = self._end_or_requeue_job(outcome)
-            with _swallow_and_log_write_errors("the job's exit status"):
+            with _swallow_and_log_storage_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 left.touch()
             if self._ends_cancelled:
@@ -326,11 +331,11 @@ class SlurmTask:
         return outcome
 
     def _end_or_requeue_job(self, own: TaskExit) -> TaskExit:
-        # The way out depends on Slurm alone: on a full disk nothing is written, and it goes on.
+        # The way out depends on Slurm alone: on a full or silent disk it goes on all the same.
         gathered = self._gather_task_exits(own)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
-        with _swallow_and_log_write_errors("the nodes that are not to be given again"):
+        with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
             faulty = record_faulty_nodes(self._slurm, outcomes, self._job_id)
         counts = self._progress_tracker.update_failure_counts(outcomes)
         groups = split_exits_by_cell(self._launch.job, gathered)
@@ -370,7 +375,8 @@ class SlurmTask:
             # itself with jobs that are still there when the grace is over. Others end at once,
             # for a caretaker to submit them: until then they count against a limit of jobs.
             _wait_until_or_give_up(
-                Path(self._slurm.cancelled).exists, time.monotonic() + WAIT_FOR_KILL_S
+                lambda: is_cancelled(Path(self._slurm.cancelled)),
+                time.monotonic() + WAIT_FOR_KILL_S,
             )
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
@@ -402,14 +408,22 @@ class SlurmTask:
 
 
 @contextmanager
-def _swallow_and_log_write_errors(what: str) -> Iterator[None]:
+def _swallow_and_log_storage_errors(what: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.error("%s could not be written: %s", what, error)
+        log.error("%s could not be read or written: %s", what, error)
 
 
 def _wait_until_or_give_up(condition: Callable[[], bool], give_up_at: float) -> None:
     """Wait until the condition holds, or for as long as that is worth it."""
-    while not condition() and time.monotonic() < give_up_at:
+    while not _holds(condition) and time.monotonic() < give_up_at:
         time.sleep(0.5)
+
+
+def _holds(condition: Callable[[], bool]) -> bool:
+    try:
+        return condition()
+    except OSError as error:  # a stale handle, a server that fails over: the next look may do
+        log.warning("shared storage does not respond: %s", error)
+        return False

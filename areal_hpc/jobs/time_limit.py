@@ -57,8 +57,14 @@ def record_checkpoint_duration(seconds: float) -> None:
 
 
 def read_checkpoint_duration_s(job: JobPaths) -> float:
-    """Seconds that the job's last save took; 0 before the first."""
+    """Seconds that the job's last save took; 0 before the first, and where nobody can tell.
+
+    Jobs are stopped even while the storage is away.
+    """
     try:
         return float(job.checkpoint_time.read_text())
     except FileNotFoundError:
+        return 0.0
+    except (OSError, ValueError) as error:
+        log.warning("how long the last save took cannot be read: %s", error)
         return 0.0

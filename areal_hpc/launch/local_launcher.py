@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -218,10 +218,8 @@ class LocalLauncher:
     def _decide_stop_grace_s(self, stage: JobStage) -> float:
         """What supervisors give their processes, which on other nodes includes time for a save."""
         grace_s = self._recipe.cluster.stop_grace_s + STOP_MARGIN_S
-        with suppress(OSError):  # jobs are stopped even while the storage is away
-            jobs = (self._paths.job(one.name) for one in stage.jobs)
-            grace_s += max(map(read_checkpoint_duration_s, jobs))
-        return grace_s
+        jobs = (self._paths.job(one.name) for one in stage.jobs)
+        return grace_s + max(map(read_checkpoint_duration_s, jobs))
 
     def _submit_job(self, spec: JobSpec) -> JobHandle:
         handle = self._place.submit_job(spec)

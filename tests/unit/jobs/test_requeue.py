@@ -1,17 +1,122 @@
-"""Which nodes a job that is started again must not get."""
+"""A job that asks for another start: held, refused, unheard; and which nodes it must not get."""
 
 import time
 from pathlib import Path
 
-from areal_hpc.jobs.requeue import build_exclude_list
+import pytest
+
+from areal_hpc.jobs.requeue import (
+    StartProgressTracker,
+    build_exclude_list,
+    release_jobs_held_while_idle,
+    requeue_or_resubmit,
+)
+from areal_hpc.jobs.restart_policy import FailureCounts
 from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
     ExcludedNode,
+    JobSpec,
+    LaunchFile,
     SlurmLaunchInfo,
+    TaskExit,
     add_excluded_node,
+    list_jobs_held_while_idle,
     list_unexpired_excluded_nodes,
 )
 from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.scripted_slurm import ScriptedSlurm
+
+HOLD_UNHEARD = "requeuehold) echo PENDING > $STATE; echo Socket timed out >&2; exit 1"
+HOLD_REFUSED = "requeuehold) echo Job is no longer pending >&2; exit 1"
+RELEASE = "release) echo RUNNING > $STATE"
+RELEASE_REFUSED = "release) echo Invalid job id specified >&2; exit 1"
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    monkeypatch.setattr("areal_hpc.jobs.requeue.RETRY_PAUSE_S", 0.0)
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.state = "RUNNING"
+    return slurm
+
+
+@pytest.fixture
+def launch(paths: RunPaths) -> LaunchFile:
+    files = paths.job("trainer")
+    files.root.mkdir(parents=True)
+    told = SlurmLaunchInfo(
+        submissions=str(paths.submissions),
+        script=str(files.script),
+        excluded_nodes=str(paths.excluded_nodes),
+        job_name="trainer",
+        comment=str(paths.root),
+        cancelled=str(paths.cancelled_marker),
+    )
+    job = JobSpec("trainer", "train", [])
+    return LaunchFile(job, str(files.root), "", str(paths.events), {}, slurm=told)
+
+
+def list_held(paths: RunPaths) -> list[str]:
+    return [job.root.name for job in list_jobs_held_while_idle(paths.jobs_dir)]
+
+
+def test_a_job_that_is_held_without_an_answer_is_released_nevertheless(
+    slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
+) -> None:
+    slurm.answer_about_jobs(HOLD_UNHEARD, RELEASE)
+    assert requeue_or_resubmit(launch, time.monotonic() + 60.0, "hold") == "ended by Slurm"
+    assert list_held(paths) == ["trainer"]
+    assert release_jobs_held_while_idle(paths.jobs_dir) == ["trainer"]
+    assert (slurm.state, list_held(paths)) == ("RUNNING", [])
+
+
+def test_a_job_that_slurm_does_not_hold_is_on_no_list(
+    slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
+) -> None:
+    slurm.answer_about_jobs(HOLD_REFUSED)
+    slurm.answer("sbatch", "echo no room >&2; exit 1")
+    told: list[str] = []
+    give_up_at = time.monotonic() + 60.0
+    assert requeue_or_resubmit(launch, give_up_at, "hold", told.append) == "not requeued"
+    assert "no room" in told[0]
+    assert list_held(paths) == []
+
+
+def test_a_note_in_the_writing_and_one_that_goes_leave_the_other_held_jobs_their_release(
+    slurm: ScriptedSlurm, paths: RunPaths
+) -> None:
+    slurm.state = "PENDING"
+    slurm.answer_about_jobs(RELEASE)
+    notes = paths.job("cell-0").hold_note.parent
+    notes.mkdir(parents=True)
+    (notes / "cell-0").touch()
+    (notes / "cell-1").symlink_to(notes / "gone")
+    (notes / "cell-2").write_text("7")
+    assert release_jobs_held_while_idle(paths.jobs_dir) == ["cell-2"]
+    assert slurm.list_calls("scontrol release") == ["scontrol release 7"]
+    assert (notes / "cell-0").exists(), "its writer is about to ask Slurm"
+
+
+def test_a_storage_without_an_answer_keeps_no_job_from_its_requeue(
+    slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
+) -> None:
+    slurm.answer_about_jobs("requeue) echo PENDING > $STATE")
+    paths.excluded_nodes.mkdir(parents=True)  # reading it is an error, as it is of a stale handle
+    assert requeue_or_resubmit(launch, time.monotonic() + 60.0) == "requeued"
+    assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
+
+
+def test_counts_that_cannot_be_read_count_as_none(paths: RunPaths) -> None:
+    job = paths.job("trainer")
+    job.failure_count.mkdir(parents=True)
+    crash = [TaskExit(1, "trainer")]
+    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailureCounts(1)
+    job.failure_count.rmdir()
+    job.failure_count.write_text("half a numb")
+    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailureCounts(1)
+    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailureCounts(2)
 
 
 def test_a_failed_node_is_excluded_for_a_day_and_the_recipes_own_for_good(tmp_path: Path) -> None:
