@@ -160,7 +160,7 @@ class Caretaker:
             missing = [job for job in charges if job.reason_to_submit]
             for job in missing:
                 if job.name in self._missing:
-                    self._submit_again(job)
+                    self._submit_again_or_note_refusal(job)
             self._missing = {job.name for job in missing}
             self._release_leader_held_while_idle(jobs)
         except SlurmNotFoundError:
@@ -215,6 +215,23 @@ class Caretaker:
         by_person = found is not None and was_cancelled_by_person(found, self._queue, owner_id)
         return JobStatus(name, submission, found, own, is_alive, by_person)
 
+    def _submit_again_or_note_refusal(self, job: JobStatus) -> None:
+        """Submit a job; one that Slurm does not take keeps no other one from being submitted.
+
+        Raises:
+            ClusterError: Slurm does not answer, or is not there: so it would be with every job.
+        """
+        try:
+            self._submit_again(job)
+        except SlurmCommandError as refusal:
+            log.warning("%s", refusal)
+            reason = refusal.problems[0].message
+            if self._refused.get(job.name) != reason:  # once, though it is asked every minute
+                self._refused[job.name] = reason
+                self._events.record(SUBMISSION_REFUSED_EVENT, job=job.name, reason=reason)
+        except OSError as error:
+            log.warning("%s cannot be submitted again now: %s", job.name, error)
+
     def _submit_again(self, job: JobStatus) -> None:
         files = self._paths.job(job.name)
         launch = msgspec.json.decode(files.launch.read_bytes(), type=LaunchFile)
@@ -225,30 +242,24 @@ class Caretaker:
                 return
             if job.faulty_node:
                 self._exclude_node(Path(launch.slurm.excluded_nodes), job)
-            count = _increment_submission_count(files, launch.slurm.progress)
-            try:
-                submitted = submit_again(
-                    launch.slurm,
-                    job.name,
-                    _build_exclude_options(files, launch.slurm),
-                    timeout_s=SUBMIT_TIMEOUT_S,
-                    hold=count > MAX_SUBMISSIONS_WITHOUT_PROGRESS,
-                )
-            except SlurmCommandError as refusal:
-                self._record_refusal_once(job.name, refusal.problems[0].message)
-                raise
-        self._events.record(
-            "job_submitted_again", job=job.name, job_id=submitted, by=self._config.job,
-            reason=f"{job.name} {job.reason_to_submit}",
-            is_held=count > MAX_SUBMISSIONS_WITHOUT_PROGRESS, excluded=job.faulty_node,
-        )  # fmt: skip
+            made_bytes = _read_progress_bytes(launch.slurm.progress)
+            count = _count_submissions_without_progress(files, made_bytes) + 1
+            is_held = count > MAX_SUBMISSIONS_WITHOUT_PROGRESS
+            submitted = submit_again(
+                launch.slurm,
+                job.name,
+                _build_exclude_options(files, launch.slurm),
+                timeout_s=SUBMIT_TIMEOUT_S,
+                hold=is_held,
+            )
+            self._events.record(
+                "job_submitted_again", job=job.name, job_id=submitted, by=self._config.job,
+                reason=f"{job.name} {job.reason_to_submit}",
+                is_held=is_held, excluded=job.faulty_node,
+            )  # fmt: skip
+            # Not before: what Slurm did not take was no try of the job.
+            _write_submission_count(files, count, made_bytes)
         log.warning("%s %s; submitted again as job %s", job.name, job.reason_to_submit, submitted)
-
-    def _record_refusal_once(self, job: str, reason: str) -> None:
-        """Note why Slurm does not take a job: once, though it is asked again every minute."""
-        if self._refused.get(job) != reason:
-            self._refused[job] = reason
-            self._events.record(SUBMISSION_REFUSED_EVENT, job=job, reason=reason)
 
     def _exclude_node(self, path: Path, job: JobStatus) -> None:
         known = list_unexpired_excluded_nodes(path)
@@ -278,18 +289,24 @@ def _claim_job(job: JobPaths, claimant: str) -> Iterator[bool]:
         path.unlink(missing_ok=True)
 
 
-def _increment_submission_count(job: JobPaths, progress: str) -> int:
-    """Submissions by caretakers, this one included, since the run last made progress."""
-    made_bytes = 0
+def _read_progress_bytes(progress: str) -> int:
+    """Size of the file that grows while the run gets further; 0 if there is none."""
     with contextlib.suppress(OSError):
-        made_bytes = Path(progress).stat().st_size if progress else 0
-    count = 1
+        return Path(progress).stat().st_size if progress else 0
+    return 0
+
+
+def _count_submissions_without_progress(job: JobPaths, made_bytes: int) -> int:
+    """Submissions of the job by caretakers since the run last made progress."""
     with contextlib.suppress(FileNotFoundError):
         before = msgspec.json.decode(job.caretaker_count.read_bytes(), type=dict[str, int])
-        count += before["submissions"] if before["progress_bytes"] == made_bytes else 0
+        return before["submissions"] if before["progress_bytes"] == made_bytes else 0
+    return 0
+
+
+def _write_submission_count(job: JobPaths, count: int, made_bytes: int) -> None:
     content = {"submissions": count, "progress_bytes": made_bytes}
     write_atomic(job.caretaker_count, msgspec.json.encode(content))
-    return count
 
 
 def _build_exclude_options(job: JobPaths, slurm: SlurmLaunchInfo) -> list[str]:

@@ -3,12 +3,32 @@
 from dataclasses import replace
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from areal_hpc.jobs.caretaker import CaretakerConfig, JobStatus, select_jobs_to_watch
-from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE, Submission, TaskExit
+from areal_hpc.jobs.caretaker import (
+    MAX_SUBMISSIONS_WITHOUT_PROGRESS,
+    Caretaker,
+    CaretakerConfig,
+    JobStatus,
+    select_jobs_to_watch,
+)
+from areal_hpc.rundir.jobs import (
+    STOPPED_EXIT_CODE,
+    JobSpec,
+    LaunchFile,
+    SlurmLaunchInfo,
+    Submission,
+    TaskExit,
+    get_latest_submissions,
+    read_submissions,
+    record_submission,
+)
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, parse_sacct
 from areal_hpc.slurm.states import parse_state
+from tests.support.scripted_slurm import ScriptedSlurm
 
 NAMES = ("cell-0", "cell-1")
 
@@ -76,3 +96,81 @@ def test_one_caretaker_looks_after_each_job(
 def test_accounting_says_who_cancelled() -> None:
     rows = "7|CANCELLED by 1001|0:15|n04|Unknown|Unknown|None\n8|FAILED|1:0|n04|U|U|None"
     assert [one.cancelled_by for one in parse_sacct(rows)] == [1001, None]
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
+    """Job 1, the trainer, runs; of others it knows nothing."""
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.list_running("1")
+    slurm.answer("sacct", "exit 1")
+    return slurm
+
+
+@pytest.fixture
+def caretaker(paths: RunPaths) -> Caretaker:
+    """That of the trainer, in a run whose cells are gone."""
+    for number, name in enumerate(("trainer", *NAMES), 1):
+        files = paths.job(name)
+        files.root.mkdir(parents=True)
+        files.script.write_text("#!/bin/bash\n")
+        record_submission(
+            paths.submissions, Submission(name, str(number), 1, 0.0, str(files.script))
+        )
+        told = SlurmLaunchInfo(
+            submissions=str(paths.submissions),
+            script=str(files.script),
+            excluded_nodes=str(paths.excluded_nodes),
+            job_name=f"run-{name}",
+            comment=str(paths.root),
+            cancelled=str(paths.cancelled_marker),
+        )
+        launch = LaunchFile(
+            *(JobSpec(name, "agents", []), str(files.root), "", str(paths.events), {}), slurm=told
+        )
+        files.launch.write_bytes(msgspec.json.encode(launch))
+    config = CaretakerConfig(run_dir=paths.root, job="trainer", leader="trainer", others=NAMES)
+    return Caretaker(config)
+
+
+def list_events(paths: RunPaths) -> list[tuple[str, str, bool]]:
+    rows = read_lines(paths.events)
+    return [(row["event"], row["job"], row.get("is_held", False)) for row in rows]
+
+
+def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    slurm.answer("sbatch", 'case "$*" in *cell-0*) echo No partition >&2; exit 1;; esac; echo 12')
+    for _ in range(2):
+        caretaker.resubmit_missing_jobs()
+    newest = get_latest_submissions(read_submissions(paths.submissions))
+    assert {name: one.job_id for name, one in newest.items()} == {
+        "trainer": "1",
+        "cell-0": "2",
+        "cell-1": "12",
+    }
+    slurm.list_running("1", "12")
+    caretaker.resubmit_missing_jobs()
+    assert list_events(paths) == [
+        ("submission_refused", "cell-0", False),
+        ("job_submitted_again", "cell-1", False),
+    ]
+    assert sum("cell-0" in call for call in slurm.list_calls("sbatch")) == 2, "it is tried again"
+
+
+def test_submissions_that_slurm_did_not_take_are_no_tries_of_the_job(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    slurm.answer("sbatch", "echo AssocMaxSubmitJobLimit >&2; exit 1")
+    for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 2):
+        caretaker.resubmit_missing_jobs()
+    slurm.answer("sbatch", "echo 12")
+    for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 1):
+        caretaker.resubmit_missing_jobs()
+    submitted = [event for event in list_events(paths) if event[0] == "job_submitted_again"]
+    assert submitted == [
+        ("job_submitted_again", name, number == MAX_SUBMISSIONS_WITHOUT_PROGRESS)
+        for number in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 1)
+        for name in NAMES
+    ]
