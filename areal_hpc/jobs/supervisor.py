@@ -127,6 +127,8 @@ class _Supervisor:
         )
         self._incarnation = get_incarnation(launch)
         self._cell: SharedCell | None = None
+        self._failed_cell_exit: TaskExit | None = None
+        """Why the cell, which is stopped, is to be started again; None if it is not."""
         self._notes = RankRestartNotes(
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
             SLURM_RANK_RESTART_POLL_S if self._incarnation else LOCAL_RANK_RESTART_POLL_S,
@@ -190,6 +192,8 @@ class _Supervisor:
         is_leading = any(child.spec.ends_job for child in self._children)
         if (outcome := self._task.find_stop_reason(is_leading=is_leading)) is not None:
             return outcome
+        if self._failed_cell_exit is not None and self._cell is not None:
+            return self._restart_cell(self._cell, self._failed_cell_exit)
         for child in list(self._children):  # one that has done its work is removed
             if (outcome := self._poll_or_start_process(child)) is not None:
                 if self._cell is not None and child.spec in self._part.processes:
@@ -217,21 +221,29 @@ class _Supervisor:
             self._give_up_cell(cell, outcome)
             return None
         self._stop_cell_processes()
+        self._failed_cell_exit = outcome
+        return self._restart_cell(cell, outcome)
+
+    def _restart_cell(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
+        """Start the stopped cell again. After an OSError of the storage the next look does it."""
+        prepared = self._starter.prepare_processes(self._part)
         refusal = self._task.probe_node()
         if refusal is not None and refusal.faulty_node:
             return refusal  # the whole job has to leave the node
+        self._failed_cell_exit = None
         pause_s = RESTART_BACKOFF.get_pause_s(cell.failures - 1)
         self._events.record(
             "cell_restarted", process=outcome.process, reason=outcome.reason, pause_s=pause_s
         )
         cell.mark_started()
-        for child in self._starter.prepare_processes(self._part):
+        for child in prepared:
             child.not_before = time.monotonic() + pause_s
             self._children.append(child)
         return None
 
     def _give_up_cell(self, cell: SharedCell, outcome: TaskExit) -> None:
         """Leave the cell over until the job's next start."""
+        self._failed_cell_exit = None
         self._stop_cell_processes()
         cell.report_cell_end(outcome)
         self._events.record(
