@@ -79,7 +79,7 @@ def prepare_and_lock_run(
         raise RecipeError.from_problems(problems)
     if not joins_live_jobs:
         refuse_live_jobs(paths)
-    if fresh and (kept := archive_run(paths)) is not None:
+    if fresh and (kept := archive_run(paths, say)) is not None:
         say(f"moved    the earlier run to {kept}")
     made = input_checks.find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
@@ -194,16 +194,17 @@ def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
-def archive_run(paths: RunPaths) -> Path | None:
+def archive_run(paths: RunPaths, say: Callable[[str], None]) -> Path | None:
     """Move an existing run directory aside; its new place, or None when there was none.
 
     Raises:
-        ClusterError: A launcher is working in it.
+        ClusterError: A launcher is working in it, here or in an allocation on another node.
     """
     if not paths.recipe.exists():
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
     with hold_lock(paths.lock):
+        refuse_live_allocation_launcher(paths, say)  # the directory would take its note along
         paths.root.rename(kept)
     return kept

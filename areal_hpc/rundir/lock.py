@@ -2,11 +2,15 @@
 
 import fcntl
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
+
+LOOK_TIMEOUT_S = 1.0
+"""Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
 
 
 @contextmanager
@@ -19,16 +23,25 @@ def hold_lock(lock: Path) -> Iterator[None]:
     lock.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(descriptor)
-        raise ClusterError(
-            "another process is running this recipe", key=str(lock.parent), hint=f"lsof {lock}"
-        ) from error
-    try:
+        _lock_exclusively(descriptor, lock)
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_exclusively(descriptor: int, lock: Path) -> None:
+    give_up_at = time.monotonic() + LOOK_TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            if time.monotonic() >= give_up_at:
+                raise ClusterError(
+                    "another process is running this recipe",
+                    key=str(lock.parent),
+                    hint=f"lsof {lock}",
+                ) from error
+        time.sleep(LOOK_TIMEOUT_S / 20)
 
 
 def is_lock_held(lock: str | os.PathLike[str]) -> bool:

@@ -1,6 +1,7 @@
 """An earlier run is moved aside by `--fresh`, never deleted; a finished one is not another's."""
 
 import fcntl
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,28 +15,55 @@ from areal_hpc.launch.setup import (
     write_recipe_and_keep_replaced,
 )
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.allocation_note import AllocationNote, write_allocation_note
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import wait_for
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 
 def test_an_earlier_run_is_kept_under_another_name_once_it_is_not_in_use(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "quickstart" / "demo")
-    assert archive_run(paths) is None, "there may be none"
+    assert archive_run(paths, print) is None, "there may be none"
     paths.shards_dir.mkdir(parents=True)
     paths.recipe.touch()
     (paths.shards_dir / "cell-0-000000.h5").write_bytes(b"precious")
     with paths.lock.open("w") as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         with pytest.raises(ClusterError, match="another process"):
-            archive_run(paths)
+            archive_run(paths, print)
     assert paths.root.exists()
-    kept = archive_run(paths)
+    kept = archive_run(paths, print)
     assert kept is not None
     assert not paths.root.exists()
     assert (kept / "shards" / "cell-0-000000.h5").read_bytes() == b"precious"
     assert kept.parent == paths.root.parent
+
+
+def test_a_run_at_work_in_an_allocation_is_not_moved_aside(tmp_path: Path) -> None:
+    """The lock says nothing where the file system has none that reach other nodes."""
+    paths = RunPaths(tmp_path / "quickstart" / "demo")
+    paths.jobs_dir.mkdir(parents=True)
+    paths.recipe.touch()
+    is_over = threading.Event()
+
+    def beat() -> None:
+        for number in range(10_000):
+            write_allocation_note(paths, AllocationNote("12", number))
+            if is_over.wait(0.1):
+                return
+
+    launcher = threading.Thread(target=beat)
+    launcher.start()
+    try:
+        wait_for(paths.allocation.exists)
+        with pytest.raises(ClusterError, match="a launcher in allocation 12 is running"):
+            archive_run(paths, print)
+    finally:
+        is_over.set()
+        launcher.join()
+    assert paths.recipe.exists()
 
 
 def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_path: Path) -> None:
