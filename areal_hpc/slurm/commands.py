@@ -26,6 +26,9 @@ _NO_ANSWER_MESSAGES = (
 )
 """What commands print when it is the daemon and not the question that is at fault."""
 
+_FILTER_PREFIXES = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")
+"""Variables such as `SQUEUE_PARTITION`, which hides jobs: what is not shown would count as gone."""
+
 
 def has_slurm() -> bool:
     """True where Slurm's commands are installed."""
@@ -47,8 +50,7 @@ def run_slurm_command(
     try:
         answer = subprocess.run(
             command,
-            # A user's own time format would make times unreadable here.
-            env={**environ, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"},
+            env=_build_command_environment(environ),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -71,6 +73,12 @@ def run_slurm_command(
     is_silent = any(silence in said.lower() for silence in _NO_ANSWER_MESSAGES)
     kind = SlurmTimeoutError if is_silent else SlurmCommandError
     raise kind(f"{command[0]}: {said}", hint="scontrol ping")
+
+
+def _build_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """An environment without a user's own filters and formats of what commands show or end."""
+    kept = {key: value for key, value in environ.items() if not key.startswith(_FILTER_PREFIXES)}
+    return {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
 
 
 def parse_slurm_time(text: str) -> float | None:

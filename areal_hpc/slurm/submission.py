@@ -84,9 +84,11 @@ def submit_script(
             return printed.split(";")[0].strip()
         except SlurmTimeoutError as silence:
             report_outage(f"{silence.problems[0].message}; looking for the job before another try")
-        if (job_id := _wait_for_accepted_job(identity, give_up_at)) is not None:
-            report_outage(f"job {job_id} was accepted nevertheless")
-            return job_id
+            if (job_id := _wait_for_accepted_job(identity, give_up_at)) is not None:
+                report_outage(f"job {job_id} was accepted nevertheless")
+                return job_id
+            if time.monotonic() >= give_up_at:
+                raise
 
 
 def _wait_for_accepted_job(identity: JobIdentity, give_up_at: float) -> str | None:

@@ -1,0 +1,50 @@
+"""A submission whose answers are lost, and what a user's own variables change."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import SlurmTimeoutError
+from areal_hpc.slurm import submission
+from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.slurm.submission import JobIdentity, submit_script
+from tests.support.scripted_slurm import ScriptedSlurm
+
+SILENCE = "echo sbatch: error: Batch job submission failed: Socket timed out >&2; exit 1"
+IDENTITY = JobIdentity("run-trainer", "/runs/one", "0a1b2c3d")
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
+    for name in ("JOB_LOOKUP_DURATION_S", "RETRY_PAUSE_S"):
+        monkeypatch.setattr(submission, name, 0.0)
+    return ScriptedSlurm(tmp_path, monkeypatch)
+
+
+def test_a_submission_that_only_squeue_answers_is_given_up_in_time(slurm: ScriptedSlurm) -> None:
+    slurm.answer("squeue", "true")
+    slurm.answer("sbatch", f"[ $(grep -c ^sbatch $CALLS) -gt 200 ] && echo 9 || {{ {SILENCE}; }}")
+    with pytest.raises(SlurmTimeoutError, match="Socket timed out"):
+        submit_script(Path("job.sbatch"), IDENTITY, timeout_s=0.3)
+    slurm.answer("squeue", f"echo '8 run-trainer.{IDENTITY.token} /runs/one'")
+    assert submit_script(Path("job.sbatch"), IDENTITY, timeout_s=0.0) == "8", "it was accepted"
+
+
+def test_filters_of_a_user_hide_no_job(
+    slurm: ScriptedSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = {
+        "SQUEUE_PARTITION": "debug",
+        "SCANCEL_STATE": "PENDING",
+        "SLURM_TIME_FORMAT": "%s",
+        "SBATCH_ACCOUNT": "ours",
+    }
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    slurm.answer("squeue", "env")
+    seen = run_slurm_command("squeue").splitlines()
+    assert [name for name in told if any(line.startswith(f"{name}=") for line in seen)] == [
+        "SLURM_TIME_FORMAT",
+        "SBATCH_ACCOUNT",
+    ]
+    assert "SLURM_TIME_FORMAT=standard" in seen
