@@ -10,11 +10,13 @@ from areal_hpc.errors import (
     RunInterruptedError,
     SlurmTimeoutError,
 )
+from areal_hpc.jobs import caretaker
 from areal_hpc.jobs.restart_policy import find_crash_error
 from areal_hpc.launch.local_launcher import ProgressReporter
-from areal_hpc.launch.plan import plan_run
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PlanStages
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
     get_latest_submissions,
     list_waiting_successors,
@@ -29,6 +31,8 @@ RUN_FILES_POLL_S = 0.5
 FIRST_QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
 MAX_QUEUE_POLL_S = 60.0
+CARETAKER_PATIENCE_S = 3 * caretaker.POLL_S
+"""Time in which a caretaker has submitted the leading job again: it must miss it at two looks."""
 JOBS_END_TIMEOUT_S = 120.0
 """Time that jobs get to end after the run's last step."""
 
@@ -46,7 +50,8 @@ def watch_submitted_run(
         JobFailedError: The leading job is gone for good, and the run is not finished.
         RunInterruptedError: `stop` was set. The jobs go on.
     """
-    poll_s, asked_at, was_gone = FIRST_QUEUE_POLL_S, time.monotonic(), False
+    poll_s, asked_at = FIRST_QUEUE_POLL_S, time.monotonic()
+    gone_since: float | None = None
     while not paths.finished_marker.exists():
         planned = (plan or plan_run)(recipe, paths, None)
         left = (one for one in planned if not one.done_marker.exists())
@@ -57,12 +62,19 @@ def watch_submitted_run(
             raise RunInterruptedError
         if time.monotonic() - asked_at < poll_s:
             continue
-        is_gone = _is_job_gone(paths, stage.leader.name)
-        if is_gone and was_gone and not paths.finished_marker.exists():
-            raise _build_gone_job_error(paths, stage.leader.name)
+        asked_at = time.monotonic()
+        if not _is_job_gone(paths, stage.leader.name):
+            poll_s, gone_since = min(poll_s * 1.5, MAX_QUEUE_POLL_S), None
+            continue
         # Asked again soon: a job may be submitting itself anew at this moment.
-        poll_s = FIRST_QUEUE_POLL_S if is_gone else min(poll_s * 1.5, MAX_QUEUE_POLL_S)
-        asked_at, was_gone = time.monotonic(), is_gone
+        poll_s = FIRST_QUEUE_POLL_S
+        if gone_since is None:
+            gone_since = asked_at
+        elif (
+            asked_at - gone_since >= _decide_patience_s(paths, stage)
+            and not paths.finished_marker.exists()
+        ):
+            raise _build_gone_job_error(paths, stage.leader.name)
     reporter.show_progress("train")
     _wait_for_jobs_to_end_or_report_them(paths, reporter, stop)
 
@@ -75,6 +87,19 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
         return not select_live_job_ids([one.job_id for one in chain])
     except ClusterError:
         return False  # slurmctld may be away for a while
+
+
+def _decide_patience_s(paths: RunPaths, stage: JobStage) -> float:
+    """Time for which the leading job may be gone: the caretaker of another one brings it back."""
+    exits = read_task_exits(paths.job(stage.leader.name)).values()
+    if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):
+        return 0.0
+    newest = get_latest_submissions(read_submissions(paths.submissions))
+    others = [newest[one.name].job_id for one in stage.others if one.name in newest]
+    try:
+        return CARETAKER_PATIENCE_S if select_live_job_ids(others) else 0.0
+    except ClusterError:
+        return CARETAKER_PATIENCE_S  # slurmctld may be away for a while
 
 
 def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:
