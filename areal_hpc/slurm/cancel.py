@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, run_slurm_command
-from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, is_live_state
+from areal_hpc.slurm.queue import SLURM_OUTAGE_BACKOFF, QueuePoller, is_live_state
 from areal_hpc.slurm.states import JobPhase
 
 POLL_S = 2.0
@@ -34,85 +34,111 @@ def cancel_jobs_and_wait(
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long, or Slurm refused.
     """
-    left: list[str] = []
+    cancellation = _Cancellation(job_ids, label, grace_s, say)
     try:
-        return _cancel_until_none_is_left(job_ids, left, label=label, grace_s=grace_s, say=say)
+        cancellation.wait_until_none_is_left()
     except BaseException:  # boundary: whoever gives up has to know what is left
-        if left:
-            say(f"jobs that were there when Slurm was last asked: {', '.join(left)}")
-        else:
+        if cancellation.left is None:
             say("Slurm has not said which jobs are there")
+        else:
+            left = ", ".join(cancellation.left) or "none"
+            say(f"jobs that were there when Slurm was last asked: {left}")
         raise
+    return len(cancellation.seen)
 
 
-def _cancel_until_none_is_left(
-    job_ids: Callable[[], Sequence[str]],
-    left: list[str],
-    *,
-    label: str,
-    grace_s: float,
-    say: Callable[[str], None],
-) -> int:
-    """The work of `cancel_jobs_and_wait`; `left` gets the jobs that were live at the last look."""
-    queue = QueuePoller()
-    asked: set[str] = set()
-    seen: set[str] = set()
-    ids: Sequence[str] = ()
-    began = time.monotonic()
-    while True:
-        try:
-            ids = job_ids()
-            snapshot = queue.poll(ids).filter_jobs(ids, label)
-        except SlurmTimeoutError as silence:
-            snapshot = queue.record_outage(silence)
+class _Cancellation:
+    """The work of `cancel_jobs_and_wait`."""
+
+    def __init__(
+        self,
+        job_ids: Callable[[], Sequence[str]],
+        label: str,
+        grace_s: float,
+        say: Callable[[str], None],
+    ) -> None:
+        self._job_ids = job_ids
+        self._label = label
+        self._grace_s = grace_s
+        self._say = say
+        self._queue = QueuePoller()
+        self._signaled: set[str] = set()
+        self._began_at = time.monotonic()
+        """When the grace began, moved on by the time in which Slurm did not answer."""
+        self.seen: set[str] = set()
+        """Every job that was there at some look."""
+        self.left: list[str] | None = None
+        """Jobs that were there at the last look; None before the first."""
+
+    def wait_until_none_is_left(self) -> None:
+        """Look at the jobs, and cancel what is there, again and again."""
+        silent_since: float | None = None
+        silent_looks = 0
+        while True:
+            look_began_at = time.monotonic()
+            try:
+                if self._look_and_cancel():
+                    return
+                silent_since, silent_looks = None, 0
+                time.sleep(POLL_S)
+            except SlurmTimeoutError as silence:
+                silent_since = silent_since or look_began_at
+                self._pause(silence, silent_since, SLURM_OUTAGE_BACKOFF.get_pause_s(silent_looks))
+                silent_looks += 1
+                self._began_at += time.monotonic() - look_began_at
+
+    def _look_and_cancel(self) -> bool:
+        """Cancel what has to be cancelled now; True once no job is left.
+
+        Raises:
+            SlurmTimeoutError: Slurm did not answer all questions.
+            ClusterError: Jobs are left that should be gone.
+        """
+        ids = self._job_ids()
+        snapshot = self._queue.poll(ids).filter_jobs(ids, self._label)
         if snapshot.outage:
-            _pause_during_outage(snapshot, queue.pause_s, say)
-            began = time.monotonic() if not seen else began + queue.pause_s
-            continue
+            raise SlurmTimeoutError(snapshot.outage)
         phases = {
             key: job.state.phase for key, job in snapshot.jobs.items() if is_live_state(job.state)
         }
-        alive = sorted(phases)
-        left[:] = alive
-        if not alive and job_ids() == ids:  # the last one may have submitted another
-            return len(seen)
-        seen |= set(alive)
-        waited_s = time.monotonic() - began
-        if waited_s > grace_s + KILL_TIMEOUT_S:
+        self.left = sorted(phases)
+        if not phases and self._job_ids() == ids:  # the last one may have submitted another
+            return True
+        self.seen |= phases.keys()
+        waited_s = time.monotonic() - self._began_at
+        if phases and waited_s > self._grace_s + KILL_TIMEOUT_S:
             raise ClusterError(
-                f"{len(alive)} jobs are still running after {waited_s:.0f} s: {', '.join(alive)}",
-                hint=f"scancel {' '.join(alive)}; a node that does not answer keeps a job",
+                f"{len(phases)} jobs are still running after {waited_s:.0f} s: "
+                f"{', '.join(self.left)}",
+                hint=f"scancel {' '.join(self.left)}; a node that does not answer keeps a job",
             )
-        try:
-            if waited_s >= grace_s:
-                _call_scancel([key for key in alive if phases[key] is not JobPhase.ENDING])
-            else:
-                _call_scancel([key for key in alive if phases[key] is JobPhase.WAITING])
-                running = {key for key in alive if phases[key] is JobPhase.RUNNING}
-                fresh = sorted(running - asked)
-                if fresh:
-                    say(
-                        f"sent SIGTERM to {len(fresh)} jobs; "
-                        f"waiting {grace_s:.0f} s for their checkpoints"
-                    )
-                _call_scancel(fresh, "--signal=TERM")
-                asked |= set(fresh)
-        except SlurmTimeoutError:
-            continue  # the next look says so
-        time.sleep(POLL_S)
+        if waited_s >= self._grace_s:
+            _call_scancel([key for key in self.left if phases[key] is not JobPhase.ENDING])
+        else:
+            _call_scancel([key for key in self.left if phases[key] is JobPhase.WAITING])
+            self._signal_once([key for key in self.left if phases[key] is JobPhase.RUNNING])
+        return False
 
+    def _signal_once(self, running: Sequence[str]) -> None:
+        fresh = [job_id for job_id in running if job_id not in self._signaled]
+        if not fresh:
+            return
+        _call_scancel(fresh, "--signal=TERM")
+        self._signaled |= set(fresh)
+        waiting = f"waiting {self._grace_s:.0f} s for their checkpoints"
+        self._say(f"sent SIGTERM to {len(fresh)} jobs; {waiting}")
 
-def _pause_during_outage(
-    snapshot: QueueSnapshot, pause_s: float, say: Callable[[str], None]
-) -> None:
-    """Wait for Slurm to answer."""
-    if snapshot.outage_s > MAX_SLURM_OUTAGE_S:
-        raise ClusterError(
-            f"Slurm has not responded for {snapshot.outage_s:.0f} s: {snapshot.outage}",
-            hint="the run is marked as cancelled; repeat the command when `scontrol ping` succeeds",
-        )
-    say(f"slurmctld has not responded for {snapshot.outage_s:.0f} s; next try in {pause_s:.0f} s")
-    time.sleep(pause_s)
+    def _pause(self, silence: SlurmTimeoutError, silent_since: float, pause_s: float) -> None:
+        """Wait for Slurm to answer."""
+        outage_s = time.monotonic() - silent_since
+        if outage_s > MAX_SLURM_OUTAGE_S:
+            raise ClusterError(
+                f"Slurm has not responded for {outage_s:.0f} s: {silence.problems[0].message}",
+                hint="the run is marked as cancelled; repeat the command when `scontrol ping` "
+                "succeeds",
+            ) from silence
+        self._say(f"slurmctld has not responded for {outage_s:.0f} s; next try in {pause_s:.0f} s")
+        time.sleep(pause_s)
 
 
 def _call_scancel(job_ids: Sequence[str], *options: str) -> None:

@@ -193,7 +193,9 @@ class QueuePoller:
             found = {job.job_id: job for job in query_squeue(wanted)}
             self._outage_since, self._unanswered_polls = None, 0
         except SlurmTimeoutError as error:
-            outage = self.record_outage(error, asked_at).outage
+            outage = error.problems[0].message
+            self._unanswered_polls += 1
+            self._outage_since = self._outage_since or asked_at
         missing = [job_id for job_id in wanted if job_id not in found]
         past = {job.job_id: job for job in self.read_accounting(set(missing) - set(self._settled))}
         # Accounting lags behind slurmctld, and calls a job whose end it missed running for ever: it
@@ -204,15 +206,6 @@ class QueuePoller:
         found |= past | {key: self._settled[key] for key in missing if key in self._settled}
         began = self._outage_since
         return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
-
-    def record_outage(
-        self, silence: SlurmTimeoutError, asked_at: float | None = None
-    ) -> QueueSnapshot:
-        """Count a question that was not answered, at `asked_at` (monotonic); what is known now."""
-        self._unanswered_polls += 1
-        now = time.monotonic()
-        self._outage_since = self._outage_since or asked_at or now
-        return QueueSnapshot({}, silence.problems[0].message, now - self._outage_since)
 
     def read_accounting(self, job_ids: Iterable[str]) -> list[QueuedJob]:
         """Every start that accounting knows of these jobs, oldest first; none if it is off."""

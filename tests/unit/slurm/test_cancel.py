@@ -1,0 +1,113 @@
+"""What `cancel` does to jobs while Slurm answers, and while it does not."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.errors import ClusterError, SlurmTimeoutError
+from areal_hpc.slurm.cancel import KILL_TIMEOUT_S, cancel_jobs_and_wait
+from tests.support.scripted_slurm import ScriptedSlurm
+
+GRACE_S = 20.0
+SHOW_JOB = 'if [ -s $STATE ]; then echo "7|$(cat $STATE)|None|n01|N/A|N/A|0|0|||"; fi'
+END_IF_TERMINATED = 'case "$*" in *TERM*) : > $STATE;; esac'
+SILENT_AT_FIRST = "[ $(grep -c ^scancel $CALLS) -gt 4 ] || { echo Socket timed out >&2; exit 1; }"
+
+
+class Clock:
+    """In the place of `time`: it passes where the code sleeps, or a question takes long."""
+
+    def __init__(self) -> None:
+        self._now_s = 1000.0
+
+    def monotonic(self) -> float:
+        return self._now_s
+
+    def sleep(self, seconds: float) -> None:
+        self._now_s += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("areal_hpc.slurm.cancel.time", clock)
+    return clock
+
+
+@pytest.fixture
+def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.state = "RUNNING"
+    slurm.answer("squeue", SHOW_JOB)
+    slurm.answer("sacct", "exit 1")
+    return slurm
+
+
+class Questions:
+    """The question for the jobs' numbers, of which some are not answered."""
+
+    def __init__(
+        self, clock: Clock, *unanswered: int, took_s: float = 15.0, answered_s: float = 0.0
+    ) -> None:
+        self._clock = clock
+        self._unanswered = unanswered
+        self._took_s = took_s
+        self._answered_s = answered_s
+        self.asked = 0
+
+    def ask(self) -> Sequence[str]:
+        self.asked += 1
+        if self.asked in self._unanswered:
+            self._clock.sleep(self._took_s)
+            raise SlurmTimeoutError("squeue did not respond")
+        self._clock.sleep(self._answered_s)
+        return ("7",)
+
+
+def cancel_job(questions: Questions, said: list[str]) -> int:
+    return cancel_jobs_and_wait(questions.ask, label="", grace_s=GRACE_S, say=said.append)
+
+
+def test_an_outage_is_no_part_of_the_grace(slurm: ScriptedSlurm, clock: Clock) -> None:
+    """Slurm answers once, and then not for longer than grace and kill may take together."""
+    said: list[str] = []
+    slurm.answer("scancel", END_IF_TERMINATED)
+    first_terms = Questions(clock, *range(1, 4), took_s=KILL_TIMEOUT_S)
+    assert cancel_job(first_terms, said) == 1
+    assert slurm.list_calls("scancel") == ["scancel --signal=TERM 7"]
+    slurm.state = "RUNNING"
+    slurm.answer("scancel", "true")
+    later = Questions(clock, *range(2, 4), took_s=KILL_TIMEOUT_S)
+    with pytest.raises(ClusterError, match="1 jobs are still running"):
+        cancel_job(later, said)
+    calls = slurm.list_calls("scancel")[1:]
+    assert calls[0] == "scancel --signal=TERM 7"
+    assert "scancel 7" in calls, "what does not end by itself is cancelled before it is reported"
+
+
+def test_a_signal_that_slurm_did_not_take_is_sent_again_before_any_scancel(
+    slurm: ScriptedSlurm, clock: Clock
+) -> None:
+    """Each time Slurm takes a third of the grace to say which jobs there are."""
+    slurm.answer("scancel", f"{SILENT_AT_FIRST}\n{END_IF_TERMINATED}")
+    said: list[str] = []
+    assert cancel_job(Questions(clock, answered_s=GRACE_S / 3), said) == 1
+    assert slurm.list_calls("scancel") == ["scancel --signal=TERM 7"] * 5
+    assert sum("has not responded" in line for line in said) == 4
+    assert sum("sent SIGTERM" in line for line in said) == 1
+
+
+def test_silence_at_the_very_last_look_is_waited_out(slurm: ScriptedSlurm, clock: Clock) -> None:
+    slurm.answer("scancel", END_IF_TERMINATED)
+    said: list[str] = []
+    questions = Questions(clock, 3)  # the second of the look that finds no job
+    assert cancel_job(questions, said) == 1
+    assert questions.asked == 5
+    slurm.state = "RUNNING"
+    with pytest.raises(ClusterError, match="Slurm has not responded for"):
+        cancel_job(Questions(clock, *range(3, 1000)), said)
+    assert said[-1] == "jobs that were there when Slurm was last asked: none"
+    with pytest.raises(ClusterError, match="Slurm has not responded for"):
+        cancel_job(Questions(clock, *range(1, 1000)), said)
+    assert said[-1] == "Slurm has not said which jobs are there"
