@@ -27,7 +27,7 @@ _NO_ANSWER_MESSAGES = (
 """What commands print when it is the daemon and not the question that is at fault."""
 
 _FILTER_PREFIXES = ("SQUEUE_", "SCANCEL_", "SACCT_", "SINFO_")
-"""Variables such as `SQUEUE_PARTITION`, which hides jobs: what is not shown would count as gone."""
+"""Of variables by which a user filters what is shown: a hidden job would count as gone."""
 
 
 def has_slurm() -> bool:
@@ -43,7 +43,7 @@ def run_slurm_command(
     """Output of one of Slurm's commands, which sees this process's environment unless given one.
 
     Raises:
-        SlurmTimeoutError: Its daemon did not answer.
+        SlurmTimeoutError: Its daemon did not answer, or this node could not start it now.
         SlurmCommandError: It answered with an error.
         SlurmNotFoundError: There is no such command on this machine.
     """
@@ -58,10 +58,14 @@ def run_slurm_command(
             timeout=timeout_s,
             check=False,
         )
-    except FileNotFoundError as error:
+    except (FileNotFoundError, PermissionError) as error:
         raise SlurmNotFoundError(
             f"there is no {command[0]} on this machine",
             hint="log in to a node of the cluster that has Slurm's commands",
+        ) from error
+    except OSError as error:  # no process or memory left, or a stale handle: the next try may do
+        raise SlurmTimeoutError(
+            f"{command[0]} could not be started: {error.strerror}", hint="scontrol ping"
         ) from error
     except subprocess.TimeoutExpired as error:
         raise SlurmTimeoutError(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import SlurmTimeoutError
+from areal_hpc.errors import SlurmNotFoundError, SlurmTimeoutError
 from areal_hpc.slurm import submission
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submission import JobIdentity, submit_script
@@ -48,3 +48,15 @@ def test_filters_of_a_user_hide_no_job(
         "SBATCH_ACCOUNT",
     ]
     assert "SLURM_TIME_FORMAT=standard" in seen
+
+
+def test_a_command_that_this_node_cannot_start_now_is_silence(
+    slurm: ScriptedSlurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where no process is left: here the arguments take more room than a process may have."""
+    slurm.answer("squeue", "true")
+    with pytest.raises(SlurmTimeoutError, match="squeue could not be started: Argument list"):
+        run_slurm_command("squeue", "x" * (1 << 20))
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(SlurmNotFoundError):
+        run_slurm_command("squeue")
