@@ -9,7 +9,7 @@ from pathlib import Path
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.plan import JobStage
+from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.slurm_launcher import (
@@ -28,7 +28,7 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.submit import SubmittedJob, submit_held_array
+from areal_hpc.slurm.submit import SubmittedJob, submit_held_array, write_member_payload
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +65,7 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
     sweep, problems = Sweep(base, tuple(runs)), []
     if len({run.run_dir for run in runs}) < len(runs):
         problems.append(Problem("several runs of the sweep would share a directory", key))
+    left = [_list_stages_left(run) for run in runs]
     asked = [
         (
             run.cluster,
@@ -72,7 +73,14 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
         )
         for run in runs
     ]
-    if any(one != asked[0] for one in asked):
+    if any(one != left[0] for one in left):
+        message = "the runs of the sweep are not equally far: " + ", ".join(
+            f"{run.trial_name} has {' and '.join(names) or 'nothing'} left"
+            for run, names in zip(runs, left, strict=True)
+        )
+        hint = "continue them one by one: areal-hpc resume RUN"
+        problems.append(Problem(message, key, hint))
+    elif any(one != asked[0] for one in asked):
         message = "the runs of a sweep must request the same resources"
         hint = "submit them one by one, each with a trial_name of its own"
         problems.append(Problem(message, key, hint))
@@ -86,6 +94,12 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
     if problems:
         raise RecipeError.from_problems(problems)
     return sweep
+
+
+def _list_stages_left(run: Recipe) -> list[str]:
+    """Stages of a run that are not done."""
+    planned = plan_run(run, RunPaths(run.run_dir.resolve()), None)
+    return [stage.name for stage in planned if not stage.done_marker.exists()]
 
 
 def build_array_requests(
@@ -143,6 +157,8 @@ def _submit_arrays_of_all_jobs(
                 submitted += [job.job_id for job in jobs]
                 to_release += [] if request.stays_held else [job.job_id for job in jobs]
                 for one, job in zip(ready, jobs, strict=True):
+                    files = one.paths.job(specs[0].name)
+                    write_member_payload(request.folder, job.job_id, files, run_task)
                     record_job_submission(one, specs[0].name, job)
                 first, last = jobs[0].job_id, jobs[-1].job_id
                 leading = leading or first.partition("_")[0]

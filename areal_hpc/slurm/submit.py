@@ -3,9 +3,10 @@
 import re
 import shutil
 import signal
+import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeAlias
@@ -126,11 +127,23 @@ def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
     executor.update_parameters(timeout_min=NO_TIME_LIMIT_MINUTES, tasks_per_node=launch.job.tasks)
-    # Children inherit an ignored SIGINT: submitit's controller answers Ctrl-C by killing its tasks
-    # after one second, which would cut off the trainer's last checkpoint.
+    with _ignored_sigint():
+        return LocalJobHandle(launch, executor.submit(entry, str(launch_path)))
+
+
+@contextmanager
+def _ignored_sigint() -> Iterator[None]:
+    """Have processes that start in the context ignore SIGINT.
+
+    submitit's controller answers Ctrl-C by killing its tasks after one second, which would cut off
+    the trainer's last checkpoint. Outside the main thread Python lets nobody change that.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        return LocalJobHandle(launch, executor.submit(entry, str(launch_path)))
+        yield
     finally:
         signal.signal(signal.SIGINT, previous)
 
@@ -238,7 +251,8 @@ def submit_held_array(
 ) -> list[SubmittedJob]:
     """Hand the same job of several runs to Slurm as one array, held; one job for each.
 
-    `alone` has each by itself, for the script by which it submits itself again.
+    `alone` has each by itself, for the script by which it submits itself again. Members start what
+    `write_member_payload` writes, once their numbers are known.
 
     Raises:
         RecipeError: sbatch refused it.
@@ -253,8 +267,6 @@ def submit_held_array(
     script.write_text(render_script(array, len(jobs)))
     submitted = _submit_held(array, script, report_outage)
     members = [f"{submitted.job_id}_{index}" for index in range(len(jobs))]
-    for member, job in zip(members, jobs, strict=True):
-        write_member_payload(array.folder, member, job, entry)
     return [SubmittedJob(member, submitted.token) for member in members]
 
 

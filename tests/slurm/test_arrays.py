@@ -9,7 +9,7 @@ from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
 from areal_hpc.slurm.submission import release_jobs
-from areal_hpc.slurm.submit import submit_held_array
+from areal_hpc.slurm.submit import submit_held_array, write_member_payload
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT
@@ -47,6 +47,7 @@ def submit_together(
     asked = array.with_dependency(after) if after else array
     submitted = submit_held_array(asked, alone, launches, run_task, print)
     for job, one in zip(jobs, submitted, strict=True):
+        write_member_payload(array.folder, one.job_id, job.files, run_task)
         job.is_submitted(one.job_id)
     array_id = submitted[0].job_id.partition("_")[0]
     release_jobs([array_id])

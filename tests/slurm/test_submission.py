@@ -190,6 +190,18 @@ def test_an_array_that_nobody_recorded_is_named_taken_over_and_removed(
     assert set(left) <= {one.job_id for one in found.values()}
 
 
+def test_a_sweep_that_cannot_write_what_its_members_start_leaves_no_job(
+    cluster: Devcluster, run: Submitting, tmp_path: Path
+) -> None:
+    last = int(cluster.submit("true", "--partition=priority"))
+    payload = run.paths.job("sft").submitit_dir / f"{last + 1}_1_submitted.pkl"
+    payload.mkdir(parents=True)  # a folder takes no file's place
+    ended = run.submit(TIGHT, *light_overrides(tmp_path), *SWEEP)
+    assert ended.returncode != 0
+    assert payload.name in ended.stderr
+    wait_for(lambda: numbers(cluster) == [], every_s=SLURM_POLL_S)
+
+
 def unrecorded(
     cluster: Devcluster, paths: RunPaths, monkeypatch: pytest.MonkeyPatch
 ) -> list[LiveJob]:

@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -130,6 +131,12 @@ def test_the_job_ends_with_its_leading_process(folder: Path, submit: Submit) -> 
     outcome = outcome_of(job)
     assert (outcome.exit_code, outcome.process) == (0, "f")
     assert not any(is_running(pid) for pid in pids_in(folder / "w.txt"))
+
+
+def test_a_job_is_started_outside_the_main_thread_too(folder: Path, submit: Submit) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        job = pool.submit(submit, actor(folder, "f", "finish", ends_job=True)).result()
+    assert outcome_of(job).exit_code == 0
 
 
 def test_what_may_be_secret_is_read_from_the_recipe(folder: Path, submit: Submit) -> None:

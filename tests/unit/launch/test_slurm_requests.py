@@ -167,6 +167,14 @@ def test_runs_of_a_sweep_are_named_by_value_beside_its_own_directory(tmp_path: P
         sweep_of(tmp_path, "seed=1,2,3")
 
 
+def test_runs_of_a_sweep_that_are_not_equally_far_are_named(tmp_path: Path) -> None:
+    ahead = RunPaths(recipe(tmp_path).run_dir.with_name("slurm-seed-2"))
+    ahead.sft_export.mkdir(parents=True)
+    said = "slurm-seed-1 has sft and train left, slurm-seed-2 has train left, slurm-seed-3 has sft"
+    with pytest.raises(RecipeError, match=said):
+        sweep_of(tmp_path, "seed=1,2,3")
+
+
 @pytest.mark.parametrize(
     ("array", "said"),
     [
