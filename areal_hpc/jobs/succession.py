@@ -22,6 +22,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
     record_submission,
 )
+from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, select_live_job_ids
 
 log = logging.getLogger(__name__)
@@ -76,12 +77,22 @@ def find_reason_to_leave(launch: LaunchFile, slurm: SlurmLaunchInfo) -> str:
 
 
 def was_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -> bool:
-    """True unless accounting says that Slurm itself, or root for another user, did it."""
+    """True unless accounting says that Slurm did it, or an administrator for another user."""
     if not job.state.is_cancelled:
         return False
     past = queue.read_accounting([job.job_id])
     user_id = past[-1].cancelled_by if past else None
-    return user_id is None or user_id != 0 or user_id == owner_id
+    if user_id is None or user_id == owner_id:
+        return True
+    return user_id != 0 and user_id != _find_slurm_user_id()
+
+
+def _find_slurm_user_id() -> int | None:
+    try:
+        return scontrol.read_slurm_user_id()
+    except ClusterError as error:
+        log.info("Slurm was not asked which user it runs as: %s", error)
+        return None
 
 
 def record_as_current_job(slurm: SlurmLaunchInfo, own: Submission) -> None:

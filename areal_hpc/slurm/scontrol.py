@@ -23,6 +23,7 @@ _STRIPPED_ENV_PREFIXES = (
 )
 """Variables of a running job that would be taken for wishes of the job that it submits."""
 _CONTROLLER_TIME_PATTERN = re.compile(r"Configuration data as of (\S+)")
+_SLURM_USER_PATTERN = re.compile(r"^SlurmUser\s*=\s*\S*\((\d+)\)", re.MULTILINE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +75,13 @@ def read_controller_time() -> float | None:
     shown = _run_slurm_without_job_variables("scontrol", "show", "config")
     found = _CONTROLLER_TIME_PATTERN.match(shown)
     return parse_slurm_time(found[1]) if found else None
+
+
+def read_slurm_user_id() -> int | None:
+    """Id of the user that slurmctld runs as; None if this Slurm does not tell it."""
+    shown = _run_slurm_without_job_variables("scontrol", "show", "config")
+    found = _SLURM_USER_PATTERN.search(shown)
+    return int(found[1]) if found else None
 
 
 def control_job(action: Literal["requeue", "requeuehold", "release"], job_id: str) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.succession import find_reason_to_leave
+from areal_hpc.jobs.succession import find_reason_to_leave, was_cancelled_by_person
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -14,6 +14,9 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.rundir.paths import ROLES, RunPaths
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller
+from areal_hpc.slurm.states import parse_state
+from tests.support.scripted_slurm import ScriptedSlurm
 
 
 @pytest.fixture
@@ -56,3 +59,36 @@ def test_a_successor_does_not_start_in_a_run_that_was_cancelled(launch: LaunchFi
     Path(launch.slurm.prerequisite).touch()
     Path(launch.slurm.cancelled).touch()
     assert find_reason_to_leave(launch, launch.slurm) == "the run was cancelled"
+
+
+ROOT, SLURM, OWNER, COLLEAGUE = 0, 64030, 1001, 1002
+
+
+@pytest.mark.parametrize(
+    ("by", "owner", "is_by_person"),
+    [
+        (OWNER, OWNER, True),
+        (COLLEAGUE, OWNER, True),
+        (ROOT, ROOT, True),
+        (ROOT, OWNER, False),
+        (SLURM, OWNER, False),
+        (SLURM, SLURM, True),
+    ],
+)
+def test_an_administrator_who_cancels_another_users_job_wants_its_nodes_and_not_its_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, by: int, owner: int, is_by_person: bool
+) -> None:
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.answer("sacct", f"echo '7|CANCELLED by {by}|0:15|n04|Unknown|Unknown|None'")
+    slurm.answer("scontrol", f"echo 'SlurmUser               = slurm({SLURM})'")
+    job = QueuedJob("7", parse_state("CANCELLED"))
+    assert was_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
+
+
+def test_without_accounting_every_cancellation_is_a_persons(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ScriptedSlurm(tmp_path, monkeypatch).answer("sacct", "exit 1")
+    job = QueuedJob("7", parse_state("CANCELLED"))
+    assert was_cancelled_by_person(job, QueuePoller(), OWNER)
+    assert not was_cancelled_by_person(QueuedJob("7", parse_state("FAILED")), QueuePoller(), OWNER)
