@@ -21,6 +21,7 @@ from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
+from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
@@ -159,7 +160,13 @@ def _open_generation_and_make_coordinator(
         async_evaluation=evaluation,
     )
     return Coordinator(
-        job.schedule, record, source, stop, check_generation, partial(read_quarantine, paths)
+        job.schedule,
+        record,
+        source,
+        stop,
+        check_generation,
+        partial(read_quarantine, paths),
+        partial(is_cancelled_without_checkpoint, paths.cancelled_marker),
     )
 
 

@@ -25,8 +25,8 @@ def add_commands(commands: CommandGroup) -> None:
         ["run"],
         help="cancel all jobs of a run",
         description="Signal all jobs to save a checkpoint and exit, wait for "
-        "cluster.stop_grace_s, then scancel what is left. Pending and held jobs are cancelled at "
-        "once; nothing is requeued.",
+        "cluster.stop_grace_s and as long as the last save took, then scancel what is left. "
+        "Pending and held jobs are cancelled at once; nothing is requeued.",
         example="areal-hpc cancel runs/math/first",
     )
     now = "cancel without a grace period; no final checkpoint"
@@ -107,7 +107,10 @@ def _parse_slurm_run_dir(path: Path) -> RunPaths:
 
 
 def _cancel_run(arguments: argparse.Namespace) -> int:
+    from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
     from areal_hpc.launch.run import format_next_command, say
+    from areal_hpc.rundir.cancellation import mark_cancelled
+    from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
     from areal_hpc.slurm.cancel import cancel_jobs_and_wait
     from areal_hpc.slurm.run_jobs import (
         get_experiment_label,
@@ -120,7 +123,10 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     grace_s = 0.0
     if not arguments.now:
         grace_s = read_run_progress(paths).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
-    paths.cancelled_marker.touch()  # before any signal: a job that is told to stop looks for it
+        jobs = get_latest_submissions(read_submissions(paths.submissions))
+        grace_s += max((read_checkpoint_duration_s(paths.job(name)) for name in jobs), default=0.0)
+    # Before any signal: a job that is told to stop looks for it.
+    mark_cancelled(paths.cancelled_marker, without_checkpoint=arguments.now)
 
     def find_jobs() -> tuple[str, ...]:
         unrecorded = [job.queued.job_id for job in list_unrecorded_jobs(paths)]

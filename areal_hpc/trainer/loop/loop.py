@@ -288,7 +288,8 @@ class Coordinator:
 
     `check_generation` is called before anything becomes visible to others; it raises when a newer
     start of the trainer owns the run. `read_quarantine` says of a step why its batch is not to be
-    trained: it is asked each time that a batch is handed out.
+    trained: it is asked each time that a batch is handed out. `must_end_unsaved` says at a stop
+    whether what was trained since the last checkpoint is to be given up.
     """
 
     def __init__(
@@ -299,6 +300,7 @@ class Coordinator:
         stop: StopRequest,
         check_generation: Callable[[], None] = lambda: None,
         read_quarantine: Callable[[int], UntrainedRecord | None] = lambda step: None,
+        must_end_unsaved: Callable[[], bool] = lambda: False,
     ) -> None:
         self._schedule = schedule
         self._record = record
@@ -306,6 +308,7 @@ class Coordinator:
         self._stop = stop
         self._check_generation = check_generation
         self._read_quarantine = read_quarantine
+        self._must_end_unsaved = must_end_unsaved
         self._saved_step = record.version.step
         self._exported_step = -1
 
@@ -364,6 +367,8 @@ class Coordinator:
         """Save what was trained, then stop."""
         step = self._record.version.step
         if self._saved_step < step:
+            if self._stop.requested and self._must_end_unsaved():
+                return StopCommand(finished=False)
             self._check_generation()
             return SaveCheckpointCommand(self._record.row)
         self._record.write_row_once(self.source.get_weight_update_metrics())

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import enter_state
@@ -71,6 +72,7 @@ class SftTrainer:
     def __init__(self, job: SftJobConfig, paths: RunPaths, policy: Policy) -> None:
         self._job = job
         self._policy = policy
+        self._cancelled_marker = paths.cancelled_marker
         self.checkpoints = CheckpointStore(paths.sft_dir, MAX_KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
@@ -97,7 +99,8 @@ class SftTrainer:
         sft = self._job.sft
         while self.state.step < sft.total_steps:
             if is_true_on_any_rank(stop.requested):
-                if self.state.step > self._saved_step:
+                is_given_up = is_cancelled_without_checkpoint(self._cancelled_marker)
+                if self.state.step > self._saved_step and not is_true_on_any_rank(is_given_up):
                     self._begin_checkpoint_and_update_state()
                 self.checkpoints.finish_save()
                 return False

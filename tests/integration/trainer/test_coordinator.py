@@ -29,8 +29,11 @@ from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
 from areal_hpc.trainer.loop.ledger_source import LedgerSource
 from areal_hpc.trainer.loop.loop import (
+    BatchSource,
     Coordinator,
     PublishWeightsCommand,
+    SaveCheckpointCommand,
+    StopCommand,
     TrainOnBatchCommand,
     WaitCommand,
 )
@@ -149,6 +152,32 @@ def test_a_trainer_without_cells_gives_its_nodes_back(stack: ExitStack, tmp_path
     coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=2.0)
     with pytest.raises(IdleError, match="no cell has been there"):
         train(coordinator, 1)
+
+
+class EmptySource(BatchSource):
+    """A source that no batch comes from."""
+
+    def next_batch(self, step: int) -> BatchManifest | None:
+        return None
+
+
+@pytest.mark.parametrize("is_given_up", [False, True])
+def test_a_stop_saves_what_was_trained_unless_that_is_given_up(
+    tmp_path: Path, is_given_up: bool
+) -> None:
+    metrics, stop = MetricsWriter(tmp_path / "metrics.jsonl", None, 0), StopRequest()
+    record = StepRecord(metrics, WeightVersion(1, 0), {})
+    coordinator = Coordinator(
+        Schedule(1, 1000, 0), record, EmptySource(), stop, must_end_unsaved=lambda: is_given_up
+    )
+    coordinator.on_trained(WeightVersion(1, 1), {})
+    stop.request()
+    command = coordinator.next_command()
+    if not is_given_up:
+        assert isinstance(command, SaveCheckpointCommand)
+        coordinator.on_checkpoint_started(0.0)
+        command = coordinator.next_command()
+    assert command == StopCommand(finished=not is_given_up)
 
 
 def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_training(

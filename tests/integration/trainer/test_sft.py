@@ -13,6 +13,7 @@ import transformers
 
 from areal_hpc.jobs.processes.process_main import PROCESS_MAIN
 from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.rundir.cancellation import mark_cancelled
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
@@ -20,6 +21,8 @@ from tests.support.recorded_run import sft_config
 from tests.support.waiting import wait_for
 
 ANSWERS = {"one": "1 2 3", "two": "2 4 6", "three": "3 6 9", "four": "4 8 12"}
+
+CHECKPOINT_EVERY_STEPS = 40
 
 
 @pytest.fixture
@@ -37,13 +40,26 @@ def start(paths: RunPaths) -> subprocess.Popen[bytes]:
     optimizer = {"lr": 1e-2, "warmup_steps": 5, "decay": "linear"}
     settings = sft_config(
         paths.root, ANSWERS, total_steps=160, batch_size=4, optimizer=optimizer,
-        checkpoint_every_steps=40, log_every_steps=1,
+        checkpoint_every_steps=CHECKPOINT_EVERY_STEPS, log_every_steps=1,
     )  # fmt: skip
     config.write_text(json.dumps(settings))
     return subprocess.Popen(
         [sys.executable, "-m", PROCESS_MAIN, "areal_hpc.trainer.sft.sft_job:run", config],
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )  # fmt: skip
+
+
+def test_a_stopped_sft_stage_of_a_run_that_is_cancelled_at_once_saves_nothing(
+    paths: RunPaths,
+) -> None:
+    mark_cancelled(paths.cancelled_marker, without_checkpoint=True)
+    process = start(paths)
+    wait_for(lambda: len(read_lines(paths.sft_metrics)) >= 45)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=60) == STOPPED_EXIT_CODE
+    steps = [int(path.name.removeprefix("step_")) for path in paths.sft_dir.iterdir()]
+    assert steps
+    assert all(step % CHECKPOINT_EVERY_STEPS == 0 for step in steps)
 
 
 def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(paths: RunPaths) -> None:

@@ -4,9 +4,17 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
+from areal_hpc.cli.commands.operate import STOP_MARGIN_S
 from areal_hpc.errors import ClusterError, SlurmTimeoutError
+from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.rundir.cancellation import is_cancelled, is_cancelled_without_checkpoint
+from areal_hpc.rundir.jobs import Submission, record_submission
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.cancel import KILL_TIMEOUT_S, cancel_jobs_and_wait
+from tests.support.commands import exit_code_of
+from tests.support.environments import CHECKOUT
 from tests.support.scripted_slurm import ScriptedSlurm
 
 GRACE_S = 20.0
@@ -111,3 +119,39 @@ def test_silence_at_the_very_last_look_is_waited_out(slurm: ScriptedSlurm, clock
     with pytest.raises(ClusterError, match="Slurm has not responded for"):
         cancel_job(Questions(clock, *range(1, 1000)), said)
     assert said[-1] == "Slurm has not said which jobs are there"
+
+
+def make_run(root: Path) -> RunPaths:
+    """A run whose trainer is job 7, and took long for its last save."""
+    paths = RunPaths(root / "quickstart" / "one")
+    paths.job("trainer").root.mkdir(parents=True)
+    recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", ["cluster.stop_grace_s=12"])
+    paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
+    record_submission(paths.submissions, Submission("trainer", "7", 1, 0.0, ""))
+    paths.job("trainer").checkpoint_time.write_text("90.0")
+    return paths
+
+
+@pytest.mark.usefixtures("clock")
+def test_the_command_waits_as_long_as_jobs_give_themselves(
+    slurm: ScriptedSlurm, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = make_run(tmp_path)
+    slurm.answer("scancel", END_IF_TERMINATED)
+    assert exit_code_of("cancel", paths.root) == 0
+    expected_s = 12 + 90 + STOP_MARGIN_S
+    assert f"waiting {expected_s:.0f} s for their checkpoints" in capsys.readouterr().out
+    assert slurm.list_calls("scancel") == ["scancel --signal=TERM 7"]
+    assert is_cancelled(paths.cancelled_marker)
+    assert not is_cancelled_without_checkpoint(paths.cancelled_marker)
+
+
+@pytest.mark.usefixtures("clock")
+def test_with_now_jobs_are_cancelled_at_once_and_told_to_save_nothing(
+    slurm: ScriptedSlurm, tmp_path: Path
+) -> None:
+    paths = make_run(tmp_path)
+    slurm.answer("scancel", ": > $STATE")
+    assert exit_code_of("cancel", paths.root, "--now") == 0
+    assert slurm.list_calls("scancel") == ["scancel 7"]
+    assert is_cancelled_without_checkpoint(paths.cancelled_marker)
