@@ -69,6 +69,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Which tokens could be sampled is recorded."""
     reserved_tokens: int
     """Of its session's, for each choice."""
+    is_stored: bool
+    """The reply may be asked for again."""
 
     def build_request(self, choice: int) -> GenerateRequest:
         """One try at generating a choice."""
@@ -197,6 +199,7 @@ class PromptBuilder:
             prefill=call.prefill or "",
             records_mask=records_mask,
             reserved_tokens=reserved_tokens,
+            is_stored=call.is_stored,
         )
 
     async def _add_tool_choice_grammar(

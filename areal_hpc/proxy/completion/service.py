@@ -67,7 +67,7 @@ class CompletionService:
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
-        self._recorder = recorder
+        self.recorder = recorder
         self._speaking: set[asyncio.Task[None]] = set()
 
     async def answer(
@@ -262,11 +262,13 @@ class CompletionService:
         first_token_at: float = 0.0,
     ) -> RecordedReply:
         session = prompt.session
-        if session.ended or not self._recorder.holds_session(session):
+        if session.ended or not self.recorder.holds_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
         interaction = prompt.build_interaction(choice, answer, said, first_token_at)
         try:
-            self._recorder.record(InteractionAdded(session.session_id, interaction))
+            self.recorder.record(
+                InteractionAdded(session.session_id, interaction, hidden=not prompt.is_stored)
+            )
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
         record_interaction_span(session, interaction)

@@ -66,6 +66,8 @@ class ModelCall(msgspec.Struct, frozen=True):
     """Types of the tools that the model is not told of: a provider's servers would run them."""
     prefill: str | None = None
     """What the reply begins with; the model goes on from there."""
+    is_stored: bool = True
+    """The reply may be asked for again."""
 
     @property
     def ignored_names_and_dropped_tools(self) -> list[str]:

@@ -86,7 +86,8 @@ class AgentApi:
         yield Route("GET", "/models/{model}", "session", self._show_model, when_ended=True)
         answer = partial(stored.retrieve_response, self._model)
         yield Route("GET", "/responses/{response_id}", "session", answer)
-        yield Route("DELETE", "/responses/{response_id}", "session", stored.delete_response)
+        answer = partial(stored.delete_response, self._completions.recorder)
+        yield Route("DELETE", "/responses/{response_id}", "session", answer)
         answer = stored.list_input_items
         yield Route("GET", "/responses/{response_id}/input_items", "session", answer)
 

@@ -32,6 +32,15 @@ class InteractionAdded(Struct, tag="interaction", frozen=True):
     interaction: Interaction
     reply_digest: bytes = b""
     """Of the `ReplySampled` that a client recorded by this; empty: the proxy recorded it."""
+    hidden: bool = False
+    """It is a Response that its client does not want to be given again (`store: false`)."""
+
+
+class ResponseDeleted(Struct, tag="response_deleted", frozen=True):
+    """A client deleted a Response: it stays recorded, and is not given again."""
+
+    session_id: str
+    response_id: str
 
 
 class ReplySampled(Struct, tag="sampled", frozen=True):
@@ -125,6 +134,7 @@ class TicketsAcknowledged(Struct, tag="settled", frozen=True):
 Event = (
     SessionOpened
     | InteractionAdded
+    | ResponseDeleted
     | ReplySampled
     | RewardSet
     | ConversationsMarked

@@ -198,6 +198,7 @@ class JournaledRecorder:
                 return Session(event).must_persist
             case (
                 events.InteractionAdded()
+                | events.ResponseDeleted()
                 | events.ReplySampled()
                 | events.RewardSet()
                 | events.ConversationsMarked()

@@ -63,9 +63,9 @@ class Session:
         """Replies that the model is asked for now."""
         self.touched_at = time.monotonic()
         self.responses: dict[str, bytes] = {}
-        """Bodies of Responses that may be asked for again, by id: the newest ones."""
+        """Bodies of Responses that may be asked for again, by id: the newest ones told whole."""
         self.hidden_responses: set[str] = set()
-        """Ids of those that may not."""
+        """Ids of Responses that are not given again: deleted, or asked for with `store: false`."""
         self._response_bytes = 0
         self.calls = 0
         """Model calls begun; numbers the seeds of a session."""
@@ -228,10 +228,14 @@ class SessionStore:
             case events.InteractionAdded():
                 session = self.sessions[event.session_id]
                 session.tree.add(event.interaction)
+                if event.hidden:
+                    session.hidden_responses.add(event.interaction.interaction_id)
                 if event.reply_digest:  # its tokens have been counted as it was sampled
                     session.unrecorded_replies -= Counter([event.reply_digest])
                 else:
                     session.sampled_tokens += event.interaction.num_output_tokens
+            case events.ResponseDeleted():
+                self.sessions[event.session_id].hide_response(event.response_id)
             case events.ReplySampled():
                 session = self.sessions[event.session_id]
                 session.unrecorded_replies[event.digest] += 1

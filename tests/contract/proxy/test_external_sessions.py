@@ -60,7 +60,7 @@ def test_an_export_whose_reply_was_lost_is_made_again_even_by_another_proxy(stag
 
 
 def test_exported_sessions_are_forgotten_when_enough_others_are_exported(stage: Stage) -> None:
-    exported = []
+    exported, key = [], ""
     for _ in range(MAX_EXPORTED_SESSIONS + 1):
         session_id, key = stage.open_session()
         stage.end_session(key)

@@ -19,7 +19,7 @@ from tests.contract.proxy.parameter_samples import (
     WISHES,
     body_with,
 )
-from tests.contract.proxy.talk import ask_least, assert_refused, ignored
+from tests.contract.proxy.talk import QUESTION, ask_least, assert_refused, ignored
 from tests.support.proxy_stage import Stage
 
 
@@ -102,4 +102,22 @@ def test_a_refused_parameter_that_asks_for_nothing_is_neither_refused_nor_counte
     for name in REFUSED[route]:
         for value in (None, *refusals[name].harmless):
             ask_least(stage, stage.open_session()[1], route, **{name: value})
+    assert ignored(stage) == before
+
+
+def test_fields_of_a_reply_that_come_back_with_it_change_nothing(stage: Stage) -> None:
+    """Those that the document lists as `messages[].NAME`, all at once."""
+    letters, before, prompts = stage.speak_in_letters(), ignored(stage), []
+    form = DIALECT_BY_ROUTE["/chat/completions"].request
+    inside = [name for name in list_ignored_params_of(form) if name.startswith("messages[].")]
+    assert len(inside) >= 8
+    for fields in ({}, {name.removeprefix("messages[]."): ["as it came"] for name in inside}):
+        stage.sglang.requests.clear()
+        _, key = stage.open_session()
+        history = [*QUESTION, {"role": "assistant", "content": "hello", **fields}, *QUESTION]
+        for messages in (QUESTION, history):
+            assert stage.chat(key, messages).status_code == 200
+        stage.assert_continued(letters)
+        prompts.append(stage.sglang.requests[-1]["input_ids"])
+    assert prompts[0] == prompts[1]
     assert ignored(stage) == before

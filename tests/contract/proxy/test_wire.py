@@ -152,6 +152,26 @@ def test_a_response_is_rendered_again_after_the_proxy_has_died(own_stage: Stage)
             client.responses.retrieve(chat.id)
 
 
+def test_what_was_deleted_or_not_to_be_stored_is_not_given_by_the_next_proxy(
+    own_stage: Stage,
+) -> None:
+    _, key = own_stage.open_session(TicketRef(1, 0))
+    with own_stage.client(key) as client:
+        deleted = client.responses.create(model="m", input="hi")
+        client.responses.delete(deleted.id)
+        unstored = client.responses.create(model="m", input="hi", store=False)
+        with client.responses.stream(model="m", input="hi", store=False) as stream:
+            stream.until_done()
+            streamed = stream.get_final_response()
+        own_stage.restart_proxy()
+    with own_stage.client(key) as client:
+        for gone in (deleted, unstored, streamed):
+            with pytest.raises(NotFoundError, match=gone.id):
+                client.responses.retrieve(gone.id)
+        later = client.responses.create(model="m", input="and?", previous_response_id=deleted.id)
+        assert client.responses.retrieve(later.id).id == later.id
+
+
 OLD: list[Any] = [
     {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
     {"role": "function", "name": "f", "content": "7"},

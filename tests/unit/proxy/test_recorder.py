@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from areal_hpc.proxy.sessions.events import (
     InteractionAdded,
+    ResponseDeleted,
     RewardSet,
     SessionDropped,
     SessionEnded,
@@ -43,7 +44,10 @@ def picture(store: SessionStore) -> dict[str, Any]:
     """Everything recorded in a book, as plain data."""
     return {
         "sessions": {
-            session_id: (session.opened, session.ended, session.failure, list(session.tree))
+            session_id: (
+                *(session.opened, session.ended, session.failure, list(session.tree)),
+                session.hidden_responses,
+            )
             for session_id, session in store.sessions.items()
             if session.must_persist
         },
@@ -107,7 +111,15 @@ class RecorderMachine(RuleBasedStateMachine):
             for one in session.tree:
                 trial.add(one)
             said = say(trial, [user(text)], text)
-            self.recorder.record(InteractionAdded(session.session_id, said))
+            added = InteractionAdded(session.session_id, said, hidden=bool(draw % 2))
+            self.recorder.record(added)
+
+    @rule(draw=draws)
+    def delete_response(self, draw: int) -> None:
+        session = self.pick(draw, ended=False)
+        if session and len(session.tree):
+            last = session.tree.last_completed.interaction_id
+            self.recorder.record(ResponseDeleted(session.session_id, last))
 
     @rule(draw=draws)
     def reward(self, draw: int) -> None:

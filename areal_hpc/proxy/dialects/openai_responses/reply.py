@@ -111,7 +111,7 @@ class _ResponsesExchange(Exchange):
             "previous_response_id": request.previous_response_id,
             "reasoning": request.reasoning or {"effort": None, "summary": None},
             "service_tier": "default",
-            "store": request.store is not False,
+            "store": self.call.is_stored,
             "temperature": sampling.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
@@ -142,10 +142,8 @@ class _ResponsesExchange(Exchange):
             "usage": self._count_usage(answer),
         }
         body = msgspec.json.encode(response)
-        if self._request.store is not False:
+        if self.call.is_stored:
             self._session.keep_response(self.answer_id, body)
-        else:
-            self._session.hide_response(self.answer_id)
         return body
 
     def _format_logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:

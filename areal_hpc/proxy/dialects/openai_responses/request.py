@@ -169,6 +169,7 @@ def build_model_call(
         top_logprobs=request.top_logprobs or 0,
         ignored=ignored,
         dropped_tools=dropped,
+        is_stored=request.store is not False,
     )
     return call, offered
 

@@ -19,6 +19,8 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
 )
 from areal_hpc.proxy.dialects.validation import MAX_ID_DIGITS
 from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.sessions.events import ResponseDeleted
+from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.call_records import decode_rendering_context, decode_sampling_params_json
 from areal_hpc.session.chat_template import Message
@@ -45,14 +47,16 @@ def retrieve_response(
     return body if body is not None else _rebuild_recorded_response(model, session, interaction)
 
 
-def delete_response(session: Session, response_id: str, query: Query) -> bytes:
-    """Keep a Response no longer. What was said stays recorded, and may be gone on from.
+def delete_response(
+    recorder: JournaledRecorder, session: Session, response_id: str, query: Query
+) -> bytes:
+    """Give a Response no more. What was said stays recorded, and may be gone on from.
 
     Raises:
         ProxyRequestError: 404, there is none of this id.
     """
     _find_response(session, response_id)
-    session.hide_response(response_id)
+    recorder.record(ResponseDeleted(session.session_id, response_id))
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
