@@ -302,3 +302,20 @@ def escape_surrogates(text: str) -> str:
     What an agent raises may quote anything that a model said; messages and events are UTF-8.
     """
     return text.encode(errors="backslashreplace").decode()
+
+
+def escape_controls(text: str) -> str:
+    """A text without characters that control a terminal, line breaks apart: they are spelled out.
+
+    Models say any, and what they say is part of messages, logs and names of tools.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one
+        if one.isprintable() or one == "\n"
+        else " "
+        if one == "\t"
+        else one.encode("unicode_escape").decode()
+        for one in text
+    )

@@ -23,7 +23,7 @@ from areal_hpc.cli.commands import (
     view,
     why,
 )
-from areal_hpc.errors import ArealError
+from areal_hpc.errors import ArealError, escape_controls
 
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
@@ -46,7 +46,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     except ArealError as error:
         count = len(error.problems)
         head = "error: " if count == 1 else f"{count} errors:\n"
-        print(f"{head}{error}", file=sys.stderr)
+        print(escape_controls(f"{head}{error}"), file=sys.stderr)
         sys.exit(getattr(error, "code", error.exit_code))
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough

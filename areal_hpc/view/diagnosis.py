@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, escape_controls
 from areal_hpc.rundir.telemetry.events import (
     LAUNCHER_ENDED_EVENT,
     LAUNCHER_ROLE,
@@ -378,4 +378,4 @@ def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:
         lines += [f"      {detail}" for detail in finding.details]
     if diagnosis.hint:
         lines.append(f"try: {diagnosis.hint.replace('RUN', run)}")
-    return lines
+    return [escape_controls(line) for line in lines]

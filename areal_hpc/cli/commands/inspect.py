@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_run_dir
-from areal_hpc.errors import RecipeError, ShardError
+from areal_hpc.errors import RecipeError, ShardError, escape_controls
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
@@ -217,6 +217,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
 
 
 def _format_log_line(source: str, line: str) -> str:
+    line = escape_controls(line)
     if not sys.stdout.isatty():
         return f"{source} | {line}"
     color = ANSI_COLORS[sum(source.encode()) % len(ANSI_COLORS)]
@@ -280,7 +281,7 @@ def _describe_untrained_batch(part: UntrainedRecord) -> str:
 
 def _print_first_lines(lines: Sequence[str], most: int | None) -> None:
     for line in lines[:most]:
-        print(line)
+        print(escape_controls(line))
     if most is not None and len(lines) > most:
         print(f"... and {len(lines) - most} more: --tickets lists all")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
+from areal_hpc.errors import escape_controls
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -104,7 +105,8 @@ async def _check_tasks_and_count_unsound(
             if one.is_sound
             else "  ".join(reward.note for reward in (one.oracle, one.null) if reward is not None)
         )
-        print(f"{one.name:<48} solution {oracle:<5} nothing {one.null.value:g}  {note}".rstrip())
+        line = f"{one.name:<48} solution {oracle:<5} nothing {one.null.value:g}  {note}"
+        print(escape_controls(line.rstrip()))
     return unsound
 
 
@@ -113,5 +115,6 @@ def _check_judge(arguments: argparse.Namespace) -> int:
     from areal_hpc.reward.llm_judge import LlmJudge
 
     judge = LlmJudge(arguments.rubric, arguments.base_url, arguments.model, cache=arguments.cache)
-    print(asyncio.run(check_judge(judge, arguments.labels, arguments.threshold)))
+    report = asyncio.run(check_judge(judge, arguments.labels, arguments.threshold))
+    print(escape_controls(report))
     return 0

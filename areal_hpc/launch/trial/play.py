@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from areal_hpc.errors import AgentError, ArealError
+from areal_hpc.errors import AgentError, ArealError, escape_controls
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.launch.trial.cell import TrialCell
 from areal_hpc.launch.trial.config import TrialConfig
@@ -30,7 +30,7 @@ def main() -> None:
     try:
         failures = play_trials(config)
     except ArealError as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(escape_controls(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
@@ -69,7 +69,7 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
             )
             outcomes.append(outcome)
             session = cell.get_session(outcome.session_id)
-            print("\n".join(format_trial(number, outcome, session)), flush=True)
+            print(escape_controls("\n".join(format_trial(number, outcome, session))), flush=True)
     finally:
         await http_client.aclose()
         await proxy.close()

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote, urlencode
 
+from areal_hpc.errors import escape_controls
+
 
 @dataclass(frozen=True, slots=True)
 class Finding:
@@ -45,7 +47,7 @@ def format_answer(answer: Answer, run: str) -> list[str]:
     lines += [f"try: {hint.replace('RUN', run)}" for hint in answer.hints]
     if any(finding.page for finding in answer.findings):
         lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
-    return lines
+    return [escape_controls(line) for line in lines]
 
 
 def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:

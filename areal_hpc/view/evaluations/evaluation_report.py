@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, escape_controls
 from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
     SetSamples,
@@ -135,7 +135,8 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
         if one.failures:
             task, reason = next(iter(one.failures.items()))
             yield f"{name}: the agent failed on {len(one.failures)} tasks, which count as 0"
-            yield f"  task {task}: {reason.splitlines()[0] if reason else 'no reason'}"
+            first = reason.splitlines()[0] if reason else "no reason"
+            yield f"  task {task}: {escape_controls(first)}"
 
 
 def compare_reports(before: EvaluationReport, after: EvaluationReport) -> list[ComparedMetric]:

@@ -10,6 +10,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from areal_hpc.errors import escape_controls
 from areal_hpc.metrics.alerts import AlertTracker
 from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation_metrics
@@ -55,7 +56,8 @@ class PlainReporter:
     def print_line(self, message: str) -> None:
         """Print a line."""
         self._printed_at = time.monotonic()
-        self._console.print(message, markup=False)  # messages may hold brackets of any kind
+        # Messages may hold brackets of any kind, and what a model said.
+        self._console.print(escape_controls(message), markup=False)
 
     def show_progress(self, stage: str) -> None:
         """Show what is new of a stage: events at once, steps about once a second."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 from rich.cells import cell_len, chop_cells, set_cell_size
 
+from areal_hpc.errors import escape_controls
 from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.view.transcripts.row_search import FoundRow
 from areal_hpc.wire.reward import Reward
@@ -178,14 +179,6 @@ def _wrap_without_controls(text: str, width: int, indent: str = "") -> Iterator[
         for line in textwrap.wrap(shown, room, break_on_hyphens=False) or [""]:
             for piece in chop_cells(line, room) if cell_len(line) > room else [line]:
                 yield (indent + piece).rstrip()
-
-
-def escape_controls(text: str) -> str:
-    """The text with characters that would control a terminal shown as escapes: models say any."""
-    return "".join(
-        one if one.isprintable() else " " if one == "\t" else one.encode("unicode_escape").decode()
-        for one in text
-    )
 
 
 def _join_side_by_side(blocks: Sequence[Sequence[str]], width: int) -> Iterator[str]:
