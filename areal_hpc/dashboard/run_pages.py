@@ -14,8 +14,7 @@ from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.limit import compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.loading import flatten_keys
-from areal_hpc.recipe.private_values import hide_private_values_equal_in
+from areal_hpc.recipe.loading import flatten_public_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.shards.reader import ShardReader
@@ -104,7 +103,7 @@ def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a recipe and their values as text; values that may be secrets are hidden."""
-    shown = flatten_keys(hide_private_values_equal_in(recipe, recipe))
+    shown = flatten_public_keys(recipe)
     return {key: "" if value is None else str(value) for key, value in shown.items()}
 
 

@@ -14,7 +14,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import PlanInputs
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
-from areal_hpc.recipe.loading import flatten_keys
+from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
@@ -166,10 +166,14 @@ def refuse_other_recipe_of_finished_run(recipe: Recipe, paths: RunPaths) -> None
 def _compare_with_launched_recipe(
     recipe: Recipe, paths: RunPaths
 ) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """Keys of the recipe that a run was last launched with, those of another, the unlike ones."""
-    before = flatten_keys(yaml.safe_load(paths.recipe.read_text()))
-    now = flatten_keys(recipe.model_dump(mode="json"))
-    return before, now, [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    """Keys of the recipe that a run was last launched with, those of another, the unlike ones.
+
+    Values that may be secrets are compared, and hidden in what is returned.
+    """
+    trees = yaml.safe_load(paths.recipe.read_text()), recipe.model_dump(mode="json")
+    before, now = map(flatten_keys, trees)
+    changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
+    return flatten_public_keys(trees[0]), flatten_public_keys(trees[1]), changed
 
 
 def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:

@@ -15,6 +15,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.base import explain_validation_error
 from areal_hpc.recipe.cross_checks import find_conflicts
 from areal_hpc.recipe.presets import PRESET_KEY, drop_values_of_former_preset
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
@@ -222,3 +223,8 @@ def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[f"{prefix}{key}"] = value
     return found
+
+
+def flatten_public_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """Dotted keys of a recipe with their values; values that may be secrets are hidden."""
+    return flatten_keys(hide_private_values_equal_in(recipe, recipe))

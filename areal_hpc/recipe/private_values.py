@@ -16,6 +16,7 @@ from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths
 
 _PRIVATE_KEY_PATTERN = re.compile(r"(^|\.)(variables|workflow_kwargs)(\.|$)")
+_PRIVATE_WORD_PATTERN = re.compile(r"(?<!\w)(variables|workflow_kwargs)(?!\w)")
 _HIDDEN_VALUE_TEXT = "(in recipe.yaml)"
 
 
@@ -76,10 +77,14 @@ def hide_private_values_equal_in(tree: Any, kept: Any, key: str = "") -> Any:
 
 
 def hide_private_arguments(arguments: list[str]) -> Iterator[str]:
-    """A command line without the private values among its overrides."""
+    """A command line without the private values among its overrides.
+
+    A key may be written as `cluster.agents[variables]`, or stand in the value of a section:
+    `cluster.agents={variables: ...}`.
+    """
     for argument in arguments:
         key, equals, _ = argument.partition("=")
-        is_private = bool(equals) and _PRIVATE_KEY_PATTERN.search(key.lstrip("+")) is not None
+        is_private = bool(equals) and _PRIVATE_WORD_PATTERN.search(argument) is not None
         yield f"{key}={_HIDDEN_VALUE_TEXT}" if is_private else argument
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.metrics.step_line import format_metric
-from areal_hpc.recipe.loading import flatten_keys
+from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
@@ -28,7 +28,8 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     """A table of runs, then their jobs that Slurm has and nobody recorded.
 
     Slurm is asked about all runs at once: of the jobs on record of those that are not finished, and
-    of all jobs of their owners. A run whose recipe is damaged is named below the table.
+    of all jobs of their owners. A run whose recipe is damaged is named below the table. Values that
+    may be secrets are compared, and not shown.
     """
     notes, advance_by_run = [], {}
     for paths in runs:
@@ -48,7 +49,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
             f"{advance.step}/{advance.total_steps or '?'}",
             _format_last_value(advance, "reward/mean"),
             _format_last_value(advance, "eval/reward"),
-            *(str(flatten_keys(advance.recipe).get(key, "-")) for key, _ in differing),
+            *(str(flatten_public_keys(advance.recipe).get(key, "-")) for key, _ in differing),
         )
         for (paths, advance), state in zip(advance_by_run.items(), states, strict=True)
     ]

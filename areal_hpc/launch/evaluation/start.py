@@ -61,7 +61,9 @@ def refuse_results_of_another(target: EvaluationTarget, sets: Sequence[Evaluatio
         for key in ("n_samples", "sampling", "workflow", "workflow_kwargs"):
             old, new = getattr(before, key), getattr(one, key)
             if old != new:
-                message = f"set {one.name} was played with {old!r}, got {new!r}"
+                is_private = key == "workflow_kwargs"  # it may hold keys of services
+                told = "other arguments" if is_private else f"{old!r}, got {new!r}"
+                message = f"set {one.name} was played with {told}"
                 problems.append(Problem(message, f"evaluation.{key}", hint))
     if problems:
         raise RecipeError.from_problems(problems)

@@ -13,6 +13,8 @@ from areal_hpc.errors import ArealError
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import format_metric
+from areal_hpc.recipe.loading import flatten_public_keys
+from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.rundir.manifests import read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import Answer
@@ -33,11 +35,7 @@ from areal_hpc.view.report.held_out import (
     PairedDifference,
     compare_evaluations,
 )
-from areal_hpc.view.report.recipe_differences import (
-    find_changed_keys,
-    flatten_recipe_hiding_private,
-    format_setting,
-)
+from areal_hpc.view.report.recipe_differences import find_changed_keys, format_setting
 from areal_hpc.view.state.health import read_alerts
 from areal_hpc.view.state.summary import RunProgress, read_run_progress
 
@@ -112,7 +110,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
         )
         for name, paths, recipe in zip(names, runs, recipes, strict=True)
     ]
-    flat = [flatten_recipe_hiding_private(recipe) for recipe in recipes]
+    flat = [flatten_public_keys(recipe) for recipe in recipes]
     # Evaluations of step 0 stand in a row that trained nothing.
     curves = {
         name: progress.snapshot.steps for name, progress in zip(names, progress_by_run, strict=True)
@@ -166,8 +164,7 @@ def _describe_run(name: str, paths: RunPaths, progress: RunProgress) -> RunRepor
         episodes=tuple(choose_example_episodes(paths, progress.step, problems)),
         launches=tuple(_list_launches(paths)),
         recipe=tuple(
-            (key, format_setting(value))
-            for key, value in flatten_recipe_hiding_private(recipe).items()
+            (key, format_setting(value)) for key, value in flatten_public_keys(recipe).items()
         ),
         problems=tuple(problems),
     )
@@ -214,7 +211,7 @@ def _describe_audit(paths: RunPaths) -> Iterator[str]:
 
 
 def _list_launches(paths: RunPaths) -> Iterator[Mapping[str, str]]:
-    """Facts of each launch; its command was recorded without values that may be secrets."""
+    """Facts of each launch; values that may be secrets are hidden in its command."""
     try:
         launches = msgspec.json.decode(paths.provenance.read_bytes())["launches"]
     except (OSError, LookupError, TypeError, msgspec.DecodeError):
@@ -227,7 +224,7 @@ def _list_launches(paths: RunPaths) -> Iterator[Mapping[str, str]]:
             "attempt": str(one.get("attempt")),
             "time": str(one.get("time")),
             "host": str(one.get("host")),
-            "command": shlex.join(map(str, one.get("command") or ())),
+            "command": shlex.join(hide_private_arguments([*map(str, one.get("command") or ())])),
             "areal_hpc": f"{one.get('areal_hpc')} (commit {one.get('git_commit') or 'not known'})",
             "GPU driver": str(one.get("gpu_driver") or "none"),
             "code": str((one.get("user_code") or {}).get("digest") or "not recorded"),

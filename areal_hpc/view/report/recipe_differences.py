@@ -6,22 +6,16 @@ from typing import Any
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from areal_hpc.recipe.base import BaseConfig, get_section_class
-from areal_hpc.recipe.loading import flatten_keys
-from areal_hpc.recipe.private_values import hide_private_values_equal_in
+from areal_hpc.recipe.loading import flatten_public_keys
 from areal_hpc.recipe.recipe import Recipe
 
 NO_DEFAULT = "(to be given)"
 """In the place of a default: the key must be given, or this version does not know it."""
 
 
-def flatten_recipe_hiding_private(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of a recipe with their values; values that may be secrets are hidden."""
-    return flatten_keys(hide_private_values_equal_in(recipe, recipe))
-
-
 def find_changed_keys(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Keys that differ from their default, with the default and the value as text."""
-    for key, value in flatten_recipe_hiding_private(recipe).items():
+    for key, value in flatten_public_keys(recipe).items():
         default = find_default(key)
         if default is PydanticUndefined:
             if value is not None:

@@ -15,6 +15,7 @@ from areal_hpc.launch.setup import (
     write_recipe_and_keep_replaced,
 )
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.allocation_note import AllocationNote, write_allocation_note
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
@@ -110,3 +111,21 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     assert "is finished, and it was trained with trainer.optimizer.lr=0.0002, got 10.0" in str(
         refused.value
     )
+
+
+def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path) -> None:
+    def load(secret: str) -> Recipe:
+        keys = ("cluster.agents.variables.API_KEY", "rollout.workflow_kwargs.token")
+        given = [f"cluster.fileroot={tmp_path}", *(f"{key}={secret}" for key in keys)]
+        return load_recipe(QUICKSTART, given)
+
+    first, second = load("sk-1"), load("sk-2")
+    paths = RunPaths(first.run_dir)
+    paths.root.mkdir(parents=True)
+    write_recipe_and_keep_replaced(first, paths.recipe)
+    said: list[str] = []
+    report_or_refuse_recipe_changes(second, paths, said.append)
+    assert len(said) == 2
+    with pytest.raises(RecipeError, match=r"workflow_kwargs\.token") as refused:
+        refuse_other_recipe_of_finished_run(second, paths)
+    assert "sk-" not in "\n".join([*said, str(refused.value)])

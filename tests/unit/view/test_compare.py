@@ -51,6 +51,20 @@ def test_a_sweep_is_a_table(tmp_path: Path) -> None:
     assert find_runs(tmp_path / "nowhere") == []
 
 
+def test_values_that_may_be_secrets_are_compared_and_not_shown(tmp_path: Path) -> None:
+    for trial, secret in (("a", "sk-1"), ("b", "sk-2")):
+        paths = make_run(tmp_path, trial, 0.5)
+        recipe = yaml.safe_load(paths.recipe.read_text())
+        recipe["cluster"] = {"agents": {"variables": {"API_KEY": secret}}}
+        recipe["rollout"] = {"workflow_kwargs": {"token": secret}}
+        paths.recipe.write_text(yaml.safe_dump(recipe))
+    table = "\n".join(compare_runs(find_runs(tmp_path), QueuePoller()))
+    assert "API_KEY" in table
+    assert "token" in table
+    assert table.count("(in recipe.yaml)") == 4
+    assert "sk-" not in table
+
+
 def test_spans_are_said_in_their_largest_units() -> None:
     assert [format_duration(seconds) for seconds in (-1, 119, 120, 7200, 90061, 200000)] == [
         *("0 s", "119 s", "2 min", "2 h 00 min", "25 h 01 min", "2 d 7 h")
