@@ -1,6 +1,7 @@
 """Metrics of an evaluation set, by the names that a recipe asks for. Pure."""
 
 import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,7 +70,8 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
     """
     kind, k = metric.partition("@")[0], find_k(metric, samples.n_samples)
     if kind == "avg":
-        return np.array([sum(rewards_S) / len(rewards_S) for rewards_S in samples.rewards_TS])
+        # Rounded once: tasks with the same rewards in another order have the same value.
+        return np.array([statistics.fmean(rewards_S) for rewards_S in samples.rewards_TS])
     passes_TS = samples.list_passes(pass_reward)
     if kind == "pass":
         return compute_pass_at_k([sum(one) for one in passes_TS], samples.n_samples, k)

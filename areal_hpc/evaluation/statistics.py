@@ -100,11 +100,18 @@ def estimate_mean(values_T: Sequence[float] | Values) -> Estimate:
         low, high = (0.0, 1.0) if is_share else (-math.inf, math.inf)
         return Estimate(mean, low, high, n_tasks)
     t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
-    error = float(values.std(ddof=1)) / math.sqrt(n_tasks)
+    error = _compute_standard_error(values)
     if not is_share:
         return Estimate(mean, mean - t * error, mean + t * error, n_tasks)
     low, high = _compute_wilson_bounds(mean, error, n_tasks, t)
     return Estimate(mean, low, high, n_tasks)
+
+
+def _compute_standard_error(values: Values) -> float:
+    """Standard error of the mean; exactly 0 of equal values, whose mean may be off by rounding."""
+    if values.min() == values.max():
+        return 0.0
+    return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def _compute_wilson_bounds(
@@ -146,7 +153,7 @@ def _estimate_difference(differences: Values) -> Estimate:
     if n_tasks == 1:
         return Estimate(mean, -math.inf, math.inf, 1)
     t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
-    half = t * float(differences.std(ddof=1)) / math.sqrt(n_tasks)
+    half = t * _compute_standard_error(differences)
     return Estimate(mean, mean - half, mean + half, n_tasks)
 
 

@@ -30,6 +30,13 @@ def test_a_sample_passes_from_the_reward_that_the_recipe_says() -> None:
     assert estimate_metrics(SAMPLES, ("pass@1",), 0.2)["pass@1"].value == pytest.approx(0.5)
 
 
+def test_tasks_with_the_same_rewards_in_another_order_score_the_same() -> None:
+    """Or they would seem to differ by 1e-16, and the interval would have no width."""
+    samples = SetSamples([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]] * 15)
+    found = estimate_metrics(samples, (), 1.0)["avg@3"]
+    assert found.high - found.low > 0.2
+
+
 def test_consensus_is_left_out_where_no_agent_says_what_it_answered() -> None:
     assert set(estimate_metrics(SetSamples([[1.0, 0.0]]), ("cons@k",), 1.0)) == {"avg@2"}
 

@@ -103,6 +103,20 @@ def test_tasks_that_all_pass_leave_room_for_failure() -> None:
     assert 0.85 < found.low < 0.92
 
 
+@pytest.mark.parametrize("value", [0.1, 0.2, 0.7])
+@pytest.mark.parametrize("n_tasks", [2, 3, 6, 7, 10, 30, 64, 100, 256])
+def test_tasks_that_all_earn_the_same_have_an_interval_with_a_width(
+    value: float, n_tasks: int
+) -> None:
+    """Their sum may be rounded, and they then seem to differ by 1e-17."""
+    found = estimate_mean([value] * n_tasks)
+    assert found.value == pytest.approx(value)
+    t_squared = compute_central_quantile(0.95, n_tasks - 1) ** 2
+    variance = value * (1 - value)
+    half = math.sqrt(t_squared / (n_tasks + t_squared) * variance)  # or more, by Wilson
+    assert found.high - found.low > half
+
+
 def test_rewards_beyond_one_get_the_t_interval() -> None:
     found = estimate_mean([-1.0, 0.0, 3.0, 2.0])
     half = 3.18245 * math.sqrt(10 / 3) / 2
