@@ -39,7 +39,8 @@ def _print_completion_script(arguments: argparse.Namespace) -> int:
     from areal_hpc.recipe.reference import list_keys
 
     commands = dict(_list_command_completions(arguments.all_commands))
-    keys = [f"{key}=" for key in list_keys()]
+    # A key with `<name>` cannot be written as it is, and shells read a redirection from it.
+    keys = [f"{key}=" for key in list_keys() if "<" not in key]
     render = {"bash": _render_bash_script, "zsh": _render_zsh_script, "fish": _render_fish_script}[
         arguments.shell
     ]
@@ -119,7 +120,7 @@ if [[ $funcstack[1] == _areal-hpc ]]; then _areal_hpc "$@"; else compdef _areal_
 def _render_fish_script(commands: Mapping[str, CommandCompletions], keys: list[str]) -> str:
     lines = [
         "# Completion of areal-hpc for fish: ~/.config/fish/completions/areal-hpc.fish",
-        f"set -l keys {' '.join(keys)}",
+        f"set -l keys {' '.join(map(shlex.quote, keys))}",
     ]
     for name, one in commands.items():
         lines.append(

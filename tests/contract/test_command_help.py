@@ -1,9 +1,12 @@
 """Every command tells its usage, an example, and what each of its arguments means."""
 
 import argparse
+import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -99,9 +102,36 @@ def test_completion_has_every_command_and_key(
     assert exit_code_of("completion", shell) == 0
     script = capfd.readouterr().out
     assert [name for name in COMMANDS if name.split()[0] not in script] == []
-    assert [key for key in list_keys() if f"{key}=" not in script] == []
+    writable = [key for key in list_keys() if "<" not in key]
+    assert len(writable) > 100
+    assert [key for key in writable if f"{key}=" not in script] == []
+    assert "<" not in script.replace("<(", "")
     if shutil.which(shell):
         subprocess.run([shell, "-n"], input=script, text=True, check=True)
+
+
+def test_fish_completes_keys_and_writes_nothing(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of("completion", "fish") == 0
+    script = capfd.readouterr().out
+    (line,) = [line for line in script.splitlines() if line.startswith("set -l keys ")]
+    assert "rollout.n_samples=" in shlex.split(line)
+    if not shutil.which("fish"):
+        return  # the line above is all that can be read without it
+    folder = tmp_path / "empty"
+    folder.mkdir()
+    asked = f'{script}complete -C "areal-hpc run x.yaml rollout.n_s"'
+    ended = subprocess.run(
+        ["fish", "--no-config", "-c", asked],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=folder,
+        env={**os.environ, "HOME": str(tmp_path)},
+    )
+    assert (ended.stdout.split(), ended.stderr) == (["rollout.n_samples="], "")
+    assert list(folder.iterdir()) == []
 
 
 def test_bash_completes_commands_options_and_keys(capfd: pytest.CaptureFixture[str]) -> None:
