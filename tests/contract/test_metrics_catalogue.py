@@ -4,11 +4,15 @@ import ast
 import functools
 import re
 from collections.abc import Iterator
+from itertools import chain
 
 import pytest
 
 from areal_hpc.metrics.catalogue import CATALOGUE, MEANING_BY_SOURCE, find_metric
 from areal_hpc.metrics.limit import PHASES_BY_LIMIT
+from areal_hpc.view.answers.step_parts import PHASES_BY_PART, WAIT_PHASE
+from areal_hpc.view.report.curves import PHASES_BY_LAYER
+from areal_hpc.view.timing.timeline import PLACED_PHASES_IN_ORDER
 from tests.support.package_sources import sources
 
 NAMES = {metric.name for metric in CATALOGUE}
@@ -84,5 +88,12 @@ def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
     assert len(NAMES) == len(CATALOGUE)
     phases = [f"time/{phase}_s" for phases in PHASES_BY_LIMIT.values() for phase in phases]
     assert sorted([*phases, "time/step_s"]) == sorted(n for n in NAMES if n.startswith("time/"))
+    shown = {
+        "why --slow": [WAIT_PHASE, *chain.from_iterable(PHASES_BY_PART.values())],
+        "report": [*chain.from_iterable(PHASES_BY_LAYER.values())],
+        "trace": list(PLACED_PHASES_IN_ORDER),
+    }
+    for view, known in shown.items():
+        assert sorted(f"time/{phase}_s" for phase in known) == sorted(phases), view
     assert find_metric("reward/part/format") is not None
     assert find_metric("reward/median") is None

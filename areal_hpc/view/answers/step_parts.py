@@ -10,6 +10,17 @@ from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 
 Row = Mapping[str, Any]
+WAIT_PHASE = "batch_wait"
+"""What episodes did meanwhile says what it was spent on."""
+PHASES_BY_PART = {
+    "waiting for a replica": ("cell_wait",),
+    "training": ("measure", "pack", "score", "train"),
+    "reading batches": ("read",),
+    "weight updates": ("publish",),
+    "checkpoints": ("checkpoint", "export"),
+    "evaluation": ("eval",),
+}
+"""All other phases of the trainer, as in `time/<phase>_s`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +55,8 @@ def list_mean_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[S
         times = (sum(list_numbers(rows, f"time/{phase}_s")) for phase in phases)
         return sum(times) / len(rows)
 
-    waiting = mean_of("batch_wait")
-    parts = {
-        "waiting for a replica": mean_of("cell_wait"),
-        "training": mean_of("measure", "pack", "train"),
-        "reading batches": mean_of("read"),
-        "weight updates": mean_of("publish"),
-        "checkpoints": mean_of("checkpoint", "export"),
-        "evaluation": mean_of("eval"),
-    }
+    waiting = mean_of(WAIT_PHASE)
+    parts = {part: mean_of(*phases) for part, phases in PHASES_BY_PART.items()}
     if split is not None and split.total_s > 0:
         share = waiting / split.total_s
         parts |= {

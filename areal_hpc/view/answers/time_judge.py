@@ -101,8 +101,13 @@ class TimeJudge:
                 hint = "put cluster.fileroot on faster storage"
                 return PartVerdict(text, SLOW_STORAGE, hint)
             case "training":
-                train = statistics.fmean(list_numbers(self.evidence.rows, "time/train_s") or [0.0])
+                train, score = (
+                    statistics.fmean(list_numbers(self.evidence.rows, f"time/{phase}_s") or [0.0])
+                    for phase in ("train", "score")
+                )
                 text = f"{share}, of which {train:.2f} s are passes of the model"
+                if score > 0:
+                    text += f" and {score:.2f} s those of a reference, a teacher or a critic"
                 return PartVerdict(text, hint="give the trainer more ranks")
             case "waiting for a replica":
                 hint = "areal-hpc why RUN and areal-hpc logs RUN say what became of the cells"

@@ -34,7 +34,7 @@ CURVE_TITLE_BY_METRIC = {
 PHASES_BY_LAYER = {
     "waiting for episodes": ("batch_wait",),
     "waiting for a replica": ("cell_wait",),
-    "training": ("read", "measure", "pack", "train"),
+    "training": ("read", "measure", "pack", "score", "train"),
     "weight updates": ("publish",),
     "checkpoints": ("checkpoint", "export"),
     "evaluation": ("eval",),

@@ -5,7 +5,7 @@ earlier version, its part comes from shards and metrics.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans, split_process_name
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.reader import ShardReader
+from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.trainer.batch.episode_metrics import merge_spans
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.metric_values import get_number
@@ -21,7 +22,7 @@ from areal_hpc.view.slices import Slice
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 
 PLACED_PHASES_IN_ORDER = (
-    *("batch_wait", "read", "measure", "pack", "train"),
+    *("batch_wait", "read", "measure", "score", "pack", "train"),
     *("cell_wait", "publish", "checkpoint", "eval", "export"),
 )
 """Phases of a step in the order in which the trainer comes to them."""
@@ -97,11 +98,14 @@ def read_timeline(
         notes.append(PLACED_PHASES_NOTE)
     trained = read_batch_episodes(paths, [row["step"] for row in rows if row["step"] > 0], problems)
     tracks = add_rewards_and_call_times(tracks, trained)
-    recorded = [_record_trained_episode(one) for one in trained if one.is_timed]
-    recorded += read_untrained_episodes(paths, begin, end, problems)
-    heard = {split_process_name(name) for name in names}
-    silent = [one for one in recorded if (one.cell, DRIVER_ROLE) not in heard]
-    tracks += build_tracks_of_records(silent)
+    told = {cell for cell, role in map(split_process_name, names) if role == DRIVER_ROLE}
+    recorded = [
+        _record_trained_episode(one)
+        for one in trained
+        if one.is_timed and one.record.cell not in told
+    ]
+    recorded += read_untrained_episodes(paths, begin, end, problems, told)
+    tracks += build_tracks_of_records(recorded)
     steps = [place_step_and_phases(row)[0] for row in rows]
     return Timeline(begin, end, steps, tracks, notes)
 
@@ -192,11 +196,16 @@ def _record_trained_episode(one: BatchEpisode) -> RecordedEpisode:
 
 
 def read_untrained_episodes(
-    paths: RunPaths, begin: float, end: float, problems: list[str]
+    paths: RunPaths, begin: float, end: float, problems: list[str], told: Container[str] = ()
 ) -> Iterator[RecordedEpisode]:
-    """Held-out and failed episodes that were under way between two Unix times."""
+    """Held-out and failed episodes that were under way between two Unix times.
+
+    Shards of the cells `told`, whose spans say as much, are not opened: each look at a long run
+    would read every evaluation.
+    """
     for sealed in read_index(paths.index_dir):
-        if not sealed.untrained:
+        named = parse_shard_name(sealed.file)
+        if not sealed.untrained or (named is not None and named[0] in told):
             continue
         try:
             reader = ShardReader(paths.shards_dir / sealed.file)

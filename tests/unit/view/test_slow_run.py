@@ -55,6 +55,7 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
             SLOW_STORAGE,
         ),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
+        (PLAIN, {"phases": {"score": 9.0}}, "training", ""),
         (
             PLAIN,
             {"sealing_s": 9.0},

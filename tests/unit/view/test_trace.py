@@ -138,6 +138,22 @@ def test_lanes_never_overlap_and_are_as_few_as_may_be() -> None:
     assert max(lanes) + 1 == max(count for _, count in iterate_counts_under_way(slices))
 
 
+def test_shards_of_cells_with_spans_are_not_opened_for_held_out_episodes(tmp_path: Path) -> None:
+    run = make_run(tmp_path)
+    add_spans(run)
+    for ticket, cell in enumerate(("cell-0", "cell-1")):
+        record = RowRecord(
+            session_id=cell, task_index=5, cell=cell, started_at=run.now - 2, ended_at=run.now - 1
+        )
+        row = replace(trajectory(ticket), kind=RowKind.EVALUATION, eval_step=4, record=record)
+        shard = seal_in(run.paths, [row], cell)
+        if cell == "cell-0":  # which has spans
+            (run.paths.shards_dir / shard.file).write_bytes(b"whoever opens it says so")
+    report = write_trace(run.paths, run.step, run.step, tmp_path / "trace.json")
+    assert report.problems == ()
+    assert report.episodes == 1 + 4 + 1, "a span of cell-0; of cell-1 four rows and a held-out one"
+
+
 def test_phases_never_leave_their_step() -> None:
     row = {"step": 1, "unix_time_s": 10.0, "time/step_s": 2.0, "time/batch_wait_s": 1.5}
     step, phases = place_step_and_phases(row | {"time/train_s": 1.0, "time/publish_s": 1.0})
