@@ -113,9 +113,15 @@ def _find_compared_report(
 
 
 def _print_comparison_and_get_exit_code(before: EvaluationReport, report: EvaluationReport) -> int:
-    from areal_hpc.view.evaluations.evaluation_report import compare_reports, format_comparison
+    from areal_hpc.view.evaluations.evaluation_report import (
+        compare_reports,
+        format_comparison,
+        list_left_out,
+    )
 
     compared = compare_reports(before, report)
     print("\n" + "\n".join(format_comparison(before.name, report.name, compared)))
+    for line in list_left_out(before, report, compared):
+        print(line)
     is_worse = any(one.verdict == "worse" for one in compared)
     return UNHEALTHY_EXIT_CODE if is_worse else 0

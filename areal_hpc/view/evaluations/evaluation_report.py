@@ -22,6 +22,9 @@ from areal_hpc.rundir.manifests import EvaluationResult, read_json_file
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.tables import format_table
 
+MEAN_METRIC = "avg@"
+"""How names of the mean reward of a task's samples begin."""
+
 
 class EvaluatedSet(msgspec.Struct, frozen=True):
     """One set: what its samples earned, and the numbers that the recipe asks for."""
@@ -143,7 +146,8 @@ def compare_reports(before: EvaluationReport, after: EvaluationReport) -> list[C
     """Every metric that both have, on the sets that both have, by a paired test.
 
     Raises:
-        RecipeError: They have no set in common, or other tasks or another pass reward of one.
+        RecipeError: They have no set in common, other tasks or another pass reward of one, or no
+            metric in common on it: then nothing would be compared, and nothing could be worse.
     """
     common = [name for name in after.sets if name in before.sets]
     if not common:
@@ -177,16 +181,48 @@ def _compare_sets(
             key="evaluation.sets.<name>.pass_reward",
             hint="evaluate both with the same pass_reward",
         )
-    for metric in (one for one in after.metrics if one in before.metrics):
-        values = [_compute_values_by_task(metric, one) for one in (before, after)]
+    is_compared = False
+    for metric in after.metrics:
+        same = _find_same_metric(metric, before)
+        if same is None:
+            continue
+        values = _compute_values_by_task(same, before), _compute_values_by_task(metric, after)
         if values[0] and values[1]:
+            is_compared = True
             yield ComparedMetric(
                 name,
-                metric,
-                before.metrics[metric].value,
+                metric if same == metric else f"{metric} ({same} before)",
+                before.metrics[same].value,
                 after.metrics[metric].value,
                 compare_paired(*values),
             )
+    if not is_compared:
+        raise RecipeError(
+            f"{title} has {', '.join(before.metrics) or 'no number'} of {name}, "
+            f"this {', '.join(after.metrics) or 'none'}",
+            key="--compare",
+            hint="evaluate both with the same metrics and n_samples",
+        )
+
+
+def _find_same_metric(metric: str, other: EvaluatedSet) -> str | None:
+    """Its name in another evaluation: a mean is the same of any number of samples."""
+    if metric in other.metrics:
+        return metric
+    means = [name for name in other.metrics if name.startswith(MEAN_METRIC)]
+    return means[0] if means and metric.startswith(MEAN_METRIC) else None
+
+
+def list_left_out(
+    before: EvaluationReport, after: EvaluationReport, compared: Sequence[ComparedMetric]
+) -> Iterator[str]:
+    """Lines: the numbers of an evaluation that could not be compared with another."""
+    for name, one in after.sets.items():
+        told = {each.metric.partition(" ")[0] for each in compared if each.set_name == name}
+        if missing := [metric for metric in one.metrics if metric not in told]:
+            known = before.sets[name].metrics if name in before.sets else {}
+            has = f"has {', '.join(known)}" if known else "was not evaluated on it"
+            yield f"not compared: {', '.join(missing)} of {name}; {before.name} {has}"
 
 
 def _compute_values_by_task(metric: str, one: EvaluatedSet) -> list[float]:

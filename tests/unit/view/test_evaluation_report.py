@@ -5,14 +5,17 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.evaluation.set_metrics import SetSamples, estimate_metrics
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_report import (
+    EvaluatedSet,
     EvaluationReport,
     build_report_of_run_step,
     compare_reports,
     format_comparison,
     format_report,
+    list_left_out,
     read_report,
     write_report,
 )
@@ -65,6 +68,35 @@ def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> Non
     table = "\n".join(format_comparison("step 0", "step 20", list(found.values())))
     assert "-0.417" in table
     assert "no difference is shown" in table
+
+
+def evaluate(rewards: float, n_samples: int, metrics: tuple[str, ...]) -> EvaluationReport:
+    """What 20 tasks came to, each with samples that all earn the same."""
+    samples = SetSamples([[rewards] * n_samples] * 20)
+    found = EvaluatedSet("digest", estimate_metrics(samples, metrics, 1.0), [*samples.rewards_TS])
+    return EvaluationReport(f"of {n_samples}", sets={"aime": found})
+
+
+def test_means_of_other_numbers_of_samples_are_compared_and_what_is_not_is_told() -> None:
+    before, after = evaluate(1.0, 8, ("pass@k",)), evaluate(0.0, 4, ("pass@k",))
+    (mean,) = compared = compare_reports(before, after)
+    assert (mean.metric, mean.before, mean.after) == ("avg@4 (avg@8 before)", 1.0, 0.0)
+    assert mean.verdict == "worse"
+    assert list(list_left_out(before, after, compared)) == [
+        "not compared: pass@4 of aime; of 8 has avg@8, pass@8"
+    ]
+    alike = compare_reports(after, after)
+    assert list(list_left_out(after, after, alike)) == []
+    assert list(list_left_out(msgspec.structs.replace(after, sets={}), after, [])) == [
+        "not compared: avg@4, pass@4 of aime; of 4 was not evaluated on it"
+    ]
+
+
+def test_a_comparison_of_nothing_is_refused() -> None:
+    after = evaluate(0.0, 4, ())
+    nothing = msgspec.structs.replace(after.sets["aime"], metrics={})
+    with pytest.raises(RecipeError, match="of 4 has no number of aime, this avg@4"):
+        compare_reports(msgspec.structs.replace(after, sets={"aime": nothing}), after)
 
 
 def test_other_tasks_and_other_sets_are_not_compared(tmp_path: Path) -> None:
