@@ -171,14 +171,15 @@ def judge_collapse(
     ]
     is_degenerate = any(rule.name not in SIGNS_OF_HARD_TASKS_ALONE for rule, _ in serious)
     has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
+    since = min((trend.find_half_way_step() for _, trend in serious), default=0)
     findings = [Finding(reward.text, build_page_address("metrics", run, text="reward/"))]
     findings += [_describe_trend(run, trend, rows, window, signs) for trend in trends.values()]
     findings += list(_suggest_worst_episode_to_read(run, episodes, distinct))
     findings += [Finding(f"not read: {one}") for one in problems[:3]]
     return Answer(
-        _build_headline(reward, signs, has_collapsed=has_collapsed, is_solved=is_solved),
+        _build_headline(reward, signs, since if has_collapsed else None, is_solved=is_solved),
         tuple(findings),
-        _list_hints(reward) if has_collapsed else (),
+        _list_hints(reward, since) if has_collapsed else (),
         is_well=not has_collapsed,
     )
 
@@ -300,13 +301,13 @@ class RewardCourse:
 def _build_headline(
     reward: RewardCourse,
     signs: Sequence[tuple[CollapseSignRule, Trend]],
+    since: int | None,
     *,
-    has_collapsed: bool,
     is_solved: bool,
 ) -> str:
+    """The answer in one sentence; `since` is the step of a collapse."""
     told = ", ".join(dict.fromkeys(rule.meaning for rule, _ in signs))
-    if has_collapsed:
-        since = min(trend.find_half_way_step() for _, trend in signs)
+    if since is not None:
         return f"the policy collapses since about step {since}: {told}"
     if is_solved:
         return f"the policy does not collapse, it has solved its tasks{f': {told}' if told else ''}"
@@ -320,9 +321,11 @@ def _build_headline(
     return "the policy does not collapse"
 
 
-def _list_hints(reward: RewardCourse) -> tuple[str, ...]:
+def _list_hints(reward: RewardCourse, since: int) -> tuple[str, ...]:
+    """What to try; the reward may hold while all other numbers of a policy break."""
+    first = min(since, reward.fall_step) if reward.has_fallen else since
     return (
-        f"go back to a checkpoint of step {reward.fall_step - 1} or before",
+        f"go back to a checkpoint of step {first - 1} or before",
         "lower trainer.optimizer.lr, raise rollout.sampling.temperature or "
         "trainer.objective.clip_high, or reward what replies should not do",
     )

@@ -32,6 +32,8 @@ MIN_DEVIATIONS = 3.0
 MIN_RELATIVE_CHANGE = 0.05
 """Relative change below which a number that hardly varies does not differ."""
 MAX_TOLD_METRICS = 8
+MAX_SAMPLING_VALUES = 8
+"""Of a parameter of calls, in all steps together; with more it is told of none."""
 ROUTINE_METRICS = frozenset(
     {
         *("step", "generation", "unix_time_s", "lr", "disk/free_bytes"),
@@ -217,9 +219,11 @@ def _describe_calls(
     page = build_page_address("trajectories", run, where=f"step={step}")
     sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier)
     for name in sorted(sampling):
-        new = sampling[name] - before.get(name, set())
-        if new and before:
-            old = ", ".join(sorted(before.get(name, set()))) or "not given"
+        earlier_values = before.get(name, set())
+        if len(sampling[name] | earlier_values) > MAX_SAMPLING_VALUES:
+            continue  # each request's own, such as the room that is left for it
+        if before and (new := sampling[name] - earlier_values):
+            old = ", ".join(sorted(earlier_values)) or "not given"
             yield Finding(f"calls ask for {name}={', '.join(sorted(new))}, before {old}", page)
     tools, old_tools = ({call.tools for one in ones for call in one.record.calls.values()}
                         for ones in (now, earlier))  # fmt: skip
@@ -228,12 +232,11 @@ def _describe_calls(
 
 
 def _collect_sampling_values(episodes: Iterable[BatchEpisode]) -> dict[str, set[str]]:
-    """The values that calls asked for, by the parameter's name; those of each call differ."""
+    """The values that calls asked for, by the parameter's name."""
     found: dict[str, set[str]] = {}
     for one in episodes:
         for call in one.record.calls.values():
             for name, value in call.sampling.items():
                 if not name.endswith("seed") and isinstance(value, int | float | str | bool):
                     found.setdefault(name, set()).add(str(value)[:40])
-    # A parameter with many values is each request's own, such as the room that is left for it.
-    return {name: values for name, values in found.items() if len(values) <= 8}
+    return found

@@ -54,6 +54,16 @@ def test_a_collapse_is_told_with_its_step_and_its_numbers(tmp_path: Path) -> Non
     assert answer.hints[0] == "go back to a checkpoint of step 12 or before"
 
 
+def test_a_collapse_under_a_reward_that_holds_is_told_to_go_back_before_it(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    add_steps(run, 10, GROUP, 0.5, **HEALTHY)
+    broken = {"entropy__mean": 0.05, "reply__repeated_fraction": 0.8, "reply__tokens_mean": 400.0}
+    add_steps(run, 15, GROUP, 0.5, **(HEALTHY | broken))
+    answer = explain_collapse(run.paths)
+    assert answer.headline.startswith("the policy collapses since about step 11: ")
+    assert answer.hints[0] == "go back to a checkpoint of step 10 or before"
+
+
 def test_a_run_that_has_solved_its_tasks_does_not_collapse(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     add_steps(run, 10, GROUP, 0.3, **HEALTHY)

@@ -87,6 +87,23 @@ def test_new_tasks_are_no_cause_where_every_step_has_new_ones(tmp_path: Path) ->
     assert "1 of 1 tasks were not in the steps before" in list_sentences(answer)
 
 
+def test_a_parameter_that_each_call_has_anew_is_no_change(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    for step in range(6):
+        run.add_step(
+            [
+                MadeEpisode(sampling={"max_new_tokens": 1000 - 10 * step - place, "top_p": 0.9})
+                for place in range(4)
+            ]
+        )
+    run.add_step(
+        [MadeEpisode(sampling={"max_new_tokens": 500 + n, "top_p": 0.8}) for n in range(4)]
+    )
+    said = list_sentences(explain_step_difference(run.paths, 7))
+    assert "calls ask for top_p=0.8, before 0.9" in said
+    assert "max_new_tokens" not in said
+
+
 def test_restarts_events_and_changed_calls_are_told(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     for _ in range(3):
