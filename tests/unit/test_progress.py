@@ -2,16 +2,23 @@
 
 import pytest
 
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id
 from areal_hpc.metrics.step_line import (
     describe_step_time_shares,
     estimate_remaining_s,
     format_step_line,
 )
+from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jsonl import append_line
+from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
 from areal_hpc.view.state.live_progress import PlainReporter
 from areal_hpc.view.state.run_state import read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
+from tests.support.environments import CHECKOUT
+
+QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 STEP = {
     "reward/mean": 0.5,
@@ -73,6 +80,23 @@ def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
     snapshot = read_run_snapshot(paths)
     assert snapshot.evaluations == [(1, 0.25), (3, 0.75)]
     assert snapshot.steps[-1]["step"] == 3
+
+
+def test_an_evaluation_tells_of_as_many_tasks_as_its_sets_have(
+    paths: RunPaths, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = load_recipe(QUICKSTART, ["evaluation.sets.held.dataset.path=x.jsonl"])
+    sets = [one for one in recipe.evaluation_sets if one.name == "held"]
+    bound = sets[0].tasks
+    EvaluationReporter(paths, sets).show_progress("train")
+    reporter = EvaluationReporter(paths, sets)
+    paths.data_dir.mkdir()
+    paths.evaluation_tasks("held").write_text('{"n": 1}\n' * 20)
+    done = EvaluatedTicket(get_ticket_id(sets[0].number, 3), 1, [1.0])
+    append_evaluated_ticket(paths, STEP_OF_LOADED_WEIGHTS, done)
+    reporter.show_progress("train")
+    assert bound > 20
+    assert capsys.readouterr().out.split() == ["tasks", f"0/{bound}", "tasks", "1/20"]
 
 
 def test_what_could_not_be_compared_is_said_in_words(

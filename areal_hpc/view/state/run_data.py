@@ -145,22 +145,25 @@ class RunData:
     def groups(self) -> Columns:
         """A row per group of a training ticket; its step is NaN while no batch has it."""
         table = self.trajectories
-        rewards: dict[tuple[float, float], dict[float, float]] = {}
+        rewards: dict[tuple[float, float], dict[float, list[float]]] = {}
         steps: dict[tuple[float, float], float] = {}
         for at in np.flatnonzero(table["kind"] == "train"):
             key = (table["ticket"][at], table["attempt"][at])
             steps[key] = table["step"][at]
-            rewards.setdefault(key, {})[table["episode"][at]] = table["reward"][at]
+            of_episode = rewards.setdefault(key, {}).setdefault(table["episode"][at], [])
+            of_episode.append(table["reward"][at])
+        # Rows of an episode differ where its agent gave rewards itself: it counts as their mean.
+        means = {key: [np.mean(rows) for rows in one.values()] for key, one in rewards.items()}
         rows = [
             {
                 "step": steps[ticket, attempt],
                 "ticket": ticket,
                 "attempt": attempt,
                 "episodes": len(group),
-                "reward_mean": float(np.mean(list(group.values()))),
-                "reward_std": float(np.std(list(group.values()))),
+                "reward_mean": float(np.mean(group)),
+                "reward_std": float(np.std(group)),
             }
-            for (ticket, attempt), group in rewards.items()
+            for (ticket, attempt), group in means.items()
         ]
         names = ("step", "ticket", "attempt", "episodes", "reward_mean", "reward_std")
         return Columns(rows, names)

@@ -1,6 +1,7 @@
 """A run opened for a notebook: what its columns hold, and the example of the documentation."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from tests.support.environments import CHECKOUT
 from tests.support.made_run import MadeEpisode, MadeRun
+from tests.support.sample_trajectories import seal_in, trajectory
 
 
 @pytest.fixture
@@ -41,6 +43,21 @@ def test_columns_hold_what_was_recorded(made: MadeRun) -> None:
     assert run.groups["episodes"].tolist() == [4] * 4
     assert run.calls.n_rows == 2 * (4 * 2 + 4 * 3)
     assert np.allclose(run.calls["answered_at"] - run.calls["asked_at"], 1.0)
+
+
+def test_an_episode_of_several_rows_counts_as_their_mean(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    rewards = {0: (1.0, 0.0), 1: (0.0, 1.0), 2: (0.5, 0.5)}
+    rows = [
+        replace(trajectory(7, episode, reward=reward), row=row)
+        for episode, of_rows in rewards.items()
+        for row, reward in enumerate(of_rows)
+    ]
+    seal_in(run.paths, rows)
+    groups = areal_hpc.open_run(run.paths.root).groups
+    assert groups["episodes"].tolist() == [3]
+    assert groups["reward_mean"].tolist() == [0.5]
+    assert groups["reward_std"].tolist() == [0.0]
 
 
 def test_evaluations_have_a_row_per_sample(made: MadeRun) -> None:
