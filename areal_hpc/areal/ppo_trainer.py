@@ -14,7 +14,7 @@ from areal_hpc.areal.config.translation import find_rule, translate_to_recipe
 from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.run import run, submit
-from areal_hpc.recipe.loading import build_recipe, read_site_file
+from areal_hpc.recipe.loading import build_recipe, read_site_values
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.limits import check_task_limits
 from areal_hpc.rollout.execution.agent_pickle import (
@@ -160,7 +160,7 @@ def _merge_site_into_cluster_section(
     config: BaseExperimentConfig, given: dict[str, Any]
 ) -> dict[str, Any]:
     """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
-    site = read_site_file(Path(config.scheduler.site)) if config.scheduler.site else {}
+    site = read_site_values(Path(config.scheduler.site)) if config.scheduler.site else {}
     merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
     # The images of containers have interpreters of their own.
     if merged.get("slurm", {}).get("container", {}).get("kind", "none") == "none":

@@ -1,5 +1,6 @@
 """Recipes from YAML files, site files and overrides."""
 
+import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +9,11 @@ from typing import Any
 
 import yaml
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import InterpolationResolutionError, OmegaConfBaseException
+from omegaconf.errors import (
+    InterpolationKeyError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 from pydantic import ValidationError
 
 from areal_hpc.errors import Problem, RecipeError
@@ -101,6 +106,8 @@ def build_recipe(values: object) -> Recipe:
 def read_site_file(path: Path) -> DictConfig:
     """The keys of a site file, each checked, though it need not hold all that a cluster has.
 
+    A value with `${...}` stays as it is written: it may name a key that only the recipe has.
+
     Raises:
         RecipeError: Every problem of the file at once.
     """
@@ -108,7 +115,7 @@ def read_site_file(path: Path) -> DictConfig:
         raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
     tree = _read_yaml(path)
     try:
-        ClusterConfig.model_validate(OmegaConf.to_container(tree))
+        ClusterConfig.model_validate(_resolve_site(tree, path))
     except ValidationError as error:
         problems = [
             explain_validation_error(item, ClusterConfig, f"{path}: ")
@@ -120,11 +127,44 @@ def read_site_file(path: Path) -> DictConfig:
     return tree
 
 
+def read_site_values(path: Path) -> dict[str, Any]:
+    """The keys of a site file with their values, without those that name keys of a recipe.
+
+    Raises:
+        RecipeError: Every problem of the file at once.
+    """
+    return _resolve_site(read_site_file(path), path)
+
+
+def _resolve_site(tree: DictConfig, path: Path) -> dict[str, Any]:
+    try:
+        values: dict[str, Any] = _resolve_known(OmegaConf.create({"cluster": tree}).cluster)
+    except InterpolationResolutionError as error:
+        raise _build_interpolation_error(error, path) from error
+    return values
+
+
+def _resolve_known(node: Any) -> Any:
+    """Plain values of a tree, without those that name keys which it does not have."""
+    if OmegaConf.is_list(node):
+        return [_resolve_known(one) for one in node]
+    if not OmegaConf.is_dict(node):
+        return node
+    found = {}
+    for key in node:
+        with contextlib.suppress(InterpolationKeyError):
+            found[key] = _resolve_known(node[key])
+    return found
+
+
 def _read_yaml(path: Path) -> DictConfig:
     try:
         tree = OmegaConf.load(path)
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
+    except PermissionError as error:
+        hint = f"ask its owner for the right to read it: chmod +r {path}"
+        raise RecipeError(f"{path} may not be read", key=str(path), hint=hint) from error
     except (yaml.YAMLError, OSError) as error:  # OSError: a number, or a text
         hint = "mend the line that is named"
         raise RecipeError(f"{path} is not YAML: {error}", key=str(path), hint=hint) from error

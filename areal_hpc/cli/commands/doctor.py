@@ -122,11 +122,9 @@ def _plan_gpu_examination(
 
 def _read_slurm_and_fileroot_of_site(path: Path) -> tuple[SlurmConfig, Path | None]:
     """What a site file alone says: it need not name a file root."""
-    from omegaconf import OmegaConf
-
-    from areal_hpc.recipe.loading import read_site_file
+    from areal_hpc.recipe.loading import read_site_values
     from areal_hpc.recipe.sections.cluster import ClusterConfig
 
-    tree = OmegaConf.to_container(read_site_file(path), resolve=True)
-    cluster = ClusterConfig.model_validate({"fileroot": Path(), **tree})
-    return cluster.slurm, cluster.fileroot if "fileroot" in tree else None
+    values = read_site_values(path)
+    cluster = ClusterConfig.model_validate({"fileroot": Path(), **values})
+    return cluster.slurm, cluster.fileroot if "fileroot" in values else None

@@ -105,7 +105,7 @@ def _find_checkpoint(
     ]
     sited = []
     if site is not None:  # the recorded recipe holds every key, so they have to win over it
-        keys = flatten_keys(OmegaConf.to_container(read_site_file(site), resolve=True))
+        keys = flatten_keys(OmegaConf.to_container(read_site_file(site)))
         sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
     asked = [*sited, *places, *overrides, *_ONE_CELL]
     start = get_initial_policy_path(recorded, run).resolve()

@@ -10,7 +10,7 @@ import yaml
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.base import BaseConfig, get_section_class
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
-from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.loading import load_recipe, read_site_values
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.environments import CHECKOUT
@@ -314,6 +314,27 @@ def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) ->
     keys = {problem.key for problem in caught.value.problems}
     assert keys == {f"{site}: slurm.partitoin", f"{site}: slurm.jobs.cell.memory"}
     assert "did you mean partition?" in str(caught.value)
+
+
+def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm = {"partition": "${oc.env:PARTITION}", "qos": "${experiment_name}"}
+    given = {"fileroot": "/shared", "stop_grace_s": "${oc.env:GRACE}", "slurm": slurm}
+    site = site_file(tmp_path, **given)
+    monkeypatch.setenv("GRACE", "45")
+    with pytest.raises(RecipeError, match="the environment variable PARTITION is not set") as error:
+        read_site_values(site)
+    assert error.value.problems[0].key == f"{site}: cluster.slurm.partition"
+    monkeypatch.setenv("PARTITION", "gpu")
+    recipe = load_recipe(QUICKSTART, (), site)
+    assert (recipe.cluster.stop_grace_s, recipe.cluster.slurm.partition) == (45.0, "gpu")
+    assert recipe.cluster.slurm.qos == recipe.experiment_name
+    found = read_site_values(site)
+    assert found == given | {"stop_grace_s": "45", "slurm": {"partition": "gpu"}}
+    monkeypatch.setenv("GRACE", "soon")
+    with pytest.raises(RecipeError, match="valid number"):
+        read_site_values(site)
 
 
 @pytest.mark.parametrize("path", sorted((CHECKOUT / "slurm" / "sites").glob("*.yaml")))
