@@ -3,7 +3,7 @@
 import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +37,14 @@ IMMUTABLE_RECIPE_KEYS = (
 """Keys that what is already recorded depends on: a run keeps them for life."""
 KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL = ("cluster", "trainer.total_steps")
 """Keys that may differ from those of a finished run: they change nothing of what was trained."""
+
+MODEL_PATH_KEYS = (
+    "model.path",
+    "trainer.objective.kl.reference",
+    "trainer.objective.teacher.path",
+    "trainer.objective.critic.model",
+)
+"""Keys of models that a run reads for life, or words; a run's recipe has absolute paths there."""
 
 
 def set_up_run_dir(
@@ -170,10 +178,24 @@ def _compare_with_launched_recipe(
 
     Values that may be secrets are compared, and hidden in what is returned.
     """
-    trees = yaml.safe_load(paths.recipe.read_text()), recipe.model_dump(mode="json")
+    trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
     before, now = map(flatten_keys, trees)
+    for key in MODEL_PATH_KEYS:  # earlier versions kept a path as it was written
+        if isinstance(before.get(key), str) and before[key] != now.get(key):
+            before[key] = str(Path(before[key]).absolute())
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
     return flatten_public_keys(trees[0]), flatten_public_keys(trees[1]), changed
+
+
+def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
+    """The recipe as a tree, its relative paths of models as seen from any folder."""
+    tree = recipe.model_dump(mode="json")
+    values = flatten_keys(recipe.model_dump())
+    for key in MODEL_PATH_KEYS:
+        if isinstance(path := values.get(key), Path):
+            *sections, last = key.split(".")
+            reduce(dict.__getitem__, sections, tree)[last] = str(path.absolute())
+    return tree
 
 
 def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:
@@ -187,8 +209,9 @@ def write_recipe_and_keep_replaced(
     """Write a resolved recipe, for its owner alone; another one there is kept as `replaced`.
 
     Values that may be secrets are in one file alone: where both have the same, in the new one.
+    Relative paths of models begin in the folder of the launch, which later commands do not know.
     """
-    tree = recipe.model_dump(mode="json")
+    tree = _dump_with_absolute_paths(recipe)
     text = yaml.safe_dump(tree, sort_keys=False)
     if replaced is not None and path.exists() and path.read_text() != text:
         before = hide_private_values_equal_in(yaml.safe_load(path.read_text()), tree)

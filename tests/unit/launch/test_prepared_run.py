@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.launch.run import report_if_finished
 from areal_hpc.launch.setup import (
@@ -111,6 +112,37 @@ def test_a_finished_directory_is_not_taken_for_a_run_of_another_recipe(tmp_path:
     assert "is finished, and it was trained with trainer.optimizer.lr=0.0002, got 10.0" in str(
         refused.value
     )
+
+
+def test_a_run_knows_its_models_from_every_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "here"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    given = [
+        f"cluster.fileroot={tmp_path}", "model={path: base, tiny: null}", "sft=null",
+        "trainer.objective.kl={coef: 0.1, reference: frozen}",
+    ]  # fmt: skip
+    recipe = load_recipe(QUICKSTART, given)
+    paths = RunPaths(recipe.run_dir)
+    paths.root.mkdir(parents=True)
+    write_recipe_and_keep_replaced(recipe, paths.recipe)
+    written = load_recipe(paths.recipe)
+    assert recipe.model.path == Path("base"), "as it was given"
+    assert written.trainer.objective.kl.reference == here / "frozen"
+    assert written.trainer.objective.teacher.path is None
+    monkeypatch.chdir(tmp_path)
+    assert get_base_model_path(written, paths) == here / "base"
+    monkeypatch.chdir(here)
+    refuse_other_recipe_of_finished_run(recipe, paths)
+    # As an earlier version wrote it.
+    paths.recipe.write_text(paths.recipe.read_text().replace(f"{here}/base", "base"))
+    report_or_refuse_recipe_changes(recipe, paths, pytest.fail)
+    monkeypatch.chdir(tmp_path)
+    write_recipe_and_keep_replaced(written, paths.recipe)
+    with pytest.raises(RecipeError, match=r"model\.path cannot change"):
+        report_or_refuse_recipe_changes(recipe, paths, pytest.fail)
 
 
 def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path) -> None:
