@@ -2,14 +2,18 @@
 
 import difflib
 import re
-from collections.abc import Iterator
-from typing import Any, get_origin
+from collections.abc import Iterable, Iterator, Sequence
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from areal_hpc.errors import Problem
+
+Location = tuple[int | str, ...]
+"""Of a value in a tree: keys, and places in lists."""
 
 
 class BaseConfig(BaseModel):
@@ -20,26 +24,84 @@ class BaseConfig(BaseModel):
     )
 
 
-def explain_validation_error(
-    item: ErrorDetails, root: type[BaseConfig], prefix: str = ""
-) -> Problem:
-    """A pydantic finding in the words of the person who wrote the file.
+def explain_validation_errors(
+    errors: Iterable[ErrorDetails], root: type[BaseConfig], prefix: str = ""
+) -> Iterator[Problem]:
+    """Findings of pydantic in the words of the person who wrote the file, one for each key.
 
-    `prefix` is put before the key, for files that hold a part of a recipe.
+    A value that is none of several types is found wrong by each of them. `prefix` is put before
+    the key, for files that hold a part of a recipe.
     """
-    key = prefix + ".".join(str(part) for part in item["loc"])
-    if item["type"] == "extra_forbidden":
-        *location, name = item["loc"]
-        hint = _suggest_key(str(name), root, tuple(location))
-        return Problem(f"unknown key {name!r}", key, hint)
-    if item["type"] == "missing":
+    found: dict[Location, list[ErrorDetails]] = {}
+    for item in errors:
+        found.setdefault(_cut_to_key(item["loc"], root), []).append(item)
+    for location, items in found.items():
+        yield _explain_errors_of_key(items, location, root, prefix)
+
+
+def _explain_errors_of_key(
+    items: Sequence[ErrorDetails], location: Location, root: type[BaseConfig], prefix: str
+) -> Problem:
+    key = prefix + ".".join(str(part) for part in location)
+    first = items[0]
+    if first["type"] == "extra_forbidden":
+        *section, name = location
+        return Problem(f"unknown key {name!r}", key, _suggest_key(str(name), root, tuple(section)))
+    if first["type"] == "missing":
         return Problem("this key is required", key, f"add {key}=... to the recipe")
-    message = re.sub(r"^\w+ should ", "it must ", item["msg"].removeprefix("Value error, "))
-    if item["type"] == "string_pattern_mismatch":
-        message = f"it must match the regular expression {item['ctx']['pattern']}"
-    searched = ".".join(str(part) for part in item["loc"] if not isinstance(part, int))
+    # Of several types the value is meant to be of the one that it is wrong within.
+    depth = max(len(item["loc"]) for item in items)
+    told = [item for item in items if len(item["loc"]) == depth]
+    message = ", or ".join(dict.fromkeys(map(_describe_error, told)))
+    searched = ".".join(str(part) for part in location if not isinstance(part, int))
     hint = f"areal-hpc recipe-keys | grep -F {searched}" if searched else ""
-    return Problem(f"{message}, got {item['input']!r:.300}", key, hint)
+    return Problem(f"{message}, got {told[0]['input']!r:.300}", key, hint)
+
+
+def _describe_error(item: ErrorDetails) -> str:
+    if item["type"] == "string_pattern_mismatch":
+        return f"it must match the regular expression {item['ctx']['pattern']}"
+    return re.sub(r"^\w+ should ", "it must ", item["msg"].removeprefix("Value error, "))
+
+
+def _cut_to_key(location: Location, root: type[BaseConfig]) -> Location:
+    """The part of a place that stands in a file: pydantic adds the types that a value may have."""
+    annotation: Any = root
+    found: list[int | str] = []
+    for part in location:
+        annotation = _strip_none(annotation)
+        if get_origin(annotation) in (Union, UnionType):
+            named = [one for one in get_args(annotation) if getattr(one, "__name__", "") == part]
+            if not named or get_section_class(named[0]) is None:
+                break
+            annotation = named[0]  # a section that is one of several types
+            continue
+        found.append(part)
+        annotation = _get_type_within(annotation, part)
+    return tuple(found)
+
+
+def _strip_none(annotation: Any) -> Any:
+    """A type without `Annotated`, and without None beside it."""
+    while True:
+        kinds = [one for one in get_args(annotation) if one is not NoneType]
+        is_optional = get_origin(annotation) in (Union, UnionType) and len(kinds) == 1
+        if not is_optional and get_origin(annotation) is not Annotated:
+            return annotation
+        annotation = kinds[0]
+
+
+def _get_type_within(annotation: Any, part: int | str) -> Any:
+    """The type of what stands under a key of a section or a mapping, or at a place of a list."""
+    kinds = get_args(annotation)
+    if section := get_section_class(annotation) if not kinds else None:
+        field = section.model_fields.get(str(part))
+        return field.annotation if field else Any
+    if get_origin(annotation) is dict:
+        return kinds[1]
+    if isinstance(part, int) and kinds:
+        return kinds[part] if part < len(kinds) and kinds[-1] is not Ellipsis else kinds[0]
+    return Any
 
 
 def _suggest_key(name: str, root: type[BaseConfig], location: tuple[int | str, ...]) -> str:

@@ -17,7 +17,7 @@ from omegaconf.errors import (
 from pydantic import ValidationError
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.recipe.base import explain_validation_error
+from areal_hpc.recipe.base import explain_validation_errors
 from areal_hpc.recipe.cross_checks import find_conflicts
 from areal_hpc.recipe.presets import PRESET_KEY, drop_values_of_former_preset
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
@@ -95,9 +95,7 @@ def build_recipe(values: object) -> Recipe:
     try:
         recipe = Recipe.model_validate(values)
     except ValidationError as error:
-        raise RecipeError.from_problems(
-            explain_validation_error(item, Recipe) for item in error.errors()
-        ) from None
+        raise RecipeError.from_problems(explain_validation_errors(error.errors(), Recipe)) from None
     if problems := list(find_conflicts(recipe)):
         raise RecipeError.from_problems(problems)
     return recipe
@@ -117,12 +115,8 @@ def read_site_file(path: Path) -> DictConfig:
     try:
         ClusterConfig.model_validate(_resolve_site(tree, path))
     except ValidationError as error:
-        problems = [
-            explain_validation_error(item, ClusterConfig, f"{path}: ")
-            for item in error.errors()
-            if item["type"] != "missing"
-        ]
-        if problems:
+        found = [item for item in error.errors() if item["type"] != "missing"]
+        if problems := list(explain_validation_errors(found, ClusterConfig, f"{path}: ")):
             raise RecipeError.from_problems(problems) from None
     return tree
 

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.recipe.base import BaseConfig, explain_validation_error
+from areal_hpc.recipe.base import BaseConfig, explain_validation_errors
 
 NEWEST_SCHEMA = (1, 4)
 _SIZE_PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG])B?", re.IGNORECASE)
@@ -182,7 +182,7 @@ def read_task_file(path: Path) -> HarborTaskFile:
         found = HarborTaskFile.model_validate(values)
     except ValidationError as error:
         raise RecipeError.from_problems(
-            explain_validation_error(item, HarborTaskFile, f"{path}: ") for item in error.errors()
+            explain_validation_errors(error.errors(), HarborTaskFile, f"{path}: ")
         ) from None
     if problems := [*find_unsupported(found, path)]:
         raise RecipeError.from_problems(problems)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.base import BaseConfig, get_section_class
@@ -26,6 +27,13 @@ REFUSED = [
     ("trainer.totl_steps=3", "trainer.totl_steps", "unknown key 'totl_steps'|mean total_steps?"),
     ("sft.batch_sise=3", "sft.batch_sise", "did you mean batch_size?"),
     ("trainer.total_steps=many", "trainer.total_steps", "valid integer|'many'"),
+    ("cluster.gpus=abc", "cluster.gpus", "'auto' or 'none'|valid integer|grep -F cluster.gpus"),
+    ("cluster.gpus=[0, -1]", "cluster.gpus", "greater than or equal to 0|got -1"),
+    (
+        "rollout.failed_episodes={rewrad: 0.5}",
+        "rollout.failed_episodes",
+        "it must be 'reward', got 'rewrad'",
+    ),
     (
         "trainer.total_steps=0; rollout.nonsense=1; inference.cells=none",
         "trainer.total_steps rollout.nonsense inference.cells",
@@ -335,6 +343,21 @@ def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
     monkeypatch.setenv("GRACE", "soon")
     with pytest.raises(RecipeError, match="valid number"):
         read_site_values(site)
+
+
+def test_a_recipe_that_may_not_be_read_is_told_as_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(QUICKSTART.read_text())
+
+    def refuse(place: object) -> None:  # the file system asks no right of root
+        raise PermissionError(13, "Permission denied", str(place))
+
+    monkeypatch.setattr(OmegaConf, "load", refuse)
+    with pytest.raises(RecipeError, match="may not be read") as refused:
+        load_recipe(path)
+    assert "YAML" not in str(refused.value)
 
 
 @pytest.mark.parametrize("path", sorted((CHECKOUT / "slurm" / "sites").glob("*.yaml")))

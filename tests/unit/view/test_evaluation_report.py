@@ -72,8 +72,8 @@ def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> Non
 
 def evaluate(rewards: float, n_samples: int, metrics: tuple[str, ...]) -> EvaluationReport:
     """What 20 tasks came to, each with samples that all earn the same."""
-    samples = SetSamples([[rewards] * n_samples] * 20)
-    found = EvaluatedSet("digest", estimate_metrics(samples, metrics, 1.0), [*samples.rewards_TS])
+    samples = [[rewards] * n_samples] * 20
+    found = EvaluatedSet("digest", estimate_metrics(SetSamples(samples), metrics, 1.0), samples)
     return EvaluationReport(f"of {n_samples}", sets={"aime": found})
 
 
