@@ -48,7 +48,7 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
         yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"
-    if (length := _get_mean_reply_tokens(row)) is not None:
+    if (length := get_reply_length(row)) is not None:
         yield f"length {length:.0f}"
     if "entropy/mean" in row:
         yield f"entropy {format_metric(row['entropy/mean'], '.2f')}"
@@ -71,7 +71,7 @@ def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
         yield f"{set_name} {metric} {format_metric(value, '.3f')}{interval}"
 
 
-def _get_mean_reply_tokens(row: MetricRow) -> float | None:
+def get_reply_length(row: MetricRow) -> float | None:
     """Sampled tokens of a reply; of an episode, in a row that knows no better."""
     if row.get("reply/tokens_mean") is not None:
         return float(row["reply/tokens_mean"])

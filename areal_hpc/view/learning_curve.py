@@ -6,13 +6,19 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
+from areal_hpc.metrics.step_line import get_reply_length
 from areal_hpc.view.state.run_state import RunSnapshot
 
 matplotlib.use("Agg")
 
 
 def plot_learning_curve(snapshot: RunSnapshot, title: str, out: Path) -> None:
-    """Draw training and held-out reward over steps, with the reply length below."""
+    """Draw the learning curve of a run into a file."""
+    draw_learning_curve(snapshot, title).savefig(out)
+
+
+def draw_learning_curve(snapshot: RunSnapshot, title: str) -> Figure:
+    """A figure of training and held-out reward over steps, with the reply length below."""
     trained = [row for row in snapshot.steps if row.get("reward/mean") is not None]
     figure = Figure(figsize=(7.0, 4.6), dpi=150, layout="constrained")
     upper, lower = figure.subplots(2, 1, sharex=True, gridspec_kw={"height_ratios": [3, 1]})
@@ -29,7 +35,7 @@ def plot_learning_curve(snapshot: RunSnapshot, title: str, out: Path) -> None:
         color="#c0392b",
         marker="o",
         linewidth=2,
-        label="held-out tasks (greedy)",
+        label="held-out tasks",
     )
     for step, reward in snapshot.evaluations:
         upper.annotate(
@@ -42,13 +48,15 @@ def plot_learning_curve(snapshot: RunSnapshot, title: str, out: Path) -> None:
     upper.set_title(title)
     upper.grid(alpha=0.25)
     upper.legend(loc="lower right", frameon=False)
-    lower.plot(
-        [row["step"] - 1 for row in trained],
-        [row["tokens/sampled"] / max(1, row["episodes"]) for row in trained],
-        color="#4a7a5c",
-    )
-    lower.set_ylabel("tokens\nper reply")
+    lengths = [
+        (row["step"] - 1, length)
+        for row in trained
+        if (length := get_reply_length(row)) is not None
+    ]
+    lower.plot([step for step, _ in lengths], [length for _, length in lengths], color="#4a7a5c")
+    knows_replies = any("reply/tokens_mean" in row for row in trained)
+    lower.set_ylabel(f"tokens\nper {'reply' if knows_replies else 'episode'}")
     lower.set_xlabel("optimizer steps taken")
     lower.grid(alpha=0.25)
     lower.xaxis.set_major_locator(MaxNLocator(integer=True))
-    figure.savefig(out)
+    return figure

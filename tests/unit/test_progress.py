@@ -1,5 +1,8 @@
 """Progress lines: each finished step once, also over resumes and fresh starts."""
 
+import os
+
+import numpy as np
 import pytest
 
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id
@@ -13,8 +16,9 @@ from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
+from areal_hpc.view.learning_curve import draw_learning_curve
 from areal_hpc.view.state.live_progress import PlainReporter
-from areal_hpc.view.state.run_state import read_run_snapshot
+from areal_hpc.view.state.run_state import RunSnapshot, SnapshotReader, read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
 from tests.support.environments import CHECKOUT
 
@@ -61,6 +65,20 @@ def test_each_step_is_told_once_and_again_after_it_was_taken_back(
     append_line(paths.metrics, {"step": 2, **STEP})
     again.close()
     assert steps_in(capsys.readouterr().out) == [2], "not what an earlier launch told"
+
+
+def test_a_file_of_steps_is_parsed_again_only_once_it_has_changed(paths: RunPaths) -> None:
+    append_line(paths.metrics, {"step": 1, **STEP})
+    reader = SnapshotReader(paths)
+    assert [row["step"] for row in reader.read().steps] == [1]
+    known = paths.metrics.stat()
+    paths.metrics.write_text(paths.metrics.read_text().replace('"step":1', '"step":7'))
+    os.utime(paths.metrics, ns=(known.st_atime_ns, known.st_mtime_ns))
+    assert [row["step"] for row in reader.read().steps] == [1], "as far as a look at it tells"
+    append_line(paths.metrics, {"step": 8, **STEP})
+    assert [row["step"] for row in reader.read().steps] == [7, 8]
+    paths.metrics.unlink()
+    assert reader.read().steps == ()
 
 
 def test_an_evaluation_that_ends_late_is_told_once_under_its_own_step(
@@ -149,3 +167,17 @@ def test_the_time_left_and_what_limits_a_step_follow_from_the_last_rows() -> Non
         "a step takes 4.0 s: 65% generation, 35% training",
         "50% of the groups had equal rewards (zero variance) and taught nothing",
     ]
+
+
+def test_a_learning_curve_is_labeled_by_what_it_shows() -> None:
+    rows = tuple(
+        {"step": step, "reward/mean": 0.5, "tokens/sampled": 800, "episodes": 2} for step in (1, 2)
+    )
+    replies = tuple({**row, "reply/tokens_mean": 40.0} for row in rows)
+    for shown, length, of in ((replies, 40.0, "reply"), (rows, 400.0, "episode")):
+        rewards, lengths = draw_learning_curve(RunSnapshot(shown, (), None), "a run").axes
+        assert lengths.get_ylabel() == f"tokens\nper {of}"
+        assert np.asarray(lengths.lines[0].get_ydata()).tolist() == [length, length]
+        legend = rewards.get_legend()
+        assert legend is not None
+        assert [one.get_text() for one in legend.get_texts()][1] == "held-out tasks"

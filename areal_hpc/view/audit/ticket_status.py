@@ -39,12 +39,12 @@ count.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
 from areal_hpc.errors import Problem
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import merge_quarantines
 from areal_hpc.view.audit.records import TicketRecords, read_ticket_records
@@ -141,11 +141,16 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     strays = _find_lost_traceless_ids(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardRowChecker(evidence)
     quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantined)
+    # Looked up for every ticket: lists of the checkpoint grow with the run.
+    consumed: dict[int, list[UntrainedRecord]] = {step: [] for step in evidence.checkpoint.consumed}
+    for part in evidence.checkpoint.untrained:
+        if part.step in consumed:
+            consumed[part.step].append(part)
     tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
             status, why = _judge_batched(
-                evidence, rows, quarantined, uses[ticket_id], shared.get(ticket_id)
+                evidence, rows, consumed, quarantined, uses[ticket_id], shared.get(ticket_id)
             )
         elif ticket_id in evidence.drops:
             status, why = TicketStatus.DROPPED, evidence.drops[ticket_id]
@@ -246,6 +251,7 @@ def _find_lost_traceless_ids(
 def _judge_batched(
     evidence: TicketRecords,
     rows: _ShardRowChecker,
+    consumed: Mapping[int, Sequence[UntrainedRecord]],
     quarantined: Mapping[int, UntrainedRecord],
     uses: list[_BatchUse],
     shares_with: int | None,
@@ -261,10 +267,10 @@ def _judge_batched(
     set_aside = quarantined.get(step)
     if set_aside is None and (fault := rows.find_ticket_fault(ticket)):
         return TicketStatus.LOST, f"{where}: {fault}"
-    if step in checkpoint.consumed:
+    if step in consumed:
         if set_aside is not None:
             return TicketStatus.QUARANTINED, f"{where}: {set_aside.reason}"
-        return _judge_consumed(checkpoint, ticket, step, where)
+        return _judge_consumed(consumed[step], ticket, step, where)
     if step <= checkpoint.step:
         fault = f"the checkpoint of step {checkpoint.step} skipped that batch"
         return TicketStatus.LOST, f"{where}: {fault}"
@@ -279,13 +285,13 @@ def _judge_batched(
 
 
 def _judge_consumed(
-    checkpoint: TrainerState, ticket: SealedTicket, step: int, where: str
+    untrained: Sequence[UntrainedRecord], ticket: SealedTicket, step: int, where: str
 ) -> tuple[TicketStatus, str]:
     """What a checkpoint says of a ticket in a batch that it consumed and that was read."""
-    for one in checkpoint.untrained:
-        if one.step == step and ticket.ref.ticket_id in one.tickets:
+    for one in untrained:
+        if ticket.ref.ticket_id in one.tickets:
             return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
-        if one.step == step and not one.tickets:
+        if not one.tickets:
             return TicketStatus.SKIPPED, f"{where}: {one.reason}"
     return TicketStatus.TRAINED, where
 

@@ -19,7 +19,7 @@ from areal_hpc.rundir.telemetry.events import EventFollower
 from areal_hpc.view.events.run_news import RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase
 from areal_hpc.view.state.health import format_alert, read_alerts_config
-from areal_hpc.view.state.run_state import RunSnapshot, read_run_snapshot
+from areal_hpc.view.state.run_state import RunSnapshot, SnapshotReader
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
@@ -41,7 +41,8 @@ class PlainReporter:
         self._total_steps = total_steps
         self._sft_steps = sft_steps
         self._console = console or Console(highlight=False, soft_wrap=True)
-        before = read_run_snapshot(paths)
+        self._reader = SnapshotReader(paths)
+        before = self._reader.read()
         self._last_step = _get_last_step(before.steps)
         self._last_sft = _get_last_step(before.sft)
         self._evaluated = _list_evaluated_steps(before)
@@ -71,8 +72,7 @@ class PlainReporter:
 
         Later each step has its line.
         """
-        self.report_new_steps()
-        snapshot = read_run_snapshot(self._paths, ask_ledger=stage == "train")
+        snapshot = self.report_new_steps(ask_ledger=stage == "train")
         phase = self._describe_phase(stage, snapshot)
         kind = phase.partition(":")[0].partition(",")[0]
         has_changed = kind != self._told_phase and not self._has_trained
@@ -93,9 +93,9 @@ class PlainReporter:
             for line in self._news.describe_if_new(event):
                 self.print_line(line)
 
-    def report_new_steps(self) -> None:
-        """Print a line for every step that finished since the last look."""
-        snapshot = read_run_snapshot(self._paths)
+    def report_new_steps(self, *, ask_ledger: bool = False) -> RunSnapshot:
+        """Print a line for every step that finished since the last look; what was looked at."""
+        snapshot = self._reader.read(ask_ledger=ask_ledger)
         # Both fall back when a run starts anew or resumes from a checkpoint.
         self._last_step = min(self._last_step, _get_last_step(snapshot.steps))
         self._last_sft = min(self._last_sft, _get_last_step(snapshot.sft))
@@ -114,6 +114,7 @@ class PlainReporter:
                 evaluation = {"step": row["step"], **select_evaluation_metrics(row)}
                 self.print_line(format_step_line(evaluation, self._total_steps))
         self._evaluated = _list_evaluated_steps(snapshot)
+        return snapshot
 
     def _report_new_alerts(self, before: Sequence[dict[str, Any]], row: dict[str, Any]) -> None:
         """Print what a step's metrics say of the run's health that those before did not."""
@@ -139,8 +140,7 @@ class LiveReporter(PlainReporter):
         self._began_at = time.monotonic()
 
     def _refresh(self, stage: str) -> None:
-        self.report_new_steps()
-        snapshot = read_run_snapshot(self._paths, ask_ledger=stage == "train")
+        snapshot = self.report_new_steps(ask_ledger=stage == "train")
         rows, total = snapshot.steps, self._total_steps
         if stage == "sft":
             rows, total = snapshot.sft, self._sft_steps

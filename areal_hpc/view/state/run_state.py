@@ -1,8 +1,9 @@
 """Current state of a run from its directory and ledger."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
@@ -41,6 +42,37 @@ def read_run_snapshot(paths: RunPaths, *, ask_ledger: bool = False) -> RunSnapsh
         tuple(read_lines(paths.sft_metrics)),
         _fetch_ledger_status(paths) if ask_ledger else None,
     )
+
+
+class SnapshotReader:
+    """Looks at a run again and again: files of steps are parsed anew only once they have changed.
+
+    They grow with the run, and whoever shows progress looks every second.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._stamps: list[tuple[int, ...]] = []
+        self._snapshot = RunSnapshot((), (), None)
+
+    def read(self, *, ask_ledger: bool = False) -> RunSnapshot:
+        """The state of the run now."""
+        stamps = [_read_stamp(self._paths.metrics), _read_stamp(self._paths.sft_metrics)]
+        if stamps != self._stamps:  # read before the files: what comes meanwhile is a change
+            self._snapshot = read_run_snapshot(self._paths)
+            self._stamps = stamps
+        return replace(
+            self._snapshot, ledger=_fetch_ledger_status(self._paths) if ask_ledger else None
+        )
+
+
+def _read_stamp(path: Path) -> tuple[int, ...]:
+    """What changes with a file's content; empty while there is none."""
+    try:
+        found = path.stat()
+    except FileNotFoundError:
+        return ()
+    return found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
