@@ -6,6 +6,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from areal_hpc.errors import escape_controls
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
@@ -69,14 +70,19 @@ def get_interpreter(role: str, configured: str) -> str:
     return str(candidate) if candidate.exists() else sys.executable
 
 
+class EscapingFormatter(logging.Formatter):
+    """Formatter of records that may quote a model: whoever prints a log obeys no such text."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The record, its control characters spelled out."""
+        return escape_controls(super().format(record))
+
+
 def set_up_logging(level: int = logging.INFO) -> None:
     """One line per record on standard error, which the supervisor redirects to the role's log."""
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
-        force=True,
-    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    logging.basicConfig(level=level, handlers=[handler], force=True)
     logging.getLogger("httpx").setLevel(logging.WARNING)
 
 

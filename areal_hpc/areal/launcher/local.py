@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.errors import ArealError, RecipeError, escape_controls
 
 
 def run_as_main(argv: Sequence[str]) -> int:
@@ -21,7 +21,7 @@ def run_as_main(argv: Sequence[str]) -> int:
     try:
         _run_script(list(argv))
     except ArealError as error:
-        sys.stderr.write(f"error: {error}\n")
+        sys.stderr.write(escape_controls(f"error: {error}\n"))
         return int(getattr(error, "code", error.exit_code))
     return 0
 

@@ -43,10 +43,12 @@ def add_commands(commands: CommandGroup) -> None:
 def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from areal_hpc.jobs.environment import get_interpreter
+    from areal_hpc.jobs.environment import EscapingFormatter, get_interpreter
     from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
 
-    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    handler = logging.StreamHandler()
+    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     given = vars(arguments)
     values = {name: given[name] for name in StandaloneProxyConfig.model_fields.keys() & given}
     values["upstreams"] = arguments.upstream

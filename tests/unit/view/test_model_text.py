@@ -1,6 +1,7 @@
 """What a model says never controls the terminal of the person who looks at a run."""
 
 import argparse
+import logging
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from areal_hpc.cli.commands.inspect import _audit_tickets, _format_log_line
 from areal_hpc.cli.main import main
 from areal_hpc.errors import AgentError, escape_controls
 from areal_hpc.evaluation.statistics import Estimate
+from areal_hpc.jobs.environment import EscapingFormatter
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.rollout.agent_errors import build_agent_error
 from areal_hpc.rundir.manifests import DroppedTicket, append_drop
@@ -89,6 +91,9 @@ def test_why_and_status_tell_of_a_failed_agent_without_obeying_it(paths: RunPath
     [
         lambda: format_alert(Alert("failing_agents", "failure", 0, ATTACK, "areal-hpc why RUN")),
         lambda: _format_log_line("cell-0/driver", f"a reply: {ATTACK}"),
+        lambda: EscapingFormatter("%(levelname)s %(message)s").format(
+            logging.makeLogRecord({"msg": "a reward failed: %s", "args": (ATTACK,)})
+        ),
         lambda: "\n".join(format_answer(Answer("slow", (Finding(f"tool {ATTACK}"),)), "RUN")),
         lambda: "\n".join(
             format_report(
