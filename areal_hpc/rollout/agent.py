@@ -73,7 +73,7 @@ def load_agent(
         return _build_agent(found, name, kwargs)
     if kwargs:
         raise _build_agent_error(
-            f"{name!r} is already an instance; {dict(kwargs)} cannot be applied",
+            f"{name!r} is already an instance; the arguments {', '.join(kwargs)} cannot be applied",
             "name its class, or drop the arguments",
             key="rollout.workflow_kwargs",
         )
@@ -149,7 +149,7 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
         inspect.signature(agent_class).bind(**kwargs)
     except TypeError as error:
         raise _build_agent_error(
-            f"{dotted_path!r} cannot be built with {dict(kwargs)} ({error})",
+            f"{dotted_path!r} cannot be built {_name_arguments(kwargs)} ({error})",
             f"match its constructor: {agent_class.__name__}{inspect.signature(agent_class)}",
             key="rollout.workflow_kwargs",
         ) from error
@@ -159,11 +159,17 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
         raise  # it says itself what must change
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
         raise _build_agent_error(
-            f"{dotted_path!r} cannot be built with {dict(kwargs)}: {_summarize_exception(error)}",
+            f"{dotted_path!r} cannot be built {_name_arguments(kwargs)}: "
+            f"{_summarize_exception(error)}",
             "fix the constructor or its arguments",
             key="rollout.workflow_kwargs",
         ) from error
     return agent
+
+
+def _name_arguments(kwargs: Mapping[str, Any]) -> str:
+    """Arguments in words: their values may be secrets, and errors are kept and passed on."""
+    return f"with the arguments {', '.join(kwargs)}" if kwargs else "without arguments"
 
 
 def _build_import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:

@@ -205,7 +205,7 @@ MISTAKES = (
         "an agent that needs arguments",
         f"rollout.workflow={AGENTS_MODULE}.NeedsArguments",
         (
-            "cannot be built with {} (missing a required argument: 'tokenizer')",
+            "cannot be built without arguments (missing a required argument: 'tokenizer')",
             *("at: rollout.workflow_kwargs", "match its constructor: NeedsArguments(tokenizer"),
         ),
     ),
@@ -213,7 +213,7 @@ MISTAKES = (
         "an agent whose constructor raises",
         f"rollout.workflow={AGENTS_MODULE}.RaisesWhenBuilt",
         (
-            "cannot be built with {}: KeyError: 'TOOLS_TOKEN'",
+            "cannot be built without arguments: KeyError: 'TOOLS_TOKEN'",
             *("misshapen_agents.py:", "at: rollout.workflow_kwargs"),
         ),
     ),

@@ -122,6 +122,13 @@ def test_arguments_that_the_class_does_not_take_are_named_with_its_constructor_o
     assert_said(problem, said)
 
 
+def test_values_of_arguments_which_may_be_secrets_are_not_told(package: str) -> None:
+    for kwargs in ({"token": "sk-1"}, {"depth": "sk-1"}):
+        problem = problem_of(f"{package}.solver.Solver", **kwargs)
+        assert f"with the arguments {next(iter(kwargs))}" in problem.message
+        assert "{'" not in problem.message
+
+
 def test_an_agent_is_given_as_a_class_an_instance_or_the_path_of_either(package: str) -> None:
     module = importlib.import_module(f"{package}.solver")
     for given in (module.Solver, f"{package}.solver.Solver"):
@@ -129,7 +136,7 @@ def test_an_agent_is_given_as_a_class_an_instance_or_the_path_of_either(package:
     for given in (module.solver, f"{package}.solver.solver"):
         assert load_agent(given, {}) is module.solver
         with pytest.raises(
-            RecipeError, match=r"is already an instance; \{'depth': 2\} cannot be applied"
+            RecipeError, match=r"is already an instance; the arguments depth cannot be applied"
         ):
             load_agent(given, {"depth": 2})
     with pytest.raises(RecipeError, match=r"'builtins\.int' has no method `run`"):
