@@ -1,5 +1,6 @@
 """One evaluation: the tickets of its sets and their rewards. Pure: time is passed in."""
 
+import statistics
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -151,7 +152,8 @@ class EvaluationState:
         samples = [self.rewards[ticket_id] for ticket_id in ids]
         answers = [self._answers[ticket_id] or [""] * part.n_samples for ticket_id in ids]
         has_answers = any(map(any, answers))
-        means = [sum(rewards) / len(rewards) for rewards in samples]
+        # Rounded once: tasks with the same rewards in another order have the same mean.
+        means = [statistics.fmean(rewards) for rewards in samples]
         return EvaluationResult(
             self.step,
             part.n_tasks,

@@ -44,7 +44,8 @@ def compare_evaluations(
     judged = [one for one in results_by_run if one[1]]
     for run, results_by_set, tasks in judged[1:]:
         other, its_results, its_tasks = judged[0]
-        for name in results_by_set.keys() & its_results.keys() if tasks == its_tasks else ():
+        shared = [name for name in results_by_set if name in its_results]
+        for name in shared if tasks == its_tasks else ():
             title = f"{_name_set(other, name)} to {run}, the last evaluation of each"
             yield from _compare_if_same_tasks(
                 title, its_results[name][-1], results_by_set[name][-1]

@@ -71,3 +71,12 @@ def test_a_cell_gets_samples_for_its_free_slots_and_the_rest_of_a_task() -> None
     assert len(evaluation.lease_tickets("a", 0, 0.0)) == 0
     refs = evaluation.lease_tickets("a", 5, 0.0)
     assert (len(refs), evaluation.count_episodes(refs), evaluation.n_pending) == (2, 8, 1)
+
+
+def test_tasks_with_the_same_rewards_in_another_order_have_the_same_mean() -> None:
+    evaluation = EvaluationState(0, {"aime": EvaluationSetPart(1, 2, n_samples=3)})
+    first, second = evaluation.lease_tickets("a", 6, 0.0)
+    assert evaluation.record_rewards(first, [0.1, 0.2, 0.3])
+    assert evaluation.record_rewards(second, [0.3, 0.2, 0.1])
+    ((_, result),) = evaluation.build_finished_results()
+    assert result.rewards[0] == result.rewards[1]
