@@ -1,7 +1,8 @@
 """Layers of an image, applied one on top of the other in a folder of this machine.
 
 An image is not trusted to stay in its folder: links in it are followed as if the folder were the
-root. Devices are left out, and so are the set-user-ID and set-group-ID bits.
+root. Devices are left out with the hard links to them, and so are the set-user-ID and set-group-ID
+bits.
 """
 
 import contextlib
@@ -24,6 +25,7 @@ class RootTree:
         self._root = str(folder.resolve())
         self._modes: dict[str, int] = {}
         self._new: set[str] = set()
+        self._left_out: set[str] = set()
 
     def apply_layer(self, layer: tarfile.TarFile) -> None:
         """Write and remove what a layer says.
@@ -35,7 +37,7 @@ class RootTree:
         self._new = set()
         for member in layer:
             parts = [one for one in PurePosixPath("/", member.name).parts[1:] if one != "."]
-            if not parts or (parts[0] in _SKIPPED_FOLDERS and len(parts) > 1):
+            if not parts or _is_in_own_folder(parts):
                 continue
             if parts[-1].removeprefix(_WHITEOUT_PREFIX) in ("", ".", ".."):
                 raise ValueError(f"there is a file {member.name}")
@@ -55,22 +57,20 @@ class RootTree:
 
     def _write_member(self, layer: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
         self._new.add(path)
+        self._left_out.discard(path)
         if member.isdir():
             if not Path(path).is_dir() or Path(path).is_symlink():
                 _remove(path)
                 Path(path).mkdir()
             self._modes[path] = member.mode
             return
-        if not (member.isfile() or member.issym() or member.islnk()):
-            return
         if member.islnk():
-            *folders, name = PurePosixPath("/", member.linkname).parts[1:]
-            source = f"{self._resolve_and_make_folder(folders)}/{name}"
-            if source != path:
-                _remove(path)
-                os.link(source, path, follow_symlinks=False)
+            self._link_member(member, path)
             return
         _remove(path)
+        if not (member.isfile() or member.issym()):
+            self._left_out.add(path)
+            return
         if member.issym():
             Path(path).symlink_to(member.linkname)
         else:
@@ -80,6 +80,20 @@ class RootTree:
                 shutil.copyfileobj(content, file, 1 << 20)
             Path(path).chmod(member.mode & _FILE_MODE_BITS)
         os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
+
+    def _link_member(self, member: tarfile.TarInfo, path: str) -> None:
+        """Make a hard link, unless what it links to was left out."""
+        *folders, name = PurePosixPath("/", member.linkname).parts[1:]
+        source = f"{self._resolve_and_make_folder(folders)}/{name}"
+        if source == path:
+            return
+        _remove(path)
+        if source in self._left_out or _is_in_own_folder([*folders, name]):
+            self._left_out.add(path)
+        elif not os.path.lexists(source):
+            raise ValueError(f"{member.name} is a hard link to {member.linkname}, which is missing")
+        else:
+            os.link(source, path, follow_symlinks=False)
 
     def _resolve_and_make_folder(self, parts: list[str]) -> str:
         """The folder of this machine that a path in the image means; it is made."""
@@ -107,6 +121,10 @@ class RootTree:
         for entry in os.scandir(folder):
             if entry.path not in self._new:
                 _remove(entry.path)
+
+
+def _is_in_own_folder(parts: list[str]) -> bool:
+    return parts[0] in _SKIPPED_FOLDERS and len(parts) > 1
 
 
 def _remove(path: str) -> None:
