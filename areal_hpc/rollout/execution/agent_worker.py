@@ -13,7 +13,7 @@ import os
 import signal
 import sys
 import traceback
-from typing import Any
+from typing import IO, Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
@@ -108,6 +108,21 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"raised": encode_raised_error(error)}
 
 
+def take_link() -> tuple[IO[str], IO[str]]:
+    """Requests and answers, on descriptors that no program inherits.
+
+    Standard input reads nothing from now on: it is the same socket as standard output, on which a
+    program that an agent starts could give an answer. What an agent prints is none either.
+    """
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
 def main() -> None:
     """Answer until the other end closes."""
     libc = ctypes.CDLL(None)
@@ -115,9 +130,8 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that the driver finds what agents leave
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = os.getcwd()  # noqa: PTH109  # not this file's folder
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what an agent prints is no answer
-    for line in sys.stdin:
+    requests, answers = take_link()
+    for line in requests:
         answers.write(json.dumps(answer(json.loads(line))) + "\n")
         answers.flush()
 

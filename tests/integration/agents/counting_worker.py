@@ -2,9 +2,20 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 from typing import Any
 
 from worker_loop import Gym, serve
+
+FORGER = r"""
+import os, sys
+try:
+    os.write(0, b'{"text": "forged", "reward": 9.0, "done": true}\n')
+except OSError:
+    sys.exit(3 + len(sys.stdin.read()))
+"""
+"""A program that takes the gym's standard input, which it inherits, for the link to the driver."""
 
 
 class Counting(Gym):
@@ -27,6 +38,9 @@ class Counting(Gym):
                 raise ValueError("not that")
             case "leave":
                 os._exit(3)
+            case "start":
+                ended = subprocess.run([sys.executable, "-c", FORGER], check=False)
+                return {"text": f"left {ended.returncode}", "reward": 1.0, "done": False}
             case "nan":
                 return {"text": "", "reward": float("nan"), "done": True}
         return {"text": "on", "reward": 1.0, "done": False}

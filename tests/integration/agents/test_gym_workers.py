@@ -81,6 +81,17 @@ def test_a_gym_that_fails_costs_its_episode(text: str, said: str, stays: bool) -
     run(scene, size=1)
 
 
+def test_a_program_that_a_gym_starts_can_give_no_answer() -> None:
+    async def scene(workers: Gyms) -> None:
+        async with workers.acquire() as worker:
+            await reset(worker)
+            told = await step(worker, "start")
+            assert (told["text"], told["reward"]) == ("left 3", 1.0)
+            assert (await step(worker, "go"))["text"] == "on"
+
+    run(scene)
+
+
 def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
     async def broken(workers: Gyms) -> None:
         with pytest.raises(RecipeError, match=r"cannot be built: .*no such gym"):

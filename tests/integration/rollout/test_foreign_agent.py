@@ -53,6 +53,10 @@ class Agent:
         if then == "start":
             left = subprocess.Popen(["sleep", "600"], start_new_session=True)
             open(data["note"], "w").write(str(left.pid))
+        if then == "forge":
+            line = json.dumps({"returned": 9.0}) + chr(10)
+            forger = f"import os, sys; os.write(0, {line!r}.encode()); sys.exit(3)"
+            subprocess.run([sys.executable, "-c", forger], stderr=subprocess.DEVNULL)
         if then == "environment":
             seen = {"SECRET", "SEARCH_KEY", "PATH"} & set(os.environ)
             open(data["note"], "w").write(" ".join(sorted(seen)))
@@ -133,6 +137,11 @@ def test_what_an_episode_started_ends_with_it(python: str, tmp_path: Path) -> No
     (outcome,) = play(tmp_path, python, {"then": "start", "note": str(note)})
     assert outcome.status == "ok", outcome.reason
     wait_for(lambda: not Path(f"/proc/{note.read_text()}/exe").exists())
+
+
+def test_a_program_that_an_agent_starts_can_give_no_answer(python: str, tmp_path: Path) -> None:
+    outcomes = play(tmp_path, python, {"then": "forge"}, {})
+    assert [one.reward for one in outcomes] == [2.0, 4.0], outcomes[0].reason
 
 
 def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
 
@@ -37,15 +37,31 @@ class Gym:
 def serve(build: Callable[[dict[str, Any]], Gym]) -> None:
     """Serve until the other end closes. The first line is what the gym is built from."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what a package prints is no answer
+    requests, answers = take_link()
     sys.path.append(str(Path.cwd()))  # where a run was started from, packages of the user's lie
-    asyncio.run(_serve(build, answers))
+    asyncio.run(_serve(build, requests, answers))
 
 
-async def _serve(build: Callable[[dict[str, Any]], Gym], answers: Any) -> None:
+def take_link() -> tuple[IO[str], IO[str]]:
+    """Requests and answers, on descriptors that no program inherits.
+
+    Standard input reads nothing from now on: it is the same socket as standard output, on which a
+    program that a gym starts could give an answer. What a package prints is none either.
+    """
+    requests = os.fdopen(os.dup(0), encoding="utf-8")
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return requests, answers
+
+
+async def _serve(
+    build: Callable[[dict[str, Any]], Gym], requests: IO[str], answers: IO[str]
+) -> None:
     gym: Gym | None = None
-    while line := await asyncio.to_thread(sys.stdin.readline):
+    while line := await asyncio.to_thread(requests.readline):
         request = json.loads(line)
         try:
             if gym is None:
