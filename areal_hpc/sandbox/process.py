@@ -12,7 +12,7 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Literal
@@ -20,6 +20,7 @@ from typing import IO, Literal
 import psutil
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.jobs.processes.descendants import list_descendants, read_resident_bytes
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bubblewrap import (
     NOBODY_UID,
@@ -98,34 +99,39 @@ class SandboxedProcess:
         channel_fd: int | None = None,
         keeps_output: bool = True,
     ) -> None:
-        self._limits, self._stdin, self._cleanup = limits, memoryview(stdin), contextlib.ExitStack()
+        self._limits, self._stdin, self._isolation = limits, memoryview(stdin), isolation
         self._collected: dict[IO[bytes], bytearray] = {}
-        self._is_cut_off = False
+        self._is_cut_off = self._is_over = self._has_begun = False
         output = subprocess.PIPE if keeps_output else subprocess.DEVNULL
-        with contextlib.ExitStack() as inherited:
+        as_nobody = may_become_nobody()
+        with contextlib.ExitStack() as kept, contextlib.ExitStack() as inherited:
             self._report, writing = os.pipe()
-            self._cleanup.callback(os.close, self._report)
+            kept.callback(os.close, self._report)
             inherited.callback(os.close, writing)
             descriptors = [writing] + ([] if channel_fd is None else [channel_fd])
-            as_nobody = may_become_nobody()
+            folder = "/"
             if isolation == "bwrap":
                 command = _build_isolated_command(files, limits, descriptors, inherited, as_nobody)
             else:
-                command = self._build_unisolated_command(files, limits, writing, as_nobody)
-            self._process = subprocess.Popen(
-                [*command, *([] if channel_fd is None else [str(channel_fd)])],
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                cwd="/" if isolation == "bwrap" else self._folder,
-                env=PROGRAM_VARIABLES | ({} if isolation == "bwrap" else {"HOME": self._folder}),
-                pass_fds=descriptors,
-                start_new_session=True,
-                user=NOBODY_UID if as_nobody else None,
-                group=NOBODY_UID if as_nobody else None,
-                extra_groups=[] if as_nobody else None,
-            )
-        self._isolation = isolation
+                folder = kept.enter_context(_make_program_folder(files))
+                command = _build_unisolated_command(folder, files, limits, writing, as_nobody)
+            try:
+                self._process = subprocess.Popen(
+                    [*command, *([] if channel_fd is None else [str(channel_fd)])],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    cwd=folder,
+                    env=PROGRAM_VARIABLES | ({} if isolation == "bwrap" else {"HOME": folder}),
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                    user=NOBODY_UID if as_nobody else None,
+                    group=NOBODY_UID if as_nobody else None,
+                    extra_groups=[] if as_nobody else None,
+                )
+            except OSError as error:
+                raise ClusterError(f"a sandboxed program could not be started: {error}") from error
+            self._cleanup = kept.pop_all()
         self._deadline = time.monotonic() + limits.time_s + STARTUP_ALLOWANCE_S
 
     def communicate(self, beside: Sequence["SandboxedProcess"] = ()) -> ProgramResult:
@@ -138,16 +144,15 @@ class SandboxedProcess:
             RecipeError: It did not start, because this machine cannot isolate it.
             ClusterError: It did not start, for another reason.
         """
-        timed_out = self._exchange_bytes_and_tell_timeout(beside)
-        self.kill()
-        has_begun = os.read(self._report, 1) == b"1"
-        self._cleanup.close()
+        try:
+            timed_out = self._exchange_bytes_and_tell_timeout(beside)
+        finally:
+            self.kill()
         out, err = (
             bytes(self._collected.get(stream, b"")).decode(errors="replace") if stream else ""
             for stream in (self._process.stdout, self._process.stderr)
         )
-        if not has_begun and not timed_out:
-            raise _explain_failed_start(self._isolation, err)
+        self.require_begun(err or ("it took too long" if timed_out else ""))
         code = self._process.returncode
         return ProgramResult(
             code if code >= 0 else 128 - code,
@@ -156,8 +161,21 @@ class SandboxedProcess:
             timed_out or code in (128 + signal.SIGXCPU, -signal.SIGXCPU),
         )
 
+    def require_begun(self, said: str = "") -> None:
+        """Raise if the program never began, now that it has ended; `said` is what was printed.
+
+        Raises:
+            RecipeError: This machine cannot isolate it.
+            ClusterError: It did not start, for another reason.
+        """
+        if not self._has_begun:
+            raise _explain_failed_start(self._isolation, said)
+
     def kill(self) -> None:
-        """End it now, with all that it started."""
+        """End it now, with all that it started, and close what is open of it. May be repeated."""
+        if self._is_over:
+            return
+        self._is_over = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
@@ -165,16 +183,13 @@ class SandboxedProcess:
             if stream is not None:
                 with contextlib.suppress(OSError):
                     stream.close()
+        self._has_begun = os.read(self._report, 1) == b"1"
+        self._cleanup.close()
 
     def is_over_memory(self) -> bool:
         """True if its processes together hold more memory than they may."""
-        total = 0
-        with contextlib.suppress(psutil.NoSuchProcess):
-            parent = psutil.Process(self._process.pid)
-            for process in (parent, *parent.children(recursive=True)):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    total += process.memory_info().rss
-        return total > self._limits.memory_bytes
+        processes = (self._process.pid, *list_descendants(self._process.pid))
+        return sum(map(read_resident_bytes, processes)) > self._limits.memory_bytes
 
     def _exchange_bytes_and_tell_timeout(self, beside: Sequence["SandboxedProcess"]) -> bool:
         """Write and read until it ends or must be ended; true if it took too long."""
@@ -237,36 +252,31 @@ class SandboxedProcess:
             if not piece:
                 return False
 
-    def _build_unisolated_command(
-        self, files: Mapping[str, bytes], limits: ProgramLimits, report_fd: int, as_nobody: bool
-    ) -> list[str]:
-        """The command line without isolation, in a folder of its own that goes with the process."""
-        name = self._cleanup.enter_context(
-            tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True)
-        )
+
+@contextlib.contextmanager
+def _make_program_folder(files: Mapping[str, bytes]) -> Iterator[str]:
+    """A folder of a program that is not isolated; it runs in `own`, beside its files."""
+    with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as name:
         folder, own = Path(name), Path(name) / "own"
         own.mkdir()
-        paths = {name: folder / name for name in (*files, _LAUNCHER.name)}
         for one, content in {**files, _LAUNCHER.name: _LAUNCHER.read_bytes()}.items():
-            paths[one].write_bytes(content)
-            paths[one].chmod(0o644)
+            (folder / one).write_bytes(content)
+            (folder / one).chmod(0o644)
         for path, mode in ((folder, 0o755), (own, 0o777)):
             path.chmod(mode)  # a launcher that is root runs it as nobody
-        self._folder = str(own)
-        python, _ = _require_sandbox_python(as_nobody)
-        # Here the kernel counts all processes of the user.
-        request = asdict(limits) | {"report_fd": report_fd}
-        request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
-        scripts = [str(paths[name]) for name in files]
-        return [
-            python,
-            "-I",
-            "-S",
-            str(paths[_LAUNCHER.name]),
-            json.dumps(request),
-            python,
-            *scripts,
-        ]
+        yield str(own)
+
+
+def _build_unisolated_command(
+    own: str, names: Iterable[str], limits: ProgramLimits, report_fd: int, as_nobody: bool
+) -> list[str]:
+    """The command line without isolation, in a folder of `_make_program_folder`."""
+    python, _ = _require_sandbox_python(as_nobody)
+    # Here the kernel counts all processes of the user.
+    request = asdict(limits) | {"report_fd": report_fd}
+    request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
+    launcher, *scripts = (str(Path(own).parent / name) for name in (_LAUNCHER.name, *names))
+    return [python, "-I", "-S", launcher, json.dumps(request), python, *scripts]
 
 
 def _build_isolated_command(

@@ -26,15 +26,16 @@ class AnswerProgram:
     def __init__(self, source: str) -> None:
         self.names: dict[str, Any] = {"__name__": "answer", "__builtins__": __builtins__}
         self._objects: list[Any] = []
+        self._numbers: dict[int, int] = {}
+        """By `id`, which nothing else gets while the list holds the object."""
         exec(compile(source, "answer.py", "exec"), self.names)
 
     def get_or_assign_number(self, value: Any) -> int:
         """The number of an object; the same for the same one."""
-        for number, known in enumerate(self._objects):
-            if known is value:
-                return number
-        self._objects.append(value)
-        return len(self._objects) - 1
+        number = self._numbers.setdefault(id(value), len(self._objects))
+        if number == len(self._objects):
+            self._objects.append(value)
+        return number
 
     def execute_request(self, request: dict[str, Any]) -> dict[str, Any]:
         """The reply to one request of the tests."""

@@ -25,7 +25,10 @@ def passes_tests(answer: str, tests: str, limits: ProgramLimits) -> bool:
 
 
 def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
-    """How the tests' process ended, and what it printed."""
+    """How the tests' process ended, and what it printed.
+
+    Raises: see `passes_tests`.
+    """
     isolation = get_isolation()
     answers_end, tests_end = socket.socketpair()
     with answers_end, tests_end:
@@ -45,9 +48,11 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
             )
             answers_end.close()  # each process alone holds its end now
             tests_end.close()
-            return judge.communicate(beside=[judged])
+            outcome = judge.communicate(beside=[judged])
         finally:
             judged.kill()
+    judged.require_begun()
+    return outcome
 
 
 def _build_program_files(main: str, name: str, source: str) -> dict[str, bytes]:

@@ -1,14 +1,24 @@
 """What a model's program cannot do. Every limit is run into."""
 
+import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from areal_hpc.sandbox.process import Isolation, ProgramLimits
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
+from areal_hpc.reward.judging.answer_main import MAX_ITEMS
+from areal_hpc.reward.judging.judge import passes_tests
+from areal_hpc.sandbox import process
+from areal_hpc.sandbox.bubblewrap import find_bubblewrap, get_bwrap_runnable_by_all
+from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess
 from areal_hpc.sandbox.run import run_program
+from tests.support.commands import write_program
 from tests.support.environments import CHECKOUT
 
 SMALL = ProgramLimits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10, processes=8)
@@ -204,3 +214,93 @@ def test_where_the_kernel_allows_no_namespaces_a_program_is_refused_and_the_way_
     assert "programs that the model wrote cannot be isolated on this machine" in refused
     assert "reward.isolation=none" in refused
     assert "stdout='0\\n'" in run_apart("none", *command)
+
+
+def count_open_descriptors() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+JUDGED = ("def double(x): return 2 * x", "assert double(2) == 4")
+
+
+@pytest.mark.parametrize("isolation", ["bwrap", "none"])
+def test_a_judged_answer_leaves_no_descriptor_open(
+    isolation: Isolation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ISOLATION_VARIABLE, isolation)
+    assert passes_tests(*JUDGED, SMALL)
+    before = count_open_descriptors()
+    assert passes_tests(*JUDGED, SMALL)
+    assert count_open_descriptors() <= before
+
+
+@pytest.fixture
+def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+    """Have bubblewrap fail for each program of that name, as it does on a full node."""
+    found = find_bubblewrap()
+    assert found is not None
+    real = get_bwrap_runnable_by_all(found)
+    with tempfile.TemporaryDirectory() as name:
+        Path(name).chmod(0o755)
+
+        def fail(program: str) -> None:
+            script = (
+                f'case "$*" in *{program}*) echo bwrap: no >&2; exit 1;; esac\nexec {real} "$@"'
+            )
+            path = write_program(Path(name, "bwrap"), script)
+            monkeypatch.setattr(process, "find_bubblewrap", lambda: path)
+
+        yield fail
+
+
+@pytest.mark.parametrize(
+    ("program", "kind"), [("answer_main.py", ClusterError), ("judge_main.py", RecipeError)]
+)
+def test_an_answer_whose_sandbox_does_not_start_is_not_judged(
+    program: str, kind: type[Exception], failing_for: Callable[[str], None]
+) -> None:
+    failing_for(program)
+    before = count_open_descriptors()
+    with pytest.raises(kind):
+        passes_tests(*JUDGED, SMALL)
+    assert count_open_descriptors() <= before
+
+
+def test_a_program_that_the_system_cannot_start_is_the_clusters_fault(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    missing = Path("/usr/bin/no-such-bwrap")
+    monkeypatch.setattr(process, "find_bubblewrap", lambda: missing)
+    monkeypatch.setattr(process, "get_bwrap_runnable_by_all", lambda path: path)
+    before = count_open_descriptors()
+    with pytest.raises(ClusterError, match="could not be started"):
+        run_program("", isolation="bwrap")
+    assert count_open_descriptors() <= before
+
+
+def test_the_watch_of_memory_reads_nothing_of_other_processes() -> None:
+    """A node has thousands, and a program is looked at twenty times a second."""
+    watched = SandboxedProcess({"program.py": b"input(); input()"}, SMALL, "none")
+    opened, is_noted = set[str](), [True]
+
+    def note(event: str, args: tuple[object, ...]) -> None:
+        if is_noted and event == "open":
+            opened.add(str(args[0]))
+
+    sys.addaudithook(note)
+    try:
+        assert not watched.is_over_memory()
+    finally:
+        is_noted.clear()  # a hook cannot be taken away
+        watched.kill()
+    pids = {path.split("/")[2] for path in opened if path.startswith("/proc/")}
+    assert pids
+    assert str(os.getppid()) not in pids
+
+
+def test_many_objects_of_an_answer_are_numbered_in_no_time() -> None:
+    """30 000 of them took as many seconds as an answer has, when each was compared with all."""
+    nodes = f"class Node: pass\ndef build(): return [Node() for _ in range({MAX_ITEMS})]"
+    assert passes_tests(
+        nodes, f"assert len({{id(one) for one in build()}}) == {MAX_ITEMS}", ProgramLimits()
+    )
