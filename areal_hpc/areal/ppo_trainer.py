@@ -84,7 +84,8 @@ class PPOTrainer:
             workflow: The agent: its dotted path, its class, or itself; by default what the
                 configuration names. None in mode `online`.
             eval_workflow: Plays held-out tasks; by default the same agent.
-            workflow_kwargs: Arguments of its constructor.
+            workflow_kwargs: Arguments of its constructor; by default those that the configuration
+                has beside a workflow that it names.
             eval_workflow_kwargs: The other's arguments; by default the same.
             dynamic_filter_fn: Says of a finished group whether to train it; a function that can be
                 imported, or `package.module:function`. It gets `{"rewards": array, "task": row}`.
@@ -123,18 +124,20 @@ class PPOTrainer:
         Raises:
             RecipeError: Something must change before this can run.
         """
-        kwargs = map_areal_path_kwargs(workflow_kwargs or {})
         rows = self._rows.get("train")
         translation = translate_to_recipe(self._config, None if rows is None else len(rows))
         tree = translation.recipe
         rollout = tree.setdefault("rollout", {})
+        configured = {} if workflow else rollout.get("workflow_kwargs", {})
+        kwargs = map_areal_path_kwargs(configured if workflow_kwargs is None else workflow_kwargs)
         workflow = workflow or rollout.get("workflow")
         paths = RunPaths(_get_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
             rollout |= _build_agent_recipe_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
         evaluation = tree.setdefault("evaluation", {})
-        other = eval_workflow or evaluation.pop("workflow", None) or workflow
+        other_configured = evaluation.pop("workflow", None)
+        other = eval_workflow or other_configured or workflow
         others = (
             kwargs if eval_workflow_kwargs is None else map_areal_path_kwargs(eval_workflow_kwargs)
         )

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.areal.api.cli_args import GRPOConfig
+from areal_hpc.areal.api.cli_args import AgentRLConfig, GRPOConfig
 from areal_hpc.areal.ppo_trainer import PPOTrainer
 from areal_hpc.errors import RecipeError
 from areal_hpc.rollout.execution.agent_pickle import (
@@ -35,8 +35,8 @@ class Answerer:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> GRPOConfig:
-    config = GRPOConfig(experiment_name="e", trial_name="t", total_train_steps=1)
+def config(tmp_path: Path) -> AgentRLConfig:
+    config = AgentRLConfig(experiment_name="e", trial_name="t", total_train_steps=1)
     config.cluster.fileroot = str(tmp_path)
     config.gconfig.n_samples = 2
     config.actor.path = str(tmp_path / "no_model")
@@ -72,6 +72,26 @@ def test_another_agent_may_play_held_out_tasks(config: GRPOConfig, tmp_path: Pat
 def test_an_equal_agent_for_evaluation_is_the_same_one(config: GRPOConfig) -> None:
     assert evaluation_of(config, Answerer(1.0), Answerer(1.0)) == ("", {})
     assert evaluation_of(config, "areal.a.B", "areal_hpc.areal.a.B") == ("", {})
+
+
+def test_what_the_configuration_says_beside_its_workflow_reaches_it(config: AgentRLConfig) -> None:
+    config.workflow, config.reward_fn_path = "areal.workflow.rlvr.RLVRWorkflow", "areal.my.reward"
+    trainer = PPOTrainer(config, train_dataset=ROWS)
+    rollout = trainer.prepare_recipe()[0].rollout
+    assert rollout.workflow == "areal_hpc.areal.workflow.rlvr.RLVRWorkflow"
+    assert rollout.workflow_kwargs == {"reward_fn_path": "areal_hpc.areal.my.reward"}
+    told = trainer.prepare_recipe(workflow_kwargs={"x": 1})[0].rollout.workflow_kwargs
+    assert told == {"x": 1}
+    assert trainer.prepare_recipe("a.B")[0].rollout.workflow_kwargs == {}
+
+
+def test_a_scripts_agent_for_evaluation_counts_before_the_configurations(
+    config: AgentRLConfig,
+) -> None:
+    config.eval_workflow = "a.b.Other"
+    assert evaluation_of(config, "a.B", "a.B") == ("", {})
+    assert evaluation_of(config, "a.B", "c.D") == ("c.D", {})
+    assert evaluation_of(config, "a.B") == ("a.b.Other", {})
 
 
 def test_the_agent_runs_with_the_python_of_its_script(config: GRPOConfig, tmp_path: Path) -> None:
