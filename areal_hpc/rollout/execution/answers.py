@@ -5,6 +5,7 @@ run code in the driver.
 """
 
 import builtins
+import contextlib
 import json
 import numbers
 from typing import Any
@@ -18,6 +19,8 @@ from areal_hpc.wire.reward import Reward
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """More than the rewards of any episode take."""
 _MAX_TEXT_CHARS = 2000
+_ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
+"""A coroutine cannot raise these as themselves."""
 
 
 def encode_returned(value: Any) -> bytes:
@@ -48,8 +51,8 @@ def decode_answer(line: bytes) -> Any:
 
     Raises:
         AgentError: The line is no answer.
-        Exception: What the worker's code raised: one of Python's own or of ours as itself, and any
-            other as an AgentError.
+        Exception: What the worker's code raised: one of Python's own that a text makes, or of ours,
+            as itself, and any other as an AgentError.
     """
     try:
         answer = json.loads(line)
@@ -114,9 +117,11 @@ def _rebuild_error(raised: dict[str, Any]) -> Exception:
     if name == "InvalidRewardError":
         return InvalidRewardError(first.message)
     kind = getattr(builtins, name, None)
-    if isinstance(kind, type) and issubclass(kind, Exception):
-        error: Exception = kind(first.message)
-        return error
+    is_python = isinstance(kind, type) and issubclass(kind, Exception)
+    if is_python and name not in _ENDS_OF_ITERATION:
+        with contextlib.suppress(TypeError):  # one with further arguments, as UnicodeDecodeError
+            error: Exception = kind(first.message)
+            return error
     is_ours = name == "AgentError"
     return AgentError(
         first.message if is_ours else f"{name}: {first.message}",

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import multiprocessing
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import weakref
 from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager
-from multiprocessing.connection import Connection
-from typing import Any
+from multiprocessing.reduction import ForkingPickler
+from typing import IO, Any
 
 from areal_hpc.errors import AgentError, WorkerLostError
 from areal_hpc.jobs.processes.descendants import (
@@ -44,14 +44,16 @@ serve_calls(*map(int, sys.argv[2:]))
 """
 """The child imports from where its parent does, whatever its environment says."""
 _EXIT_TIMEOUT_S = 1.0
+_CALL_HEADER = struct.Struct("!Q")
+"""Before each call: its size."""
 
 
 class ProcessPool:
     """At most `size` processes, started when they are needed and reused one call after the other.
 
     Calls are plain functions; they and their arguments must be picklable, and travel to the process
-    over a pipe. What comes back is JSON (`answers.py`). Processes that a call started are killed at
-    its end. Their environment is `environ`; None: that of this process.
+    over a socket. What comes back is JSON (`answers.py`). Processes that a call started are killed
+    at its end. Their environment is `environ`; None: that of this process.
     """
 
     def __init__(self, size: int, environ: Mapping[str, str] | None = None) -> None:
@@ -80,24 +82,22 @@ class ProcessPool:
 
 
 class _Process:
-    """One child, the pipe of calls to it, and the socket of its answers."""
+    """One child, and the socket of calls and answers."""
 
     def __init__(self, environ: Mapping[str, str] | None) -> None:
-        calls, self._pipe = multiprocessing.Pipe(duplex=False)
-        self._answers, answering = socket.socketpair()
-        self._answers.setblocking(False)
-        with calls, answering:
-            links = (calls.fileno(), answering.fileno())
+        self._link, theirs = socket.socketpair()
+        self._link.setblocking(False)
+        with theirs:
             script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps(sys.path)]
             self._child = subprocess.Popen(
-                [*script, *map(str, links), str(os.getpid())],
+                [*script, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
-                pass_fds=links,
+                pass_fds=[theirs.fileno()],
                 env=environ,
                 start_new_session=True,
             )
         # Of a pool that nobody closed, and at the end of this process.
-        weakref.finalize(self, _end_child, self._child, self._answers)
+        weakref.finalize(self, _end_child, self._child, self._link)
         self._answering = False
 
     @property
@@ -107,13 +107,17 @@ class _Process:
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `ProcessPool.call`."""
+        call = ForkingPickler.dumps((function, args, kwargs))
         self._answering = True
         try:
-            self._pipe.send((function, args, kwargs))
+            loop = asyncio.get_running_loop()
+            # A child that is starting reads nothing yet: the event loop must not wait for it.
+            await loop.sock_sendall(self._link, _CALL_HEADER.pack(len(call)))
+            await loop.sock_sendall(self._link, call)
             line = await self._read_answer()
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(_EXIT_TIMEOUT_S)
+                await asyncio.to_thread(self._child.wait, _EXIT_TIMEOUT_S)
             raise WorkerLostError(
                 f"the worker process exited with code {self._child.returncode} during the call"
             ) from error
@@ -124,7 +128,7 @@ class _Process:
         """One line, of whatever pieces it comes in: the event loop goes on meanwhile."""
         loop, answer = asyncio.get_running_loop(), bytearray()
         while not answer.endswith(b"\n"):
-            piece = await loop.sock_recv(self._answers, 1 << 16)
+            piece = await loop.sock_recv(self._link, 1 << 16)
             if not piece:
                 raise EOFError
             answer += piece
@@ -138,30 +142,28 @@ class _Process:
     def close(self) -> None:
         """End the child, whatever it does, and all that it started."""
         below = list_descendants(self._child.pid)
-        _end_child(self._child, self._answers)
+        _end_child(self._child, self._link)
         for one in below:
             kill_and_reap_process(one)
-        self._pipe.close()
 
 
-def _end_child(child: subprocess.Popen[bytes], answers: socket.socket) -> None:
+def _end_child(child: subprocess.Popen[bytes], link: socket.socket) -> None:
     """Kill a child with its process group."""
     if child.poll() is None:  # else its number may be another's
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    answers.close()
+    link.close()
 
 
-def serve_calls(calls_fd: int, answers_fd: int, parent: int) -> None:
-    """The child: answer calls until the pipe closes."""
-    with Connection(calls_fd, writable=False) as calls, socket.socket(fileno=answers_fd) as answers:
-        os.set_inheritable(calls_fd, False)
-        os.set_inheritable(answers_fd, False)
-        _serve_calls(calls, answers, parent)
+def serve_calls(link_fd: int, parent: int) -> None:
+    """The child: answer calls until the parent closes the link."""
+    with socket.socket(fileno=link_fd) as link, link.makefile("rb") as calls:
+        os.set_inheritable(link_fd, False)
+        _serve_calls(calls, link, parent)
 
 
-def _serve_calls(calls: Connection, answers: socket.socket, parent: int) -> None:
+def _serve_calls(calls: IO[bytes], link: socket.socket, parent: int) -> None:
     die_with_parent(signal.SIGKILL)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
@@ -169,16 +171,27 @@ def _serve_calls(calls: Connection, answers: socket.socket, parent: int) -> None
         return
     while True:
         kept = frozenset(list_descendants(os.getpid()))
-        try:
-            function, args, kwargs = calls.recv()
-        except EOFError:
+        call = _read_call(calls)
+        if not call:
             return
+        try:
+            function, args, kwargs = ForkingPickler.loads(call)
         except Exception as error:  # boundary: unpickling imports the user's modules
-            answers.sendall(encode_raised(error))
+            link.sendall(encode_raised(error))
             continue
         try:
             answer = encode_returned(function(*args, **kwargs))
         except (Exception, SystemExit) as error:  # boundary: the user's code; told to the parent
             answer = encode_raised(error)
         kill_descendants(os.getpid(), kept)
-        answers.sendall(answer)
+        link.sendall(answer)
+
+
+def _read_call(calls: IO[bytes]) -> bytes:
+    """The next call; nothing if the parent has closed the link."""
+    header = calls.read(_CALL_HEADER.size)
+    if len(header) < _CALL_HEADER.size:
+        return b""
+    (size,) = _CALL_HEADER.unpack(header)
+    call = calls.read(size)
+    return call if len(call) == size else b""

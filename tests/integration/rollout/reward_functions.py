@@ -48,3 +48,15 @@ class UnpicklableError(Exception):
 
 def raises_something_odd() -> float:
     raise UnpicklableError("odd", "here")
+
+
+def decodes() -> float:
+    return float(b"\xff".decode())
+
+
+def raises_several() -> float:
+    raise ExceptionGroup("both", [ValueError("one")])
+
+
+def asks_for_more() -> float:
+    return float(next(iter("")))

@@ -2,6 +2,7 @@
 
 import asyncio
 import multiprocessing
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import AgentError, InvalidRewardError, WorkerLostError
+from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.integration.rollout import reward_functions as functions
 
@@ -74,3 +76,47 @@ def test_what_is_no_reward_or_cannot_be_sent_is_said(tmp_path: Path) -> None:
         reward(functions.raises_something_odd, options={"max_retries": 1})
     with pytest.raises(ValueError, match="max_retries"):
         AsyncRewardWrapper(functions.is_equal, max_retries=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "said"),
+    [
+        (functions.decodes, "UnicodeDecodeError: 'utf-8' codec can't decode byte 0xff"),
+        (functions.raises_several, r"ExceptionGroup: both \(1 sub-exception\)"),
+        (functions.asks_for_more, "StopIteration"),
+    ],
+)
+def test_an_error_that_no_text_alone_can_make_is_told(
+    function: Callable[[], float], said: str
+) -> None:
+    with pytest.raises(AgentError, match=said):
+        reward(function, options={"max_retries": 1})
+
+
+SLOW_START = """
+import pathlib, time
+gate, give_up_at = pathlib.Path({gate!r}), time.monotonic() + 30
+while not gate.exists() and time.monotonic() < give_up_at:
+    time.sleep(0.01)
+pathlib.Path({note!r}).write_text(str(gate.exists()))
+"""
+
+
+def test_a_long_call_does_not_wait_for_its_process_to_start(tmp_path: Path) -> None:
+    gate, note = tmp_path / "gate", tmp_path / "note"
+    script = SLOW_START.format(gate=str(gate), note=str(note))
+    (tmp_path / "sitecustomize.py").write_text(script)
+
+    async def call() -> object:
+        pool = ProcessPool(1, {**os.environ, "PYTHONPATH": str(tmp_path)})
+        long = "x" * 1_000_000
+        asked = asyncio.create_task(pool.call(functions.is_equal, long, long))
+        await asyncio.sleep(0.1)
+        gate.touch()  # the process starts once the loop has come this far
+        try:
+            return await asked
+        finally:
+            pool.close()
+
+    assert asyncio.run(call()) == 1.0
+    assert note.read_text() == "True"
