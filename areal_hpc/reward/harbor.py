@@ -83,7 +83,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         made = [self.work_dir] if self.work_dir else []
         pairs = [(Path(self.folder, source), place) for source, place in self.copies]
         try:
-            await sandbox.restore(build_archive(pairs, folders=made))
+            await sandbox.unpack(build_archive(pairs, folders=made))
         except OSError as error:
             raise RecipeError(
                 f"the files of the Harbor task do not fit into its sandbox: {error}",
@@ -95,7 +95,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
     async def solve(self, sandbox: Sandbox, timeout_s: float | None = None) -> CommandResult:
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
-        await sandbox.restore(build_archive([(Path(self.folder, "solution"), SOLUTION_DIR)]))
+        await sandbox.unpack(build_archive([(Path(self.folder, "solution"), SOLUTION_DIR)]))
         return await sandbox.exec(
             f"{_build_script_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
@@ -140,7 +140,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
         pairs = [(Path(self.folder, "tests"), TESTS_DIR)]
-        await sandbox.restore(build_archive(pairs, folders=[VERDICT_DIR]))
+        await sandbox.unpack(build_archive(pairs, folders=[VERDICT_DIR]))
 
 
 def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:

@@ -312,6 +312,8 @@ def exec_program(request: dict[str, Any]) -> None:
 
 def kill_session(leader: int) -> None:
     """Kill a command, and what it started, as far as that has not left its session."""
+    with contextlib.suppress(OSError):
+        os.kill(leader, signal.SIGKILL)  # it has no session yet in its first moment
     for process in os.scandir("/proc"):
         if process.name.isdigit():
             with contextlib.suppress(OSError):

@@ -111,7 +111,7 @@ class Sandbox:
         except OSError as error:
             await channel.close()
             if plan.on_stop is not None:
-                plan.on_stop()
+                await asyncio.to_thread(plan.on_stop)
             raise ClusterError(f"a sandbox could not be started: {error}") from error
         channel.servers_end.close()
         sandbox = cls(plan, process, channel)
@@ -258,7 +258,16 @@ class Sandbox:
             OSError: It does not fit.
             SandboxLostError: The sandbox is gone.
         """
-        await self._run_file_operation({"operation": "unpack"}, snapshot)
+        await self._run_file_operation({"operation": "unpack", "keeps_links": False}, snapshot)
+
+    async def unpack(self, archive: bytes) -> None:
+        """Write the files of a tar; where it has a folder, a link to one will do.
+
+        Raises:
+            OSError: They do not fit.
+            SandboxLostError: The sandbox is gone.
+        """
+        await self._run_file_operation({"operation": "unpack", "keeps_links": True}, archive)
 
     async def stop(self) -> None:
         """End all that runs in it; its files are gone. To be repeated without harm.
@@ -282,7 +291,7 @@ class Sandbox:
         if self._process.stderr is not None:
             self._process.stderr.close()
         if self._plan.on_stop is not None:
-            self._plan.on_stop()
+            await asyncio.to_thread(self._plan.on_stop)  # an agent may have written much
 
     def _resolve_path(self, path: str) -> str:
         return str(PurePosixPath(self.folder) / path)

@@ -5,7 +5,6 @@ file `.wh.NAME` for what was removed.
 """
 
 import os
-import shutil
 import stat
 import tarfile
 from collections.abc import Iterator
@@ -28,7 +27,7 @@ def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
         case "pack":
             pack_changes_to_stdout(server["origin"], server["writable"], server["lower"])
         case "unpack":
-            unpack_changes_from_stdin(server["origin"])
+            unpack_changes_from_stdin(server["origin"], request["keeps_links"])
 
 
 def write_stdin_to_file(path: str, mode: int) -> None:
@@ -53,9 +52,9 @@ def remove_all(path: str) -> None:
     if not Path(path).is_dir() or Path(path).is_symlink():
         Path(path).unlink(missing_ok=True)
         return
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        Path(path).chmod(0o700)  # one may be closed to its owner too
     for entry in os.scandir(path):
-        if entry.is_dir(follow_symlinks=False):
-            Path(entry.path).chmod(0o700)  # one may be closed to its owner too
         remove_all(entry.path)
     if os.path.realpath(path) not in read_mount_points():  # of the same device, perhaps
         Path(path).rmdir()
@@ -137,22 +136,32 @@ def list_removed_names(names: dict[str, Any], below: str | None) -> list[str]:
     return [entry.name for entry in former if entry.name not in names]
 
 
-def unpack_changes_from_stdin(origin: str) -> None:
-    """Read from standard input what `pack_changes_to_stdout` wrote, and make it so."""
+def unpack_changes_from_stdin(origin: str, keeps_links: bool) -> None:
+    """Read from standard input what `pack_changes_to_stdout` wrote, and make it so.
+
+    `keeps_links`: where a folder is wanted, a link to one will do.
+    """
     extra: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
     modes = {}
     with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:
         for member in archive:
             folder, _, name = f"{origin.rstrip('/')}/{member.name}".rpartition("/")
             if not name.startswith(WHITEOUT_PREFIX):
+                make_way(f"{folder}/{name}", member, keeps_links)
                 archive.extract(member, origin, set_attrs=not member.isdir(), **extra)
                 if member.isdir():
                     modes[f"{folder}/{name}"] = member.mode
                 continue
-            path = Path(folder, name.removeprefix(WHITEOUT_PREFIX))
-            if path.is_dir() and not path.is_symlink():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            remove_all(f"{folder}/{name.removeprefix(WHITEOUT_PREFIX)}")
     for folder in reversed(modes):  # only now: one may be closed to its owner too
         Path(folder).chmod(modes[folder])
+
+
+def make_way(path: str, member: tarfile.TarInfo, keeps_links: bool) -> None:
+    """Remove what lies where a member comes: a file may be closed to its owner, or lead elsewhere.
+
+    A folder stays where one comes.
+    """
+    if member.isdir() and Path(path).is_dir() and (keeps_links or not Path(path).is_symlink()):
+        return
+    remove_all(path)

@@ -108,6 +108,7 @@ class HarnessAgent:
                 variables = own | variables
             command = insert_task_into_command(command, get_task_text(data))
             ended = await folder.run(command, variables, self.timeout_s)
+            await sandbox.end_commands()  # nothing goes on writing while its work is read
             diff, log = await folder.read_diff(), await folder.read_log(self.max_log_bytes)
             with tempfile.TemporaryDirectory() as copy:
                 await folder.copy_to(Path(copy))

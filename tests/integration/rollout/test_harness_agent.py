@@ -28,6 +28,7 @@ SANDBOXED: dict[str, Any] = {"isolation": "bwrap", "sandbox": {"network": "sessi
 def judge(
     *, folder: Path, diff: str, exit_code: int, timed_out: bool, log: str, data: dict[str, Any]
 ) -> Reward:
+    assert not is_left_behind(data["left_behind"]), "it could still write into the folder"
     is_right = (folder / "answer.txt").read_text() == data["wanted"] and "+Answer: 4" in diff
     metrics: dict[str, float] = {
         "exit_code": exit_code, "timed_out": timed_out, "log": len(log)
@@ -61,6 +62,7 @@ def test_a_program_is_judged_by_what_it_left_and_ends_with_its_episode(
 ) -> None:
     section = SANDBOXED if isolation == "bwrap" else {}
     task, seconds = make_task(tmp_path / "task", how), str(random.randrange(10**6, 10**9))
+    task["left_behind"] = seconds
     kwargs = {
         "command": ["python3", "harness.py", "{task}", how],
         "reward": REWARD,

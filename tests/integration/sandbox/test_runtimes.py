@@ -10,13 +10,16 @@ import sys
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from areal_hpc.errors import SandboxLostError
 from areal_hpc.jobs.processes.descendants import list_descendants
+from areal_hpc.reward.harbor import build_archive
 from areal_hpc.sandbox import channel
+from areal_hpc.sandbox.command_server import kill_session
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
@@ -157,6 +160,71 @@ def test_a_snapshot_makes_another_sandbox_alike(runtime: Runtime) -> None:
             assert seen.stdout == b"text\n0o40500\n"
 
     play(runtime, scene)
+
+
+def test_a_snapshot_takes_the_place_of_whatever_lies_there(runtime: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        await sandbox.exec(
+            "echo new > plain; chmod 444 plain; mkdir was_file; echo in > was_file/a; echo flat > "
+            "was_folder; echo real > was_link; mkdir was_link_to_folder; echo b > "
+            "was_link_to_folder/b"
+        )
+        snapshot = await sandbox.snapshot()
+        async with start(runtime) as other:
+            await other.exec(
+                "echo old > plain; chmod 444 plain; echo old > was_file; mkdir -p was_folder/deep "
+                "aside; touch was_folder/deep/c; chmod 500 was_folder/deep was_folder; "
+                "echo kept > target; ln -s target was_link; ln -s aside was_link_to_folder"
+            )
+            await other.restore(snapshot)
+            names = "plain was_file/a was_folder was_link was_link_to_folder/b target"
+            seen = await other.exec(f"cat {names}; test -L was_link_to_folder || echo apart")
+            assert seen.text == "new\nin\nflat\nreal\nb\nkept\napart\n"
+
+    play(runtime, scene)
+
+
+def test_files_of_a_task_go_where_a_link_leads(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("text\n")
+
+    async def scene(sandbox: Sandbox) -> None:
+        place = f"{sandbox.folder}/place"
+        await sandbox.exec("mkdir aside; ln -s aside place")
+        pairs = [(tmp_path / "file", f"{place}/file")]
+        await sandbox.unpack(build_archive(pairs, folders=[place]))
+        assert (await sandbox.exec("cat aside/file; readlink place")).text == "text\naside\n"
+
+    play(make_runtime("bwrap"), scene)
+
+
+def test_the_event_loop_goes_on_while_a_sandboxs_files_are_removed() -> None:
+    threads = list[int]()
+
+    async def run() -> None:
+        sandbox = await make_runtime("none").start(SandboxSpec(limits=SMALL))
+        remove = sandbox._plan.on_stop
+        assert remove is not None
+
+        def note() -> None:
+            threads.append(threading.get_ident())
+            remove()
+
+        sandbox._plan = replace(sandbox._plan, on_stop=note)
+        await sandbox.stop()
+
+    asyncio.run(run())
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
+
+
+def test_a_command_is_killed_that_has_no_session_of_its_own_yet() -> None:
+    """As in the moment after its fork."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        try:
+            kill_session(process.pid)
+            assert process.wait(20) == -signal.SIGKILL
+        finally:
+            process.kill()
 
 
 @pytest.mark.parametrize("name", [one for one in NAMES if make_runtime(one).takes_root])
