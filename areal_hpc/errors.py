@@ -97,6 +97,10 @@ class SlurmCommandError(ClusterError):
     """A daemon of Slurm answered, and refused."""
 
 
+class SandboxStartError(ClusterError):
+    """No sandbox starts on this node now, where some have not long ago: it is loaded."""
+
+
 class HttpStatusError(ClusterError):
     """The peer answered, with a status that says no."""
 

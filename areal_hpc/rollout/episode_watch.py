@@ -70,10 +70,11 @@ class EpisodeWatch:
         finally:
             del self._running[task_name]
 
-    def record_good_end(self, episode: RunningEpisode) -> None:
-        """The episode ended well: others may take as long."""
+    def record_good_end(self, episode: RunningEpisode | None = None) -> None:
+        """The episode ended well: others may take as long. None: a program elsewhere played it."""
         self.ended += 1
-        self._longest_ok_s = max(self._longest_ok_s, episode.age_s)
+        if episode is not None:
+            self._longest_ok_s = max(self._longest_ok_s, episode.age_s)
 
     def record_failed_end(self) -> None:
         """An episode failed by the agent's fault."""

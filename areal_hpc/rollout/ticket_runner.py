@@ -56,6 +56,8 @@ RETRY_BACKOFF = Backoff(0.25, 10.0)
 """An agent that fails because of an outage must not use up its tries in a moment."""
 TRAIN = "train"
 """The task set of training tickets; those of evaluation sets have their names."""
+SANDBOX_PAUSE_S = 15.0
+"""Before an episode for which no sandbox started is tried again."""
 AGENT_FAULT_STATUSES = ("failed", "timed_out")
 """Ends of an episode that use up one of its tries."""
 
@@ -232,7 +234,8 @@ class TicketRunner:
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
-                await asyncio.sleep(RETRY_BACKOFF.min_s)
+                has_session = bool(outcome.session_id)
+                await asyncio.sleep(RETRY_BACKOFF.min_s if has_session else SANDBOX_PAUSE_S)
                 continue
             if outcome.is_rewarded:
                 self._tickets.mark_episode_ended(grant.ref)
@@ -260,7 +263,10 @@ class TicketRunner:
     ) -> EpisodeOutcome:
         agent = self._agents[split]
         if agent is None:
-            return await offer_episode_to_external_program(spec, self._proxy)
+            outcome = await offer_episode_to_external_program(spec, self._proxy)
+            if outcome.status == "ok":
+                self._watch.record_good_end()
+            return outcome
         facts = {
             **_build_ticket_facts(grant),
             "episode": spec.session.episode,

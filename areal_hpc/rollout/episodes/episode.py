@@ -5,7 +5,13 @@ import hashlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from areal_hpc.errors import AgentError, HttpStatusError, InvalidRewardError, escape_surrogates
+from areal_hpc.errors import (
+    AgentError,
+    HttpStatusError,
+    InvalidRewardError,
+    SandboxStartError,
+    escape_surrogates,
+)
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.agent_errors import (
     build_agent_error,
@@ -14,7 +20,11 @@ from areal_hpc.rollout.agent_errors import (
     format_missing_column_hint,
 )
 from areal_hpc.rollout.episodes.auxiliary import AuxiliaryRule, mark_auxiliary_conversations
-from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes, acquire_sandbox
+from areal_hpc.rollout.execution.agent_sandboxes import (
+    AgentSandboxes,
+    EpisodeSandbox,
+    acquire_sandbox,
+)
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import parse_reward
@@ -73,9 +83,10 @@ class EpisodeOutcome:
 
     status: EpisodeStatus
     """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
-    session, or a program that had come left without a reward; `unserved`: it ended badly while no
-    replica of the cell served."""
+    session, a program that had come left without a reward, or no sandbox started; `unserved`: it
+    ended badly while no replica of the cell served."""
     session_id: str
+    """Empty if none was opened, for want of a sandbox."""
     reward: float = 0.0
     """Of the last interaction that has a reward, if `ok` or `is_rewarded`."""
     is_rewarded: bool = False
@@ -108,45 +119,62 @@ async def run_episode(
 
     Raises:
         HttpStatusError: The proxy refused to open a session.
-        ClusterError: No sandbox could be started.
+        ClusterError: No sandbox has started for long.
     """
-    async with acquire_episode_agent(agent) as one, acquire_sandbox(sandboxes, spec.data) as free:
-        session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
-        incarnation = proxy.peer_started_at
-        try:
-            if free is not None:
-                lifetime_s = spec.timeout_s + CANCEL_GRACE_S
-                await free.put_into_task_and_open_endpoint(
-                    spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
-                )
-            returned = await _run_agent(spec, session, one, proxy.url, http_client)
-            if spec.auxiliary is not None:
-                await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
-            rewards = parse_agent_rewards(returned)
-            answers = [one.answer for one in rewards.values() if one.answer]
-            reward = await _send_rewards_and_end_session(rewards, session, proxy)
-            return EpisodeOutcome(
-                "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
+    try:
+        async with (
+            acquire_episode_agent(agent) as one,
+            acquire_sandbox(sandboxes, spec.data) as free,
+        ):
+            return await _play_in_session(spec, one, proxy, http_client, free)
+    except SandboxStartError as error:
+        return EpisodeOutcome("interrupted", "", reason=str(error))
+
+
+async def _play_in_session(
+    spec: EpisodeSpec,
+    agent: Agent,
+    proxy: ServiceClient,
+    http_client: Any,
+    free: EpisodeSandbox | None,
+) -> EpisodeOutcome:
+    """Play an episode in a session of its own."""
+    session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
+    incarnation = proxy.peer_started_at
+    try:
+        if free is not None:
+            lifetime_s = spec.timeout_s + CANCEL_GRACE_S
+            await free.put_into_task_and_open_endpoint(
+                spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
             )
-        except AgentError as failure:
-            is_rewarded = await _reward_failure(spec, failure, session, proxy)
-            ended = await _end_session_of_failed_episode(session, proxy)
-            error = _explain_failure(failure, ended, one, spec.data)
-        status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
-        if ended is not None and not ended.replicas_serving:
-            status = "unserved"
-        if proxy.peer_started_at != incarnation:
-            status = "interrupted"
-        reason = "\n".join(filter(None, (str(error), error.trace)))
-        reward = spec.failure_reward if is_rewarded and spec.failure_reward is not None else 0.0
+        returned = await _run_agent(spec, session, agent, proxy.url, http_client)
+        if spec.auxiliary is not None:
+            await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
+        rewards = parse_agent_rewards(returned)
+        answers = [one.answer for one in rewards.values() if one.answer]
+        reward = await _send_rewards_and_end_session(rewards, session, proxy)
         return EpisodeOutcome(
-            status,
-            session.session_id,
-            reward=reward,
-            is_rewarded=is_rewarded,
-            reason=reason,
-            error=error,
+            "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
+    except AgentError as failure:
+        is_rewarded = await _reward_failure(spec, failure, session, proxy)
+        ended = await _end_session_of_failed_episode(session, proxy)
+        error = _explain_failure(failure, ended, agent, spec.data)
+    status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
+    if ended is not None and not ended.replicas_serving:
+        status = "unserved"
+    if proxy.peer_started_at != incarnation:
+        status = "interrupted"
+    reason = "\n".join(filter(None, (str(error), error.trace)))
+    reward = spec.failure_reward if is_rewarded and spec.failure_reward is not None else 0.0
+    return EpisodeOutcome(
+        status,
+        session.session_id,
+        reward=reward,
+        is_rewarded=is_rewarded,
+        reason=reason,
+        error=error,
+    )
 
 
 async def _reward_failure(

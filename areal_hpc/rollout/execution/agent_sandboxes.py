@@ -1,12 +1,13 @@
 """Sandboxes of agents: one for each episode, as the recipe describes them."""
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
@@ -19,6 +20,8 @@ from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 
 SANDBOX_TASK_COLUMN = "sandbox"
 """Where an agent finds its sandbox in its task."""
+START_PATIENCE_S = 600.0
+"""A node on which no sandbox has started for so long is no longer taken for loaded."""
 
 
 class AgentSandboxes:
@@ -27,6 +30,7 @@ class AgentSandboxes:
     def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
         self._spec, self._takes_root = spec, runtime.takes_root
+        self._newest_start_at = time.monotonic()
 
     async def start_first_and_refill(self) -> None:
         """Start one, so that what is wrong is known before any episode.
@@ -43,6 +47,8 @@ class AgentSandboxes:
 
         Raises:
             RecipeError: The task is Harbor's, and this runtime cannot show its files.
+            SandboxStartError: None started now. It is worth another try.
+            ClusterError: None has started for `START_PATIENCE_S`.
         """
         spec, task = self._spec, find_harbor_task(data)
         if task is not None:
@@ -53,7 +59,14 @@ class AgentSandboxes:
                     hint="use rollout.agent.isolation=bwrap",
                 )
             spec = task.narrow(spec)
-        async with self._pool.acquire(spec) as sandbox:
+        async with AsyncExitStack() as ends:
+            try:
+                sandbox = await ends.enter_async_context(self._pool.acquire(spec))
+            except ClusterError as error:
+                if time.monotonic() - self._newest_start_at > START_PATIENCE_S:
+                    raise
+                raise SandboxStartError(error.problems[0].message) from error
+            self._newest_start_at = time.monotonic()
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
     async def close(self) -> None:

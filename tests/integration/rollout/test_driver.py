@@ -12,10 +12,12 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
-from areal_hpc.rollout import episode_watch
+from areal_hpc.rollout import episode_watch, ticket_runner
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
+from areal_hpc.rollout.execution import agent_sandboxes
+from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import CLOSED_GATE_POLL_S, ReplicaGate
@@ -25,10 +27,22 @@ from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.telemetry.events import EventLog
+from areal_hpc.sandbox import pool
+from areal_hpc.sandbox.runtimes.host import HostRuntime
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
-from areal_hpc.wire.proxy import ExportSettings, SessionLimits, StartSessionRequest
+from areal_hpc.wire.proxy import (
+    AwaitSessionEndReply,
+    ExportSettings,
+    OfferEpisodeReply,
+    OfferEpisodeRequest,
+    SessionLimits,
+    StartSessionRequest,
+)
+from areal_hpc.wire.proxy import AwaitSessionEndRequest as Awaited
 from areal_hpc.wire.reward import Reward
-from tests.integration.rollout.standins import StandInLedger, StandInProxy, driving
+from tests.integration.rollout.standins import Handler, StandInLedger, StandInProxy, driving
 from tests.integration.rollout.test_episode import ask
 
 N_TASKS = 8
@@ -48,11 +62,13 @@ class Cell:
     """A driver between a stand-in ledger and a stand-in proxy."""
 
     def __init__(
-        self, run_dir: Path, agent: Agent, grants: list[TicketGrant], /, **rollout: Any
+        self, run_dir: Path, agent: Agent | None, grants: list[TicketGrant], /, **rollout: Any
     ) -> None:
         self.run_dir = run_dir
         self.agent = agent
         self.evaluation_agent: Agent | None = None
+        self.sandboxes: AgentSandboxes | None = None
+        self.watch: EpisodeWatch | None = None
         self.ledger = StandInLedger(run_dir, grants)
         self.proxy = StandInProxy(run_dir)
         self.rollout = RolloutConfig(workflow="given", **{"n_samples": 4, **rollout})
@@ -94,6 +110,7 @@ class Cell:
         ):
             services = ServiceClients(ledger, proxy)
             gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
+            self.watch = watch
             runner = TicketRunner(
                 job,
                 agents={
@@ -108,6 +125,7 @@ class Cell:
                 events=events,
                 gate=gate,
                 watch=watch,
+                sandboxes=self.sandboxes,
             )
             if meanwhile is not None:
                 group.create_task(meanwhile())
@@ -225,6 +243,66 @@ def test_failed_episode_is_repeated_with_another_seed(tmp_path: Path) -> None:
     assert len(failures) == 2
     assert all("no luck with task 1" in event["reason"] for event in failures)
     assert len({one.seed for one in cell.sessions if one.ref == TicketRef(1, 0)}) == 6
+
+
+class Visited(StandInProxy):
+    """A program comes for every episode, and rewards it."""
+
+    def routes(self) -> dict[str, tuple[type, Handler]]:
+        offered = {"/rl/offer_episode": (OfferEpisodeRequest, self.offer)}
+        return {**super().routes(), **offered, "/rl/await_session": (Awaited, self.tell_end)}
+
+    async def offer(self, key: str, asked: OfferEpisodeRequest) -> OfferEpisodeReply:
+        return OfferEpisodeReply((await self.start_session(key, asked.session)).session_id)
+
+    async def tell_end(self, key: str, asked: Awaited) -> AwaitSessionEndReply:
+        self.sessions[asked.session_id].ended = True
+        return AwaitSessionEndReply(True, 1.0)
+
+
+def test_episodes_of_external_programs_are_counted(tmp_path: Path) -> None:
+    cell = Cell(tmp_path, None, tickets(2))
+    cell.proxy = Visited(tmp_path)
+    cell.run()
+    assert len(cell.proxy.finished) == 2
+    assert cell.watch is not None
+    assert (cell.watch.ended, cell.watch.failed) == (8, 0)
+
+
+class Loaded(HostRuntime):
+    """A node on which no sandbox starts for a while."""
+
+    def __init__(self, failures: int) -> None:
+        self.failures_left = failures
+
+    async def start(self, spec: SandboxSpec) -> Sandbox:
+        if self.failures_left:
+            self.failures_left -= 1
+            raise ClusterError("a sandbox did not start: no processes left")
+        return await super().start(spec)
+
+
+@pytest.mark.parametrize("is_patient", [True, False])
+def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
+    is_patient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(ticket_runner, "SANDBOX_PAUSE_S", 0.05)
+    cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
+    failures = 8 * pool.START_TRIES if is_patient else 1_000_000
+    cell.sandboxes = AgentSandboxes(Loaded(failures), SandboxSpec(network="open"), 0)
+    if not is_patient:
+        monkeypatch.setattr(agent_sandboxes, "START_PATIENCE_S", 0.0)
+        with pytest.raises(BaseExceptionGroup) as caught:
+            cell.run()
+        assert caught.value.subgroup(ClusterError)
+        return
+    cell.run()
+    assert len(cell.proxy.finished) == 2
+    assert not cell.ledger.dropped
+    interrupted = cell.events("episode_interrupted")
+    assert interrupted
+    assert {one["reason"] for one in interrupted} == {"a sandbox did not start: no processes left"}
 
 
 UNLUCKY = Fails(lambda task, _: task == 0)
