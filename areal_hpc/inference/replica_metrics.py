@@ -3,6 +3,7 @@
 The servers listen on loopback alone, so a Prometheus of the site reaches them through this process.
 """
 
+import http.client
 import urllib.request
 from collections.abc import Iterator, Sequence
 
@@ -15,6 +16,8 @@ from areal_hpc.wire.weight_version import WeightVersion
 
 SERVER_TIMEOUT_S = 2.0
 """A server that answers later is left out of the scrape."""
+_OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""It asks the server itself, also where the site sets `http_proxy`."""
 
 
 def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[Sample]:
@@ -28,15 +31,16 @@ def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[Sample]:
             step = WeightVersion.parse(view.version).step
             yield Sample("areal_hpc_replica_weight_step", step, labels)
         if view.state == "serving":
-            yield from _read_server_samples(view)
+            yield from read_server_samples(view)
 
 
-def _read_server_samples(view: ReplicaView) -> Iterator[Sample]:
+def read_server_samples(view: ReplicaView) -> Iterator[Sample]:
+    """What a replica's server tells of itself; nothing if it cannot be read."""
     try:
-        with urllib.request.urlopen(f"{view.url}/metrics", timeout=SERVER_TIMEOUT_S) as answer:
-            text = answer.read().decode()
-    except OSError:  # it is ending, or too busy
+        with _OPENER.open(f"{view.url}/metrics", timeout=SERVER_TIMEOUT_S) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+    except (OSError, http.client.HTTPException, ValueError):  # it is ending, or too busy
         return
-    for family in text_string_to_metric_families(text):
+    for family in families:
         for one in family.samples:
             yield Sample(one.name, one.value, {**one.labels, "replica": str(view.index)})

@@ -56,8 +56,10 @@ class EvaluationState:
         self._part_by_ticket = {
             ticket_id: part for part in self.sets.values() for ticket_id in part.ticket_ids
         }
+        # Of a ledger that has started very often they begin anew, not in the next generation.
+        first = (first_attempt - 1) % ATTEMPTS_PER_GENERATION + 1
         self._pending = OrderedDict.fromkeys(
-            self._part_by_ticket, generation * ATTEMPTS_PER_GENERATION + first_attempt
+            self._part_by_ticket, generation * ATTEMPTS_PER_GENERATION + first
         )
         self._leased = LeaseTable()
 

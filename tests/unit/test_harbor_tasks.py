@@ -107,6 +107,7 @@ def test_a_root_file_system_beside_the_dockerfile_stands_for_its_image(tmp_path:
         ("[[environment.mcp_servers]]\nname = 'x'\n", "environment.mcp_servers"),
         ("[environment.healthcheck]\ncommand = 'x'\n", "environment.healthcheck"),
         ("[environment]\nenv = {A = '${HOME}'}\n", "environment.env.A refers to a variable"),
+        ("[environment]\nworkdir = 'app'\n", "absolute path"),
         ("[agent]\nspeed = 1\n", "unknown key 'speed'"),
         ("[agent\n", "cannot be read as TOML"),
     ],

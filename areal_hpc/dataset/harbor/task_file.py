@@ -92,6 +92,13 @@ class EnvironmentSectionConfig(BaseConfig):
     workdir: str | None = None
     """Working directory of commands."""
 
+    @field_validator("workdir")
+    @classmethod
+    def _check_work_dir(cls, given: str | None) -> str | None:
+        if given and not given.startswith("/"):
+            raise ValueError("expected an absolute path, such as /app")
+        return given
+
     @model_validator(mode="before")
     @classmethod
     def _read_older_sizes(cls, given: Any) -> Any:

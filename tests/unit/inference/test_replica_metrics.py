@@ -1,0 +1,57 @@
+"""What a replica's server tells of itself, scraped from it and from nobody between."""
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from areal_hpc.inference.replica_metrics import read_server_samples
+from areal_hpc.wire.replicas import ReplicaView
+
+
+@contextlib.contextmanager
+def serving(head: bytes, body: bytes) -> Iterator[str]:
+    """A server on this machine that answers so, to whatever it is asked; its URL."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.wfile.write(b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n" + body)
+
+        def log_request(self, *_: object) -> None:
+            """Quietly."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+        thread.join()
+
+
+def read(url: str) -> list[tuple[str, float, dict[str, str]]]:
+    samples = read_server_samples(ReplicaView(1, 1, "serving", url))
+    return [(one.name, one.value, dict(one.labels)) for one in samples]
+
+
+def test_a_sites_proxy_does_not_stand_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("no_proxy", raising=False)
+    monkeypatch.delenv("NO_PROXY", raising=False)
+    with serving(b"A: b", b"of_the_proxy 2\n") as proxy, serving(b"A: b", b"running 3\n") as url:
+        monkeypatch.setenv("http_proxy", proxy)
+        assert read(url) == [("running", 3.0, {"replica": "1"})]
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"Content-Length: 100", b"running 3\n"),
+        (b"A: b", b"running 3\nwaiting many\n"),
+        (b"A: b", b"running \xff\n"),
+    ],
+    ids=["cut off", "no number", "no text"],
+)
+def test_an_answer_that_cannot_be_read_is_left_out(head: bytes, body: bytes) -> None:
+    with serving(head, body) as url:
+        assert read(url) == []
