@@ -117,8 +117,8 @@ def _rebuild_error(raised: dict[str, Any]) -> Exception:
     if name == "InvalidRewardError":
         return InvalidRewardError(first.message)
     kind = getattr(builtins, name, None)
-    is_python = isinstance(kind, type) and issubclass(kind, Exception)
-    if is_python and name not in _ENDS_OF_ITERATION:
+    is_raisable = name not in _ENDS_OF_ITERATION
+    if is_raisable and isinstance(kind, type) and issubclass(kind, Exception):
         with contextlib.suppress(TypeError):  # one with further arguments, as UnicodeDecodeError
             error: Exception = kind(first.message)
             return error
