@@ -52,7 +52,7 @@ def test_what_a_killed_process_unpacked_goes_when_the_next_one_unpacks(tmp_path:
     held, other = cache / f"{'1' * 32}.partial", cache / ("2" * 32)
     held.mkdir()
     other.mkdir()
-    with root_archive._lock(held):  # by one that is at work
+    with root_archive._hold_file_lock(held):  # by one that is at work
         assert get_or_unpack_root(archive) == root
     assert (root / "etc/os").is_file()
     assert not any(one.exists() for one in killed)
@@ -96,7 +96,7 @@ def test_tar_keeps_its_folder_to_itself_when_its_process_is_killed(tmp_path: Pat
     orphan = int(begun.read_text())
     try:
         partial = next(make_cache_folder().glob("*.partial"))
-        with pytest.raises(BlockingIOError), root_archive._lock(partial, waits=False):
+        with pytest.raises(BlockingIOError), root_archive._hold_file_lock(partial, waits=False):
             pass
     finally:
         os.kill(orphan, 9)
