@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails
 
 from areal_hpc.errors import Problem
+from areal_hpc.recipe.private_values import hide_private_values_equal_in
 
 Location = tuple[int | str, ...]
 """Of a value in a tree: keys, and places in lists."""
@@ -55,7 +56,9 @@ def _explain_errors_of_key(
     message = ", or ".join(dict.fromkeys(map(_describe_error, told)))
     searched = ".".join(str(part) for part in location if not isinstance(part, int))
     hint = f"areal-hpc recipe-keys | grep -F {searched}" if searched else ""
-    return Problem(f"{message}, got {told[0]['input']!r:.300}", key, hint)
+    found = told[0]["input"]
+    shown = hide_private_values_equal_in(found, found, ".".join(map(str, location)))
+    return Problem(f"{message}, got {shown!r:.300}", key, hint)
 
 
 def _describe_error(item: ErrorDetails) -> str:

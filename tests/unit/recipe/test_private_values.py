@@ -2,8 +2,10 @@
 
 import pytest
 
-from areal_hpc.recipe.loading import flatten_keys, parse_overrides
+from areal_hpc.errors import RecipeError
+from areal_hpc.recipe.loading import flatten_keys, load_recipe, parse_overrides
 from areal_hpc.recipe.private_values import hide_private_arguments
+from tests.support.environments import CHECKOUT
 
 SECRET = "sk-1"
 
@@ -27,6 +29,22 @@ def test_a_recorded_command_has_no_secret_of_its_overrides(override: str) -> Non
     (shown,) = hide_private_arguments([override])
     assert SECRET not in shown
     assert shown.startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"rollout.workflow_kwargs={SECRET}"],
+        # Found by the whole section, which is told.
+        ["rollout.failed_episodes={reward: .inf}", f"rollout.workflow_kwargs.token={SECRET}"],
+        [f"cluster.agents.variables={{A: [{SECRET}]}}"],
+    ],
+)
+def test_an_error_of_a_recipe_tells_no_secret(overrides: list[str]) -> None:
+    with pytest.raises(RecipeError) as refused:
+        load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", overrides)
+    assert SECRET not in str(refused.value)
+    assert "got " in str(refused.value)
 
 
 def test_a_recorded_command_has_the_rest_of_its_overrides() -> None:
