@@ -13,6 +13,7 @@ from areal_hpc.metrics.limit import PHASES_BY_LIMIT
 from areal_hpc.view.answers.step_parts import PHASES_BY_PART, WAIT_PHASE
 from areal_hpc.view.report.curves import PHASES_BY_LAYER
 from areal_hpc.view.timing.timeline import PLACED_PHASES_IN_ORDER
+from tests.support.environments import CHECKOUT
 from tests.support.package_sources import sources
 
 NAMES = {metric.name for metric in CATALOGUE}
@@ -95,5 +96,9 @@ def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
     }
     for view, known in shown.items():
         assert sorted(f"time/{phase}_s" for phase in known) == sorted(phases), view
+    script = (CHECKOUT / "areal_hpc/dashboard/static/timeline.js").read_text()
+    assert [phase for phase in PLACED_PHASES_IN_ORDER if f" {phase}: " not in script] == [], (
+        "its colors"
+    )
     assert find_metric("reward/part/format") is not None
     assert find_metric("reward/median") is None
