@@ -117,6 +117,14 @@ def test_an_evaluation_tells_of_as_many_tasks_as_its_sets_have(
     assert capsys.readouterr().out.split() == ["tasks", f"0/{bound}", "tasks", "1/20"]
 
 
+def test_a_line_is_printed_as_it_is(
+    reporter: PlainReporter, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "the agent raised [bold]KeyError[/bold] at /a/agent.py:100: :bug: " + 200 * "x"
+    reporter.print_line(line)
+    assert capsys.readouterr().out == f"{line}\n"
+
+
 def test_what_could_not_be_compared_is_said_in_words(
     paths: RunPaths, reporter: PlainReporter, capsys: pytest.CaptureFixture[str]
 ) -> None:

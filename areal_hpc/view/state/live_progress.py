@@ -57,8 +57,8 @@ class PlainReporter:
     def print_line(self, message: str) -> None:
         """Print a line."""
         self._printed_at = time.monotonic()
-        # Messages may hold brackets of any kind, and what a model said.
-        self._console.print(escape_controls(message), markup=False)
+        # Messages may hold brackets of any kind, `file.py:100:`, and what a model said.
+        self._console.print(escape_controls(message), markup=False, emoji=False)
 
     def show_progress(self, stage: str) -> None:
         """Show what is new of a stage: events at once, steps about once a second."""
