@@ -7,6 +7,8 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.launch.evaluation.start import refuse_results_of_another
+from areal_hpc.launch.evaluation.target import EvaluationTarget
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.launch.run import report_if_finished
@@ -161,3 +163,18 @@ def test_values_that_may_be_secrets_are_not_told_when_they_change(tmp_path: Path
     with pytest.raises(RecipeError, match=r"workflow_kwargs\.token") as refused:
         refuse_other_recipe_of_finished_run(second, paths)
     assert "sk-" not in "\n".join([*said, str(refused.value)])
+
+
+def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
+    def load(secret: str) -> EvaluationTarget:
+        given = [f"cluster.fileroot={tmp_path}", f"evaluation.workflow_kwargs.token={secret}"]
+        workflow = "evaluation.workflow=examples.quickstart.agent.ArithmeticAgent"
+        return EvaluationTarget(load_recipe(QUICKSTART, [*given, workflow]), tmp_path)
+
+    first, second = load("sk-1"), load("sk-2")
+    first.paths.root.mkdir(parents=True)
+    write_recipe_and_keep_replaced(first.recipe, first.paths.recipe)
+    refuse_results_of_another(first, first.recipe.evaluation_sets)
+    with pytest.raises(RecipeError, match="was played with other arguments") as refused:
+        refuse_results_of_another(second, second.recipe.evaluation_sets)
+    assert "sk-" not in str(refused.value)
