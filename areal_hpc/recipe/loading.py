@@ -157,7 +157,7 @@ def _read_yaml(path: Path) -> DictConfig:
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     except PermissionError as error:
-        hint = f"ask its owner for the right to read it: chmod +r {path}"
+        hint = "ask its owner for a copy without secrets, or run this as its owner"
         raise RecipeError(f"{path} may not be read", key=str(path), hint=hint) from error
     except (yaml.YAMLError, OSError) as error:  # OSError: a number, or a text
         hint = "mend the line that is named"
