@@ -17,7 +17,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 SERVER_TIMEOUT_S = 2.0
 """A server that answers later is left out of the scrape."""
 _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""It asks the server itself, also where the site sets `http_proxy`."""
+"""It asks the server itself, also where the site has a proxy for HTTP."""
 
 
 def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[Sample]:
