@@ -4,6 +4,7 @@ A task's row of the task set has a `HarborTask` under `HARBOR_KEY`. Its tests co
 after the agent has ended and all that it started was killed; their verdict is read from outside.
 """
 
+import asyncio
 import io
 import json
 import shlex
@@ -83,7 +84,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         made = [self.work_dir] if self.work_dir else []
         pairs = [(Path(self.folder, source), place) for source, place in self.copies]
         try:
-            await sandbox.unpack(build_archive(pairs, folders=made))
+            await _unpack(sandbox, pairs, made)
         except OSError as error:
             raise RecipeError(
                 f"the files of the Harbor task do not fit into its sandbox: {error}",
@@ -95,7 +96,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
     async def solve(self, sandbox: Sandbox, timeout_s: float | None = None) -> CommandResult:
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
-        await sandbox.unpack(build_archive([(Path(self.folder, "solution"), SOLUTION_DIR)]))
+        await _unpack(sandbox, [(Path(self.folder, "solution"), SOLUTION_DIR)])
         return await sandbox.exec(
             f"{_build_script_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
@@ -140,7 +141,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
         pairs = [(Path(self.folder, "tests"), TESTS_DIR)]
-        await sandbox.unpack(build_archive(pairs, folders=[VERDICT_DIR]))
+        await _unpack(sandbox, pairs, [VERDICT_DIR])
 
 
 def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
@@ -218,6 +219,13 @@ def build_archive(
         for source, place in pairs:
             archive.add(source, _name_member(place), filter=_clear_owner)
     return stream.getvalue()
+
+
+async def _unpack(
+    sandbox: Sandbox, pairs: Iterable[tuple[Path, str]], folders: Iterable[str] = ()
+) -> None:
+    """Put files into a sandbox; they are read in a thread, of a storage that may be slow."""
+    await sandbox.unpack(await asyncio.to_thread(build_archive, pairs, folders=folders))
 
 
 def _clear_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
@@ -92,6 +92,6 @@ class SandboxPool:
         while len(self._warm) < self._size:
             try:
                 self._warm.append(await self._runtime.start(self._spec))
-            except ClusterError as error:
+            except (ClusterError, RecipeError) as error:  # who takes one meets it too
                 log.warning("a warm sandbox did not start: %s", error)
                 return

@@ -38,6 +38,8 @@ Isolation = Literal["bwrap", "none"]
 STARTUP_ALLOWANCE_S = 5.0
 """Time on top of the program's own for a loaded machine to start two interpreters."""
 _POLL_INTERVAL_S = 0.05
+_MOMENTARY_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory")
+"""What bubblewrap says where the node has no process or memory left now (EAGAIN, ENOMEM)."""
 _LAUNCHER = Path(__file__).with_name("launcher.py")
 
 
@@ -339,7 +341,8 @@ def _count_user_threads(user: int) -> int:
 
 def _explain_failed_start(isolation: Isolation, said: str) -> ClusterError | RecipeError:
     why = " ".join(said.split())[-500:] or "it ended without a word"
-    if isolation == "bwrap" and "bwrap:" in said:
+    is_of_this_moment = any(sign in said for sign in _MOMENTARY_SIGNS)
+    if isolation == "bwrap" and "bwrap:" in said and not is_of_this_moment:
         return _build_isolation_error(why)
     return ClusterError(f"a sandboxed program did not start: {why}")
 

@@ -6,6 +6,8 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
+ISOLATION_KEY = "rollout.agent.isolation"
+
 
 class Runtime(Protocol):
     """A way to start sandboxes. All of them run commands through `command_server.py`."""
@@ -31,6 +33,6 @@ def build_isolation_error(program: str, hint: str, why: str) -> RecipeError:
     """The error of a runtime whose program cannot isolate on this machine."""
     return RecipeError(
         f"{program} cannot isolate on this machine: {why}",
-        key="rollout.agent.isolation",
+        key=ISOLATION_KEY,
         hint=hint,
     )

@@ -1,5 +1,6 @@
 """Processes that run a gym in its own Python, and the JSON lines to and from them."""
 
+import asyncio
 import json
 import os
 from collections.abc import Mapping
@@ -46,14 +47,14 @@ class GymWorker:
         try:
             await worker.ask(config, START_TIMEOUT_S)
         except AgentError as error:
-            worker.close()
+            await asyncio.to_thread(worker.close)
             raise RecipeError(
                 f"the gym cannot be built: {error.problems[0].message}",
                 key="rollout.workflow_kwargs",
                 hint="see what it printed; scripts/setup_gyms.sh has its packages",
             ) from error
         except BaseException:  # boundary: cancelled; nothing stays
-            worker.close()
+            await asyncio.to_thread(worker.close)
             raise
         return worker
 

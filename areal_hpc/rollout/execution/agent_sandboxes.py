@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
 from areal_hpc.sandbox.images.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtime import ISOLATION_KEY, Runtime
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
@@ -31,6 +31,7 @@ class AgentSandboxes:
         self._pool = SandboxPool(runtime, spec, warm)
         self._spec, self._takes_root = spec, runtime.takes_root
         self._newest_start_at = time.monotonic()
+        self._has_started = False
 
     async def start_first_and_refill(self) -> None:
         """Start one, so that what is wrong is known before any episode.
@@ -40,6 +41,7 @@ class AgentSandboxes:
             ClusterError: It did not start.
         """
         await self._pool.start_first_and_refill()
+        self._note_start()
 
     @asynccontextmanager
     async def acquire(self, data: Mapping[str, Any]) -> "AsyncIterator[EpisodeSandbox]":
@@ -62,12 +64,23 @@ class AgentSandboxes:
         async with AsyncExitStack() as ends:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))
-            except ClusterError as error:
-                if time.monotonic() - self._newest_start_at > START_PATIENCE_S:
+            except (ClusterError, RecipeError) as error:
+                if not self._may_start_later(error):
                     raise
                 raise SandboxStartError(error.problems[0].message) from error
-            self._newest_start_at = time.monotonic()
+            self._note_start()
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
+
+    def _note_start(self) -> None:
+        self._newest_start_at, self._has_started = time.monotonic(), True
+
+    def _may_start_later(self, error: ClusterError | RecipeError) -> bool:
+        """False if it is more than this moment's. A machine that could isolate still can."""
+        if isinstance(error, RecipeError) and not (
+            self._has_started and error.problems[0].key == ISOLATION_KEY
+        ):
+            return False
+        return time.monotonic() - self._newest_start_at <= START_PATIENCE_S
 
     async def close(self) -> None:
         """Stop those that nobody took."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import fnmatch
 import os
 import signal
@@ -9,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from areal_hpc.errors import AgentError
+from areal_hpc.errors import AgentError, WorkerLostError
 
 PASSED_VARIABLE_PATTERNS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
@@ -17,6 +18,8 @@ PASSED_VARIABLE_PATTERNS = (
 )
 """Patterns of variables that hold no secret, and without which programs do not run."""
 _PIECE_BYTES = 1 << 16
+_MOMENTARY_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
+"""The node has no process, memory or descriptor left now."""
 
 
 def select_passed_variables(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
@@ -39,7 +42,8 @@ class LineProcess:
         max_answer_bytes: A longer answer is an error.
 
     Raises:
-        OSError: It cannot be started.
+        WorkerLostError: No process can be started now.
+        OSError: There is no such program, or it cannot be run.
     """
 
     def __init__(
@@ -62,9 +66,11 @@ class LineProcess:
                 env=dict(environ),
                 start_new_session=True,
             )
-        except OSError:
+        except OSError as error:
             self._link.close()
-            raise
+            if error.errno not in _MOMENTARY_ERRORS:
+                raise
+            raise WorkerLostError(f"{name} cannot be started now: {error}") from error
         finally:
             theirs.close()
 

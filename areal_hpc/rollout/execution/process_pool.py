@@ -70,7 +70,7 @@ class ProcessPool:
         """What the function returned. Cancelling it kills the process.
 
         Raises:
-            WorkerLostError: The process died.
+            WorkerLostError: The process died, or none could be started.
             Exception: Whatever the function raised.
         """
         async with self.acquire() as process:
@@ -87,15 +87,19 @@ class _Process:
     def __init__(self, environ: Mapping[str, str] | None) -> None:
         self._link, theirs = socket.socketpair()
         self._link.setblocking(False)
-        with theirs:
-            script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps(sys.path)]
-            self._child = subprocess.Popen(
-                [*script, str(theirs.fileno()), str(os.getpid())],
-                stdin=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                env=environ,
-                start_new_session=True,
-            )
+        script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps(sys.path)]
+        try:
+            with theirs:
+                self._child = subprocess.Popen(
+                    [*script, str(theirs.fileno()), str(os.getpid())],
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=[theirs.fileno()],
+                    env=environ,
+                    start_new_session=True,
+                )
+        except OSError as error:
+            self._link.close()
+            raise WorkerLostError(f"a worker process cannot be started: {error}") from error
         # Of a pool that nobody closed, and at the end of this process.
         weakref.finalize(self, _end_child, self._child, self._link)
         self._answering = False

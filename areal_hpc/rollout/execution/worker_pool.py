@@ -14,7 +14,7 @@ class PooledWorker(Protocol):
         """It lives, and nobody waits for its answer."""
 
     def close(self) -> None:
-        """End it, whatever it does."""
+        """End it, whatever it does: in a thread, for a process may take its time to be gone."""
 
 
 Worker = TypeVar("Worker", bound=PooledWorker)
@@ -45,7 +45,7 @@ class WorkerPool(Generic[Worker]):
                 if worker.is_usable:
                     self._idle.append(worker)
                 else:
-                    worker.close()
+                    await asyncio.to_thread(worker.close)
 
     def close(self) -> None:
         """End the workers that nobody uses."""
@@ -64,5 +64,5 @@ class WorkerPool(Generic[Worker]):
             worker = self._idle.pop()
             if worker.is_usable:
                 return worker
-            worker.close()
+            await asyncio.to_thread(worker.close)
         return await self._start()

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig, SamplingConfig
 from areal_hpc.rollout import episode_watch, ticket_runner
 from areal_hpc.rollout.agent import Agent
@@ -28,6 +28,7 @@ from areal_hpc.rollout.ticket_runner import TicketRunner
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import pool
+from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.host import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
@@ -109,6 +110,8 @@ class Cell:
             asyncio.TaskGroup() as group,
         ):
             services = ServiceClients(ledger, proxy)
+            if self.sandboxes is not None:
+                await self.sandboxes.start_first_and_refill()
             gate, watch = ReplicaGate(proxy, leased.changed.set), EpisodeWatch(events)
             self.watch = watch
             runner = TicketRunner(
@@ -133,6 +136,8 @@ class Cell:
                 job, runner=runner, tickets=leased, services=services, gate=gate, watch=watch
             )
             await loop.run()
+            if self.sandboxes is not None:
+                await self.sandboxes.close()
 
 
 class Steady:
@@ -270,29 +275,44 @@ def test_episodes_of_external_programs_are_counted(tmp_path: Path) -> None:
 
 
 class Loaded(HostRuntime):
-    """A node on which no sandbox starts for a while."""
+    """A node on which no sandbox starts for a while, after the first one."""
 
-    def __init__(self, failures: int) -> None:
-        self.failures_left = failures
+    def __init__(self, failures: int, error: ClusterError | RecipeError) -> None:
+        self.failures_left, self.error = failures, error
+        self.has_started = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
-        if self.failures_left:
+        if self.has_started and self.failures_left:
             self.failures_left -= 1
-            raise ClusterError("a sandbox did not start: no processes left")
+            raise self.error
+        self.has_started = True
         return await super().start(spec)
 
 
+NO_PROCESS = "no processes left"
+
+
 @pytest.mark.parametrize("is_patient", [True, False])
+@pytest.mark.parametrize(
+    "error", [ClusterError(NO_PROCESS), build_isolation_error("bwrap", "allow it", NO_PROCESS)]
+)
 def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
-    is_patient: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: ClusterError | RecipeError,
+    is_patient: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(ticket_runner, "SANDBOX_PAUSE_S", 0.05)
     cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
     failures = 8 * pool.START_TRIES if is_patient else 1_000_000
-    cell.sandboxes = AgentSandboxes(Loaded(failures), SandboxSpec(network="open"), 0)
+    cell.sandboxes = AgentSandboxes(Loaded(failures, error), SandboxSpec(network="open"), 0)
     if not is_patient:
         monkeypatch.setattr(agent_sandboxes, "START_PATIENCE_S", 0.0)
+        if isinstance(error, RecipeError):
+            cell.run()
+            assert NO_PROCESS in cell.ledger.dropped[TicketRef(0, 0)]
+            return
         with pytest.raises(BaseExceptionGroup) as caught:
             cell.run()
         assert caught.value.subgroup(ClusterError)
@@ -302,7 +322,7 @@ def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
     assert not cell.ledger.dropped
     interrupted = cell.events("episode_interrupted")
     assert interrupted
-    assert {one["reason"] for one in interrupted} == {"a sandbox did not start: no processes left"}
+    assert all(NO_PROCESS in one["reason"] for one in interrupted)
 
 
 UNLUCKY = Fails(lambda task, _: task == 0)

@@ -235,7 +235,7 @@ def test_a_judged_answer_leaves_no_descriptor_open(
 
 
 @pytest.fixture
-def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
+def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
     """Have bubblewrap fail for each program of that name, as it does on a full node."""
     found = find_bubblewrap()
     assert found is not None
@@ -243,10 +243,9 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
 
-        def fail(program: str) -> None:
-            script = (
-                f'case "$*" in *{program}*) echo bwrap: no >&2; exit 1;; esac\nexec {real} "$@"'
-            )
+        def fail(program: str, said: str = "no") -> None:
+            ending = f"echo bwrap: {said} >&2; exit 1"
+            script = f'case "$*" in *{program}*) {ending};; esac\nexec {real} "$@"'
             path = write_program(Path(name, "bwrap"), script)
             monkeypatch.setattr(process, "find_bubblewrap", lambda: path)
 
@@ -257,7 +256,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], Non
     ("program", "kind"), [("answer_main.py", ClusterError), ("judge_main.py", RecipeError)]
 )
 def test_an_answer_whose_sandbox_does_not_start_is_not_judged(
-    program: str, kind: type[Exception], failing_for: Callable[[str], None]
+    program: str, kind: type[Exception], failing_for: Callable[..., None]
 ) -> None:
     failing_for(program)
     before = count_open_descriptors()
@@ -304,3 +303,14 @@ def test_many_objects_of_an_answer_are_numbered_in_no_time() -> None:
     assert passes_tests(
         nodes, f"assert len({{id(one) for one in build()}}) == {MAX_ITEMS}", ProgramLimits()
     )
+
+
+def test_a_node_without_processes_is_not_taken_for_one_that_cannot_isolate(
+    failing_for: Callable[..., None],
+) -> None:
+    failing_for("launcher.py", "Creating new namespace failed: Resource temporarily unavailable")
+    with pytest.raises(ClusterError, match="temporarily"):
+        run_program("", isolation="bwrap")
+    failing_for("launcher.py", "Creating new namespace failed: Operation not permitted")
+    with pytest.raises(RecipeError, match="cannot be isolated"):
+        run_program("", isolation="bwrap")
