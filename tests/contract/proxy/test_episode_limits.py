@@ -84,7 +84,7 @@ def test_calls_at_once_are_cut_as_if_one_came_after_the_other(stage: Stage, stre
 def test_calls_whose_replies_fit_together_do_not_wait(stage: Stage) -> None:
     _, key = stage.open_session(limits=SessionLimits(max_tokens=20))
     gate = threading.Event()
-    stage.sglang.script = lambda request: Script("a", output_ids=[5] * 5, gate=gate)
+    stage.sglang.script = lambda request: Script("a", "length", output_ids=[5] * 5, gate=gate)
 
     def ask(choices: int) -> int:
         return stage.chat(key, QUESTION, n=choices, max_tokens=6).status_code

@@ -60,14 +60,13 @@ def test_an_export_whose_reply_was_lost_is_made_again_even_by_another_proxy(stag
 
 
 def test_exported_sessions_are_forgotten_when_enough_others_are_exported(stage: Stage) -> None:
-    exported, key = [], ""
-    for _ in range(MAX_EXPORTED_SESSIONS + 1):
-        session_id, key = stage.open_session()
+    sessions = [stage.open_session() for _ in range(MAX_EXPORTED_SESSIONS + 1)]
+    for session_id, key in sessions:
         stage.end_session(key)
         assert export(stage, session_id).status_code == 200
-        exported.append(session_id)
-    assert [export(stage, one).status_code for one in exported[:2]] == [404, 200]
-    assert stage.ask(key, "hi").status_code == 403
+    (oldest, its_key), (next_one, next_key) = sessions[:2]
+    assert [export(stage, one).status_code for one in (oldest, next_one)] == [404, 200]
+    assert [stage.ask(key, "hi").status_code for key in (its_key, next_key)] == [401, 403]
 
 
 def test_concat_exports_a_row_per_leaf(stage: Stage) -> None:
