@@ -22,6 +22,7 @@ from areal_hpc.jobs.node.topology import (
     get_task_log_dir,
     get_task_position,
 )
+from areal_hpc.jobs.processes.native_calls import list_native_calls
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
@@ -93,7 +94,8 @@ def run_rank(
         record_clock_sample(*measure_clock_lag_and_spread_s())
         finished = train(job, paths, device, stop)
     stop_watching_ranks()
-    destroy_process_groups()
+    if not list_native_calls():  # an update group that was given up: torch would wait for it
+        destroy_process_groups()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)
 

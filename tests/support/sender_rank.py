@@ -5,7 +5,6 @@ parameters pass from rank 0 to both one by one, as a trainer's do when they are 
 """
 
 import json
-import os
 import sys
 from collections.abc import Iterator, Mapping
 from datetime import timedelta
@@ -18,6 +17,10 @@ import torch.distributed as dist
 from msgspec import Struct
 from safetensors.torch import load_file
 
+from areal_hpc.jobs.processes.native_calls import (
+    exit_at_once_beside_native_calls,
+    list_native_calls,
+)
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
@@ -75,7 +78,8 @@ def main() -> None:
             ok = [key.cell_and_index for key in report.ok]
             print(json.dumps({"ok": ok, "failed": failed, "shares": shares}), flush=True)
     (publisher or senders).close()
-    dist.destroy_process_group()
+    if not list_native_calls():
+        dist.destroy_process_group()
 
 
 def _read_order(
@@ -91,7 +95,5 @@ def _read_order(
 
 
 if __name__ == "__main__":
-    main()
-    sys.stdout.flush()
-    # A thread may still join a group that was given up; the interpreter's end would abort in it.
-    os._exit(0)
+    with exit_at_once_beside_native_calls():
+        main()

@@ -19,6 +19,7 @@ from pydantic import ValidationError
 from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
 from areal_hpc.jobs.environment import PROMETHEUS_VARIABLE, raise_open_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
+from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
 from areal_hpc.rundir.telemetry.spans import enter_state, log_spans_of_process
@@ -50,7 +51,11 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     set_up_logging()
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
-    with _log_spans(config, config_path), _serve_metrics(config, config_path):
+    with (
+        exit_at_once_beside_native_calls(),
+        _log_spans(config, config_path),
+        _serve_metrics(config, config_path),
+    ):
         enter_state("start")
         _call_entry(entry, config_path, config, log)
 

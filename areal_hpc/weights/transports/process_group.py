@@ -14,7 +14,6 @@ torch must not watch these groups: see `WEIGHT_UPDATE_GROUP_VARIABLES`.
 import logging
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
@@ -27,6 +26,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.environment import WEIGHT_UPDATE_GROUP_VARIABLES
+from areal_hpc.jobs.processes.native_calls import start_native_call
 from areal_hpc.weights.transports.completion import (
     CompletionPoller,
     raise_if_work_failed,
@@ -37,6 +37,7 @@ ResultT = TypeVar("ResultT")
 
 logger = logging.getLogger(__name__)
 
+THREAD_NAME = "update-group"
 _REFUSAL_POLL_S = 0.02
 """Period of the question to members whether they refuse."""
 _POLLER = CompletionPoller()
@@ -92,7 +93,7 @@ class UpdateProcessGroup:
         if self.backend == "gloo":
             # Its constructor waits for the members in C++, where no exit of the process finds it.
             self._wait_until(self._are_members_there, refused, trouble, give_up_at)
-        forming = _start_daemon_thread(self._construct_group)
+        forming = start_native_call(self._construct_group, THREAD_NAME)
         self._await_future(forming, refused, trouble, give_up_at)
         try:
             self._group = forming.result()
@@ -137,7 +138,7 @@ class UpdateProcessGroup:
             ]
 
         try:
-            begun = _start_daemon_thread(begin)
+            begun = start_native_call(begin, THREAD_NAME)
             self._await_future(begun, refused, trouble, give_up_at)
             works = begun.result()
             over = self._follow(works)
@@ -204,22 +205,4 @@ class UpdateProcessGroup:
                 logger.info("group %s could not be aborted: %s", self.name, error)
             dist.destroy_process_group(group)
 
-        _start_daemon_thread(destroy)
-
-
-def _start_daemon_thread(work: Callable[[], ResultT]) -> Future[ResultT]:
-    """Run `work` in a thread that never keeps the process from exiting."""
-    future: Future[ResultT] = Future()
-
-    def run() -> None:
-        try:
-            result = work()
-        except BaseException as error:  # boundary: carried to the thread that waits, if it does
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
-        else:
-            if future.set_running_or_notify_cancel():
-                future.set_result(result)
-
-    threading.Thread(target=run, name="update-group", daemon=True).start()
-    return future
+        start_native_call(destroy, THREAD_NAME)

@@ -1,0 +1,74 @@
+"""Native calls that may outlast their process: threads for them, and an end beside them.
+
+Nothing ends a thread that is in a call of native code. If the call returns while the interpreter
+ends, CPython (before 3.14) ends the thread, by unwinding its frames, as it asks for the
+interpreter's lock. C++ forbids that in a destructor, which is where torch's bindings ask for it,
+and the process aborts: "terminate called without an active exception", SIGABRT in place of its
+exit code.
+"""
+
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from typing import TypeVar
+
+ResultT = TypeVar("ResultT")
+
+log = logging.getLogger(__name__)
+
+
+class _NativeCallThread(threading.Thread):
+    """Thread that never keeps the process from exiting."""
+
+
+def start_native_call(work: Callable[[], ResultT], name: str) -> Future[ResultT]:
+    """Run `work` in a daemon thread of its own; its result, if it comes to that."""
+    future: Future[ResultT] = Future()
+
+    def run() -> None:
+        try:
+            result = work()
+        except BaseException as error:  # boundary: carried to the thread that waits, if it does
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+        else:
+            if future.set_running_or_notify_cancel():
+                future.set_result(result)
+
+    _NativeCallThread(target=run, name=name, daemon=True).start()
+    return future
+
+
+@contextmanager
+def exit_at_once_beside_native_calls() -> Iterator[None]:
+    """End the process where the block ends, if native calls are under way; else do nothing.
+
+    What the interpreter's end would run is left out then, but for the flushing of logs.
+    """
+    code: object = 0
+    try:
+        yield
+    except SystemExit as end:
+        if not list_native_calls():
+            raise
+        code = end.code
+    except BaseException:  # boundary: told as the interpreter would, which does not come to it
+        if not list_native_calls():
+            raise
+        sys.excepthook(*sys.exc_info())
+        code = 1
+    if names := list_native_calls():
+        log.info("the process ends beside native calls that have not returned: %s", names)
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else bool(code))
+
+
+def list_native_calls() -> list[str]:
+    """Names of those under way."""
+    return [one.name for one in threading.enumerate() if isinstance(one, _NativeCallThread)]
