@@ -168,7 +168,7 @@ def test_a_stop_saves_what_was_trained_unless_that_is_given_up(
     metrics, stop = MetricsWriter(tmp_path / "metrics.jsonl", None, 0), StopRequest()
     record = StepRecord(metrics, WeightVersion(1, 0), {})
     coordinator = Coordinator(
-        Schedule(1, 1000, 0), record, EmptySource(), stop, must_end_unsaved=lambda: is_given_up
+        Schedule(1, 1000, None), record, EmptySource(), stop, must_end_unsaved=lambda: is_given_up
     )
     coordinator.on_trained(WeightVersion(1, 1), {})
     stop.request()
