@@ -1,6 +1,5 @@
 """Jobs that are gone for good, and are brought back by those that live."""
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,8 +10,6 @@ from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 
 CELLS = ("cell-0", "cell-1")
-NOBODY = 65534
-"""User id of the owner of a run whose jobs root submits, and cancels."""
 SAFE, AT_RISK = "--partition=priority", "--partition=scavenger"
 
 
@@ -105,21 +102,6 @@ def test_what_a_person_cancelled_stays_away_and_the_third_return_is_held(
     assert submitted_again(luckless)[-1]["is_held"] is True
     assert submitted_again(unwanted) == []
     assert unwanted.newest_id() == unwanted.job_id
-
-
-def test_what_an_administrator_cancelled_of_another_users_run_is_submitted_again(
-    cluster: Devcluster, tmp_path: Path
-) -> None:
-    trainer, cell, _ = make_jobs(cluster, tmp_path / "run")
-    for job in (trainer, cell):
-        job.submit("steady", SAFE)
-    os.chown(job.root, NOBODY, NOBODY)
-    for job in (trainer, cell):
-        job.awaits_words(1)
-    cluster.slurm("scancel", cell.job_id)
-    await_successor(cell)
-    assert str(submitted_again(cell)[0]["reason"]).startswith("cell-0 was cancelled")
-    cluster.slurm("scancel", trainer.job_id, cell.job_id)
 
 
 def test_a_full_disk_keeps_no_job_from_another_start(cluster: Devcluster, tmp_path: Path) -> None:
