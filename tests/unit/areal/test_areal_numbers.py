@@ -1,0 +1,209 @@
+"""With the keys that a migration writes, advantages, weights and losses are AReaL's numbers.
+
+AReaL's formulas are written out here row by row, as its actor computes them; configurations go
+through the translation.
+"""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.areal.config.translation import translate_to_recipe
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.trainer.objective.advantages import compute_advantages
+from areal_hpc.trainer.objective.gae import estimate_advantages
+from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
+from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
+from areal_hpc.trainer.objective.reply_credit import BatchCredit, ReplyReward
+from tests.support.loss_reference import Tokens, make_tokens
+
+AREAL_EPS = 1e-5
+"""AReaL adds it to a deviation; here none is added."""
+N_SAMPLES = 4
+SEEDS = range(8)
+
+
+def translate_objective(actor: dict[str, Any], **sections: Any) -> ObjectiveConfig:
+    tree = {"actor": actor, "gconfig": {"n_samples": N_SAMPLES}, **sections}
+    translation = translate_to_recipe(tree)
+    assert not [one.key for one in translation.untranslated if one.key.startswith("actor")]
+    return ObjectiveConfig.model_validate(translation.recipe["trainer"]["objective"])
+
+
+# Norms of rewards --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", ["group", "batch"])
+@pytest.mark.parametrize("is_unbiased", [False, True])
+def test_a_norm_divides_by_the_deviation_that_it_names(level: str, is_unbiased: bool) -> None:
+    norm = {"mean_level": level, "std_level": level, "std_unbiased": is_unbiased}
+    objective = translate_objective({"reward_norm": {**norm, "group_size": N_SAMPLES}})
+    assert objective.std_ddof == int(is_unbiased)
+    groups_K = np.repeat([0, 1, 2], N_SAMPLES)
+    for seed in SEEDS:
+        rewards_K = np.random.default_rng(seed).normal(size=len(groups_K))
+        expected = np.empty_like(rewards_K)
+        for group in (0, 1, 2):
+            own = groups_K == group
+            x = rewards_K[own] if level == "group" else rewards_K
+            spread = x.std(ddof=1 if is_unbiased else 0)
+            expected[own] = (rewards_K[own] - x.mean()) / (spread + AREAL_EPS)
+        credit = BatchCredit(
+            rewards_K, groups_K, np.tile(np.arange(N_SAMPLES), 3), np.ones(len(groups_K)), []
+        )
+        found = compute_advantages(credit, objective)
+        np.testing.assert_allclose(found, expected, rtol=1e-4)
+
+
+def test_leaving_its_own_out_is_the_mean_of_the_others() -> None:
+    norm = {"mean_level": "group", "std_level": None, "mean_leave1out": True}
+    objective = translate_objective({"reward_norm": {**norm, "group_size": N_SAMPLES}})
+    rewards_K = np.array([1.0, 0.0, 0.5, 3.0])
+    credit = BatchCredit(rewards_K, np.zeros(4, int), np.arange(4), np.ones(4), [])
+    expected = [x - (rewards_K.sum() - x) / 3 for x in rewards_K]
+    np.testing.assert_allclose(compute_advantages(credit, objective), expected, rtol=1e-12)
+
+
+# Losses ------------------------------------------------------------------------------------------
+
+
+def judge_row(log_ratio: torch.Tensor, rejection: dict[str, Any]) -> tuple[torch.Tensor, Any]:
+    """AReaL's metric of each token or of the row, and the behavior weight of each token."""
+    metric = {
+        "ratio": log_ratio, "kl_k1": log_ratio, "kl_k2": log_ratio**2 / 2,
+    }[rejection["metric"]]  # fmt: skip
+    weight = log_ratio.exp()
+    if rejection["level"] == "sequence":
+        aggregates = {"mean": metric.mean(), "sum": metric.sum(), "max": metric.max()}
+        metric = aggregates[rejection.get("agg", "mean")].expand_as(log_ratio)
+        if rejection["metric"] == "ratio":
+            weight = log_ratio.mean().exp().expand_as(log_ratio)
+    return (metric.exp() if rejection["metric"] == "ratio" else metric), weight
+
+
+def compute_areal_loss(
+    tokens: Tokens, actor: dict[str, Any]
+) -> tuple[float, np.ndarray[Any, Any], int]:
+    """AReaL's actor loss: its value, gradient, and how many tokens are rejected or clamped."""
+    logprobs = torch.tensor(tokens.logprobs, requires_grad=True)
+    rejection, changed = actor.get("rejection_sampling"), 0
+    low, high = 1 - actor["eps_clip"], 1 + actor.get("eps_clip_higher", actor["eps_clip"])
+    total = logprobs.new_zeros(())
+    for row in sorted(set(tokens.rows.tolist())):
+        own = torch.from_numpy(np.flatnonzero(tokens.rows == row))
+        proximal, behavior, advantages = (
+            torch.tensor(values)[own]
+            for values in (tokens.proximal, tokens.behavior, tokens.advantages)
+        )
+        log_ratio = logprobs[own] - proximal
+        if actor.get("importance_sampling_level") == "sequence":
+            log_ratio = log_ratio.mean().expand_as(log_ratio)
+            advantages = advantages.mean().expand_as(advantages)
+        ratio = log_ratio.exp()
+        loss = torch.max(-advantages * ratio, -advantages * ratio.clamp(low, high))
+        if "c_clip" in actor:
+            loss = torch.min(loss, advantages.sign() * actor["c_clip"] * advantages)
+        if rejection is not None:
+            metric, weight = judge_row(proximal - behavior, rejection)
+            lower = rejection.get("lower")
+            outside = metric > rejection["upper"]
+            if lower is not None:
+                outside = outside | (metric < lower)
+            if rejection["action"] == "mask":
+                weight = torch.where(outside, 0.0, weight)
+            else:
+                held = weight.clamp(0.0 if lower is None else lower, rejection["upper"])
+                weight = torch.where(outside, held, weight)
+            changed += int(outside.sum())
+            loss = loss * weight
+        total = total + loss.sum()
+    total = total / len(tokens.rows)
+    total.backward()
+    assert logprobs.grad is not None
+    return total.item(), logprobs.grad.numpy(), changed
+
+
+REJECTIONS: list[dict[str, Any]] = [
+    {"action": action, "level": level, "metric": metric, "upper": upper, **more}
+    for action, level, metric, upper, more in (
+        ("mask", "token", "ratio", 2.0, {"lower": 0.5}),
+        ("clamp", "token", "ratio", 1.5, {}),
+        ("mask", "token", "kl_k1", 0.4, {"lower": -0.4}),
+        ("mask", "token", "kl_k2", 0.1, {}),
+        ("mask", "sequence", "ratio", 1.1, {"lower": 0.9}),
+        ("mask", "sequence", "ratio", 2.0, {"agg": "max"}),
+        ("clamp", "sequence", "ratio", 1.2, {"agg": "sum", "lower": 0.5}),
+        ("mask", "sequence", "kl_k1", 0.8, {"agg": "sum"}),
+        ("mask", "sequence", "kl_k1", 0.7, {"agg": "max"}),
+        ("mask", "sequence", "kl_k2", 0.8, {"agg": "sum"}),
+        ("mask", "sequence", "kl_k2", 0.5, {"agg": "max"}),
+    )
+]
+RATIOS: list[dict[str, Any]] = [
+    {"eps_clip": 0.2, "eps_clip_higher": 0.28},
+    {"eps_clip": 0.2, "c_clip": 1.3},
+    {"eps_clip": 0.1, "importance_sampling_level": "sequence"},
+]
+
+
+LOSSES = [
+    pytest.param(ratios, rejection, id="-".join(map(str, [*ratios.values(), *rejection.values()])))
+    for ratios in RATIOS
+    for rejection in REJECTIONS
+    # AReaL's ratio of a row is that of the tokens that are left; here of all, as in the paper.
+    if "importance_sampling_level" not in ratios
+    or (rejection["action"], rejection["level"]) != ("mask", "token")
+]
+
+
+@pytest.mark.parametrize(("ratios", "rejection"), LOSSES)
+def test_the_loss_and_its_gradient_are_areals(
+    ratios: dict[str, Any], rejection: dict[str, Any]
+) -> None:
+    actor = {**ratios, "use_decoupled_loss": True, "rejection_sampling": rejection}
+    objective = translate_objective({**actor, "ppo_n_minibatches": 4})
+    acted = 0
+    for seed in SEEDS:
+        tokens = make_tokens(seed)
+        expected, slopes, changed = compute_areal_loss(tokens, actor)
+        logprobs = torch.tensor(tokens.logprobs, requires_grad=True)
+        proximal, behavior, advantages = (
+            torch.tensor(values) for values in (tokens.proximal, tokens.behavior, tokens.advantages)
+        )
+        rows = TokenRowMap(torch.tensor(tokens.rows), int(tokens.rows.max()) + 1)
+        total, sums, _ = compute_policy_loss(
+            logprobs, proximal, behavior, advantages, rows, objective
+        )
+        (total / len(tokens.rows)).backward()
+        assert logprobs.grad is not None
+        assert total.item() / len(tokens.rows) == pytest.approx(expected, rel=1e-12, abs=1e-14)
+        np.testing.assert_allclose(logprobs.grad.numpy(), slopes, rtol=1e-10, atol=1e-14)
+        assert int(sums["outside"]) == changed
+        acted += changed
+    assert 0 < acted < len(SEEDS) * 40
+
+
+# Turns -------------------------------------------------------------------------------------------
+
+
+def test_a_turn_is_a_step_of_gae() -> None:
+    """Each turn has the value before its first token; later turns count gae_lambda less."""
+    actor = {"path": "/m", "discount": 0.95, "gae_lambda": 0.8, "gae_timestep_unit": "turn"}
+    objective = translate_objective(actor, critic={"path": "/m"})
+    generator = np.random.default_rng(3)
+    lengths, rewards = (2, 3, 1), (0.5, 0.0, 2.0)
+    values = [generator.normal(size=length) for length in lengths]
+    replies = [
+        ReplyReward(0, 0, np.arange(length), reward, np.zeros(length), after, 1.0, True)
+        for length, reward, after in zip(lengths, rewards, ([1], [2], []), strict=True)
+    ]
+    found = estimate_advantages(replies, values, objective)
+    firsts = [*(own[0] for own in values), 0.0]
+    errors = [r + 0.95 * firsts[t + 1] - firsts[t] for t, r in enumerate(rewards)]
+    for turn, one in enumerate(found):
+        advantage = sum((0.95 * 0.8) ** (k - turn) * errors[k] for k in range(turn, 3))
+        np.testing.assert_allclose(one.advantages_t, np.full(lengths[turn], advantage), rtol=1e-12)
+        np.testing.assert_allclose(one.returns_t, one.advantages_t + firsts[turn], rtol=1e-12)
