@@ -1,7 +1,6 @@
 """The critic: what it says and learns, in every layout, over kills, and while it warms up."""
 
 import json
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,16 +11,13 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.annotations import read_annotations
-from areal_hpc.shards.checked_shards import CheckedShards
-from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from tests.support.critic_reference import sum_discounted_errors
-from tests.support.rank_server import RankServer, TaskExit
+from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
+from tests.support.replayed_run import STEPS, read_recorded_rows, train_copy, train_run
 
-STEPS = 5
 COMPARED = (
     "loss", "grad_norm", "advantage/abs_max", "critic/loss", "critic/grad_norm",
     "critic/mean_value", "critic/explained_variance", "critic/clip_fraction",
@@ -49,48 +45,16 @@ def scorer(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(
-    ranks: RankServer,
-    paths: RunPaths,
-    objective: dict[str, Any],
-    parallel: dict[str, int] | None = None,
-    minibatches: int = 2,
-    steps: int = STEPS,
-    more: dict[str, Any] | None = None,
-    **scenario: Any,
-) -> TaskExit:
-    parallel = parallel or {}
-    settings = {
-        "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
-        "objective": objective, **(more or {}),
-    }  # fmt: skip
-    return ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings, **scenario)
-
-
-def measure(
-    ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **settings: Any
-) -> list[dict[str, float]]:
-    paths = RunPaths(shutil.copytree(stale, folder))
-    outcome = train(ranks, paths, objective, **settings)
-    assert set(outcome.codes) == {0}, outcome.log
-    return read_lines(paths.metrics)
-
-
 def test_it_says_and_learns_what_transformers_does_in_float64(
     ranks: RankServer, stale: Path, scorer: Path, tmp_path: Path
 ) -> None:
     objective = {**VALUE, "critic": {**CRITIC, "model": str(scorer), "clip_value": None}}
-    (first,) = measure(ranks, stale, tmp_path / "run", objective, minibatches=1, steps=1)
-    paths, shards = (
-        RunPaths(stale),
-        CheckedShards(RunPaths(stale).shards_dir, RunPaths(stale).index_dir),
-    )
-    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
+    (first,) = train_copy(ranks, stale, tmp_path / "run", objective, minibatches=1, steps=1)
     body = transformers.AutoModel.from_pretrained(scorer, dtype=torch.float64)
     body.get_input_embeddings().padding_idx = None
     head = load_file(scorer / "model.safetensors")["score.weight"].double().requires_grad_()
     values, returns = [], []
-    for row in rows:
+    for row in read_recorded_rows(RunPaths(stale)):
         assert len(row.record.calls) <= 1 or not row.record.calls, "a row is an episode here"
         ids = torch.from_numpy(row.input_ids_T).long()
         states = body(ids[None]).last_hidden_state[0]
@@ -114,7 +78,7 @@ def test_it_says_and_learns_what_transformers_does_in_float64(
 def test_without_a_head_in_its_directory_it_begins_at_zero_and_learns(
     ranks: RankServer, stale: Path, tmp_path: Path
 ) -> None:
-    lines = measure(ranks, stale, tmp_path / "run", VALUE)
+    lines = train_copy(ranks, stale, tmp_path / "run", VALUE)
     assert lines[0]["critic/mean_value"] == 0.0
     assert all(line["critic/mean_value"] != 0.0 for line in lines[1:])
     assert all(line["critic/lr"] == pytest.approx(10 * line["lr"]) for line in lines)
@@ -126,11 +90,11 @@ def test_layouts_agree(
     ranks: RankServer, stale: Path, scorer: Path, tmp_path: Path, unit: str
 ) -> None:
     objective = {**VALUE, "gae_unit": unit, "critic": {**CRITIC, "model": str(scorer)}}
-    expected = measure(ranks, stale, tmp_path / "1", objective, steps=2)
+    expected = train_copy(ranks, stale, tmp_path / "1", objective, steps=2)
     layouts = ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})
     for number, parallel in enumerate(layouts if unit == "token" else layouts[:1]):
         folder = tmp_path / f"2-{number}"
-        found = measure(ranks, stale, folder, objective, parallel=parallel, steps=2)
+        found = train_copy(ranks, stale, folder, objective, parallel=parallel, steps=2)
         for line, other in zip(found, expected, strict=True):
             for metric in COMPARED:
                 same = pytest.approx(other[metric], rel=5e-5, abs=2e-6)
@@ -155,11 +119,11 @@ def test_a_killed_run_ends_with_the_same_bits(
     more: dict[str, Any],
 ) -> None:
     alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
-    expected = train(ranks, alone, VALUE, parallel, more=more)
+    expected = train_run(ranks, alone, VALUE, parallel, more=more)
     assert set(expected.codes) == {0}, expected.log
     fault = "train.before_step@5=kill"
-    assert -9 in train(ranks, killed, VALUE, parallel, more=more, faults=fault).codes
-    resumed = train(ranks, killed, VALUE, parallel, more=more)
+    assert -9 in train_run(ranks, killed, VALUE, parallel, more=more, faults=fault).codes
+    resumed = train_run(ranks, killed, VALUE, parallel, more=more)
     assert set(resumed.codes) == {0}, resumed.log
     assert resumed.reports[0]["began_at"] in (2, 4)
     for one, other in zip(resumed.reports, expected.reports, strict=True):
@@ -171,10 +135,10 @@ def test_a_killed_run_ends_with_the_same_bits(
 def test_a_run_goes_on_in_another_layout(
     ranks: RankServer, stale: Path, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
-    expected = measure(ranks, stale, tmp_path / "alone", VALUE)
+    expected = train_copy(ranks, stale, tmp_path / "alone", VALUE)
     paths = RunPaths(shutil.copytree(stale, tmp_path / "moved"))
-    assert train(ranks, paths, VALUE, faults="train.before_step@5=kill").codes == [-9]
-    moved = train(ranks, paths, VALUE, parallel)
+    assert train_run(ranks, paths, VALUE, faults="train.before_step@5=kill").codes == [-9]
+    moved = train_run(ranks, paths, VALUE, parallel)
     assert set(moved.codes) == {0}, moved.log
     for metric in COMPARED:
         found, other = read_lines(paths.metrics)[-1][metric], expected[-1][metric]
@@ -188,7 +152,7 @@ def test_while_it_warms_up_the_policy_stays_as_it_is(
     reports = {}
     for steps in (1, 2, 3):
         paths = RunPaths(shutil.copytree(stale, tmp_path / str(steps)))
-        outcome = train(ranks, paths, objective, steps=steps)
+        outcome = train_run(ranks, paths, objective, steps=steps)
         assert outcome.codes == [0], outcome.log
         reports[steps] = outcome.reports[0]["digests"]
     lines = read_lines(RunPaths(tmp_path / "3").metrics)
@@ -213,7 +177,7 @@ def test_a_checkpoint_without_a_critic_is_gone_on_from(
     paths = RunPaths(shutil.copytree(stale, tmp_path / "run"))
     warmed_up = {**VALUE, "critic": {**CRITIC, "warmup_steps": 1}}
     for steps, objective in ((2, {}), (4, warmed_up), (5, {})):
-        outcome = train(ranks, paths, objective, steps=steps)
+        outcome = train_run(ranks, paths, objective, steps=steps)
         assert outcome.codes == [0], outcome.log
     lines = read_lines(paths.metrics)
     assert [line["grad_norm"] > 0 for line in lines] == [True, True, False, True, True]

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from safetensors.torch import save_file
 
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.rundir.jsonl import read_lines
@@ -17,7 +16,7 @@ from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, Ticke
 from areal_hpc.wire.proxy import ExportSettings
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
-from tests.support.reference_models import by_checkpoint_name, hf_model
+from tests.support.replayed_run import copy_for_mixture, train_copy
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 STEPS = 3
@@ -49,15 +48,8 @@ def train(
     max_tokens: int = 64,
     **parallel: int,
 ) -> list[dict[str, float]]:
-    paths = RunPaths(shutil.copytree(stale, folder))
-    settings = {
-        "total_steps": STEPS, "minibatches": 2, "parallel": parallel, "objective": objective,
-        "max_tokens_per_microbatch": max_tokens,
-    }  # fmt: skip
-    size = math.prod(count for name, count in parallel.items() if name != "ep")
-    outcome = ranks.run(paths, "replay", size, trainer=settings)
-    assert outcome.codes == [0] * size, outcome.log
-    return read_lines(paths.metrics)
+    more = {"max_tokens_per_microbatch": max_tokens}
+    return train_copy(ranks, stale, folder, objective, parallel=parallel, steps=STEPS, more=more)
 
 
 def test_rows_are_judged_whole_in_layouts(ranks: RankServer, stale: Path, tmp_path: Path) -> None:
@@ -128,15 +120,7 @@ def test_sequence_losses_do_not_depend_on_split_or_layout(
 
 @pytest.fixture(scope="module")
 def mixture(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same batches for a mixture of experts."""
-    root = shutil.copytree(stale, tmp_path_factory.mktemp("mixture") / "run")
-    model, folder = hf_model("qwen3_moe"), RunPaths(root).tiny_model_dir
-    model.config.save_pretrained(folder)
-    weights = by_checkpoint_name(model.state_dict())
-    save_file(
-        {name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors"
-    )
-    return root
+    return copy_for_mixture(stale, tmp_path_factory.mktemp("mixture") / "run")
 
 
 AGGREGATIONS: tuple[dict[str, Any], ...] = (

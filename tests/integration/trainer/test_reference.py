@@ -1,6 +1,5 @@
 """Frozen models, a reference and a teacher: what they score, in every layout, and over kills."""
 
-import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,11 @@ import transformers
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.checked_shards import CheckedShards
-from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
-from tests.support.rank_server import RankServer, TaskExit
+from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, VOCAB, record_run
+from tests.support.replayed_run import STEPS, read_recorded_rows, train_copy, train_run
 
-STEPS = 5
 COMPARED = ("loss", "grad_norm", "kl/reference", "kl/teacher", "advantage/abs_max")
 IN_REWARD: dict[str, Any] = {
     "kl": {"coef": 0.2},
@@ -46,32 +42,6 @@ def other_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def train(
-    ranks: RankServer,
-    paths: RunPaths,
-    objective: dict[str, Any],
-    parallel: dict[str, int] | None = None,
-    minibatches: int = 2,
-    steps: int = STEPS,
-    **scenario: Any,
-) -> TaskExit:
-    parallel = parallel or {}
-    settings = {
-        "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
-        "objective": objective,
-    }  # fmt: skip
-    return ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings, **scenario)
-
-
-def measure(
-    ranks: RankServer, stale: Path, folder: Path, objective: dict[str, Any], **settings: Any
-) -> list[dict[str, float]]:
-    paths = RunPaths(shutil.copytree(stale, folder))
-    outcome = train(ranks, paths, objective, **settings)
-    assert set(outcome.codes) == {0}, outcome.log
-    return read_lines(paths.metrics)
-
-
 def score_with_transformers(model_dir: Path, ids_T: np.ndarray[Any, Any]) -> torch.Tensor:
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
     ids = torch.from_numpy(ids_T).long()
@@ -83,11 +53,9 @@ def test_the_divergence_is_that_of_transformers(
     ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path
 ) -> None:
     objective = {"kl": {"coef": 0.2, "reference": str(other_model)}}
-    (first, *_) = measure(ranks, stale, tmp_path / "run", objective, minibatches=1)
+    (first, *_) = train_copy(ranks, stale, tmp_path / "run", objective, minibatches=1)
     paths, gaps = RunPaths(stale), []
-    shards = CheckedShards(paths.shards_dir, paths.index_dir)
-    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
-    for row in rows:
+    for row in read_recorded_rows(paths):
         own, other = (
             score_with_transformers(folder, row.input_ids_T)
             for folder in (paths.tiny_model_dir, other_model)
@@ -101,8 +69,6 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
 ) -> None:
     """Rewards are all equal: nothing else is learned from."""
     paths = record_run(tmp_path / "equal", 1, rewards={1: [1.0] * SAMPLES})
-    shards = CheckedShards(paths.shards_dir, paths.index_dir)
-    rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
     own, teacher = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         for folder in (paths.tiny_model_dir, other_model)
@@ -110,7 +76,7 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
     # transformers gives the embedding of a padding token no gradient; here it is like others.
     own.get_input_embeddings().padding_idx = None
     gaps, terms = [], []
-    for row in rows:
+    for row in read_recorded_rows(paths):
         ids, mask = torch.from_numpy(row.input_ids_T).long(), row.loss_mask_T[1:] != 0
         mine, other = (
             torch.log_softmax(model(ids[None]).logits[0, :-1], -1).gather(-1, ids[1:, None])[:, 0]
@@ -122,8 +88,7 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
     torch.cat(terms).mean().backward()
     squares = [(one.grad**2).sum() for one in own.parameters() if one.grad is not None]
     objective = {"teacher": {"coef": 0.5, "path": str(other_model)}, **PLAIN}
-    settings = {"total_steps": 1, "objective": objective}
-    outcome = ranks.run(paths, "replay", 1, trainer=settings)
+    outcome = train_run(ranks, paths, objective, steps=1, minibatches=1)
     assert outcome.codes == [0], outcome.log
     (line,) = read_lines(paths.metrics)
     assert line["kl/teacher"] == pytest.approx(-torch.cat(gaps).mean().item(), rel=1e-4)
@@ -133,9 +98,9 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
 def test_at_first_the_policy_is_its_own_reference(
     ranks: RankServer, stale: Path, tmp_path: Path
 ) -> None:
-    plain = measure(ranks, stale, tmp_path / "plain", {**IN_REWARD, "kl": {}}, minibatches=1)
+    plain = train_copy(ranks, stale, tmp_path / "plain", {**IN_REWARD, "kl": {}}, minibatches=1)
     for name, objective in (("reward", IN_REWARD), ("loss", IN_LOSS)):
-        lines = measure(ranks, stale, tmp_path / name, objective, minibatches=1)
+        lines = train_copy(ranks, stale, tmp_path / name, objective, minibatches=1)
         assert lines[0]["kl/reference"] == 0.0
         assert all(line["kl/reference"] != 0.0 for line in lines[1:])
         assert "time/score_s" in lines[0]
@@ -158,10 +123,10 @@ def test_layouts_agree(
             "teacher": {"coef": 0.5, "path": path},
         },
     }[name]
-    expected = measure(ranks, stale, tmp_path / "1", objective, steps=2)
+    expected = train_copy(ranks, stale, tmp_path / "1", objective, steps=2)
     for number, parallel in enumerate(({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})):
         folder = tmp_path / f"2-{number}"
-        found = measure(ranks, stale, folder, objective, parallel=parallel, steps=2)
+        found = train_copy(ranks, stale, folder, objective, parallel=parallel, steps=2)
         for line, other in zip(found, expected, strict=True):
             for metric in {*COMPARED} & line.keys():
                 same = pytest.approx(other[metric], rel=2e-5, abs=1e-6)
@@ -189,10 +154,10 @@ def test_a_killed_run_ends_with_the_same_bits(
     fault: str,
 ) -> None:
     alone, killed = (RunPaths(shutil.copytree(stale, tmp_path / name)) for name in ("a", "k"))
-    expected = train(ranks, alone, objective, parallel)
+    expected = train_run(ranks, alone, objective, parallel)
     assert set(expected.codes) == {0}, expected.log
-    assert -9 in train(ranks, killed, objective, parallel, faults=f"{fault}=kill").codes
-    resumed = train(ranks, killed, objective, parallel)
+    assert -9 in train_run(ranks, killed, objective, parallel, faults=f"{fault}=kill").codes
+    resumed = train_run(ranks, killed, objective, parallel)
     assert set(resumed.codes) == {0}, resumed.log
     assert resumed.reports[0]["began_at"] in (2, 4)
     for one, other in zip(resumed.reports, expected.reports, strict=True):
@@ -204,13 +169,12 @@ def test_a_killed_run_ends_with_the_same_bits(
 def test_a_reference_that_follows_is_kept_as_long_as_a_checkpoint_needs_it(
     ranks: RankServer, stale: Path, tmp_path: Path
 ) -> None:
-    lines = measure(ranks, stale, tmp_path / "run", FOLLOWING)
+    lines = train_copy(ranks, stale, tmp_path / "run", FOLLOWING)
     paths = RunPaths(tmp_path / "run")
     assert lines[2]["kl/reference"] != 0
     kept = sorted(folder.name for folder in paths.references_dir.iterdir())
     assert kept == ["step_00000002", "step_00000004"]
     shutil.rmtree(paths.reference(4))
-    settings = {"total_steps": STEPS + 1, "minibatches": 2, "objective": FOLLOWING}
-    outcome = ranks.run(paths, "replay", 1, trainer=settings)
+    outcome = train_run(ranks, paths, FOLLOWING, steps=STEPS + 1)
     assert outcome.reports[0]["kind"] == "RecipeError"
     assert "the reference is the policy of step 4" in outcome.reports[0]["error"]

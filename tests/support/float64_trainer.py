@@ -1,0 +1,117 @@
+"""The trainer once more: transformers in float64, losses in numpy, AdamW written out."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+
+from areal_hpc.recipe.sections.trainer import AdamConfig, ObjectiveConfig
+from areal_hpc.wire.trajectory import TrajectoryRow
+from tests.support.loss_reference import Array, Tokens, aggregate, loss_and_gradient
+
+
+class Float64Trainer:
+    """A policy of one process that trains on batches whose episodes are rows."""
+
+    def __init__(
+        self,
+        model_dir: Path,
+        objective: ObjectiveConfig,
+        adam: AdamConfig,
+        *,
+        steps: int,
+        minibatches: int,
+    ) -> None:
+        self._model = transformers.AutoModelForCausalLM.from_pretrained(
+            model_dir, dtype=torch.float64
+        )
+        # transformers gives the embedding of a padding token no gradient; here it is like others.
+        self._model.get_input_embeddings().padding_idx = None
+        self._objective, self._adam = objective, adam
+        self._steps, self._minibatches = steps, minibatches
+        self._parameters = [*self._model.parameters()]
+        self._moments = [(torch.zeros_like(one), torch.zeros_like(one)) for one in self._parameters]
+        self._batches = self._updates = 0
+
+    def train_batch(self, rows: Sequence[TrajectoryRow]) -> tuple[float, float]:
+        """Train on a batch; its loss, and the largest gradient norm of its updates."""
+        with torch.no_grad():
+            proximal = torch.cat([self._score(row) for row in rows]).numpy()
+        masks = [row.loss_mask_T[1:] != 0 for row in rows]
+        row_of = np.repeat(np.arange(len(rows)), [np.count_nonzero(mask_T) for mask_T in masks])
+        behavior = np.concatenate(
+            [row.logprobs_T[1:][mask_T] for row, mask_T in zip(rows, masks, strict=True)]
+        ).astype(np.float64)
+        advantages = compute_advantages(rows, self._objective)[row_of]
+        whole = Tokens(proximal, proximal, behavior, advantages, row_of, row_of)
+        weights = aggregate(whole, self._objective)
+        loss, norms = 0.0, []
+        for hand in range(self._minibatches):
+            own = np.flatnonzero(row_of % self._minibatches == hand)
+            scored = torch.cat([self._score(row) for row in rows[hand :: self._minibatches]])
+            part = Tokens(
+                scored.detach().numpy(), proximal[own], behavior[own], advantages[own],
+                row_of[own], row_of[own],
+            )  # fmt: skip
+            found, slopes = loss_and_gradient(part, self._objective, weights[own])
+            loss += found
+            scored.backward(torch.from_numpy(slopes * self._minibatches))
+            norms.append(self._update())
+        self._batches += 1
+        return loss, max(norms)
+
+    def _score(self, row: TrajectoryRow) -> torch.Tensor:
+        """Log-probabilities of the trained tokens of a row."""
+        ids = torch.from_numpy(row.input_ids_T).long()
+        logprobs_TV = torch.log_softmax(self._model(ids[None]).logits[0, :-1], -1)
+        logprobs_T = logprobs_TV.gather(-1, ids[1:, None])[:, 0]
+        return logprobs_T[torch.from_numpy(row.loss_mask_T[1:] != 0)]
+
+    def _update(self) -> float:
+        """One step of AdamW with its gradient clipped; the norm before that."""
+        adam = self._adam
+        gradients = [one.grad for one in self._parameters]
+        norm = math.sqrt(sum(float((one**2).sum()) for one in gradients))
+        share = min(1.0, adam.clip_grad / (norm + 1e-6)) if adam.clip_grad else 1.0
+        self._updates += 1
+        rate, (low, high) = self._compute_rate(), adam.betas
+        with torch.no_grad():
+            for one, gradient, (first, second) in zip(
+                self._parameters, gradients, self._moments, strict=True
+            ):
+                if one.ndim > 1:  # neither norms nor biases
+                    one.mul_(1 - rate * adam.weight_decay)
+                first.lerp_(gradient * share, 1 - low)
+                second.lerp_((gradient * share) ** 2, 1 - high)
+                spread = (second / (1 - high**self._updates)).sqrt() + adam.eps
+                one.sub_(rate * first / (1 - low**self._updates) / spread)
+                one.grad = None
+        return norm
+
+    def _compute_rate(self) -> float:
+        """The learning rate of the batch: a warm-up, then a cosine down to nothing."""
+        assert self._adam.decay == "cosine"
+        warmup = self._adam.warmup_steps
+        if self._batches < warmup:
+            return self._adam.lr * (self._batches + 1) / warmup
+        share = (self._batches - warmup) / max(1, self._steps - 1 - warmup)
+        return self._adam.lr * (1 + math.cos(math.pi * share)) / 2
+
+
+def compute_advantages(rows: Sequence[TrajectoryRow], objective: ObjectiveConfig) -> Array:
+    """The advantage of each row, which is an episode."""
+    rewards = np.array([row.reward for row in rows])
+    groups = np.array([row.ticket_id for row in rows])
+    found = np.empty(len(rows))
+    for place, group in enumerate(groups):
+        own = rewards[groups == group]
+        baseline = {
+            "group_mean": own.mean(),
+            "leave_one_out": (own.sum() - rewards[place]) / (len(own) - 1),
+        }[objective.baseline]
+        spread = {"group": own.std(ddof=1), "none": 1.0}[objective.scale_rewards]
+        found[place] = (rewards[place] - baseline) / spread
+    return found

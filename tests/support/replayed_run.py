@@ -1,0 +1,87 @@
+"""Training on the batches of a recorded run: its steps, in any layout, and what is left of them."""
+
+import math
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.rundir.checkpoint_index import read_index
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
+from areal_hpc.trainer.checkpoints.flat_ranges import Box, split_into_matrices
+from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
+from areal_hpc.wire.trajectory import TrajectoryRow
+from tests.support.rank_server import RankServer, TaskExit
+from tests.support.reference_models import by_checkpoint_name, hf_model
+
+STEPS = 5
+"""As many as most tests here train."""
+
+
+def train_run(
+    ranks: RankServer,
+    paths: RunPaths,
+    objective: dict[str, Any],
+    parallel: dict[str, int] | None = None,
+    *,
+    steps: int = STEPS,
+    minibatches: int = 2,
+    more: dict[str, Any] | None = None,
+    **scenario: Any,
+) -> TaskExit:
+    """Train a run on its recorded batches, up to step `steps`."""
+    parallel = parallel or {}
+    settings = {
+        "total_steps": steps, "minibatches": minibatches, "parallel": parallel,
+        "objective": objective, **(more or {}),
+    }  # fmt: skip
+    size = math.prod(count for name, count in parallel.items() if name != "ep")
+    return ranks.run(paths, "replay", size, trainer=settings, **scenario)
+
+
+def train_copy(
+    ranks: RankServer, source: Path, folder: Path, objective: dict[str, Any], **settings: Any
+) -> list[dict[str, float]]:
+    """Train a copy of a recorded run; the lines of its metrics."""
+    paths = RunPaths(shutil.copytree(source, folder))
+    outcome = train_run(ranks, paths, objective, **settings)
+    assert set(outcome.codes) == {0}, outcome.log
+    return read_lines(paths.metrics)
+
+
+def copy_for_mixture(source: Path, root: Path) -> Path:
+    """The same batches for a mixture of experts."""
+    shutil.copytree(source, root)
+    model, folder = hf_model("qwen3_moe"), RunPaths(root).tiny_model_dir
+    model.config.save_pretrained(folder)
+    weights = by_checkpoint_name(model.state_dict())
+    save_file(
+        {name: one.contiguous() for name, one in weights.items()}, folder / "model.safetensors"
+    )
+    return root
+
+
+def read_recorded_rows(paths: RunPaths, step: int = 1) -> list[TrajectoryRow]:
+    """The rows of a recorded batch."""
+    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    return [row for rows in read_rows_by_ticket(read_manifest(paths, step), shards) for row in rows]
+
+
+def read_first_moments(paths: RunPaths) -> dict[str, torch.Tensor]:
+    """AdamW's first moments in the only checkpoint, whole: of one step, its gradient in part."""
+    (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
+    found = {}
+    with open_stored_tensors(checkpoint.path) as stored:
+        for name, tensor in read_index(checkpoint.path).tensors.items():
+            found[name] = torch.zeros(tensor.shape)
+            for box in split_into_matrices(Box((0,) * len(tensor.shape), tensor.shape)):
+                stored.read_block("exp_avg", name, box, found[name][box.slices])
+    return found
