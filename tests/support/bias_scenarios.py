@@ -2,6 +2,7 @@
 
 import statistics
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,14 +10,17 @@ import numpy as np
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from tests.support.bias_gradient import compute_expected_gradient, draw_gradients, measure_cosine
 from tests.support.bias_toy import (
     CONTEXTS,
+    MAX_TURNS,
     VOCAB,
     ToyEpisode,
     ToyTask,
     act_otherwise,
-    compute_expected_gradient,
-    draw_gradients,
+    compute_values,
+    disturb,
+    follow_teacher,
     keep_shortest,
     keep_those_that_succeed,
     keep_unequal,
@@ -24,15 +28,16 @@ from tests.support.bias_toy import (
     list_linear_episodes,
     make_policy,
     make_task,
-    measure_cosine,
-    record_greedy_turn,
-    softmax,
+    record_turns,
+    stay_near,
     take_best,
+    take_likely,
     train_failures,
 )
 
 SEEDS = (1, 2, 3, 4)
 DRAWS = 20_000
+TOP_P = 0.8
 EVERYWHERE = np.ones((CONTEXTS, VOCAB))
 LATER = EVERYWHERE.copy()
 LATER[1:4] = 0
@@ -49,9 +54,7 @@ def _fails_when_long(episode: ToyEpisode) -> float:
 
 def _stale(sigma: float) -> Callable[[int], ToyTask]:
     def make(seed: int) -> ToyTask:
-        policy = make_policy(seed)
-        noise = np.random.default_rng(seed + 3000).normal(0, sigma, policy.shape)
-        acting = softmax(np.log(policy) + noise)
+        acting = disturb(make_policy(seed), sigma, seed + 3000)
         return act_otherwise(_linear("graded")(seed), acting, EVERYWHERE, is_target=False)
 
     return make
@@ -60,7 +63,19 @@ def _stale(sigma: float) -> Callable[[int], ToyTask]:
 def _greedy(seed: int) -> ToyTask:
     acting = take_best(make_policy(seed), slice(1, 4))
     task = act_otherwise(_linear("graded")(seed), acting, LATER, is_target=True)
-    return record_greedy_turn(task, 1)
+    return record_turns(task, [1], is_greedy=True)
+
+
+def _nucleus(seed: int) -> ToyTask:
+    acting = take_likely(make_policy(seed), TOP_P, slice(1, 4))
+    task = act_otherwise(_linear("graded")(seed), acting, LATER, is_target=True)
+    return record_turns(task, [1], top_p=TOP_P)
+
+
+def _recorded_nucleus(seed: int) -> ToyTask:
+    policy = take_likely(make_policy(seed), TOP_P, slice(None))
+    task = make_task(list_linear_episodes(seed, "graded"), policy)
+    return record_turns(task, range(MAX_TURNS), top_p=TOP_P, is_recorded=True)
 
 
 def _retried(seed: int) -> ToyTask:
@@ -87,20 +102,25 @@ SCENARIOS: dict[str, Callable[[int], ToyTask]] = {
         _linear("binary")(seed), _fails_when_long
     ),
     "graded, the second turn is greedy": _greedy,
+    "graded, the second turn has a `top_p` of .8": _nucleus,
+    "graded, `top_p` .8 with `record_sampling_mask`": _recorded_nucleus,
     "graded, noise of .3 on all logits": _stale(0.3),
     "graded, noise of 1 on all logits": _stale(1.0),
 }
 
 EXACT: dict[str, Any] = {"surrogate": "none", "loss_agg": "seq_mean_token_sum"}
+MORE: dict[str, dict[str, Any]] = {
+    "dr_grpo": {"loss_scale_tokens": 3},
+    "opd": {"teacher": {"coef": 1.0, "path": "/teacher"}},
+}
+"""What presets leave to the recipe."""
+UNTAUGHT_PPO = "ppo, values of 0"
 OBJECTIVES: dict[str, ObjectiveConfig] = {
     **{
-        name: ObjectiveConfig.model_validate(
-            {**preset.objective, **({"loss_scale_tokens": 3} if name == "dr_grpo" else {})}
-        )
+        name: ObjectiveConfig.model_validate({**preset.objective, **MORE.get(name, {})})
         for name, preset in PRESETS.items()
-        # A teacher is after something else than the reward; a critic has first to learn it.
-        if name not in ("opd", "ppo")
     },
+    UNTAUGHT_PPO: ObjectiveConfig.model_validate(PRESETS["ppo"].objective),
     "group_mean, none, sums": ObjectiveConfig(scale_rewards="none", **EXACT),
     "rloo, credit=turn": ObjectiveConfig(
         credit="turn", baseline="leave_one_out", scale_rewards="none", **EXACT
@@ -113,14 +133,37 @@ OBJECTIVES: dict[str, ObjectiveConfig] = {
 with, where ratios are 1."""
 
 
-def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
-    """Cosine with the true gradient, and the ratio of norms, in groups of two."""
-    task = SCENARIOS[scenario](seed)
+def prepare(scenario: str, name: str, seed: int) -> ToyTask:
+    """The task of a scenario with what an objective has beside it.
+
+    A reference has noise of .3 on all logits, a teacher of 1. A critic has learned all that can be
+    learned, or nothing.
+    """
+    task, objective = SCENARIOS[scenario](seed), OBJECTIVES[name]
     if PRESETS.get(name) and PRESETS[name].others.get("rollout.filter_same_reward"):
         task = keep_unequal(task)
+    if objective.kl.coef:
+        return stay_near(task, disturb(task.policy, 0.3, seed + 5000), objective.kl.coef)
+    if objective.teacher.coef:
+        return follow_teacher(task, disturb(task.policy, 1.0, seed + 6000), objective.teacher.coef)
+    if objective.has_critic:
+        knows = 0.0 if name == UNTAUGHT_PPO else 1.0
+        return replace(task, critic=knows * compute_values(task, objective.credit))
+    return task
+
+
+def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
+    """Cosine with the true gradient, and the ratio of norms, in groups of two."""
+    task = prepare(scenario, name, seed)
     found = compute_expected_gradient(task, OBJECTIVES[name])
     ratio = float(np.linalg.norm(found) / np.linalg.norm(task.truth))
     return measure_cosine(found, task.truth), ratio
+
+
+def measure_three(kind: str, name: str, seed: int) -> float:
+    """Cosine in groups of three."""
+    task = replace(_linear(kind)(seed), begun=3)
+    return measure_cosine(compute_expected_gradient(task, OBJECTIVES[name]), task.truth)
 
 
 def measure_eight(kind: str, name: str, seed: int) -> tuple[float, float]:

@@ -1,33 +1,20 @@
-"""Exact bias of objectives: all groups of a tiny task, each with the gradient that it would give.
+"""Tiny tasks whose episodes can be counted, each with the gradient that would be right.
 
 The policy is a table: 13 contexts, 4 tokens each. Episodes have up to three replies of one token
-(token 3 ends them), or a reply with two branches. Rows, advantages, aggregation and loss are the
-product's own; only what they are averaged over is done here: every group that can be
-sampled, with its probability.
+(token 3 ends them), or a reply with two branches.
 """
 
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
-from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.training_rows import (
-    ADVANTAGE_CHANNEL,
-    SCALE_CHANNEL,
-    BatchScores,
-    build_rows,
-)
-from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
-from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
-from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.trajectory import TrajectoryRow
-from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
-from tests.support.sample_episodes import MadeUpTurn, build_batch
+from tests.support.sample_episodes import MadeUpTurn
 
 Array = npt.NDArray[np.float64]
 VOCAB, MAX_TURNS, END = 4, 3, 3
@@ -61,16 +48,37 @@ class ToyTask:
     """Probability of each episode of a group."""
     behavior: Array
     """The policy whose log-probabilities were recorded."""
-    truth: Array
-    """The gradient of what the run is after."""
+    target: Array
+    """Weight of each episode's reward in what the run is after."""
     keep: Callable[[Sequence[int]], Iterator[tuple[Sequence[int], float]]]
     """The groups that are trained of the episodes that were begun, with their shares."""
     begun: int
     """Episodes begun for a group."""
+    trained: Array = field(default_factory=lambda: np.ones((CONTEXTS, VOCAB)))
+    """1 at the parameters that can be learned, 0 where something else acts."""
     reference: Array | None = None
     """The policy that the trained one is kept near, context by token."""
+    teacher: Array | None = None
+    """The policy that it is drawn to, likewise."""
+    penalty: float = 0.0
+    """What the divergence from either costs."""
     critic: Array | None = None
     """What a critic says in each context."""
+
+    @cached_property
+    def truth(self) -> Array:
+        """The gradient, by the policy's logits, of what the run is after in the mean."""
+        near = self.teacher if self.reference is None else self.reference
+        costs = np.zeros_like(self.policy)
+        if near is not None:
+            gaps = compute_logprobs(self.policy) - compute_logprobs(near)
+            costs = self.penalty * gaps * self.trained
+        truth = np.zeros_like(self.policy)
+        for one, chance in zip(self.episodes, self.target, strict=True):
+            earned = one.reward - sum(costs[choice] for choice in one.choices)
+            for choice in one.choices:
+                truth += chance * earned * score(self.policy, choice)
+        return np.asarray(truth * self.trained)
 
 
 # Tasks -------------------------------------------------------------------------------------------
@@ -150,12 +158,13 @@ def make_task(
 ) -> ToyTask:
     """A task of groups of `n` episodes, each repeated until it succeeds.
 
-    The truth is the gradient of the mean reward, a failure earning 0.
+    The run is after the mean reward, a failure earning 0.
     """
     chances = count_chances(episodes, policy) * [success(one) for one in episodes]
-    truth = compute_truth(episodes, policy, chances)
     sampled = chances / chances.sum()
-    return ToyTask(episodes, policy, sampled, policy, truth, lambda group: iter([(group, 1.0)]), n)
+    return ToyTask(
+        episodes, policy, sampled, policy, chances, lambda group: iter([(group, 1.0)]), n
+    )
 
 
 def count_chances(episodes: Sequence[ToyEpisode], policy: Array) -> Array:
@@ -163,34 +172,39 @@ def count_chances(episodes: Sequence[ToyEpisode], policy: Array) -> Array:
     return np.array([math.prod(policy[choice] for choice in one.choices) for one in episodes])
 
 
-def compute_truth(episodes: Sequence[ToyEpisode], policy: Array, chances: Array) -> Array:
-    """The gradient of the mean reward by the policy's logits."""
-    truth = np.zeros_like(policy)
-    for one, chance in zip(episodes, chances, strict=True):
-        for choice in one.choices:
-            truth += chance * one.reward * score(policy, choice)
-    return truth
+def compute_logprobs(policy: Array) -> Array:
+    """Log-probabilities; those of tokens that cannot be sampled are never looked at."""
+    return np.log(np.where(policy > 0, policy, 1.0))
+
+
+def disturb(policy: Array, sigma: float, seed: int) -> Array:
+    """A policy with noise on all logits. What cannot be sampled stays so."""
+    noisy = policy * np.exp(np.random.default_rng(seed).normal(0, sigma, policy.shape))
+    return np.asarray(noisy / noisy.sum(axis=1, keepdims=True))
 
 
 def stay_near(task: ToyTask, reference: Array, coef: float) -> ToyTask:
     """The task of the mean reward less `coef` times the divergence from a reference."""
-    gap = np.log(task.policy) - np.log(reference)
-    truth = np.zeros_like(task.policy)
-    for one, chance in zip(task.episodes, count_chances(task.episodes, task.policy), strict=True):
-        earned = one.reward - coef * sum(gap[choice] for choice in one.choices)
-        for choice in one.choices:
-            truth += chance * earned * score(task.policy, choice)
-    return replace(task, reference=reference, truth=truth)
+    return replace(task, reference=reference, penalty=coef)
 
 
-def compute_values(task: ToyTask) -> Array:
-    """What is earned in the mean from each context of a conversation on."""
+def follow_teacher(task: ToyTask, teacher: Array, coef: float) -> ToyTask:
+    """The task of the mean reward less `coef` times the divergence from a teacher."""
+    return replace(task, teacher=teacher, penalty=coef)
+
+
+def compute_values(task: ToyTask, credit: str = "turn") -> Array:
+    """What episodes that are sampled earn in the mean where they come through each context.
+
+    With `turn` the rest of a conversation from there on, with `episode` all of its rewards.
+    """
     chances, earned = np.zeros(CONTEXTS), np.zeros(CONTEXTS)
-    for one, chance in zip(task.episodes, count_chances(task.episodes, task.policy), strict=True):
+    for one, chance in zip(task.episodes, task.sampled, strict=True):
         for place, (context, _) in enumerate(one.choices):
+            turns = one.turns[place:] if credit == "turn" else one.turns
             chances[context] += chance
-            earned[context] += chance * math.fsum(turn.reward or 0.0 for turn in one.turns[place:])
-    return np.asarray(earned / chances)
+            earned[context] += chance * math.fsum(turn.reward or 0.0 for turn in turns)
+    return np.asarray(earned / np.where(chances > 0, chances, 1.0))
 
 
 def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bool) -> ToyTask:
@@ -204,10 +218,10 @@ def act_otherwise(task: ToyTask, acting: Array, acts_at: Array, *, is_target: bo
             its log-probabilities are then recorded as if they were the trainer's.
     """
     chances = count_chances(task.episodes, acting)
+    sampled = chances / chances.sum()
     if not is_target:
-        return replace(task, sampled=chances / chances.sum(), behavior=acting)
-    truth = compute_truth(task.episodes, acting, chances) * acts_at
-    return replace(task, sampled=chances / chances.sum(), truth=truth)
+        return replace(task, sampled=sampled, behavior=acting)
+    return replace(task, sampled=sampled, target=chances, trained=acts_at)
 
 
 def take_best(policy: Array, contexts: slice) -> Array:
@@ -217,12 +231,23 @@ def take_best(policy: Array, contexts: slice) -> Array:
     return acting
 
 
-def record_greedy_turn(task: ToyTask, turn: int) -> ToyTask:
-    """The task with what a proxy records of episodes whose n-th reply is greedy."""
+def take_likely(policy: Array, top_p: float, contexts: slice) -> Array:
+    """A policy that in some contexts takes one of the likeliest tokens, `top_p` of them."""
+    acting = policy.copy()
+    for row in acting[contexts]:  # each a view
+        order = np.argsort(-row)
+        before = np.cumsum(row[order]) - row[order]
+        row[order[before >= top_p]] = 0.0
+        row /= row.sum()
+    return acting
+
+
+def record_turns(task: ToyTask, turns: Sequence[int], **recorded: Any) -> ToyTask:
+    """The task with what a proxy records of how the replies of these numbers were sampled."""
     found = []
     for one in task.episodes:
-        turns = [replace(t, is_greedy=i == turn) for i, t in enumerate(one.turns)]
-        found.append(replace(one, turns=tuple(turns)))
+        changed = [replace(t, **recorded) if i in turns else t for i, t in enumerate(one.turns)]
+        found.append(replace(one, turns=tuple(changed)))
     return replace(task, episodes=found)
 
 
@@ -240,7 +265,7 @@ def train_failures(task: ToyTask, success: Callable[[ToyEpisode], float]) -> Toy
         task,
         episodes=[*task.episodes, *failed],
         sampled=np.concatenate([chances * succeeds, chances * (1 - succeeds)]),
-        truth=compute_truth(task.episodes, task.policy, chances * succeeds),
+        target=np.concatenate([chances * succeeds, np.zeros(first)]),
         keep=keep,
     )
 
@@ -260,7 +285,7 @@ def keep_those_that_succeed(task: ToyTask, success: Callable[[ToyEpisode], float
         task,
         episodes=[*task.episodes, ToyEpisode((), ())],
         sampled=np.append(chances, 1 - chances.sum()),
-        truth=compute_truth(task.episodes, task.policy, chances),
+        target=np.append(chances, 0.0),
         keep=keep,
         begun=3,
     )
@@ -296,117 +321,3 @@ def keep_shortest(task: ToyTask) -> ToyTask:
             yield [*group[:place], *group[place + 1 :]], 1 / len(last)
 
     return replace(task, keep=keep, begun=task.begun + 1)
-
-
-# The expected gradient ---------------------------------------------------------------------------
-
-
-def compute_expected_gradient(task: ToyTask, objective: ObjectiveConfig) -> Array:
-    """What a step follows in the mean over all groups, each a batch of its own."""
-    weight_of: dict[tuple[int, ...], float] = {}  # the order within a group does not matter
-    for group in itertools.combinations_with_replacement(range(len(task.episodes)), task.begun):
-        counts = [group.count(one) for one in set(group)]
-        orders = math.factorial(len(group)) / math.prod(map(math.factorial, counts))
-        chance = orders * math.prod(task.sampled[one] for one in group)
-        for kept, share in task.keep(group):
-            if chance * share > 0:
-                batch = tuple(sorted(kept))
-                weight_of[batch] = weight_of.get(batch, 0.0) + chance * share
-    weights = np.array([*weight_of.values()])
-    return compute_mean_gradient(task, objective, list(weight_of), weights / weights.sum())
-
-
-def draw_gradients(
-    task: ToyTask, objective: ObjectiveConfig, n: int, draws: int, parts: int = 10
-) -> list[Array]:
-    """Means over groups of `n` that are drawn at random, in so many parts."""
-    generator = np.random.default_rng(7)
-    groups = generator.choice(len(task.episodes), (parts, draws // parts, n), p=task.sampled)
-    share = np.full(draws // parts, parts / draws)
-    return [compute_mean_gradient(task, objective, one.tolist(), share) for one in groups]
-
-
-def compute_mean_gradient(
-    task: ToyTask,
-    objective: ObjectiveConfig,
-    batches: Sequence[Sequence[int]],
-    weights: Array,
-) -> Array:
-    """The weighted mean of the negative loss's derivatives by the logits, over batches."""
-    rows_of = [build_batch([[one.turns]], ExportSettings()) for one in task.episodes]
-    choices: list[tuple[int, int]] = []
-    columns: list[tuple[float, float, int, float]] = []  # advantage, scale, row, weight
-    row_number = 0
-    for batch, weight in zip(batches, weights, strict=True):
-        rows = [replace(row, episode=i) for i, one in enumerate(batch) for row in rows_of[one]]
-        scores = _score_rows(task, batch, rows)
-        built = build_rows(rows, WeightVersion(1, 0), [GenerationFork(1, 0)], objective, scores)
-        tokens = sum(int(one.loss_mask_T.sum()) for one in built)
-        for row, one in zip(rows, built, strict=True):
-            scale_T = one.channels.get(SCALE_CHANNEL)
-            for place in np.flatnonzero(one.loss_mask_T):
-                choices.append(
-                    task.episodes[batch[row.episode]].choices[one.input_ids_T[place] // 10]
-                )
-                scale = 1.0 if scale_T is None else float(scale_T[place])
-                advantage = float(one.channels[ADVANTAGE_CHANNEL][place])
-                columns.append((advantage, scale, row_number, weight / tokens))
-            row_number += 1
-    advantages, scales, numbers, shares = (torch.tensor(one) for one in zip(*columns, strict=True))
-    places = tuple(np.array(choices).T)
-    logprobs = torch.tensor(np.log(task.policy[places]), requires_grad=True)
-    behavior = torch.tensor(np.log(task.behavior[places]))
-    loss, _, _ = compute_policy_loss(
-        logprobs,
-        logprobs.detach(),
-        behavior,
-        advantages.double(),
-        TokenRowMap(numbers.long(), row_number),
-        objective,
-        scales.double() * shares.double(),
-        reference_N=(
-            None if task.reference is None else torch.tensor(np.log(task.reference[places]))
-        ),
-    )
-    (slopes,) = torch.autograd.grad(loss, logprobs)
-    found = np.zeros_like(task.policy)
-    np.add.at(found, places, -slopes.numpy())
-    return np.asarray(found - task.policy * found.sum(axis=1, keepdims=True))
-
-
-def _score_rows(task: ToyTask, batch: Sequence[int], rows: Sequence[TrajectoryRow]) -> BatchScores:
-    """What the trainer would find out of a batch's tokens before it is trained."""
-    if task.critic is not None:
-        return BatchScores(values=_say_values(task, task.critic, batch, rows))
-    if task.reference is None:
-        return BatchScores()
-    scores: list[list[npt.NDArray[np.float32]]] = [[], []]
-    for found, policy in zip(scores, (task.policy, task.reference), strict=True):
-        for row in rows:
-            logprobs_T = np.zeros(row.num_tokens, np.float32)
-            for place in np.flatnonzero(row.loss_mask_T):
-                choices = task.episodes[batch[row.episode]].choices
-                logprobs_T[place] = np.log(policy[choices[row.input_ids_T[place] // 10]])
-            found.append(logprobs_T)
-    return BatchScores(*scores)
-
-
-def _say_values(
-    task: ToyTask, critic: Array, batch: Sequence[int], rows: Sequence[TrajectoryRow]
-) -> list[npt.NDArray[np.float32]]:
-    found = []
-    for row in rows:
-        values_T, choices = (
-            np.zeros(row.num_tokens, np.float32),
-            task.episodes[batch[row.episode]].choices,
-        )
-        for place in np.flatnonzero(row.loss_mask_T):
-            values_T[place] = critic[choices[row.input_ids_T[place] // 10][0]]
-        found.append(values_T)
-    return found
-
-
-def measure_cosine(found: Array, truth: Array) -> float:
-    """1 for the same direction."""
-    lengths = np.linalg.norm(found) * np.linalg.norm(truth)
-    return float((found * truth).sum() / lengths) if lengths else 0.0

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+import numpy as np
+
 from areal_hpc.session.export import EpisodeKey, export_rows
 from areal_hpc.session.tree import (
     Interaction,
@@ -24,6 +27,16 @@ class MadeUpTurn:
     tokens: int = 2
     is_cut: bool = False
     is_greedy: bool = False
+    top_p: float = 1.0
+    is_recorded: bool = False
+    """Each token is recorded as one that could be sampled."""
+
+    @property
+    def sampling(self) -> bytes:
+        """What the engine was asked for; nothing where that was its default."""
+        asked = {"temperature": 0.0} if self.is_greedy else {}
+        asked |= {"top_p": self.top_p} if self.top_p < 1 else {}
+        return msgspec.json.encode(asked) if asked else b""
 
 
 def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
@@ -48,7 +61,9 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
             finish_reason="length" if turn.is_cut else "stop",
             closed=not turn.is_cut,
             temperature=0.0 if turn.is_greedy else 1.0,
-            sampling=b'{"temperature":0.0}' if turn.is_greedy else b"",
+            sampling=turn.sampling,
+            kept_counts=np.ones(len(ids), "<u2").tobytes() if turn.is_recorded else b"",
+            kept_ids=pack_ids(ids) if turn.is_recorded else b"",
             asked_at=float(2 * number),
             answered_at=float(2 * number + 1),
             reward=turn.reward,

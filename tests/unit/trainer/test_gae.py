@@ -24,16 +24,15 @@ from areal_hpc.trainer.objective.value_loss import compute_value_loss
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
+from tests.support.bias_gradient import compute_expected_gradient, measure_cosine
 from tests.support.bias_toy import (
     CONTEXTS,
     ToyTask,
-    compute_expected_gradient,
     compute_values,
     list_branched_episodes,
     list_linear_episodes,
     make_policy,
     make_task,
-    measure_cosine,
 )
 from tests.support.critic_reference import sum_discounted_errors, value_loss_and_gradient
 from tests.support.sample_episodes import MadeUpTurn, build_batch
