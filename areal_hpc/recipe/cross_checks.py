@@ -22,6 +22,7 @@ def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     yield from _find_agent_and_task_conflicts(recipe)
     yield from _find_rollout_conflicts(recipe)
     yield from _find_sandbox_conflicts(recipe)
+    yield from _find_served_teacher_conflicts(recipe)
     yield from _find_serving_conflicts(recipe)
 
 
@@ -370,6 +371,23 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
             "rollout.sampling.temperature",
             "use 1.0",
         )
+
+
+def _find_served_teacher_conflicts(recipe: Recipe) -> Iterator[Problem]:
+    if recipe.trainer.objective.teacher.url is None:
+        return
+    rollout = recipe.rollout
+    for name, value, needed in (
+        ("sampling.temperature", rollout.sampling.temperature, 1.0),
+        ("record_sampling_mask", rollout.record_sampling_mask, False),
+    ):
+        if value != needed:
+            yield Problem(
+                f"rollout.{name}={value}: the server of trainer.objective.teacher.url gives "
+                "log-probabilities of the whole softmax at temperature 1",
+                f"rollout.{name}",
+                f"use {str(needed).lower()}, or trainer.objective.teacher.path",
+            )
 
 
 def _find_serving_conflicts(recipe: Recipe) -> Iterator[Problem]:

@@ -60,7 +60,7 @@ PRESETS: Mapping[str, Preset] = {
         {"trainer.minibatches": 4},
     ),
     "cispo": Preset(
-        "arXiv:2506.13585; the paper sets no lower bound",
+        "arXiv:2506.13585, section 3.1; the paper sets no lower bound",
         {"surrogate": "cispo", "clip_low": 1.0},
         {"trainer.minibatches": 4},
     ),
@@ -95,7 +95,7 @@ PRESETS: Mapping[str, Preset] = {
         {},
     ),
     "ppo": Preset(
-        "arXiv:1707.06347 with a critic of its own, arXiv:1506.02438",
+        "arXiv:1707.06347, section 3, with a critic of its own; arXiv:1506.02438, section 3",
         {
             "baseline": "value",
             "scale_rewards": "batch",
@@ -117,7 +117,7 @@ PRESETS: Mapping[str, Preset] = {
         {},
     ),
     "opd": Preset(
-        "on-policy distillation, arXiv:2306.13649; teacher.path needs a model of your own",
+        "on-policy distillation, arXiv:2306.13649, section 3; teacher.path or url is yours to set",
         {"teacher": {"coef": 1.0}},
         {},
     ),

@@ -144,6 +144,27 @@ def ensure_service_key(path: Path) -> str:
     return _ensure_key(path, "a service key")
 
 
+def read_user_key(path: Path, name: str) -> str:
+    """A key that others gave to the user, from a file that only the user can read.
+
+    Raises:
+        RecipeError: The file cannot be read, or others may read it, or it holds no key.
+    """
+    try:
+        key = _read_private_text(path, name)
+    except OSError as error:
+        raise RecipeError(
+            f"{name} cannot be read: {error.strerror}", key=str(path), hint="name another file"
+        ) from error
+    if not 1 <= len(key) <= MAX_KEY_CHARS or not key.isascii() or not key.isprintable():
+        raise RecipeError(
+            f"expected {name} of 1 to {MAX_KEY_CHARS} printable ASCII characters, got {len(key)}",
+            key=str(path),
+            hint="write the key into it, alone",
+        )
+    return key
+
+
 def _ensure_key(path: Path, name: str) -> str:
     if not path.exists():
         _create_key(path)
@@ -164,6 +185,19 @@ def _create_key(path: Path) -> None:
 
 
 def _read_key(path: Path, name: str) -> str:
+    key = _read_private_text(path, name)
+    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS or not key.isascii():
+        raise RecipeError(
+            f"expected {name} of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} ASCII "
+            f"characters, got {len(key)}",
+            key=str(path),
+            hint="remove the file: a key is made when it is missing",
+        )
+    return key
+
+
+def _read_private_text(path: Path, name: str) -> str:
+    """The text of a file that nobody else may read, up to one character too many."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor) as stream:
         status = os.fstat(descriptor)
@@ -179,12 +213,4 @@ def _read_key(path: Path, name: str) -> str:
             )
         if problem:
             raise RecipeError(f"{name} is not safe: {problem}", key=str(path), hint=hint)
-        key = stream.read(MAX_KEY_CHARS + 1).strip()
-    if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS or not key.isascii():
-        raise RecipeError(
-            f"expected {name} of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} ASCII "
-            f"characters, got {len(key)}",
-            key=str(path),
-            hint="remove the file: a key is made when it is missing",
-        )
-    return key
+        return stream.read(MAX_KEY_CHARS + 1).strip()

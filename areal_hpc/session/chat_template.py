@@ -177,14 +177,15 @@ class TokenEncoder:
         """Id of each token, special ones left out that were added later."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 
+    def list_special_token_ids(self) -> list[int]:
+        """Ids of the special tokens, which no text means."""
+        added = self._tokenizer.get_added_tokens_decoder()
+        return sorted(number for number, token in added.items() if token.special)
+
     def list_plain_text_token_ids(self) -> list[int]:
         """Ids of the tokens that are plain text: special ones are left out."""
-        special = {
-            number
-            for number, token in self._tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
-        return sorted({*self._tokenizer.get_vocab(with_added_tokens=False).values()} - special)
+        known = {*self._tokenizer.get_vocab(with_added_tokens=False).values()}
+        return sorted(known.difference(self.list_special_token_ids()))
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of `text`; the tokens a tokenizer adds around it only when asked for."""

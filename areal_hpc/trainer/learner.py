@@ -467,8 +467,9 @@ class Learner:
                 self._events.record("untrained", **msgspec.structs.asdict(one))
 
     def close(self) -> None:
-        """Leave the files."""
+        """Leave the files, and the server of a teacher."""
         self._annotator.close()
+        self._frozen.close()
         self.checkpoints.close()
 
     def begin_checkpoint(self, row: FlatRow) -> None:

@@ -10,6 +10,7 @@ from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, build_tiny_co
 from areal_hpc.proxy.engine.model_call import read_max_context_tokens
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import ModelConfig, Recipe
+from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.trainer.model.families.architecture import (
     Architecture,
@@ -40,6 +41,12 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     for key, path in (*list_frozen_models(recipe), *_list_critic_models(recipe)):
         if path is not None:
             yield from _find_other_model_problems(path, key, recipe)
+    key_file = recipe.trainer.objective.teacher.api_key_file
+    if key_file is not None:
+        try:
+            read_user_key(key_file, "the teacher's API key")
+        except RecipeError as error:
+            yield from error.problems
 
 
 def _find_other_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:

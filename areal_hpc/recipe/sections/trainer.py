@@ -167,15 +167,36 @@ class TeacherConfig(BaseConfig):
 
     path: Path | None = None
     """A model directory with the policy's tokenizer."""
+    url: Annotated[str, Field(pattern=r"^https?://[^\s/@?#]+/?$")] | None = None
+    """In its place, the address of an SGLang server of such a model: `http://node7:30000`."""
+    api_key_file: Path | None = None
+    """With url: a file of yours alone (mode 0600) with the server's API key."""
+    timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
+    """With url: the longest that the server may be silent in a call."""
+    retry_s: Annotated[float, Field(ge=0, le=1200)] = 300.0
+    """With url: calls are repeated for so long while the server is away or busy."""
+    max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
+    """With url: rows that are on their way to the server at once."""
     coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
     """This times log teacher - log pi of a token is added to its advantage."""
 
     @model_validator(mode="after")
     def _check_keys(self) -> TeacherConfig:
-        if (self.path is None) != (self.coef == 0):
+        if self.path is not None and self.url is not None:
             raise ValueError(
-                f"path and coef belong together, got path={self.path} with coef={self.coef}: "
-                "set both, or neither"
+                f"path={self.path} and url={self.url} both name a teacher: leave one of them out"
+            )
+        if (self.path is None and self.url is None) != (self.coef == 0):
+            raise ValueError(
+                f"a teacher and coef belong together, got path={self.path} and url={self.url} "
+                f"with coef={self.coef}: set path or url with coef, or none of them"
+            )
+        fields = type(self).model_fields
+        of_url = ("api_key_file", "timeout_s", "retry_s", "max_concurrent")
+        changed = [name for name in of_url if getattr(self, name) != fields[name].default]
+        if changed and self.url is None:
+            raise ValueError(
+                f"without url no server is called, got {' and '.join(changed)}: leave it out"
             )
         return self
 
@@ -477,6 +498,9 @@ class TrainerConfig(BaseConfig):
             kl = kl.model_copy(update={"reference": kl.reference.resolve()})
         if teacher.path is not None:
             teacher = teacher.model_copy(update={"path": teacher.path.resolve()})
+        if teacher.api_key_file is not None:
+            key_file = teacher.api_key_file.resolve()
+            teacher = teacher.model_copy(update={"api_key_file": key_file})
         if isinstance(critic.model, Path):
             critic = critic.model_copy(update={"model": critic.model.resolve()})
         objective = self.objective.model_copy(

@@ -1,6 +1,7 @@
-"""Generalized advantage estimation over the replies of episodes (arXiv:1506.02438). Pure numpy.
+"""Generalized advantage estimation over the replies of episodes. Pure numpy.
 
-With the value V_t of the state before token t, and its reward r_t, backwards over an episode:
+By arXiv:1506.02438, equation 16, with the value V_t of the state before token t and its reward r_t,
+backwards over an episode:
 
     delta_t = r_t + discount V_t+1 - V_t        A_t = delta_t + discount gae_lambda A_t+1
 

@@ -4,8 +4,8 @@ With N tokens of the batch that are trained, n episodes, T_i tokens of episode i
 
 | `loss_agg` | loss |
 |---|---|
-| `token_mean` | sum of all terms / N |
-| `seq_mean_token_mean` | 1/n sum_i (1/T_i) sum_t |
+| `token_mean` | sum of all terms / N (DAPO, arXiv:2503.14476, section 3.3) |
+| `seq_mean_token_mean` | 1/n sum_i (1/T_i) sum_t (GRPO, arXiv:2402.03300, section 4.1.1) |
 | `seq_mean_token_sum` | 1/n sum_i sum_t |
 | `seq_mean_token_sum_norm` | the same / `loss_scale_tokens` (arXiv:2503.20783, section 3.2) |
 

@@ -4,7 +4,7 @@ With `credit=episode` it is the sum of all rewards of the episode, which is what
 for each of its rows. With `credit=turn` it is the reply's own reward plus `turn_discount` times the
 mean of what its followers earned; the row's record says who they are. How an episode was packed
 into rows makes no difference: a reply has its number, not a row. `overlong` takes something off
-what long replies earned (DAPO, arXiv:2503.14476, equation 13), and `kl.placement=reward` the
+what long replies earned (DAPO, arXiv:2503.14476, section 3.4), and `kl.placement=reward` the
 divergence of what a reply said from a reference (as in arXiv:2501.03262, section 3, but summed over
 the reply: one number for all its tokens).
 """

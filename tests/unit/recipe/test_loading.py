@@ -79,6 +79,12 @@ REFUSED = [
         "records up to 4096 tokens a place",
     ),
     (
+        "trainer.objective.teacher={coef: 1, url: 'http://node7:30000'}; "
+        "rollout.sampling.temperature=0.7; rollout.record_sampling_mask=true",
+        "rollout.sampling.temperature rollout.record_sampling_mask",
+        "whole softmax at temperature 1|use 1.0, or trainer.objective.teacher.path|use false",
+    ),
+    (
         "rollout.failed_episodes=drop; rollout.max_episode_tries=2",
         "rollout.max_episode_tries",
         "no episode is repeated",

@@ -73,6 +73,24 @@ def test_an_admin_key_that_protects_nothing_is_refused(
         rendezvous.ensure_admin_key(path)
 
 
+def test_a_key_of_the_users_is_read_from_a_file_of_theirs_alone(tmp_path: Path) -> None:
+    path = tmp_path / "key"
+    path.touch(0o600)
+    path.write_text("abc\n")
+    assert rendezvous.read_user_key(path, "a key") == "abc"
+    for content, mode, complaint in (
+        ("", 0o600, "got 0"),
+        ("a\nb", 0o600, "printable"),
+        ("abc", 0o640, "got 0640"),
+    ):
+        path.write_text(content)
+        path.chmod(mode)
+        with pytest.raises(RecipeError, match=complaint):
+            rendezvous.read_user_key(path, "a key")
+    with pytest.raises(RecipeError, match="cannot be read: No such file"):
+        rendezvous.read_user_key(tmp_path / "gone", "a key")
+
+
 def test_trainers_that_start_at_once_take_different_generations(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         taken = list(pool.map(lambda _: claim_next_number(tmp_path / "generations"), range(8)))
