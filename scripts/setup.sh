@@ -95,11 +95,11 @@ if (3, 11) <= sys.version_info[:2] <= (3, 13) and os.path.exists(headers):
 # PyPI's torch is the CUDA build: several GB that a CPU does not use. So there the CPU build is asked for by
 # its local version, first from wherever pip is configured to look, then from PyTorch's own index.
 install_torch() {
-  local pin
+  local torch=(--no-deps --require-hashes -r "$root/requirements/torch-cpu.txt")
   $with_cuda && return
-  pin=$(grep -E '^torch==' "$root/requirements/$2.txt") || return 0
-  "$1" -m pip install --no-deps "$pin+cpu" ||
-    "$1" -m pip install --no-deps --extra-index-url "$torch_cpu_index" "$pin+cpu"
+  grep -qE '^torch==' "$root/requirements/$2.txt" || return 0
+  "$1" -m pip install "${torch[@]}" ||
+    "$1" -m pip install --extra-index-url "$torch_cpu_index" "${torch[@]}"
 }
 
 prove() { # the imports each role starts with
@@ -119,7 +119,7 @@ build() { # role: runs with its output in the log
     rm -f "$venvs/$role/.installed"
     "$base_python" -m venv --clear "$venvs/$role"
     install_torch "$python" "$role"
-    "$python" -m pip install --no-deps -r "$(lock_of "$role")"
+    "$python" -m pip install --no-deps --require-hashes -r "$(lock_of "$role")"
   fi
   "$python" -m pip install --no-deps --no-build-isolation -e "$root"
   prove "$python" "$role"

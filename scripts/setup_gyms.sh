@@ -37,6 +37,6 @@ for gym in "$@"; do
   rm -rf "${home:?}/$gym"
   mkdir -p "$home"
   "$python" -m venv "$home/$gym"
-  "$home/$gym/bin/python" -m pip install --quiet --no-deps -r "$lock"
+  "$home/$gym/bin/python" -m pip install --quiet --no-deps --require-hashes -r "$lock"
   printf '%s\n' "$stamp" >"$home/$gym/.installed"
 done

@@ -23,5 +23,5 @@ stamp=$(cat "$lock" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1)
 [ "$(cat "$home/python/.installed" 2>/dev/null)" != "$stamp" ] || exit 0
 rm -rf "$home/python"
 "$python" -m venv "$home/python"
-"$home/python/bin/python" -m pip install --quiet --no-deps -r "$lock"
+"$home/python/bin/python" -m pip install --quiet --no-deps --require-hashes -r "$lock"
 printf '%s\n' "$stamp" >"$home/python/.installed"

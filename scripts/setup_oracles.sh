@@ -23,7 +23,7 @@ stamp=$(cat "$lock" "$root/requirements/train.txt" "${BASH_SOURCE[0]}" | sha256s
 echo "set-up: oracles"
 rm -rf "$home"
 "$train" -m venv "$home"
-"$home/bin/python" -m pip install --quiet --no-deps -r "$lock"
+"$home/bin/python" -m pip install --quiet --no-deps --require-hashes -r "$lock"
 packages=$(packages_of "$home/bin/python")
 packages_of "$train" >"$packages/train.pth"
 rm -rf "${packages:?}/tests" # verl's wheel has a package of this name, which would hide the project's

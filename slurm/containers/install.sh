@@ -13,6 +13,6 @@ for role in "$@"; do
   [ -f "$lock" ] || { echo "there is no lock of the role $role: $lock" >&2; exit 78; }
   python=$root/.venvs/$role/bin/python
   "${PYTHON:-python3.11}" -m venv "$root/.venvs/$role"
-  "$python" -m pip install --no-cache-dir --no-deps --requirement "$lock"
+  "$python" -m pip install --no-cache-dir --no-deps --require-hashes --requirement "$lock"
   "$python" -m pip install --no-cache-dir --no-deps "$root"
 done

@@ -73,7 +73,7 @@ def wandb_python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
     python = home / "bin" / "python"
     lock = CHECKOUT / "requirements" / "wandb.txt"
-    install = ("-m", "pip", "install", "--quiet", "--no-deps", "-r", lock)
+    install = ("-m", "pip", "install", "--quiet", "--no-deps", "--require-hashes", "-r", lock)
     said_by(run_program(python, *install, timeout_s=600))
     return python
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.slurm.batch_script.container import IMAGE_CHECKOUT_DIR, get_image_python
+from tests.support.agents_table import read_pins
 from tests.support.commands import run_program, write_program
 from tests.support.environments import CHECKOUT
 
@@ -41,13 +42,10 @@ def test_every_role_gets_an_environment_from_its_lock(tmp_path: Path, roles: lis
     for role in roles:
         assert (tmp_path / Path(get_image_python(role)).relative_to(IMAGE_CHECKOUT_DIR)).is_file()
         lock = "requirements/agents.txt" if role == "agents" else f"requirements/gpu/{role}.txt"
-        assert any(line.endswith(f"--no-deps --requirement {tmp_path / lock}") for line in asked)
-
-
-def read_pins(lock: Path) -> dict[str, str]:
-    """Versions of a lock by the name of the package, in the form of the package index."""
-    lines = (line.partition("==") for line in lock.read_text().splitlines() if "==" in line)
-    return {re.sub(r"[-_.]+", "-", name).lower(): version for name, _, version in lines}
+        assert any(
+            line.endswith(f"--no-deps --require-hashes --requirement {tmp_path / lock}")
+            for line in asked
+        )
 
 
 def test_trainer_and_servers_have_one_torch_and_one_nccl() -> None:

@@ -5,6 +5,7 @@ installation takes minutes and needs a package index.
 """
 
 import ast
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -13,12 +14,15 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
 
+from areal_hpc.agents.harness import installation
 from areal_hpc.agents.harness.installation import LOCKS_DIR
 from areal_hpc.agents.harness.programs import HARNESSES
+from areal_hpc.errors import ClusterError
 from tests.support.agents_table import locked, normal
 from tests.support.commands import only_programs, write_program
 from tests.support.environments import CHECKOUT
@@ -36,7 +40,7 @@ echo "$*" >>"$ASKED"
 case "$*" in
   *"import ensurepip"*) echo "$0" ;;
   "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-  "-m pip install --no-deps -r "*)
+  "-m pip install --no-deps --require-hashes -r "*)
     sleep "${PIP_TAKES_S:-0}"
     [ ! -e "$PIP_FAILS" ] || { echo "no such wheel"; exit 1; } ;;
 esac
@@ -113,7 +117,7 @@ def test_environments_with_cuda_are_made_on_request_and_left_alone(tree: Tree) -
     assert code == 0, output
     assert tree.builds() == [*ROLES, "serve", "train"]  # those of the agents need no CUDA
     asked = tree.asked.read_text()
-    assert f"--no-deps -r {tree.lock('gpu/serve')}" in asked
+    assert f"--no-deps --require-hashes -r {tree.lock('gpu/serve')}" in asked
     assert tree.set_up("gpu") == tree.set_up("all") == (0, "")
     tree.lock("gpu/train").write_text("numpy==2.0.1\n")
     tree.set_up("gpu")
@@ -158,7 +162,11 @@ def test_two_set_ups_at_once_build_once(tree: Tree) -> None:
 def test_a_terminated_set_up_stops_its_installer(tree: Tree) -> None:
     process = tree.start("agents", PIP_TAKES_S="60")
     asked = tree.asked
-    wait_for(lambda: asked.exists() and "-m pip install --no-deps -r" in asked.read_text())
+    wait_for(
+        lambda: (
+            asked.exists() and "-m pip install --no-deps --require-hashes -r" in asked.read_text()
+        )
+    )
     process.terminate()
     # The output's pipe closes only when every process that holds it is gone.
     process.communicate(timeout=60)
@@ -194,6 +202,55 @@ def test_an_unknown_role_is_refused(tree: Tree) -> None:
 @pytest.mark.parametrize("role", [*ENVIRONMENTS, "harnesses", *GYMS])
 def test_a_lock_pins_public_versions(role: str) -> None:
     assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in locked(role).values())
+
+
+PYPI_LOCKS = [
+    str(path.relative_to(CHECKOUT)) for path in sorted((CHECKOUT / "requirements").rglob("*.txt"))
+]
+
+
+@pytest.mark.parametrize("lock", PYPI_LOCKS)
+def test_every_package_of_a_lock_has_hashes(lock: str) -> None:
+    text = re.sub(r"^#.*\n", "", (CHECKOUT / lock).read_text(), flags=re.MULTILINE)
+    packages = re.split(r"\n(?=\S)", text.strip())
+    pin = r"[\w.-]+==[\w.+]+( \\\n    --hash=sha256:[0-9a-f]{64})+"
+    assert [one for one in packages if not re.fullmatch(pin, one)] == []
+
+
+def test_the_torch_for_cpus_is_that_of_the_locks() -> None:
+    (version,) = re.findall(
+        r"^torch==(\S+)", (CHECKOUT / "requirements/torch-cpu.txt").read_text(), re.MULTILINE
+    )
+    assert {f"{locked(role)['torch']}+cpu" for role in ("train", "serve")} == {version}
+
+
+def test_a_package_with_other_content_than_its_lock_says_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    locks, wheels = tmp_path / "locks", tmp_path / "wheels"
+    (locks / "mini-swe-agent").mkdir(parents=True)
+    right = write_wheel(wheels, "mini_swe_agent")
+    monkeypatch.setattr(installation, "LOCKS_DIR", locks)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
+    lock = locks / "mini-swe-agent" / "requirements.txt"
+    lock.write_text(f"mini-swe-agent==1.0 --hash=sha256:{'0' * 64}\n")
+    with pytest.raises(ClusterError, match="DO NOT MATCH THE HASHES"):
+        installation.install_harness("mini-swe-agent", tmp_path / "harnesses")
+    lock.write_text(f"mini-swe-agent==1.0 --hash=sha256:{right}\n")
+    with pytest.raises(ClusterError, match="is no program"):  # installed, and there is none in it
+        installation.install_harness("mini-swe-agent", tmp_path / "harnesses")
+
+
+def write_wheel(folder: Path, name: str) -> str:
+    """Write an empty package; the digest of its file."""
+    folder.mkdir()
+    path, facts = folder / f"{name}-1.0-py3-none-any.whl", f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(path, "w") as wheel:
+        wheel.writestr(f"{facts}/METADATA", f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        wheel.writestr(f"{facts}/WHEEL", "Wheel-Version: 1.0\nTag: py3-none-any\n")
+        wheel.writestr(f"{facts}/RECORD", "")
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 @pytest.mark.parametrize("name", HARNESSES)

@@ -6,6 +6,7 @@ Its versions are those of the locks, which the environments of the tests are mad
 
 import re
 from dataclasses import dataclass
+from pathlib import Path
 
 from tests.support.environments import CHECKOUT
 from tests.support.tables import markdown
@@ -71,8 +72,12 @@ def normal(name: str) -> str:
 
 def locked(environment: str) -> dict[str, str]:
     """Package -> version of an environment's lock."""
-    lines = (CHECKOUT / "requirements" / f"{environment}.txt").read_text().splitlines()
-    pins = (line.split("==") for line in lines if not line.startswith("#"))
+    return read_pins(CHECKOUT / "requirements" / f"{environment}.txt")
+
+
+def read_pins(lock: Path) -> dict[str, str]:
+    """Package -> version of a lock of PyPI's packages."""
+    pins = re.findall(r"^([^#\s]\S*)==(\S+)", lock.read_text(), re.MULTILINE)
     return {normal(name): version for name, version in pins}
 
 

@@ -154,7 +154,7 @@ def _install_from_pypi(name: str, program: HarnessProgram, folder: Path, version
             hint=f"module load, pyenv install {needed} or uv python install {needed}",
         )
     _run([python, "-m", "venv", str(folder / "python")], folder)
-    lock = ("--no-deps", "-r", str(LOCKS_DIR / name / "requirements.txt"))
+    lock = ("--no-deps", "--require-hashes", "-r", str(LOCKS_DIR / name / "requirements.txt"))
     packages = (f"{program.package}=={version}",) if version else lock
     pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     _run([*pip, *packages], folder)
