@@ -1,6 +1,7 @@
 """Agent for Harbor's tasks with the OpenAI SDK: the model runs commands, the task's tests judge.
 
-It needs `rollout.agent.isolation: bwrap` (or `podman`) and `train_dataset: {harbor: PATH}`.
+It needs `train_dataset: {harbor: PATH}` and `rollout.agent.isolation: bwrap` (or another that can
+show the files of an image: `podman`, `apptainer`, `enroot`).
 """
 
 import asyncio

@@ -283,10 +283,10 @@ def _find_harbor_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """Harbor's tasks are played in sandboxes that show other folders than the node has."""
     isolation = recipe.rollout.agent.isolation
     for part, key in recipe.task_sets_with_keys:
-        if part.harbor is not None and isolation not in ("bwrap", "podman"):
+        if part.harbor is not None and isolation in (None, "gvisor", "none"):
             yield Problem(
-                f"Harbor's tasks need a sandbox of bwrap or podman, and rollout.agent.isolation is "
-                f"{isolation or 'null'}",
+                "Harbor's tasks need a sandbox of bwrap, podman, apptainer or enroot, "
+                f"and rollout.agent.isolation is {isolation or 'null'}",
                 f"{key}.harbor",
                 "use rollout.agent.isolation=bwrap",
             )

@@ -35,7 +35,9 @@ HELLO_FRAME, STDOUT_FRAME, STDERR_FRAME, INPUT_TAKEN_FRAME, EXIT_CODE_FRAME = (
 )
 """From the server. `INPUT_TAKEN_FRAME` says how many bytes of input a command has read."""
 CHUNK_BYTES = 1 << 16
-_PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
+_PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
+_SECCOMP_MODE_FILTER = 2
+_FILTER_INSTRUCTION_BYTES = 8
 
 
 class Command:
@@ -350,12 +352,28 @@ def set_resource_limits(limits: dict[str, int]) -> None:
         resource.setrlimit(which, (value, value))
 
 
+def install_filter(libc: ctypes.CDLL, program: bytes) -> None:
+    """Have the kernel refuse system calls to this process and all that it starts (seccomp(2))."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    count = len(program) // _FILTER_INSTRUCTION_BYTES
+    packed = struct.pack("@HP", count, ctypes.addressof(instructions))  # struct sock_fprog
+    described = ctypes.create_string_buffer(packed, len(packed))
+    for arguments in (
+        (_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0),
+        (_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, ctypes.addressof(described), 0, 0),
+    ):
+        if libc.prctl(*map(ctypes.c_ulong, arguments)) != 0:
+            raise OSError(ctypes.get_errno(), "the filter of system calls was refused")
+
+
 def main() -> None:
     """Protect this process from those that it starts, and serve."""
     request = json.loads(sys.argv[1])
     libc = ctypes.CDLL(None, use_errno=True)
     libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    if request["filter"] is not None:
+        install_filter(libc, bytes.fromhex(request["filter"]))
     if request["limits"] is not None:
         set_resource_limits(request["limits"])
     os.umask(0o022)

@@ -36,7 +36,7 @@ def add_commands(commands: CommandGroup) -> None:
     check.add_argument("path", type=Path, help="a task folder, or a folder of task folders")
     root = "folder or tar of a root file system for tasks that have none; this machine's if absent"
     check.add_argument("--root", type=Path, help=root)
-    names = ("bwrap", "podman")
+    names = ("bwrap", "podman", "apptainer", "enroot")
     check.add_argument(
         "--isolation", choices=names, default=names[0], help="of these sandboxes (%(default)s)"
     )

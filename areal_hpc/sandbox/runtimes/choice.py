@@ -4,7 +4,9 @@ from collections.abc import Callable
 
 from areal_hpc.sandbox.bubblewrap import find_bubblewrap
 from areal_hpc.sandbox.runtime import Runtime
+from areal_hpc.sandbox.runtimes.apptainer import ApptainerRuntime, find_apptainer
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
+from areal_hpc.sandbox.runtimes.enroot import EnrootRuntime, find_enroot
 from areal_hpc.sandbox.runtimes.gvisor import GvisorRuntime, find_runsc
 from areal_hpc.sandbox.runtimes.host import HostRuntime
 from areal_hpc.sandbox.runtimes.podman import PodmanRuntime, find_podman
@@ -13,6 +15,8 @@ _RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "bwrap": BwrapRuntime,
     "podman": PodmanRuntime,
     "gvisor": GvisorRuntime,
+    "apptainer": ApptainerRuntime,
+    "enroot": EnrootRuntime,
     "none": HostRuntime,
 }
 
@@ -28,6 +32,8 @@ def find_installed_runtimes() -> list[str]:
         "bwrap": find_bubblewrap() is not None,
         "podman": find_podman() is not None,
         "gvisor": find_runsc() is not None,
+        "apptainer": find_apptainer() is not None,
+        "enroot": find_enroot() is not None,
         "none": True,
     }
     return [name for name, is_here in found.items() if is_here]

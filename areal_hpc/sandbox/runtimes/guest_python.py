@@ -12,6 +12,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_sandbox_python
+from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
 
 GUEST_DIR = "/sandbox"
@@ -67,6 +68,7 @@ def build_server_command(
     counts_processes: bool,
     origin: str = "/",
     channel_fd: int | None = None,
+    filters_calls: bool = False,
 ) -> list[str]:
     """The command line of a sandbox's server.
 
@@ -78,7 +80,9 @@ def build_server_command(
         counts_processes: The kernel counts the processes of this sandbox alone.
         origin: The folder that paths in a snapshot are relative to.
         channel_fd: The channel; None: standard input and output.
+        filters_calls: The server has to refuse system calls to itself and commands.
     """
+    program_filter = build_seccomp_filter() if filters_calls else None
     request = {
         "limits": _build_limit_fields(spec.limits, counts_processes),
         "channel_fd": channel_fd,
@@ -86,6 +90,7 @@ def build_server_command(
         "writable": list(writable),
         "origin": origin,
         "lower": None if spec.root is None else LOWER_DIR,
+        "filter": None if program_filter is None else program_filter.hex(),
     }
     return [*python, script, json.dumps(request)]
 

@@ -5,35 +5,25 @@ are limited, and every process of podman's; its end is theirs. Podman runs in it
 and starts one container from a folder. The channel is a descriptor that the container inherits.
 """
 
-import io
 import json
-import os
 import resource
 import shutil
-import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from pathlib import Path
 
-from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.bubblewrap import (
-    NOBODY_UID,
-    SYSTEM_FILES,
-    SYSTEM_LINKS,
-    may_become_nobody,
-)
-from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
+from areal_hpc.sandbox.bubblewrap import NOBODY_UID
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.guest_python import (
-    GUEST_DIR,
-    SCRIPTS,
-    GuestPython,
-    build_server_command,
-    find_guest_python,
+from areal_hpc.sandbox.runtimes.container_files import list_writable_binds
+from areal_hpc.sandbox.runtimes.container_start import (
+    ContainerPlan,
+    ContainerSetup,
+    build_container_command,
+    build_container_server,
+    build_search_path,
+    start_container,
 )
-from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
-from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
-from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR
+from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.seccomp import build_seccomp_profile
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
@@ -44,25 +34,13 @@ _build_isolation_error = partial(
     "rollout.agent.isolation=bwrap",
 )
 
-_PROGRAM_SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 _CHANNEL_FD = 3
-_PODMAN_SCRATCH_BYTES, _PODMAN_SCRATCH_FILES = 1 << 20, 150
-"""What podman keeps beside the files of a sandbox."""
-_PREPARE_AND_RUN_SCRIPT = """
-set -e
+_PROGRAM_FILES = 90
+_RUN_SCRIPT = """
 exec 3<&0 < /dev/null > /dev/null
-mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
-tar --extract --file "/proc/self/fd/$4" --directory "$1" --same-permissions --no-same-owner
 mount -t tmpfs -o size=1m tmpfs /dev/shm  # where podman keeps locks, for all of its user
 # crun knows no version 1 of control groups beside version 2, and is to use none.
 mount -t cgroup2 cgroup2 /sys/fs/cgroup 2> /dev/null || :
-if [ -n "$5" ]; then
-  mount --bind "$5" "$1/guest/root"
-  mount -t overlay overlay "$1/rootfs" -o \
-"lowerdir=$1/places:$1/guest/root,upperdir=$1/upper,workdir=$1/work,userxattr"
-fi
-shift 5
-while [ "$1" != run ]; do mount -o remount,bind,ro "$1"; shift; done
 podman "$@"  # not in place of this shell, which reaps what loses its parent
 """
 _CONTAINERS_CONFIG = """
@@ -97,44 +75,31 @@ class PodmanRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
-        as_nobody = may_become_nobody()
         if find_podman() is None:
             raise _build_isolation_error("the programs podman and crun are not both here")
-        spec = await unpack_root_if_archive(spec, NOBODY_UID if as_nobody else None)
-        python = find_guest_python(by_anybody=as_nobody)
-        binds = [*_list_binds(spec, python)]
-        scratch = choose_scratch_dir([str(spec.root or ""), *(source for source, _ in binds)])
-        archive = os.memfd_create("sandbox")
-        try:
-            with open(archive, "wb", closefd=False) as file:
-                file.write(_build_scratch_archive(spec, python, scratch))
-            plan = SandboxStartPlan(
-                _build_command(spec, python, scratch, archive, binds),
-                WORK_DIR,
-                spec.limits,
-                {**GUEST_VARIABLES, **spec.variables},
-                pass_fds=[archive],
-                user=NOBODY_UID if as_nobody else None,
-                environ=_build_podman_variables(scratch),
-            )
-            return await Sandbox.start(plan)
-        except ClusterError as error:
-            if not isinstance(error.__cause__, EOFError):  # too slow, or no process could be made
-                raise
-            raise _build_isolation_error(error.problems[0].message) from error
-        finally:
-            os.close(archive)
+        return await start_container(spec, _plan_container, _build_isolation_error)
 
 
 def find_podman() -> str | None:
     """The program `podman`, where crun is too: runc cannot do without control groups."""
-    path = f"{os.environ.get('PATH', '')}:{_PROGRAM_SEARCH_PATH}"
+    path = build_search_path()
     return shutil.which("crun", path=path) and shutil.which("podman", path=path)
+
+
+def _plan_container(setup: ContainerSetup) -> ContainerPlan:
+    namespaces = ("--cgroup", "--pid", "--mount-proc", "--fork", "--kill-child")
+    command = [
+        *build_container_command(setup, namespaces, _RUN_SCRIPT, program_files=_PROGRAM_FILES),
+        *_list_podman_options(setup),
+        *("--rootfs", f"{setup.scratch}/rootfs"),
+        *build_container_server(setup, channel_fd=_CHANNEL_FD),
+    ]
+    variables, files = _build_podman_variables(setup.scratch), _list_own_files(setup.scratch)
+    return ContainerPlan(command, variables, dict(files))
 
 
 def _build_podman_variables(scratch: str) -> Mapping[str, str]:
     return {
-        "PATH": f"{os.environ.get('PATH', '')}:{_PROGRAM_SEARCH_PATH}",
         "HOME": scratch,
         "XDG_RUNTIME_DIR": f"{scratch}/run",
         "CONTAINERS_CONF": f"{scratch}/containers.conf",
@@ -144,38 +109,8 @@ def _build_podman_variables(scratch: str) -> Mapping[str, str]:
     }
 
 
-def _build_command(
-    spec: SandboxSpec,
-    python: GuestPython,
-    scratch: str,
-    archive: int,
-    binds: Sequence[tuple[str, str]],
-) -> list[str]:
-    """From `unshare` on to the server's own command line."""
-    size = spec.limits.disk_bytes + _PODMAN_SCRATCH_BYTES
-    writable = ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.folders]
-    server = build_server_command(
-        spec,
-        python.command,
-        f"{GUEST_DIR}/{SCRIPTS[0].name}",
-        writable=writable,
-        counts_processes=True,
-        channel_fd=_CHANNEL_FD,
-    )
-    namespaces = ("--user", "--map-root-user", "--mount", "--cgroup", "--pid", "--mount-proc")
-    return [
-        *("unshare", *namespaces, "--fork", "--kill-child"),
-        *("sh", "-c", _PREPARE_AND_RUN_SCRIPT, "sh", scratch, str(size)),
-        *(str(spec.limits.files + _PODMAN_SCRATCH_FILES), str(archive), str(spec.root or "")),
-        *_list_mounts_below([source for source, _ in binds]),
-        *_list_podman_options(spec, scratch, binds),
-        *("--rootfs", f"{scratch}/rootfs", *server),
-    ]
-
-
-def _list_podman_options(
-    spec: SandboxSpec, scratch: str, binds: Sequence[tuple[str, str]]
-) -> Iterator[str]:
+def _list_podman_options(setup: ContainerSetup) -> Iterator[str]:
+    spec, scratch = setup.spec, setup.scratch
     yield from ("run", "--rm", "--cgroups=disabled", "--cap-drop=all", "--hostname=sandbox")
     yield from ("--security-opt=no-new-privileges", "--security-opt=label=disable")
     yield "--security-opt=mask=/sys"
@@ -192,89 +127,17 @@ def _list_podman_options(
     yield "--tmpfs=/dev:rw,size=64k,nr_inodes=64,mode=755"
     if spec.root is None:
         yield from ("--read-only", "--read-only-tmpfs=false")
-    for source, place in (("shm", "/dev/shm"), *_list_writable_places(spec)):
+    for source, place in list_writable_binds(spec):
         yield f"--volume={scratch}/{source}:{place}:rw"
     yield f"--volume={scratch}/guest:{GUEST_DIR}:ro"
-    for source, place in binds:
+    for source, place in setup.binds:
         yield f"--volume={source}:{place}:ro"
     if spec.root is not None:
         yield f"--volume={scratch}/guest/root:{GUEST_DIR}/root:ro"
 
 
-def _list_writable_places(spec: SandboxSpec) -> Iterator[tuple[str, str]]:
-    """Names below the scratch folder, and their places, where the root is read-only."""
-    if spec.root is None:
-        yield from (("workspace", WORK_DIR), ("tmp", "/tmp"))
-        for number, folder in enumerate(spec.folders):
-            yield f"folder{number}", folder
-
-
-def _list_binds(spec: SandboxSpec, python: GuestPython) -> Iterator[tuple[str, str]]:
-    """What a sandbox shows of this machine, read-only, and where."""
-    yield from python.binds
-    for folder in spec.readonly_folders:
-        yield folder, folder
-    if spec.root is not None:
-        return
-    yield "/usr", "/usr"
-    shared = ("/etc/ssl", "/etc/pki") if spec.network == "open" else ()
-    for name in (*SYSTEM_LINKS, *SYSTEM_FILES, *shared):
-        if Path(name).exists() and not (name in SYSTEM_LINKS and Path(name).is_symlink()):
-            yield os.path.realpath(name), name
-
-
-def _list_mounts_below(sources: Sequence[str]) -> Iterator[str]:
-    """Mounts within folders that are shown: each of them has to be made read-only by itself."""
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        place = Path(line.split()[4].decode("unicode_escape"))
-        if any(str(place) != one and place.is_relative_to(one) for one in sources):
-            yield str(place)
-
-
-def _build_scratch_archive(spec: SandboxSpec, python: GuestPython, scratch: str) -> bytes:
-    """A tar of what the scratch folder holds at first."""
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name in ("rootfs", "upper", "work", "guest", "guest/root", "places", "storage", "run"):
-            _add_member(archive, name, mode=0o755)
-        for name in ("shm", "tmp", "workspace", *(f"folder{n}" for n in range(len(spec.folders)))):
-            _add_member(archive, name, mode=0o1777)
-        for place in (GUEST_DIR, WORK_DIR, "/tmp", *spec.folders):
-            _add_member(archive, f"places{place}", mode=0o1777)
-        for source, place in python.binds:
-            is_file = Path(source).is_file()
-            _add_member(archive, place.replace(GUEST_DIR, "guest", 1), b"" if is_file else None)
-        for path in map(Path, SYSTEM_LINKS if spec.root is None else ()):
-            if path.is_symlink():
-                _add_member(archive, f"rootfs{path}", target=str(path.readlink()))
-        for name, content in _list_scratch_files(spec, scratch):
-            _add_member(archive, name, content)
-    return stream.getvalue()
-
-
-def _list_scratch_files(spec: SandboxSpec, scratch: str) -> Iterator[tuple[str, bytes]]:
+def _list_own_files(scratch: str) -> Iterator[tuple[str, bytes]]:
+    """Podman's own files, by their names below the scratch folder."""
     yield "containers.conf", _CONTAINERS_CONFIG.format(scratch=scratch).encode()
     yield "storage.conf", _STORAGE_CONFIG.format(scratch=scratch).encode()
     yield "seccomp.json", json.dumps(build_seccomp_profile()).encode()
-    for script in SCRIPTS:
-        yield f"guest/{script.name}", script.read_bytes()
-    for name, content in GUEST_ACCOUNT_FILES.items() if spec.root is None else ():
-        yield f"rootfs/etc/{name}", content.encode()
-
-
-def _add_member(
-    archive: tarfile.TarFile,
-    name: str,
-    content: bytes | None = None,
-    *,
-    mode: int = 0o755,
-    target: str = "",
-) -> None:
-    """Add a file, a link, or a folder if it has neither content nor target."""
-    member = tarfile.TarInfo(name)
-    member.mode = mode if content is None else 0o644
-    member.type = tarfile.SYMTYPE if target else tarfile.DIRTYPE
-    member.linkname = target
-    if content is not None:
-        member.type, member.size = tarfile.REGTYPE, len(content)
-    archive.addfile(member, io.BytesIO(content or b""))

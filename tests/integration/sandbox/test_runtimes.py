@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -24,11 +25,14 @@ from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
+from tests.support.apptainer_stand_in import write_apptainer_stand_in
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
 from tests.support.waiting import wait_for
 
-NAMES = find_installed_runtimes()
+INSTALLED = find_installed_runtimes()
+NAMES = INSTALLED if "apptainer" in INSTALLED else [*INSTALLED, "apptainer"]
+"""Apptainer, where it is missing, is a stand-in of its command line."""
 ISOLATING = [name for name in NAMES if name != "none"]
 SMALL = SandboxLimits(
     memory_bytes=256 << 20, processes=40, disk_bytes=8 << 20, files=300, output_bytes=1 << 16
@@ -36,6 +40,19 @@ SMALL = SandboxLimits(
 NAMESPACED = [name for name in ISOLATING if name != "gvisor"]
 """Those that have this machine's kernel enforce limits, in namespaces."""
 WITH_SESSION = [name for name in ISOLATING if "session-only" in make_runtime(name).networks]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def apptainer() -> Iterator[None]:
+    """Puts the stand-in on the path, if it is needed."""
+    if "apptainer" in INSTALLED:
+        yield
+        return
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        Path(folder).chmod(0o755)
+        write_apptainer_stand_in(Path(folder))
+        patch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
+        yield
 
 
 @pytest.fixture(params=NAMES)

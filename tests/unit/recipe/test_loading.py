@@ -103,7 +103,7 @@ REFUSED = [
     (
         "train_dataset={generator: null, kwargs: {}, harbor: tasks}",
         "train_dataset.harbor",
-        "need a sandbox of bwrap or podman, and rollout.agent.isolation is null",
+        "need a sandbox of bwrap, podman, apptainer or enroot, and rollout.agent.isolation is null",
     ),
     ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
     ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),

@@ -1,0 +1,101 @@
+"""Files that a container program starts a sandbox from, in memory, limited in size and number.
+
+They lie in the scratch folder, which `container_start.py` covers with a file system of its own:
+`rootfs`, what is shown in it (`guest`, `dev`), what commands may write (`workspace`, `tmp`, `shm`,
+`folder0`, ...), or what a root file system is written over with (`upper`, `work`).
+"""
+
+import io
+import os
+import tarfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from areal_hpc.sandbox.bubblewrap import SYSTEM_FILES, SYSTEM_LINKS
+from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SCRIPTS, GuestPython
+from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, WORK_DIR
+from areal_hpc.sandbox.spec import SandboxSpec
+
+_FOLDERS = ("rootfs", "upper", "work", "guest", "guest/root", "places", "dev", "storage", "run")
+
+
+def list_writable_folders(spec: SandboxSpec) -> list[str]:
+    """Folders that commands may write in."""
+    return ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.folders]
+
+
+def list_writable_binds(spec: SandboxSpec) -> Iterator[tuple[str, str]]:
+    """Names below the scratch folder that are shown to be written in, and where."""
+    yield "shm", "/dev/shm"
+    if spec.root is None:
+        yield from (("workspace", WORK_DIR), ("tmp", "/tmp"))
+        for number, folder in enumerate(spec.folders):
+            yield f"folder{number}", folder
+
+
+def list_machine_binds(spec: SandboxSpec, python: GuestPython) -> Iterator[tuple[str, str]]:
+    """What a sandbox shows of this machine, read-only, and where."""
+    yield from python.binds
+    for folder in spec.readonly_folders:
+        yield folder, folder
+    if spec.root is not None:
+        return
+    yield "/usr", "/usr"
+    shared = ("/etc/ssl", "/etc/pki") if spec.network == "open" else ()
+    for name in (*SYSTEM_LINKS, *SYSTEM_FILES, *shared):
+        if Path(name).exists() and not (name in SYSTEM_LINKS and Path(name).is_symlink()):
+            yield os.path.realpath(name), name
+
+
+def build_scratch_archive(
+    spec: SandboxSpec,
+    binds: Sequence[tuple[str, str]],
+    files: Mapping[str, bytes],
+    links: Mapping[str, str],
+) -> bytes:
+    """A tar of what the scratch folder holds at first, `files` and `links` by name among it."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name in _FOLDERS:
+            _add_member(archive, name)
+        for name in ("shm", "tmp", "workspace", *(f"folder{n}" for n in range(len(spec.folders)))):
+            _add_member(archive, name, mode=0o1777)
+        shown_in = "rootfs" if spec.root is None else "places"
+        for place in ("/proc", "/sys", "/dev"):
+            _add_member(archive, f"{shown_in}{place}")
+        for place in (GUEST_DIR, WORK_DIR, "/tmp", *spec.folders):
+            _add_member(archive, f"{shown_in}{place}", mode=0o1777)
+        for source, place in binds:
+            is_guests = place.startswith(f"{GUEST_DIR}/")
+            name = place.replace(GUEST_DIR, "guest", 1) if is_guests else f"{shown_in}{place}"
+            _add_member(archive, name, b"" if Path(source).is_file() else None)
+        for path in map(Path, SYSTEM_LINKS if spec.root is None else ()):
+            if path.is_symlink():
+                _add_member(archive, f"rootfs{path}", target=str(path.readlink()))
+        for script in SCRIPTS:
+            _add_member(archive, f"guest/{script.name}", script.read_bytes())
+        for name, content in GUEST_ACCOUNT_FILES.items() if spec.root is None else ():
+            _add_member(archive, f"rootfs/etc/{name}", content.encode())
+        for name, data in files.items():
+            _add_member(archive, name, data)
+        for name, target in links.items():
+            _add_member(archive, name, target=target)
+    return stream.getvalue()
+
+
+def _add_member(
+    archive: tarfile.TarFile,
+    name: str,
+    content: bytes | None = None,
+    *,
+    mode: int = 0o755,
+    target: str = "",
+) -> None:
+    """Add a file, a link, or a folder if it has neither content nor target."""
+    member = tarfile.TarInfo(name)
+    member.mode = mode if content is None else 0o644
+    member.type = tarfile.SYMTYPE if target else tarfile.DIRTYPE
+    member.linkname = target
+    if content is not None:
+        member.type, member.size = tarfile.REGTYPE, len(content)
+    archive.addfile(member, io.BytesIO(content or b""))

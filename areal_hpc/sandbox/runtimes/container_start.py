@@ -1,0 +1,189 @@
+"""Start of a sandbox whose namespaces another program makes: podman, Apptainer, enroot.
+
+A first set of namespaces (`unshare`), in which the caller is root, holds a file system in memory
+whose size and number of files are limited; the program starts one container from a folder of it.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_sandbox_python, may_become_nobody
+from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
+from areal_hpc.sandbox.runtimes.container_files import (
+    build_scratch_archive,
+    list_machine_binds,
+    list_writable_folders,
+)
+from areal_hpc.sandbox.runtimes.guest_python import (
+    GUEST_DIR,
+    SCRIPTS,
+    GuestPython,
+    build_server_command,
+    find_guest_python,
+)
+from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
+from areal_hpc.sandbox.runtimes.system_view import GUEST_VARIABLES, WORK_DIR
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.spec import SandboxSpec
+
+PROGRAM_SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+"""Where container programs are, beside the folders of `PATH`."""
+_PODMAN_SCRATCH_BYTES, _PODMAN_SCRATCH_FILES = 1 << 20, 60
+"""What is kept beside the files of a sandbox, whatever the program."""
+_PREPARE_SCRIPT = """
+set -e
+mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
+tar --extract --file "/proc/self/fd/$4" --directory "$1" --same-permissions --no-same-owner
+if [ -n "$5" ]; then
+  mount --bind "$5" "$1/guest/root"
+  mount -t overlay overlay "$1/rootfs" -o \
+"lowerdir=$1/places:$1/guest/root,upperdir=$1/upper,workdir=$1/work,userxattr"
+  mount -o remount,bind,ro "$1/guest/root"
+fi
+shift 5
+while [ "$1" != -- ]; do mount -o remount,bind,ro "$1"; shift; done
+shift
+"""
+_LOOPBACK_UP_PROGRAM = """
+import fcntl, socket, struct
+with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as one:
+    fcntl.ioctl(one, 0x8914, struct.pack("16sh22x", b"lo", 1))
+"""
+"""SIOCSIFFLAGS with IFF_UP (netdevice(7))."""
+_BECOME_USER_SCRIPT = """
+[ -z "$1" ] || "$1" -I -S -c "$2"
+hostname sandbox 2> /dev/null || :
+shift 2
+exec unshare "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerSetup:
+    """What a container is made of."""
+
+    spec: SandboxSpec
+    python: GuestPython
+    binds: Sequence[tuple[str, str]]
+    """What it shows of this machine, read-only, and where."""
+    scratch: str
+    """The scratch folder."""
+    archive: int
+    """Descriptor of a tar of what that holds at first."""
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerPlan:
+    """How a program starts the container."""
+
+    command: Sequence[str]
+    variables: Mapping[str, str]
+    """Of the program, beside `PATH`."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """What the scratch folder holds for it, by name."""
+    links: Mapping[str, str] = field(default_factory=dict)
+
+
+async def start_container(
+    spec: SandboxSpec,
+    plan_container: Callable[[ContainerSetup], ContainerPlan],
+    build_error: Callable[[str], RecipeError],
+) -> Sandbox:
+    """A sandbox in a container; raises as `Runtime.start`."""
+    user = NOBODY_UID if may_become_nobody() else None
+    spec = await unpack_root_if_archive(spec, user)
+    python = find_guest_python(by_anybody=user is not None)
+    binds = [*list_machine_binds(spec, python)]
+    scratch = choose_scratch_dir([str(spec.root or ""), *(source for source, _ in binds)])
+    archive = os.memfd_create("sandbox")
+    try:
+        how = plan_container(ContainerSetup(spec, python, binds, scratch, archive))
+        with open(archive, "wb", closefd=False) as file:
+            file.write(build_scratch_archive(spec, binds, how.files, how.links))
+        plan = SandboxStartPlan(
+            how.command,
+            WORK_DIR,
+            spec.limits,
+            {**GUEST_VARIABLES, **spec.variables},
+            pass_fds=[archive],
+            user=user,
+            environ={"PATH": build_search_path(), **how.variables},
+        )
+        return await Sandbox.start(plan)
+    except ClusterError as error:
+        if not isinstance(error.__cause__, EOFError):  # too slow, or no process could be made
+            raise
+        raise build_error(error.problems[0].message) from error
+    finally:
+        os.close(archive)
+
+
+def build_search_path() -> str:
+    """Where container programs are looked for."""
+    return f"{os.environ.get('PATH', '')}:{PROGRAM_SEARCH_PATH}"
+
+
+def build_container_command(
+    setup: ContainerSetup, namespaces: Sequence[str], script: str, *, program_files: int = 0
+) -> list[str]:
+    """A command line that prepares the scratch folder and goes on with a script; its words follow.
+
+    Args:
+        setup: What the container is made of.
+        namespaces: Options of `unshare`, beside those of a user and a mount namespace.
+        script: Starts the container; it is root, in these namespaces.
+        program_files: Files that the program makes in the scratch folder.
+    """
+    spec, files = setup.spec, setup.spec.limits.files + _PODMAN_SCRATCH_FILES + program_files
+    return [
+        *("unshare", "--user", "--map-root-user", "--mount", *namespaces),
+        *("sh", "-c", _PREPARE_SCRIPT + script, "sh", setup.scratch),
+        *(str(spec.limits.disk_bytes + _PODMAN_SCRATCH_BYTES), str(files)),
+        *(str(setup.archive), str(spec.root or "")),
+        *_list_mounts_below([source for source, _ in setup.binds]),
+        "--",
+    ]
+
+
+def build_user_container_command(
+    setup: ContainerSetup, namespaces: Sequence[str] = ()
+) -> list[str]:
+    """As `build_container_command`, but what follows runs as user 65534, on the sandbox's network.
+
+    `namespaces` are options of `unshare` beside those of a second user and mount namespace.
+    """
+    is_open = setup.spec.network == "open"
+    outer = ["--cgroup", "--ipc", "--uts", *([] if is_open else ["--net"])]
+    python = None if is_open else find_sandbox_python(by_anybody=may_become_nobody())
+    return [
+        *build_container_command(setup, outer, _BECOME_USER_SCRIPT),
+        *("" if python is None else python[0], _LOOPBACK_UP_PROGRAM),
+        *("--user", f"--map-user={NOBODY_UID}", f"--map-group={NOBODY_UID}"),
+        *("--mount", *namespaces),
+    ]
+
+
+def build_container_server(
+    setup: ContainerSetup, *, channel_fd: int | None = None, filters_calls: bool = False
+) -> list[str]:
+    """The command line of the server in the container; see `build_server_command`."""
+    return build_server_command(
+        setup.spec,
+        setup.python.command,
+        f"{GUEST_DIR}/{SCRIPTS[0].name}",
+        writable=list_writable_folders(setup.spec),
+        counts_processes=True,
+        channel_fd=channel_fd,
+        filters_calls=filters_calls,
+    )
+
+
+def _list_mounts_below(sources: Sequence[str]) -> Iterator[str]:
+    """Mounts within folders that are shown: each of them has to be made read-only by itself."""
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        place = Path(line.split()[4].decode("unicode_escape"))
+        if any(str(place) != one and place.is_relative_to(one) for one in sources):
+            yield str(place)
