@@ -1,7 +1,10 @@
-"""What the proxy is measured between and against: `python -m benchmarks._proxy_servers NAME ...`.
+"""What the proxy is measured between and against.
+
+`python -m benchmarks._proxy_servers NAME WHAT REPLY_S`, where NAME and WHAT are
 
 - upstream ANSWERS: says the same reply to everybody, as SGLang's `/generate` and as a chat
-  completion, with log-probabilities or without; from memory, without reading what it is asked.
+  completion, with log-probabilities or without; from memory, without reading what it is asked, and
+  after REPLY_S.
 - relay URL: the floor. The same server and client libraries as the proxy (uvicorn's ASGI, aiohttp),
   passing bytes on.
 
@@ -74,6 +77,7 @@ class Answers:
 
 class _Upstream(asyncio.Protocol):
     answers: dict[str, bytes]
+    reply_s: float
 
     def __init__(self) -> None:
         self._received = bytearray()
@@ -101,10 +105,14 @@ class _Upstream(asyncio.Protocol):
         else:
             name = "chat"
         self._received, self._whole_bytes = bytearray(), 0
-        self._transport.write(self.answers[name])
+        if self.reply_s == 0:
+            self._transport.write(self.answers[name])
+        else:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.reply_s, self._transport.write, self.answers[name])
 
 
-async def upstream(answers: Path) -> None:
+async def upstream(answers: Path, reply_s: float) -> None:
     """Answer until killed."""
     bodies = {
         name: json.dumps(one).encode() for name, one in json.loads(answers.read_text()).items()
@@ -115,6 +123,7 @@ async def upstream(answers: Path) -> None:
         % (len(body), body)
         for name, body in bodies.items()
     }
+    _Upstream.reply_s = reply_s
     server = await asyncio.get_running_loop().create_server(_Upstream, "127.0.0.1", 0)
     print(server.sockets[0].getsockname()[1], flush=True)
     await server.serve_forever()
@@ -164,5 +173,6 @@ async def relay(url: str) -> None:
 
 
 if __name__ == "__main__":
-    name, argument = sys.argv[1:]
-    uvloop.run(upstream(Path(argument)) if name == "upstream" else relay(argument))
+    name, argument, reply_s = sys.argv[1:]
+    what = upstream(Path(argument), float(reply_s)) if name == "upstream" else relay(argument)
+    uvloop.run(what)

@@ -107,14 +107,14 @@ class Ours(Side):
 
     def __init__(self, process: Process, address: Address, admin_key: str) -> None:
         super().__init__(process, address)
-        self._admin_key = admin_key
+        self.admin_key = admin_key
 
     async def conversations(
         self, dialogues: Sequence[Dialogue], turns: int, reply: Message
     ) -> list[list[bytes]]:
         """As an agent has them: a session each, whose opening has been answered."""
         body = b'{"task_id":"bench"}'
-        opening = self.address.request("/rl/start_session", body, self._admin_key)
+        opening = self.address.request("/rl/start_session", body, self.admin_key)
         opened = await load(self.address, [[opening] for _ in dialogues], 32)
         keys = [msgspec.json.decode(answer)["api_key"] for (answer,) in opened.answers]
         pairs = list(zip(dialogues, keys, strict=True))
@@ -140,9 +140,11 @@ class LiteLLMLogprobs(LiteLLM):
     extra = b',"logprobs":true'
 
 
-def start_server(name: str, argument: str, log: Path, *, core: int) -> tuple[Process, Address]:
-    """One of `benchmarks._proxy_servers`."""
-    argv = [sys.executable, "-m", "benchmarks._proxy_servers", name, argument]
+def start_server(
+    name: str, argument: str, log: Path, *, core: int, reply_s: float = 0.0
+) -> tuple[Process, Address]:
+    """One of `benchmarks._proxy_servers`; the upstream answers after `reply_s`."""
+    argv = [sys.executable, "-m", "benchmarks._proxy_servers", name, argument, str(reply_s)]
     process = Process(argv, log, core=core)
     return process, Address("127.0.0.1", int(process.line()))
 

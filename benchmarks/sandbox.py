@@ -4,6 +4,8 @@
 - warm: from asking a pool that has some ready to the end of the first command.
 - command: `true` in a sandbox at work; its peer is the same program started by this process.
 - many: this many sandboxes started at once, until the last has run its first command.
+- calls: model calls a second of as many episodes at once, by programs in sandboxes that reach the
+  model's endpoint alone, and by the same programs without one (`benchmarks/_sandbox_calls.py`).
 
 With `--root` sandboxes have that root file system; by default they show this machine's programs.
 """
@@ -21,6 +23,7 @@ from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runt
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from benchmarks._pairs import add_out, report
+from benchmarks._sandbox_calls import measure_calls
 
 
 async def time_ms(work: Callable[[], Awaitable[object]]) -> float:
@@ -96,12 +99,18 @@ async def measure(arguments: argparse.Namespace) -> dict[str, float]:
     runtime, spec = make_runtime(arguments.runtime), SandboxSpec(root=arguments.root)
     await measure_cold(runtime, spec, 1)  # pages of programs are read
     within, plain = await measure_commands(runtime, spec, arguments.commands)
+    made = {}
+    if "session-only" in runtime.networks:
+        made = await measure_calls(
+            runtime, arguments.many, arguments.calls, arguments.pairs, arguments.reply_s
+        )
     return {
         "cold_start_ms": await measure_cold(runtime, spec, arguments.rounds),
         "warm_start_ms": await measure_warm(runtime, spec, arguments.rounds),
         "command_ms": within,
         "plain_command_ms": plain,
         "many_start_ms": await measure_many(runtime, spec, arguments.many),
+        **made,
     }
 
 
@@ -115,11 +124,15 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=20, help="sandboxes of each kind (20)")
     parser.add_argument("--commands", type=int, default=100, help="commands of each kind (100)")
     parser.add_argument("--many", type=int, default=64, help="sandboxes started at once (64)")
+    parser.add_argument("--calls", type=int, default=20, help="model calls of an episode (20)")
+    parser.add_argument("--pairs", type=int, default=6, help="rounds of model calls (6)")
+    parser.add_argument("--reply-s", type=float, default=0.5, help="until the model answers (0.5)")
     add_out(parser, "sandbox")
     arguments = parser.parse_args()
     figures = asyncio.run(measure(arguments))
     settings = {
-        name: getattr(arguments, name) for name in ("runtime", "rounds", "commands", "many")
+        name: getattr(arguments, name)
+        for name in ("runtime", "rounds", "commands", "many", "calls", "pairs", "reply_s")
     }
     report(figures, settings | {"root": str(arguments.root or "")}, arguments.out)
 

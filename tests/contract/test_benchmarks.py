@@ -34,8 +34,11 @@ GROUP_LAYOUT = "group_layout_cpu_over_ours"
         ),
         (
             "sandbox",
-            ("--rounds", "1", "--commands", "2", "--many", "2"),
-            ["cold_start_ms", "warm_start_ms", "command_ms", "many_start_ms"],
+            (
+                *("--rounds", "1", "--commands", "2", "--many", "2"),
+                *("--pairs", "1", "--calls", "2", "--reply-s", "0.01"),
+            ),
+            ["cold_start_ms", "warm_start_ms", "command_ms", "many_start_ms", "calls_ratio"],
         ),
         (
             "proxy",

@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
 
 BENCHMARKS_DIR = Path(__file__).resolve().parents[3] / "benchmarks"
-ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents"}
+ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents", "sandbox": "agents"}
 """Benchmarks that need another environment than the trainer's."""
 
 
