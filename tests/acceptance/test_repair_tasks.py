@@ -17,14 +17,16 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1500)
 
+ISOLATIONS = ("bwrap", "podman")
 GROUPS, STEPS = 5, 10
 RUN_TIMEOUT_S = 1200.0
 
 
-def test_fifty_tasks_tell_their_solutions_from_nothing(tmp_path: Path) -> None:
+@pytest.mark.parametrize("isolation", ISOLATIONS)
+def test_fifty_tasks_tell_their_solutions_from_nothing(isolation: str, tmp_path: Path) -> None:
     made = areal_hpc("make-repair-tasks", tmp_path / "tasks", "--count", 50)
     assert made.returncode == 0, made.stderr
-    checked = areal_hpc("check-tasks", tmp_path / "tasks")
+    checked = areal_hpc("check-tasks", tmp_path / "tasks", "--isolation", isolation)
     assert checked.returncode == 0, checked.stdout
     *tasks, summary = checked.stdout.splitlines()
     assert summary.startswith("50 tasks, 0 whose tests")
@@ -32,7 +34,7 @@ def test_fifty_tasks_tell_their_solutions_from_nothing(tmp_path: Path) -> None:
     assert all(line.split()[1:] == ["solution", "1", "nothing", "0"] for line in tasks), tasks
 
 
-def start_run_on(tasks: Path, fileroot: Path, note: Path) -> SmallRun:
+def start_run_on(tasks: Path, isolation: str, fileroot: Path, note: Path) -> SmallRun:
     """A run that plays each task in two real sandboxes, with a tiny model."""
     run = SmallRun(
         fileroot,
@@ -42,7 +44,7 @@ def start_run_on(tasks: Path, fileroot: Path, note: Path) -> SmallRun:
         f"evaluation.every_steps={STEPS + 1}",
         "rollout.workflow=tests.support.repair_agent.Repairing",
         f"rollout.workflow_kwargs={{note: {note}}}",
-        "rollout.agent.isolation=bwrap",
+        f"rollout.agent.isolation={isolation}",
         "rollout.n_samples=2",
         "rollout.max_concurrent_rollouts=8",
         "inference.context_length=2048",
@@ -84,12 +86,13 @@ def list_living(sandboxes: list[dict[str, Any]]) -> list[int]:
     return living
 
 
+@pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_a_cell_that_is_killed_leaves_nothing_of_its_sandboxes_and_loses_no_task(
-    tmp_path: Path,
+    isolation: str, tmp_path: Path
 ) -> None:
     assert areal_hpc("make-repair-tasks", tmp_path / "tasks", "--count", 50).returncode == 0
     note = tmp_path / "note.jsonl"
-    run = start_run_on(tmp_path / "tasks", tmp_path / "runs", note)
+    run = start_run_on(tmp_path / "tasks", isolation, tmp_path / "runs", note)
     with interrupted_at_end(run):
         run.await_true(lambda: trained_steps(run.paths) >= 3, RUN_TIMEOUT_S)
         first = read_sandboxes(note)[-1]["driver"]
