@@ -9,6 +9,7 @@ import pytest
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
+from examples.harbor.sums import write_tasks
 from tests.support.commands import areal_hpc, said_by
 from tests.support.run_files import events_of
 
@@ -26,5 +27,29 @@ def test_a_recipe_learns_and_raises_no_failure(recipe: str, tmp_path: Path) -> N
     said_by(areal_hpc("status", paths.root))  # exits with 1 for an alert that is a failure
     levels = [event["level"] for event in events_of(paths, "alert")]
     assert "failure" not in levels
-    rewards = [row["eval/reward"] for row in read_lines(paths.metrics) if "eval/reward" in row]
+    rewards = read_held_out_rewards(paths)
     assert rewards[-1] - rewards[0] >= LEAST_GAIN, rewards
+
+
+def test_commands_in_sandboxes_are_learned_on_harbors_tasks(tmp_path: Path) -> None:
+    for name, count, seed in (("sums", 512, 1), ("sums-held-out", 64, 2)):
+        write_tasks(tmp_path / name, count, seed)
+    checked = said_by(areal_hpc("check-tasks", tmp_path / "sums-held-out"))
+    assert "64 tasks, 0 whose tests" in checked
+    said_by(
+        areal_hpc(
+            *("run", "recipes/quickstart_harbor.yaml", f"cluster.fileroot={tmp_path}"),
+            f"train_dataset.harbor={tmp_path / 'sums'}",
+            f"valid_dataset.harbor={tmp_path / 'sums-held-out'}",
+            timeout_s=1700,
+        )
+    )
+    paths = RunPaths(tmp_path / "quickstart" / "harbor")
+    said_by(areal_hpc("status", paths.root))
+    rewards = read_held_out_rewards(paths)
+    assert rewards[-1] - rewards[0] >= LEAST_GAIN, rewards
+
+
+def read_held_out_rewards(paths: RunPaths) -> list[float]:
+    """The reward of each evaluation, in order."""
+    return [row["eval/reward"] for row in read_lines(paths.metrics) if "eval/reward" in row]

@@ -2,7 +2,7 @@
 
 They lie in the scratch folder, which `container_start.py` covers with a file system of its own:
 `rootfs`, what is shown in it (`guest`, `dev`), what commands may write (`workspace`, `tmp`, `shm`,
-`folder0`, ...), or what a root file system is written over with (`upper`, `work`).
+one for each further folder), or what a root file system is written over with (`upper`, `work`).
 """
 
 import io

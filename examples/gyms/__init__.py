@@ -1,0 +1,1 @@
+"""A tiny model learns when to stop drawing cards, in gymnasium's Blackjack."""

@@ -1,0 +1,57 @@
+"""Hands of gymnasium's Blackjack-v1, and conversations of somebody who plays it at random.
+
+The demonstrations show how an action is written, and which observations there are. When to stop is
+in none of them: who plays knows no rule, and mostly takes another card.
+"""
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+HOW = "Reply with <action>A</action>, where A is a whole number from 0 to 1."
+"""As the agent describes the gym's actions: 0 stops, 1 takes a card."""
+SEED_STRIDE = 1_000_000
+"""The gym shuffles by the task's seed, so streams must start far apart."""
+BEST_SUM = 21
+
+
+def hands(size: int, seed: int) -> Iterator[dict[str, Any]]:
+    """Tasks: a seed each, which decides all cards of the hand."""
+    for number in range(size):
+        yield {"seed": seed * SEED_STRIDE + number}
+
+
+def demonstrations(size: int, seed: int, p_hit: float = 0.75) -> Iterator[dict[str, Any]]:
+    """Conversations up to some decision, which takes a card with probability `p_hit`."""
+    rng = random.Random(seed)
+    for _ in range(size):
+        yield {"messages": play_randomly(rng, p_hit)}
+
+
+def play_randomly(rng: random.Random, p_hit: float) -> list[dict[str, str]]:
+    """A hand up to a decision of the player's, which may be any of it."""
+    cards, dealer = [draw(rng), draw(rng)], draw(rng)
+    messages = [say("user", f"{describe(cards, dealer)}\n{HOW}")]
+    while True:
+        hits = rng.random() < p_hit
+        messages.append(say("assistant", f"<action>{int(hits)}</action>"))
+        cards.append(draw(rng))
+        if not hits or sum(cards) > BEST_SUM or rng.random() < 0.3:
+            return messages
+        messages.append(say("user", describe(cards, dealer)))
+
+
+def draw(rng: random.Random) -> int:
+    """A card of an endless deck: an ace is 1, court cards are 10."""
+    return min(rng.randint(1, 13), 10)
+
+
+def describe(cards: list[int], dealer: int) -> str:
+    """What the gym shows: the sum, the dealer's card, whether an ace counts as 11."""
+    has_soft_ace = 1 in cards and sum(cards) + 10 <= BEST_SUM
+    return f"Observation: [{sum(cards) + 10 * has_soft_ace}, {dealer}, {int(has_soft_ace)}]"
+
+
+def say(role: str, content: str) -> dict[str, str]:
+    """A message."""
+    return {"role": role, "content": content}
