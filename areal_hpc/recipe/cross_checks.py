@@ -177,7 +177,7 @@ def _find_agent_and_task_conflicts(recipe: Recipe) -> Iterator[Problem]:
     yield from _find_evaluation_set_conflicts(recipe)
     if online and evaluation.sets:
         message = "evaluation.sets cannot be used with rollout.agent.mode=online"
-        hint = "remove them; evaluate the exported model instead"
+        hint = "set evaluation.sets=null; evaluate the exported model instead"
         yield Problem(message, "evaluation.sets", hint)
     if online and recipe.valid_dataset is not None:
         message = "valid_dataset cannot be used with rollout.agent.mode=online"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from tests.support.commands import areal_hpc, said_by
@@ -213,6 +214,7 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
         "eval_reward": evaluated,
         "start": evaluated[0],
         "end": evaluated[rows[-1]["step"]],
+        "sets": {name: [rows[0][name], rows[-1][name]] for name in list_set_metrics(rows[0])},
         "end_interval": interval_of(evaluated[rows[-1]["step"]], HELD_OUT_TASKS),
         "engine_trainer_max_abs_diff": max(row[LOGPROB_GAP] for row in trained),
         "compared_tokens": sum(row["logprob/compared_tokens"] for row in trained),
@@ -222,6 +224,15 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
         "replies_over_two_versions": sum(row["staleness/mixed_version_rows"] for row in trained),
         "step_s": round(sum(row["time/step_s"] for row in trained) / len(trained), 2),
     }
+
+
+def list_set_metrics(row: dict[str, Any]) -> list[str]:
+    """Metrics of the evaluation sets of a row, without their intervals."""
+    return [
+        one
+        for one in row
+        if one.startswith(EVALUATION_METRIC_PREFIX) and not one.endswith(INTERVAL_BOUND_SUFFIXES)
+    ]
 
 
 def train_from(model: Path, seed: int, fileroot: Path, bound: int, *overrides: str) -> Any:
@@ -237,6 +248,12 @@ def test_the_quick_start_learns(seed: int, results: dict[str, Any], tmp_path: Pa
     assert run["end"] >= 0.80
     assert run["engine_trainer_max_abs_diff"] <= 1e-4
     assert run["compared_tokens"] == run["sampled_tokens"]
+    sets = {name.removeprefix(EVALUATION_METRIC_PREFIX): ends for name, ends in run["sets"].items()}
+    assert sets.keys() == {"valid/avg@1", "longer/avg@1", "sampled/avg@8", "sampled/pass@8"}
+    for name in ("valid/avg@1", "sampled/avg@8"):
+        assert sets[name][0] < 0.6 < 0.8 < sets[name][1], name
+    before, after = sets["sampled/pass@8"]
+    assert 0.6 < before <= after, "the skill is there before: docs of the quick start say so"
 
 
 def test_the_asynchronous_quick_start_learns_from_replies_of_mixed_versions(

@@ -19,7 +19,10 @@ from tests.support.waiting import wait_for
 
 TIMEOUT_S = 240.0
 
+WITHOUT_SETS = ("evaluation.sets.longer=null", "evaluation.sets.sampled=null")
+"""The quick start with no evaluation sets but `valid`."""
 SIZES = (
+    *WITHOUT_SETS,
     "train_dataset.kwargs.size=64",
     "valid_dataset.kwargs.size=8",
     "sft.dataset.kwargs.size=640",
@@ -44,6 +47,7 @@ CUT_DOWN = (
 LIGHT_AGENT = "rollout.workflow=tests.support.sums.SumAgent"
 LIGHT = (
     LIGHT_AGENT,
+    *WITHOUT_SETS,
     "train_dataset.generator=tests.support.sums:tasks",
     "valid_dataset.generator=tests.support.sums:tasks",
 )

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
@@ -53,6 +53,13 @@ class EvaluationSetConfig(BaseConfig):
     """Steps between evaluations; null: `evaluation.every_steps`."""
 
 
+def _drop_nulls(sets: Any) -> Any:
+    """Without sets that an override took out: overrides are merged into what a recipe has."""
+    if isinstance(sets, dict):
+        return {name: one for name, one in sets.items() if one is not None}
+    return {} if sets is None else sets
+
+
 class EvaluationConfig(BaseConfig):
     """Evaluation of the weights on held-out tasks."""
 
@@ -68,10 +75,11 @@ class EvaluationConfig(BaseConfig):
     """Dotted path of the agent for evaluation; empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any] = Field(default_factory=dict)
     """Arguments of its constructor."""
-    sets: dict[Annotated[str, Field(pattern=SET_NAME_PATTERN)], EvaluationSetConfig] = Field(
-        default_factory=dict
-    )
-    """Further sets of held-out tasks by name; `valid_dataset` is the one named `valid`."""
+    sets: Annotated[
+        dict[Annotated[str, Field(pattern=SET_NAME_PATTERN)], EvaluationSetConfig],
+        BeforeValidator(_drop_nulls),
+    ] = Field(default_factory=dict)
+    """Further sets of held-out tasks by name; null takes one out. `valid_dataset` is `valid`."""
     keep_best: Annotated[str, Field(pattern=r"^$|^[^/]+/[^/]+$")] = ""
     """`SET/METRIC` such as `aime/pass@k`: the checkpoint best by it is kept; empty: none is."""
     separate_cell: bool = False

@@ -13,11 +13,13 @@ from tests.support.commands import exit_code_of
 from tests.support.mistakes import AGENT_MISTAKES, AgentMistake
 from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
+from tests.support.small_run import WITHOUT_SETS
 from tests.support.standin_run import REPLY_VARIABLE, SERVER_START_VARIABLE, write_served_model
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
 OVERRIDES = (
+    *WITHOUT_SETS,
     *("sft=null", "model.tiny=null", "evaluation.tasks=8", "rollout.n_samples=4"),
     *("train_dataset.generator=tests.support.sums:tasks", "train_dataset.kwargs.size=64"),
     *("valid_dataset.generator=tests.support.sums:tasks", "valid_dataset.kwargs.size=8"),

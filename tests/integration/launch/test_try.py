@@ -17,6 +17,7 @@ from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.commands import areal_hpc
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang, start_web_app
+from tests.support.small_run import WITHOUT_SETS
 
 AGENTS = "tests.support.trial_agents"
 QUESTION = "How many roads must a man walk down?"
@@ -41,6 +42,7 @@ def recipe(model: Path, tmp_path: Path) -> tuple[str, ...]:
         f"model.path={model}",
         "sft=null",
         "valid_dataset=null",
+        *WITHOUT_SETS,
         "train_dataset.generator=null",
         "train_dataset.kwargs={}",
         f"train_dataset.path={tmp_path}/tasks.jsonl",

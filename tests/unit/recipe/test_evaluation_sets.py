@@ -3,12 +3,22 @@
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet, resolve_keep_best
 from tests.support.environments import CHECKOUT
+from tests.support.small_run import WITHOUT_SETS
 
 QUICKSTART = CHECKOUT / "recipes" / "quickstart.yaml"
 
 
 def load_sets(*overrides: str) -> dict[str, EvaluationSet]:
-    return {one.name: one for one in load_recipe(QUICKSTART, overrides).evaluation_sets}
+    recipe = load_recipe(QUICKSTART, [*WITHOUT_SETS, *overrides])
+    return {one.name: one for one in recipe.evaluation_sets}
+
+
+def test_the_quick_start_has_three_sets_and_null_takes_them_out() -> None:
+    recipe = load_recipe(QUICKSTART)
+    assert [one.name for one in recipe.evaluation_sets] == ["valid", "longer", "sampled"]
+    one = load_recipe(QUICKSTART, ["evaluation.sets.longer=null"])
+    assert [*one.evaluation.sets] == ["sampled"]
+    assert load_recipe(QUICKSTART, ["evaluation.sets=null"]).evaluation.sets == {}
 
 
 def test_valid_dataset_is_the_set_named_valid_with_the_keys_of_evaluation() -> None:
@@ -53,5 +63,5 @@ def test_the_best_checkpoint_is_chosen_by_a_metric_with_a_number_in_place_of_k()
         ("aime/pass@2", "aime/pass@2"),
         ("valid/avg@k", "valid/avg@1"),
     ):
-        recipe = load_recipe(QUICKSTART, [sets, f"evaluation.keep_best='{named}'"])
+        recipe = load_recipe(QUICKSTART, [*WITHOUT_SETS, sets, f"evaluation.keep_best='{named}'"])
         assert resolve_keep_best(recipe.evaluation, recipe.evaluation_sets) == meant

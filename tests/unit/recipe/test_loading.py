@@ -20,7 +20,8 @@ RECIPES = CHECKOUT / "recipes"
 QUICKSTART = RECIPES / "quickstart.yaml"
 SOURCES = "train_dataset={generator: null, kwargs: {}, sources: [{path: a.jsonl, weight: 3}]}"
 ONLINE = "rollout.agent.mode=online; rollout.workflow=''"
-NO_TASKS = "valid_dataset=null; evaluation.separate_cell=true"
+NO_TASKS = "valid_dataset=null; evaluation.sets=null"
+NO_TASKS_APART = f"{NO_TASKS}; evaluation.separate_cell=true"
 
 REFUSED = [
     # overrides with `; ` between them, the keys at fault, what is said
@@ -46,9 +47,13 @@ REFUSED = [
         "over ep=2: each pipeline stage has tp x cp x dp = 3 ranks|parallel.dp=3|n_samples=1",
     ),
     ("rollout.workflow=''", "rollout.workflow", "this key is required"),
-    ("rollout.agent.mode=online", "rollout.workflow valid_dataset", "external programs"),
-    (NO_TASKS, "evaluation.separate_cell", "needs a valid_dataset"),
-    (f"{NO_TASKS}; {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
+    (
+        "rollout.agent.mode=online",
+        "rollout.workflow valid_dataset evaluation.sets",
+        "external programs",
+    ),
+    (NO_TASKS_APART, "evaluation.separate_cell", "needs a valid_dataset"),
+    (f"{NO_TASKS_APART}; {ONLINE}", "evaluation.separate_cell", "needs a valid_dataset"),
     (
         "evaluation.sets={aime: {dataset: {path: a}, metrics: [pass@8], n_samples: 4}, "
         "valid: {dataset: {path: b}, workflow_kwargs: {a: 1}}}",
@@ -90,7 +95,7 @@ REFUSED = [
         "no episode is repeated",
     ),
     (
-        f"{ONLINE}; valid_dataset=null; rollout.failed_episodes={{reward: 0}}",
+        f"{ONLINE}; {NO_TASKS}; rollout.failed_episodes={{reward: 0}}",
         "rollout.failed_episodes",
         "cannot be used with mode=online",
     ),
@@ -135,7 +140,7 @@ def test_every_mistake_is_told_with_its_key(overrides: str, keys: str, said: str
 
 @pytest.mark.parametrize(
     "overrides",
-    [f"{ONLINE}; valid_dataset=null", SOURCES, "rollout.n_samples=2; rollout.min_samples=2"],
+    [f"{ONLINE}; {NO_TASKS}", SOURCES, "rollout.n_samples=2; rollout.min_samples=2"],
 )
 def test_what_fits_together_is_taken(overrides: str) -> None:
     load_recipe(QUICKSTART, overrides.split("; "))
