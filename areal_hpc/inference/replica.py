@@ -324,7 +324,8 @@ class Replica:
     def record_update_pause(self, pause: UpdatePauseStats) -> None:
         """Tokens come again after an update."""
         with self._lock:
-            self._update_pause = pause
+            busy_s = round(self._update_state.last_busy_s, 4)
+            self._update_pause = pause = msgspec.structs.replace(pause, busy_s=busy_s)
         self._record_event("replica_resumed", **msgspec.structs.asdict(pause))
 
     def _require_current_caller(self, caller: ControlCaller) -> None:

@@ -22,6 +22,9 @@ class WeightUpdateState:
         self._fence_stays = False
         self._sender_until = math.inf
         self._calls_in_flight = 0
+        self._busy_since = self._busy_s = 0.0
+        self.last_busy_s = 0.0
+        """Of the newest update: seconds in which control calls were under way."""
         self.is_closing = False
         """The cell is ending the update of a sender that vanished: a new one has to wait."""
         self.unanswered = ""
@@ -47,12 +50,16 @@ class WeightUpdateState:
 
     def mark_fenced(self, now: float, deadline_s: float, *, stays: bool) -> None:
         """Take the replica out of service. A second fence does not put off the deadline."""
+        if not self._is_fenced:
+            self._busy_s = 0.0
         self._is_fenced = True
         self._fence_stays = stays
         self._start_sender_deadline_unless_set(now + deadline_s)
 
     def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
         """A control call is about to be forwarded to SGLang."""
+        if not self._calls_in_flight:
+            self._busy_since = now
         self._calls_in_flight += 1
         if route in WEIGHT_CHANGING_ROUTES:
             self._version, self.is_changed = "", True
@@ -67,6 +74,8 @@ class WeightUpdateState:
         those even when it is stuck.
         """
         self._calls_in_flight -= 1
+        if not self._calls_in_flight:
+            self._busy_s += now - self._busy_since
         if not accepted:
             return
         if route == "continue_generation":
@@ -80,6 +89,7 @@ class WeightUpdateState:
     def mark_serving(self, version: str) -> None:
         """The weights were verified."""
         self._version = version
+        self.last_busy_s = self._busy_s
         self.is_changed = self._is_fenced = self._fence_stays = False
         self._sender_until = math.inf
 

@@ -63,6 +63,9 @@ class UpdatePauseStats(Struct, frozen=True):
     """In flight, or waiting, when the pause began."""
     recomputed_tokens: int
     """Tokens whose keys and values had to be computed again."""
+    busy_s: float = 0.0
+    """In which calls of the update were under way at this replica: for the rest of the pause it
+    waited for the sender and for other replicas, as all take each step of an update together."""
 
 
 class ServerKeys(Struct, frozen=True):

@@ -60,15 +60,16 @@ def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> ReplicaOutlier
     )
 
 
-def measure_median_update_pauses_s(
-    events: Iterable[Mapping[str, Any]],
-) -> dict[tuple[str, int], float]:
-    """Median of the seconds for which updates stopped a replica, by cell and replica."""
+def measure_update_times(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
+    """Median of the seconds that a replica itself took of an update, by cell and replica.
+
+    Of runs of earlier versions it is that of the pause, in which it also waited for the others.
+    """
     found: dict[tuple[str, int], list[float]] = defaultdict(list)
     for row in events:
-        pause_s, replica = row.get("pause_s"), row.get("replica")
-        if row.get("event") == "replica_resumed" and isinstance(pause_s, int | float):
-            found[str(row.get("role")), replica if isinstance(replica, int) else 0].append(pause_s)
+        took_s, replica = row.get("busy_s", row.get("pause_s")), row.get("replica")
+        if row.get("event") == "replica_resumed" and isinstance(took_s, int | float):
+            found[str(row.get("role")), replica if isinstance(replica, int) else 0].append(took_s)
     return {
         key: statistics.median(found[key])
         for key in sorted(found)
@@ -76,14 +77,14 @@ def measure_median_update_pauses_s(
     }
 
 
-def find_replica_slow_at_updates(pauses: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
-    """The replica that updates stop longest, if they stop the others much shorter."""
-    if len(pauses) < 2:
+def find_replica_slow_at_updates(times: Mapping[tuple[str, int], float]) -> ReplicaOutlier | None:
+    """The replica that takes longest for an update, if the others take much less."""
+    if len(times) < 2:
         return None
-    name = max(pauses, key=lambda key: pauses[key])
-    others = statistics.median(value for key, value in pauses.items() if key != name)
-    is_slow = pauses[name] > max(MIN_UPDATE_RATIO * others, others + MIN_UPDATE_GAP_S)
-    return ReplicaOutlier(name, pauses[name], others) if is_slow else None
+    name = max(times, key=lambda key: times[key])
+    others = statistics.median(value for key, value in times.items() if key != name)
+    is_slow = times[name] > max(MIN_UPDATE_RATIO * others, others + MIN_UPDATE_GAP_S)
+    return ReplicaOutlier(name, times[name], others) if is_slow else None
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,10 +10,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
-from areal_hpc.view.answers.slow_parts import (
-    measure_median_update_pauses_s,
-    measure_replica_tokens_per_s,
-)
+from areal_hpc.view.answers.slow_parts import measure_replica_tokens_per_s, measure_update_times
 from areal_hpc.view.answers.step_parts import StepPart, list_mean_step_parts, split_batch_waits
 from areal_hpc.view.answers.time_judge import SlowRunEvidence, TimeJudge
 from areal_hpc.view.batch_episodes import (
@@ -143,15 +140,15 @@ def _format_shares(parts: Sequence[StepPart], step_s: float) -> Iterator[str]:
 
 
 def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
-    """Every replica with its node, speed, pauses at updates and starts; none of a single one."""
+    """Every replica with its node, speed, time of updates and starts; none of a single one."""
     speeds = measure_replica_tokens_per_s(evidence.episodes)
-    pauses = measure_median_update_pauses_s(evidence.events)
+    update_times = measure_update_times(evidence.events)
     starts = Counter(
         (str(row.get("role")), row.get("replica"))
         for row in evidence.events
         if row.get("event") == "replica_started"
     )
-    keys = sorted(speeds.keys() | pauses.keys())
+    keys = sorted(speeds.keys() | update_times.keys())
     if len(keys) < 2:
         return []
     head = ("cell", "replica", "node", "tokens/s in a call", "s at an update", "starts")
@@ -161,7 +158,7 @@ def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
             str(key[1]),
             evidence.nodes.get(key[0], "-"),
             f"{speeds[key]:.0f}" if key in speeds else "-",
-            f"{pauses[key]:.2f}" if key in pauses else "-",
+            f"{update_times[key]:.2f}" if key in update_times else "-",
             str(starts[key] or "-"),
         )
         for key in keys

@@ -17,8 +17,8 @@ from areal_hpc.view.answers.slow_parts import (
     find_replica_slow_at_updates,
     find_slow_replica,
     group_times_outside_calls,
-    measure_median_update_pauses_s,
     measure_replica_tokens_per_s,
+    measure_update_times,
 )
 from areal_hpc.view.answers.step_parts import StepPart
 from areal_hpc.view.answers.wait_split import WaitSplit
@@ -183,13 +183,11 @@ class TimeJudge:
         if phases and (longest := max(phases, key=lambda name: phases[name])):
             text += f": the longest part is {longest}, {phases[longest]:.2f} s"
         if (
-            slow := find_replica_slow_at_updates(
-                measure_median_update_pauses_s(self.evidence.events)
-            )
+            slow := find_replica_slow_at_updates(measure_update_times(self.evidence.events))
         ) is not None:
             cause = (
-                f"{self._name_replica_and_place(slow)} stands still for {slow.value:.2f} s "
-                f"at an update, the others for {slow.others:.2f} s"
+                f"{self._name_replica_and_place(slow)} takes {slow.value:.2f} s for an update, "
+                f"the others {slow.others:.2f} s"
             )
         hint = (
             f"look at the network of {self._name_replica_and_place(slow)}"
@@ -234,13 +232,11 @@ class TimeJudge:
             yield Finding(
                 text, build_page_address("trajectories", run, where=where, sort="seconds")
             )
-        receiver = find_replica_slow_at_updates(
-            measure_median_update_pauses_s(self.evidence.events)
-        )
+        receiver = find_replica_slow_at_updates(measure_update_times(self.evidence.events))
         if receiver is not None and self._name_replica_and_place(receiver) not in told:
             yield Finding(
-                f"{self._name_replica_and_place(receiver)} stands still for {receiver.value:.2f} s "
-                f"at an update, the others for {receiver.others:.2f} s",
+                f"{self._name_replica_and_place(receiver)} takes {receiver.value:.2f} s "
+                f"for an update, the others {receiver.others:.2f} s",
                 build_page_address("metrics", run, text="weights/"),
             )
         idle = self._measure_idle_share()

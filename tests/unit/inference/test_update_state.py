@@ -49,6 +49,22 @@ def test_a_call_in_flight_is_waited_for_before_a_loss(state: WeightUpdateState) 
     assert state.is_sender_overdue(60)
 
 
+def test_time_of_an_update_is_that_of_its_calls(state: WeightUpdateState) -> None:
+    """Not that of waiting for the sender and for other replicas."""
+    call(state, "pause_generation", 0)
+    for step in (5, 6):
+        state.mark_fenced(100 * step, 10, stays=False)
+        state.on_call_started("update_weights_from_distributed", 100 * step, 10)
+        state.mark_fenced(100 * step + 1, 10, stays=False)
+        state.on_call_started("update_weights_from_distributed", 100 * step + 1, 10)
+        for now in (100 * step + 2, 100 * step + 3):
+            state.on_call_finished("update_weights_from_distributed", now, 10, accepted=True)
+        state.on_call_started("weights_checker", 100 * step + 50, 10)
+        state.on_call_finished("weights_checker", 100 * step + 50 + step, 10, accepted=True)
+        state.mark_serving(f"1.{step}")
+        assert state.last_busy_s == 3 + step
+
+
 @pytest.mark.parametrize(("stays", "version"), [(False, "1.4"), (True, "")])
 def test_a_sender_that_changed_nothing_leaves_the_replica_as_it_said(
     state: WeightUpdateState, stays: bool, version: str

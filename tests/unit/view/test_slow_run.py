@@ -85,11 +85,12 @@ def test_a_slow_receiver_of_weights_is_named_with_its_node(tmp_path: Path) -> No
     run = MadeRun(tmp_path)
     for _ in range(STEPS):
         run.add_step(PLAIN, {"publish": 9.0}, weights__load_s=8.0, weights__transfer_s=0.5)
-        run.add_event("cell-0", "replica_resumed", replica=0, pause_s=0.2)
-        run.add_event("cell-1", "replica_resumed", replica=0, pause_s=8.5)
+        # Both are stopped as long: they take each step of an update together.
+        run.add_event("cell-0", "replica_resumed", replica=0, pause_s=8.6, busy_s=0.2)
+        run.add_event("cell-1", "replica_resumed", replica=0, pause_s=8.6, busy_s=8.5)
     answer = explain_slow_run(run.paths)
     assert "limited by weight updates: 9.0 s of the 11.6 s of a step" in answer.headline
-    assert "replica 0 of cell-1 (node n02) stands still for 8.50 s" in answer.headline
+    assert "replica 0 of cell-1 (node n02) takes 8.50 s for an update" in answer.headline
     said = "\n".join(format_answer(answer, "RUN"))
     assert "the longest part is weights/load_s, 8.00 s" in said
     assert [line.split() for line in answer.table[1:]] == [
