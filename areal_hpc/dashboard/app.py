@@ -23,6 +23,7 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.dashboard.evaluation_sets import build_set_filters, list_set_names, name_sets
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
@@ -162,7 +163,8 @@ class DashboardApp:
         return run_pages.describe_run_overview(run, state)
 
     def _find_row_page(self, query: Query) -> JsonObject:
-        index = self._open_refreshed_index(self._find_run(query))
+        run = self._find_run(query)
+        index, sets = self._open_refreshed_index(run), list_set_names(run)
         page = index.find_page(
             query.get("where", ""),
             query.get("sort", ""),
@@ -170,8 +172,10 @@ class DashboardApp:
             offset=_parse_count(query, "offset", 0, 10**9),
             count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
         )
+        name_sets(page.rows, sets)
         return {
             "rows": page.rows,
+            "sets": build_set_filters(sets),
             "matching": page.matching,
             "total": page.total,
             "problems": index.list_read_problems(),
@@ -185,6 +189,7 @@ class DashboardApp:
         shard, row = run_pages.parse_row_name(query.get("row", ""))
         related = self._open_refreshed_index(run).list_related_rows(shard, row)
         found = run_pages.describe_trajectory(run, shard, row) | related
+        name_sets([found, *related["group"], *related["task_rows"]], list_set_names(run))
         return found | {"annotation": describe_annotation(run, related["group"], found)}
 
     async def _stream_change_events(self, request: Request) -> Response:

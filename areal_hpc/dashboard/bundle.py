@@ -6,6 +6,7 @@ from typing import Any
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, encode_browser_json, read_static_file
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.dashboard.evaluation_sets import list_set_names, name_sets
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
@@ -27,6 +28,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     if folder.exists():
         raise RecipeError(f"{folder} exists", key="--bundle", hint="name another folder")
     index = RowIndex(run, cache_dir)
+    sets = list_set_names(run)
     try:
         index.index_new_rows()
         rows = index.choose_example_rows(MAX_BUNDLED_ROWS)
@@ -37,12 +39,14 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
             name = f"{row['shard']}/{row['row']}"
             content = run_pages.describe_trajectory(run, row["shard"], row["row"])
             content |= index.list_related_rows(row["shard"], row["row"])
+            name_sets([content, *content["group"], *content["task_rows"]], sets)
             content["annotation"] = describe_annotation(run, content["group"], content)
             _write_json_as_script(
                 folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content
             )
     finally:
         index.close()
+    name_sets(rows, sets)
     (state,) = RunStateCache().get_states([run])
     pages: dict[str, Any] = {
         "timeline": _describe_timeline_if_known(run),

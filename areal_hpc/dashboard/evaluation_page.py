@@ -3,6 +3,12 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from areal_hpc.dashboard.evaluation_sets import list_set_names
+from areal_hpc.evaluation.set_metrics import (
+    DEFAULT_PASS_REWARD,
+    SetSamples,
+    estimate_metrics,
+)
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id
 from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
@@ -23,19 +29,15 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
     """
     problems: list[str] = []
     results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
-    first_tickets = _get_first_ticket_id_by_set(read_run_recipe(paths.recipe))
-    sets = [
-        _describe_set(name, found[-MAX_SHOWN_EVALUATIONS:], first_tickets.get(name))
-        for name, found in results.items()
-    ]
+    configs = (read_run_recipe(paths.recipe).get("evaluation") or {}).get("sets") or {}
+    names = list_set_names(paths)
+    first_tickets = {name: get_ticket_id(number, 0) for number, name in enumerate(names)}
+    sets = []
+    for name, found in results.items():
+        shown = found[-MAX_SHOWN_EVALUATIONS:]
+        described = _describe_set(name, shown, first_tickets.get(name))
+        sets.append(described | {"further": _describe_further_metrics(shown, configs.get(name))})
     return {"sets": sets, "problem": "; ".join(problems)}
-
-
-def _get_first_ticket_id_by_set(recipe: Mapping[str, Any]) -> dict[str, int]:
-    """The first ticket of each set, by which its episodes are found."""
-    sets = (recipe.get("evaluation") or {}).get("sets") or {}
-    others = sorted(name for name in sets if name != VALID_SET_NAME)
-    return {name: get_ticket_id(number, 0) for number, name in enumerate([VALID_SET_NAME, *others])}
 
 
 def _describe_set(
@@ -55,6 +57,25 @@ def _describe_set(
         "rewards": [one.rewards for one in results],
         "compared": _compare_last_with_first(results[0], results[-1]),
     }
+
+
+def _describe_further_metrics(
+    results: Sequence[EvaluationResult], config: Mapping[str, Any] | None
+) -> list[JsonObject]:
+    """The metrics that a set has beside its mean reward, by step."""
+    config = config or {}
+    metrics = [one for one in config.get("metrics") or () if one != "avg@k"]
+    pass_reward = config.get("pass_reward", DEFAULT_PASS_REWARD)
+    found: dict[str, JsonObject] = {}
+    for place, result in enumerate(results if metrics else ()):
+        samples = SetSamples(result.list_samples(), result.answers)
+        for name, one in estimate_metrics(samples, metrics, pass_reward).items():
+            if not name.startswith("avg@"):
+                empty = {key: [None] * len(results) for key in ("mean", "low", "high")}
+                columns = found.setdefault(name, {"name": name, **empty})
+                for key, value in (("mean", one.value), ("low", one.low), ("high", one.high)):
+                    columns[key][place] = value
+    return list(found.values())
 
 
 def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) -> JsonObject | None:

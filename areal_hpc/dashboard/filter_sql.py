@@ -11,6 +11,8 @@ from areal_hpc.view.transcripts.filter_expression import (
 from areal_hpc.view.transcripts.row_search import METRIC_PREFIX, PART_PREFIX
 
 SqlValue = float | str
+TEXT_FIELD = "text"
+"""Its values are long: they have a table of their own, with their case folded."""
 _SQL_OPERATOR_BY_SIGN = {"=": "=", "!=": "IS NOT", "<": "<", "<=": "<=", ">": ">", ">=": ">="}
 """SQLite's, by the signs of filters."""
 
@@ -39,6 +41,8 @@ def get_column_sql(field: str) -> tuple[str, list[str]]:
         if '"' in field:
             raise RecipeError("names of parts and metrics have no quotes", key=field[:100])
         return "json_extract(named, ?)", [f'$."{field}"']
+    if field == TEXT_FIELD:
+        return "(SELECT text FROM texts WHERE texts.id = rows.id)", []
     return f'"{field}"', []
 
 
@@ -50,10 +54,13 @@ def _join_conditions(word: str, terms: tuple[Expression, ...]) -> tuple[str, lis
 
 def _compile_comparison(one: Comparison) -> tuple[str, list[SqlValue]]:
     column, named = get_column_sql(one.field)
+    wanted: SqlValue = one.wanted
+    if one.sign == "~" or one.field == TEXT_FIELD:
+        wanted = str(wanted).casefold()
     if one.sign == "~":
-        condition = f"instr(casefold({column}), ?) > 0"
-        wanted: SqlValue = str(one.wanted).casefold()
+        text = column if one.field == TEXT_FIELD else f"casefold({column})"
+        condition = f"instr({text}, ?) > 0"
     else:
-        condition, wanted = f"{column} {_SQL_OPERATOR_BY_SIGN[one.sign]} ?", one.wanted
+        condition = f"{column} {_SQL_OPERATOR_BY_SIGN[one.sign]} ?"
     # A field that a row lacks compares as unequal to everything.
     return f"COALESCE({condition}, 0)", [*named, wanted]

@@ -28,7 +28,7 @@ from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
 
-TABLES_VERSION = 1
+TABLES_VERSION = 2
 """Of the tables below: an index of another layout is made anew."""
 MAX_TEXT_CHARS = 100_000
 """Of a row's messages, as JSON, that are searched."""
@@ -37,7 +37,6 @@ _ROW_COLUMN_DEFINITIONS = (
     *("ticket INTEGER", "attempt INTEGER", "episode INTEGER", "reward REAL", "length INTEGER"),
     *("tokens INTEGER", "calls INTEGER", "seconds REAL", "task INTEGER", "cell TEXT"),
     *("finish TEXT", "cause TEXT", "note TEXT", "oldest TEXT", "newest TEXT", "named TEXT"),
-    "text TEXT",
 )
 _RECREATE_TABLES_SQL = f"""
 BEGIN IMMEDIATE;
@@ -45,10 +44,14 @@ DROP TABLE IF EXISTS shards;
 DROP TABLE IF EXISTS batches;
 DROP TABLE IF EXISTS tickets;
 DROP TABLE IF EXISTS rows;
+DROP TABLE IF EXISTS texts;
 CREATE TABLE shards (file TEXT PRIMARY KEY, digest TEXT);
 CREATE TABLE batches (step INTEGER PRIMARY KEY);
 CREATE TABLE tickets (ticket INTEGER, attempt INTEGER, step INTEGER, PRIMARY KEY (ticket, attempt));
-CREATE TABLE rows ({", ".join(_ROW_COLUMN_DEFINITIONS)}, PRIMARY KEY (shard, row));
+CREATE TABLE rows (
+  id INTEGER PRIMARY KEY, {", ".join(_ROW_COLUMN_DEFINITIONS)}, UNIQUE (shard, row)
+);
+CREATE TABLE texts (id INTEGER PRIMARY KEY, text TEXT);
 CREATE INDEX rows_of_ticket ON rows (ticket, attempt);
 CREATE INDEX rows_of_task ON rows (task, kind);
 PRAGMA user_version = {TABLES_VERSION};
@@ -58,9 +61,10 @@ COMMIT;
 _LISTED_COLUMNS = ", ".join(
     name
     for column in _ROW_COLUMN_DEFINITIONS
-    if (name := column.split()[0]) not in ("text", "named", "note")
+    if (name := column.split()[0]) not in ("named", "note")
 )
 """Columns of the table of rows."""
+_INSERT_ROW_SQL = f"INSERT INTO rows VALUES (?{', ?' * len(_ROW_COLUMN_DEFINITIONS)})"
 
 JsonObject = dict[str, Any]
 
@@ -124,18 +128,19 @@ class RowIndex:
         values: list[SqlValue] = []
         if where.strip():
             condition, values = compile_filter(parse_filter(where, get_field_type, FIELD_NAMES))
-        order = "rowid"
+        direction = "DESC" if descending else "ASC"
+        order = f"id {direction}"
         order_values: list[str] = []
         if sort:
             if get_field_type(sort) is None:
                 raise RecipeError(
                     f"there is no field {sort!r}", key="sort", hint=f"one of {FIELD_NAMES}"
                 )
-            order, order_values = get_column_sql(sort)
-        direction = "DESC" if descending else "ASC"
+            column, order_values = get_column_sql(sort)
+            order = f"{column} IS NULL, {column} {direction}, {order}"
         query = (
             f"SELECT {_LISTED_COLUMNS} FROM rows WHERE {condition} "
-            f"ORDER BY {order} IS NULL, {order} {direction}, rowid {direction} LIMIT ? OFFSET ?"
+            f"ORDER BY {order} LIMIT ? OFFSET ?"
         )
         with self._lock:
             (total,) = self._database.execute("SELECT COUNT(*) FROM rows").fetchone()
@@ -154,12 +159,12 @@ class RowIndex:
             chosen = [found[place] for place in sorted(places)]
             rows = self._select_as_dicts(
                 f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind = 'failed' "
-                "ORDER BY rowid DESC LIMIT ?",
+                "ORDER BY id DESC LIMIT ?",
                 (count // 10,),
             )
             rows += self._select_as_dicts(
                 f"SELECT {_LISTED_COLUMNS} FROM rows WHERE kind NOT IN ('failed', 'train') "
-                "ORDER BY step DESC, rowid LIMIT ?",
+                "ORDER BY step DESC, id LIMIT ?",
                 (count // 5,),
             )
             for step in reversed(chosen):
@@ -238,9 +243,20 @@ class RowIndex:
         except ShardError as error:
             self._problems[sealed.file] = str(error)
             return 0
-        places = ", ".join("?" * len(_ROW_COLUMN_DEFINITIONS))
+        own = "SELECT id FROM rows WHERE shard = ?"
         with self._database:
-            self._database.executemany(f"INSERT OR REPLACE INTO rows VALUES ({places})", values)
+            # Another process may have had it first. Writing begins here: ids are ours from now on.
+            self._database.execute(f"DELETE FROM texts WHERE id IN ({own})", (sealed.file,))
+            self._database.execute("DELETE FROM rows WHERE shard = ?", (sealed.file,))
+            (last,) = self._database.execute("SELECT MAX(id) FROM rows").fetchone()
+            ids = range(first := (last or 0) + 1, first + len(values))
+            self._database.executemany(
+                _INSERT_ROW_SQL, [(one, *row) for one, (row, _) in zip(ids, values, strict=True)]
+            )
+            self._database.executemany(
+                "INSERT INTO texts VALUES (?, ?)",
+                [(one, text) for one, (_, text) in zip(ids, values, strict=True)],
+            )
             self._database.execute(
                 "INSERT OR REPLACE INTO shards VALUES (?, ?)", (sealed.file, sealed.digest)
             )
@@ -303,10 +319,11 @@ def _casefold(text: str | None) -> str | None:
     return None if text is None else text.casefold()
 
 
-def _iterate_row_values(reader: ShardReader) -> Iterator[tuple[Any, ...]]:
-    """The values of each row, in the order of the columns."""
+def _iterate_row_values(reader: ShardReader) -> Iterator[tuple[tuple[Any, ...], str]]:
+    """The values of each row in the order of the columns, and the text that is searched."""
     for place, row in enumerate(reader.read_rows(range(reader.num_rows))):
-        yield (reader.path.name, place, *_compute_row_values(row))
+        text = msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS]
+        yield (reader.path.name, place, *_compute_row_values(row)), text.casefold()
 
 
 def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
@@ -338,7 +355,6 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         oldest,
         newest,
         json.dumps(_collect_reward_numbers(record)),
-        msgspec.json.encode(row.meta.get("messages")).decode()[:MAX_TEXT_CHARS],
     )
 
 

@@ -21,7 +21,12 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.health import read_alerts, select_failure_alerts
-from areal_hpc.view.state.summary import format_run_progress, read_run_progress
+from areal_hpc.view.state.summary import (
+    describe_evaluations,
+    format_run_progress,
+    read_run_progress,
+)
+from areal_hpc.view.timing.idle_time import read_held_gpus_or_nodes
 from areal_hpc.view.transcripts.conversation import (
     extract_text,
     format_tool_call,
@@ -58,7 +63,11 @@ def _describe_run(paths: RunPaths, state: str) -> JsonObject:
 def _describe_run_progress(paths: RunPaths) -> JsonObject:
     progress = read_run_progress(paths)
     trained = [one for one in progress.snapshot.steps if "reward/mean" in one]
+    size = read_held_gpus_or_nodes(paths, progress.cell_count)
+    steps_s = sum(one.get("time/step_s") or 0.0 for one in trained)
     return {
+        "hours": size and steps_s / 3600 * (size.trainer + size.cells),
+        "hours_of": f"{size.unit}-hours" if size else "",
         "step": progress.step,
         "total_steps": progress.total_steps,
         "reward": [one["reward/mean"] for one in trained],
@@ -78,7 +87,13 @@ def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
         "name": paths.run_name,
         "path": str(paths.root),
         "state": state,
-        "progress": [line.strip() for line in format_run_progress(progress, paths)],
+        "progress": [
+            line.strip()
+            for line in (
+                *format_run_progress(progress, paths),
+                *describe_evaluations(progress.snapshot),
+            )
+        ],
         "alerts": [
             {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
             for one in read_alerts(paths)

@@ -12,7 +12,10 @@ import aiohttp
 
 COMMAND_TIMEOUT_S = 60.0
 POLL_S = 0.1
-KEY_CODES = {"Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39}
+KEY_CODES = {
+    **{"Tab": 9, "Enter": 13, "Escape": 27, "End": 35, "Home": 36},
+    **{"ArrowLeft": 37, "ArrowRight": 39},
+}
 
 
 class Page:
@@ -81,11 +84,13 @@ class Page:
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")
 
-    async def await_true(self, expression: str, timeout_s: float = 60.0) -> None:
+    async def await_true(
+        self, expression: str, timeout_s: float = 60.0, *, poll_s: float = POLL_S
+    ) -> None:
         """Wait until an expression is true."""
         async with asyncio.timeout(timeout_s):
             while not await self.ask(expression):
-                await asyncio.sleep(POLL_S)
+                await asyncio.sleep(poll_s)
 
     async def press(self, key: str) -> None:
         """A key is pressed and let go."""

@@ -149,6 +149,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
         get_run_state,
     )
     from areal_hpc.view.state.summary import (
+        describe_evaluations,
         describe_phase_and_agent_failures,
         format_run_progress,
         read_run_progress,
@@ -160,6 +161,8 @@ def _show_status(arguments: argparse.Namespace) -> int:
     is_running = state.startswith("running")
     lines = [f"{paths.run_name}: {state}"]
     lines += format_run_progress(advance, paths, is_running=is_running)
+    has_summary = advance.step > 0 and (run.is_local or paths.finished_marker.exists())
+    lines += [] if has_summary else describe_evaluations(advance.snapshot)
     lines += describe_phase_and_agent_failures(paths, is_running=is_running)
     alerts = read_alerts(paths)
     lines += [f"  {format_alert(alert)}" for alert in alerts]
@@ -167,7 +170,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
         lines += ["", *format_job_table_and_notes(run)]
     if steps := describe_allocation_steps(paths):
         lines += ["", *steps]
-    if advance.step > 0 and (run.is_local or paths.finished_marker.exists()):
+    if has_summary:
         lines += ["", format_summary(paths)]
     print("\n".join(lines))
     return UNHEALTHY_EXIT_CODE if select_failure_alerts(alerts) else 0

@@ -27,7 +27,8 @@ function smoothValues(values, strength) {
 
 /**
  * A chart with a title. `series` are `{name, x, y}` with equally long arrays, null where there is no
- * value; `restarts` are x positions of dashed lines.
+ * value; `low` and `high`, if given, are bounds of the values, drawn as a band. `restarts` are x positions
+ * of dashed lines.
  */
 function buildChart({ title, hint, unit, series, restarts = [], height = 150, formatX = (x) => `step ${x}` }) {
   const drawn = series.filter((one) => one.y.some((value) => value !== null && value !== undefined));
@@ -41,7 +42,7 @@ function buildChart({ title, hint, unit, series, restarts = [], height = 150, fo
     place, legend);
   /** The values at a place of each series, and where that is. */
   const tell = (places, where) => {
-    const texts = drawn.map((one, index) => formatNumber(one.y[places[index]]));
+    const texts = drawn.map((one, index) => describePoint(one, places[index]));
     texts.forEach((text, index) => { values[index].textContent = text; });
     value.textContent = [where, drawn.length > 1 ? "" : texts[0]].filter(Boolean).join(": ");
   };
@@ -63,9 +64,14 @@ function buildChart({ title, hint, unit, series, restarts = [], height = 150, fo
   return chart;
 }
 
+function describePoint({ y, low, high }, place) {
+  const text = formatNumber(y[place]);
+  return low && typeof low[place] === "number" ? `${text} [${formatNumber(low[place])}, ${formatNumber(high[place])}]` : text;
+}
+
 function drawLines(series, { width, height, restarts, describe, leave, title }) {
   const xs = series.flatMap((one) => one.x);
-  const ys = series.flatMap((one) => one.y).filter((item) => item !== null && item !== undefined);
+  const ys = series.flatMap((one) => [...one.y, ...(one.low || []), ...(one.high || [])]).filter((item) => item !== null && item !== undefined);
   let [lowX, highX] = [xs.reduce((a, b) => Math.min(a, b)), xs.reduce((a, b) => Math.max(a, b))];
   let [lowY, highY] = [ys.reduce((a, b) => Math.min(a, b)), ys.reduce((a, b) => Math.max(a, b))];
   if (lowX === highX) highX += 1;
@@ -111,7 +117,12 @@ function drawLines(series, { width, height, restarts, describe, leave, title }) 
 }
 
 /** The values as a line; single ones, between steps that have none, as points joined by it too. */
-function drawOneLine(made, { x, y }, toX, toY, color) {
+function drawOneLine(made, { x, y, low, high }, toX, toY, color) {
+  if (low) {
+    const known = x.map((_, index) => index).filter((index) => typeof low[index] === "number" && typeof high[index] === "number");
+    const corners = [...known.map((index) => [x[index], high[index]]), ...known.reverse().map((index) => [x[index], low[index]])];
+    made.append(svg("polygon", { points: corners.map(([px, py]) => `${toX(px).toFixed(1)},${toY(py).toFixed(1)}`).join(" "), fill: color, opacity: 0.15 }));
+  }
   const points = x.map((item, index) => [item, y[index]]).filter(([, item]) => item !== null && item !== undefined);
   const path = points.map(([px, py], index) => `${index ? "L" : "M"}${toX(px).toFixed(1)} ${toY(py).toFixed(1)}`).join("");
   made.append(svg("path", { d: path, fill: "none", stroke: color, "stroke-width": 1.6, "stroke-linejoin": "round" }));

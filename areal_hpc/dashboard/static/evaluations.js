@@ -17,15 +17,20 @@ async function showEvaluations(main, query, go) {
     type: "button", class: "plain", "aria-pressed": String(one === chosen),
     onclick: () => choose({ set: one.name, from: "", to: "" }) }, one.name)));
   main.replaceChildren(...[element("h1", {}, "Evaluations"), problem, chips,
-    buildChart({ title: `Mean reward of ${chosen.name}`, hint: "with the 95 % interval over tasks", height: 200,
-      series: [["mean", chosen.mean], ["low", chosen.low], ["high", chosen.high]].map(([name, y]) => ({ name, x: chosen.steps, y })) }),
-    element("div", { class: "panel" }, buildFacts([
+    element("div", { class: "grid" }, [{ ...chosen, name: "mean reward" }, ...chosen.further].map((one) => drawMetric(chosen, one))),
+    element("div", { class: "panel", style: { marginTop: "14px" } }, buildFacts([
       ["tasks", formatNumber(chosen.tasks)], ["samples of a task", formatNumber(chosen.samples)],
-      ["tasks that failed, at the last step", formatNumber(chosen.failures.at(-1))],
+      ["failed tasks", `${formatNumber(chosen.failures.at(-1))} at the last step`],
       ["first to last", describeComparison(chosen.compared)],
     ])),
     element("h2", {}, "Tasks that changed"),
     listChangedTasks(chosen, query, choose)].filter(Boolean));
+}
+
+/** A metric of a set over steps, with its interval. */
+function drawMetric(set, { name, mean, low, high }) {
+  return buildChart({ title: `${set.name}: ${name}`, hint: "with the 95 % interval over tasks", height: 200,
+    series: [{ name, x: set.steps, y: mean, low, high }] });
 }
 
 function describeComparison(compared) {

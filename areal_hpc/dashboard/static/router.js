@@ -38,6 +38,9 @@ function showHeader(page, query) {
   document.title = [PAGES[page].title, query.run, "areal-hpc"].filter(Boolean).join(" · ");
 }
 
+const WAIT_AFTER_MS = 400;
+const WAIT_TEXT = "Reading the files of the run: many trajectories take some seconds when they are looked at for the first time.";
+
 let shown = 0;
 let loading = 0;
 let isStale = false;
@@ -62,20 +65,40 @@ async function loadPage({ isRefresh = false }) {
     if (page === "trajectory") stopFollowing();
     else followChanges(query.run, () => showPage({ isRefresh: true }));
   }
+  const tellWait = () => { if (number === shown) main.replaceChildren(element("p", { class: "quiet", role: "status" }, WAIT_TEXT)); };
+  const focusedBefore = findFocused(main);
+  const wait = isRefresh ? null : setTimeout(tellWait, WAIT_AFTER_MS);
   try {
     await PAGES[page].show(made, query, go);
   } catch (error) {
     made.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
   }
+  clearTimeout(wait);
   if (number !== shown) return;
   const typed = isRefresh && main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName);
   if (typed) return; // the reader is at it: what is new comes with the next change
   const opened = isRefresh ? [...main.querySelectorAll("details")].map((one) => one.open) : [];
+  const place = [page, query.run, query.row, query.offset].join("|");
+  const focused = place === lastPlace ? findFocused(main) || (document.activeElement === document.body && focusedBefore) : null;
+  const chosen = isRefresh ? main.querySelector("tr.chosen")?.dataset.link : null;
   main.replaceChildren(...made.childNodes);
   main.querySelectorAll("details").forEach((one, index) => { if (opened[index] !== undefined) one.open = opened[index]; });
-  const place = [page, query.run, query.row, query.offset].join("|");
+  if (chosen) main.querySelector(`tr[data-link="${CSS.escape(chosen)}"]`)?.classList.add("chosen");
+  if (focused) [...main.querySelectorAll(FOCUSABLE)].find((one) => nameFocusable(one) === focused)?.focus({ preventScroll: true });
   if (place !== lastPlace) window.scrollTo(0, 0);
   lastPlace = place;
+}
+
+const FOCUSABLE = "a, button, input, select, summary, [tabindex]";
+
+function findFocused(main) {
+  const one = document.activeElement;
+  return one !== main && main.contains(one) ? nameFocusable(one) : null;
+}
+
+/** What an element that had the focus is recognized by when the page is made anew. */
+function nameFocusable(one) {
+  return [one.tagName, one.title || one.getAttribute("aria-label") || one.name || one.textContent].join("|");
 }
 
 /** Keys of the page: `/` to the filter, `j` and `k` through a table, Enter opens. */

@@ -17,6 +17,7 @@ async function showRuns(main, query, go) {
     { title: "reward", number: true, cell: (run) => formatNumber(run.reward?.at(-1)) },
     { title: "held-out", number: true, cell: (run) => formatNumber(run.held_out) },
     { title: "alerts", cell: (run) => run.failures ? element("span", { class: "problem" }, `${run.failures} failing`) : "" },
+    { title: "held", number: true, cell: (run) => run.hours ? `${formatNumber(run.hours, 2)} ${run.hours_of}` : "" },
     { title: "step time", number: true, cell: (run) => formatSeconds(run.step_s) },
     { title: "", wide: true, cell: (run) => run.problem ? element("span", { class: "problem" }, run.problem) : "" },
   ];

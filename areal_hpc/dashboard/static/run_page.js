@@ -22,7 +22,7 @@ async function showOverview(main, query) {
   const steps = found.steps;
   const x = steps.map((row) => row.step);
   const hasValues = ({ names }) => names.some(([name]) => steps.some((row) => typeof row[name] === "number"));
-  const charts = OVERVIEW_CHARTS.filter(hasValues).map(({ names, ...chart }) => buildChart({
+  const charts = [...OVERVIEW_CHARTS.slice(0, 1), ...listSetCharts(steps), ...OVERVIEW_CHARTS.slice(1)].filter(hasValues).map(({ names, ...chart }) => buildChart({
     ...chart, restarts: found.restarts,
     series: names.map(([name, label]) => ({ name: label, x, y: steps.map((row) => row[name] ?? null) })),
   }));
@@ -42,6 +42,13 @@ async function showOverview(main, query) {
     listEvents(found.events),
     element("h2", {}, "Recipe"),
     listRecipe(found.recipe));
+}
+
+/** One chart of the mean rewards of evaluation sets, if there are several. */
+function listSetCharts(steps) {
+  const names = [...new Set(steps.flatMap((row) => Object.keys(row)))].map((name) => [name, /^evaluation\/([^/]+)\/avg@\d+$/.exec(name)?.[1]]);
+  const found = names.filter(([, set]) => set);
+  return found.length > 1 ? [{ title: "Evaluation sets", names: found, hint: "mean rewards" }] : [];
 }
 
 /** `reward            0.969` as a term and its value. */
@@ -92,6 +99,12 @@ function listRecipe(recipe) {
         oninput: (event) => fill(event.target.value) })), place);
 }
 
+/** Whether a metric is the end of another one's interval. */
+function isBound(name, columns) {
+  const of = /^(evaluation\/.*)_(low|high)$/.exec(name);
+  return of !== null && of[1] in columns;
+}
+
 async function showMetrics(main, query, go) {
   const found = await fetchData("metrics", { run: query.run });
   const smoothing = Number(query.smooth || 0);
@@ -101,6 +114,7 @@ async function showMetrics(main, query, go) {
   const restarts = byTime ? [] : found.restarts;
   const groups = new Map();
   for (const name of Object.keys(found.columns)) {
+    if (isBound(name, found.columns)) continue; // drawn with what it bounds
     if (query.text && !`${name} ${found.catalogue[name].meaning}`.includes(query.text)) continue;
     const group = name.includes("/") ? name.split("/")[0] : "step";
     groups.set(group, [...(groups.get(group) || []), name]);
@@ -120,7 +134,9 @@ async function showMetrics(main, query, go) {
         const { unit, meaning } = found.catalogue[name];
         return buildChart({ title: name, unit, hint: meaning, restarts, height: 120,
           formatX: byTime ? (hours) => `${hours.toFixed(2)} h` : undefined,
-          series: [{ name, x, y: smoothValues(found.columns[name], smoothing) }] });
+          series: [{ name, x, y: smoothValues(found.columns[name], smoothing),
+            ...(found.columns[`${name}_low`] && found.columns[`${name}_high`]
+              ? { low: smoothValues(found.columns[`${name}_low`], smoothing), high: smoothValues(found.columns[`${name}_high`], smoothing) } : {}) }] });
       })))),
     groups.size ? "" : element("p", { class: "quiet" }, "no metric has this in its name or meaning"));
 }

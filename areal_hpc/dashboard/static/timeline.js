@@ -78,7 +78,7 @@ function linkSlice(run, name, facts) {
 
 function formatFacts(facts) {
   return Object.entries(facts).filter(([, value]) => value !== null && value !== "" && value !== undefined)
-    .map(([key, value]) => `${key}=${typeof value === "number" ? formatNumber(value) : value}`).join("  ");
+    .map(([key, value]) => `${key}=${Number.isInteger(value) ? value : formatNumber(value)}`).join("  ");
 }
 
 /** Which color is what, of the states and slices that are there. */

@@ -7,6 +7,7 @@ const ROW_COLUMNS = [
   ["reward", "reward", true], ["length", "sampled", true], ["tokens", "tokens", true], ["calls", "calls", true],
   ["seconds", "seconds", true], ["task", "task", true], ["cell", "cell"], ["finish", "finish"],
 ];
+const ID_FIELDS = ["step", "ticket", "attempt", "episode", "task"]; // as filters have them, without separators
 const SHORTCUTS = [
   ["all", ""], ["trained", "kind=train"], ["held-out", "kind=evaluation"], ["failed", "kind=failed"], ["auxiliary", "kind=auxiliary"],
   ["reward 0 or less", "kind=train and reward<=0"], ["cut", "finish=length"],
@@ -23,10 +24,17 @@ function linkRow(run, row) {
 function rowColumns(run, rows) {
   return [
     { title: "", cell: (row) => element("a", { href: linkRow(run, row) }, "open") },
-    ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => formatNumber(row[field] === "" || (field === "attempt" && row.kind === "evaluation") ? null : row[field]) })),
+    ...ROW_COLUMNS.map(([field, title, number]) => ({ title, sort: field, number, cell: (row) => describeField(row, field) })),
     { title: "versions", cell: (row) => row.oldest === row.newest ? row.oldest || "–" : `${row.oldest}..${row.newest}` },
     ...(rows.some((row) => row.cause) ? [{ title: "cause", wide: true, cell: (row) => row.cause || "" }] : []),
   ];
+}
+
+function describeField(row, field) {
+  const value = row[field];
+  if (value === null || value === "" || (field === "attempt" && row.kind === "evaluation")) return "–";
+  if (field === "kind" && row.set) return `${value}: ${row.set}`;
+  return ID_FIELDS.includes(field) ? String(value) : formatNumber(value);
 }
 
 async function showTrajectories(main, query, go) {
@@ -40,8 +48,9 @@ async function showTrajectories(main, query, go) {
   element("input", { type: "search", name: "where", "data-focus": "filter", value: where, spellcheck: "false", autocomplete: "off",
     "aria-label": "filter", placeholder: 'step=20 and reward<0.5 and text~"error"' }),
   element("button", { class: "plain" }, "Filter"));
-  const chips = isBundle ? "" : element("div", { class: "chips" }, SHORTCUTS.map(([title, expression]) =>
-    element("button", { type: "button", class: "plain", "aria-pressed": String(where === expression), onclick: () => choose({ where: expression }) }, title)));
+  const buildChips = (shortcuts) => shortcuts.map(([title, expression]) =>
+    element("button", { type: "button", class: "plain", "aria-pressed": String(where === expression), onclick: () => choose({ where: expression }) }, title));
+  const chips = isBundle ? "" : element("div", { class: "chips" }, buildChips(SHORTCUTS));
   const place = element("div", {});
   main.replaceChildren(element("h1", {}, "Trajectories"), form, chips, place,
     failures.length ? element("section", {}, element("h2", {}, "Failed episodes by exception"), buildTable([
@@ -56,6 +65,7 @@ async function showTrajectories(main, query, go) {
     place.replaceChildren(element("p", { class: "problem", role: "alert" }, error.message));
     return;
   }
+  if (chips && found.sets.length) chips.append(element("span", { class: "quiet" }, "evaluation sets:"), ...buildChips(found.sets.map((one) => [one.name, one.where])));
   const first = Number(offset);
   const turn = (text, to) => element("button", { type: "button", class: "plain", disabled: to < 0 || to >= found.matching,
     onclick: () => choose({ offset: String(Math.max(0, to)) }) }, text);
@@ -88,10 +98,10 @@ async function showTrajectory(main, query, go) {
   const seconds = found.ended_at ? found.ended_at - found.started_at : null;
   const others = (title, rows) => rows.length > 1 || (rows.length && nameRow(rows[0]) !== name)
     ? element("details", { open: title === "The group" }, element("summary", {}, `${title}: ${rows.length} rows, reward ${describeRewards(rows)}`),
-      buildTable(rowColumns(run, rows), rows, { link: (row) => linkRow(run, row) }))
+      listRelated(run, rows, name))
     : "";
   main.replaceChildren(
-    element("h1", {}, `${found.kind === "evaluation" ? "Held-out task" : "Ticket"} ${found.ticket}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),
+    element("h1", {}, `${found.set ? `Task ${found.set_task} of the evaluation set ${found.set}` : `Ticket ${found.ticket}`}, episode ${found.episode}: reward ${formatNumber(found.reward)}`),
     element("div", { class: "panel" }, buildFacts([
       ["kind", found.kind], ["attempt", found.kind === "evaluation" ? "" : String(found.attempt)], ["task", found.task >= 0 ? String(found.task) : ""], ["cell", found.cell],
       ["seconds", seconds === null ? "" : formatSeconds(seconds)], ["temperature", formatNumber(found.temperature)],
@@ -107,6 +117,16 @@ async function showTrajectory(main, query, go) {
       element("div", { class: "message" }, element("pre", {}, JSON.stringify(found.tools, null, 2)))) : "",
     element("h2", {}, "Tokens"),
     buildTokens(found.tokens, found.annotation, color, (to) => go("trajectory", { ...query, color: to })));
+}
+
+/** Rows beside the one that is shown, which is marked. */
+function listRelated(run, rows, own) {
+  const table = buildTable(rowColumns(run, rows), rows, { link: (row) => linkRow(run, row) });
+  table.classList.add("related");
+  const at = rows.findIndex((row) => nameRow(row) === own);
+  const marked = table.querySelectorAll("tbody tr")[at];
+  if (marked) { marked.classList.add("own"); marked.setAttribute("aria-current", "true"); }
+  return table;
 }
 
 function describeRewards(rows) {
@@ -175,17 +195,17 @@ function describeToken(token) {
 function buildTokens(tokens, annotation, color, choose) {
   const chosen = TOKEN_COLORS[color] && (annotation || !TOKEN_COLORS[color].annotated) ? color : "logprob";
   const versions = [...new Set(tokens.versions.filter(Boolean))];
-  const place = element("div", { class: "tokens panel" });
-  const parts = document.createDocumentFragment();
-  for (const token of listTokens(tokens, annotation)) {
+  const place = element("div", { class: "tokens panel", tabindex: "0", role: "group", "aria-label": "tokens" });
+  const known = listTokens(tokens, annotation);
+  const pieces = known.map((token) => {
     const piece = document.createElement("span");
     piece.textContent = token.text;
     if (!token.isSampled) piece.className = "prompt";
     else piece.style.background = pickTokenColor(chosen, token, versions.indexOf(token.version));
-    piece.title = describeToken(token);
-    parts.append(piece);
-  }
-  place.append(parts);
+    return piece;
+  });
+  place.append(...pieces);
+  const told = describeOnDemand(place, pieces, (index) => describeToken(known[index]));
   const sampled = tokens.mask.filter((one) => one === 1).length;
   const offered = Object.entries(TOKEN_COLORS).filter(([, one]) => annotation || !one.annotated);
   return element("div", {},
@@ -196,7 +216,29 @@ function buildTokens(tokens, annotation, color, choose) {
       + (TOKEN_COLORS[chosen].legend ? `; ${TOKEN_COLORS[chosen].legend}` : "")),
     chosen === "mask" ? element("p", { class: "legend" }, Object.entries(REASON_COLORS).map(([reason, variable]) =>
       element("span", {}, element("i", { style: { background: `var(${variable})` } }), reason))) : "",
-    place);
+    told, place);
+}
+
+/** A line on the piece of a text under the pointer, or chosen with the arrow keys. */
+function describeOnDemand(place, pieces, describe) {
+  const told = element("p", { class: "told quiet small", role: "status" }, "Point at a token, or choose one with the arrow keys.");
+  let at = -1;
+  const choose = (index) => {
+    if (!(index in pieces)) return;
+    pieces[at]?.classList.remove("chosen");
+    at = index;
+    pieces[at].classList.add("chosen");
+    told.textContent = describe(at);
+  };
+  place.addEventListener("pointerover", (event) => choose(pieces.indexOf(event.target)));
+  place.addEventListener("keydown", (event) => {
+    const places = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: pieces.length - 1 };
+    if (!(event.key in places)) return;
+    event.preventDefault();
+    choose(places[event.key]);
+    pieces[at]?.scrollIntoView({ block: "nearest" });
+  });
+  return told;
 }
 
 function pickTokenColor(color, token, version) {

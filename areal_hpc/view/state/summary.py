@@ -2,7 +2,6 @@
 
 import shlex
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -189,7 +188,6 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
     last = trained[-1]
     root = _shorten_path(paths.root)
     shown_as = RunPaths(root)
-    evaluations = snapshot.evaluations
     seconds = sum(row.get("time/step_s") or 0.0 for row in trained)
     compared = [row for row in trained if row.get("logprob/compared_tokens")]
     gaps = [row.get("logprob/engine_trainer_max_abs_diff") for row in compared]
@@ -204,13 +202,8 @@ def summarize_run(paths: RunPaths, snapshot: RunSnapshot, program: str) -> str:
         f"  training reward   {format_metric(trained[0]['reward/mean'], '.3f')} -> "
         f"{format_metric(last['reward/mean'], '.3f')}",
     ]
-    if evaluations:
-        lines.append(
-            f"  held-out reward   {evaluations[0][1]:.3f} -> {evaluations[-1][1]:.3f}"
-            f"  (step {evaluations[0][0]} -> {evaluations[-1][0]})"
-        )
-    lines += _describe_evaluation_sets(snapshot.steps)
     lines += [
+        *describe_evaluations(snapshot),
         f"  speed             {compute_trained_tokens_per_s(trained):.0f} tokens/s, "
         f"{seconds / len(trained):.1f} s per step",
         f"  engine vs trainer {format_metric(worst, '.1e')} maximum log-probability difference "
@@ -245,10 +238,15 @@ def _shorten_path(path: Path) -> Path:
     return path.relative_to(here) if path.is_relative_to(here) else path
 
 
-def _describe_evaluation_sets(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The newest numbers of each evaluation set."""
+def describe_evaluations(snapshot: RunSnapshot) -> list[str]:
+    """The first and the last held-out reward, and the newest numbers of each evaluation set."""
+    lines = []
+    if evaluations := snapshot.evaluations:
+        (first, before), (last, after) = evaluations[0], evaluations[-1]
+        lines.append(f"  held-out reward   {before:.3f} -> {after:.3f}  (step {first} -> {last})")
     newest: dict[str, tuple[int, str]] = {}
-    for row in rows:
+    for row in snapshot.steps:
         for text in format_evaluation_set_metrics(row):
             newest[" ".join(text.split()[:2])] = (row["step"], text)
-    return [f"  {'evaluation set':<17} {text}  (step {step})" for step, text in newest.values()]
+    lines += [f"  {'evaluation set':<17} {text}  (step {step})" for step, text in newest.values()]
+    return lines

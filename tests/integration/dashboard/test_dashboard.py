@@ -121,7 +121,8 @@ def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
 
 def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> None:
     assert ask(url, "evaluations") == {"sets": [], "problem": ""}
-    hard: dict[str, Any] = {"evaluation": {"sets": {"hard": {}, "easy": {}}}}
+    asked = {"metrics": ["avg@k", "pass@k", "cons@k"]}
+    hard: dict[str, Any] = {"evaluation": {"sets": {"hard": asked, "easy": {}}}}
     run.recipe.write_text(run.recipe.read_text() + yaml.safe_dump(hard))
     for step, rewards in ((0, [0.0, 0.0, 1.0, 0.5]), (8, [1.0, 1.0, 0.0, 0.5])):
         result = EvaluationResult(step, 4, sum(rewards) / 4, rewards, {}, 1)
@@ -138,6 +139,10 @@ def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> 
     assert (found["name"], found["samples"], found["failures"]) == ("hard", 2, [1])
     assert found["first_ticket"] == 2_000_000, "of the sets in order: valid, easy, hard"
     assert found["compared"] is None
+    (passed,) = found["further"]
+    assert (passed["name"], passed["mean"]) == ("pass@2", [1.0]), "no sample has an answer"
+    assert passed["low"][0] < passed["high"][0] == 1.0
+    assert valid["further"] == []
     run.evaluation(9, "hard").write_text("{")
     damaged = ask(url, "evaluations")
     assert "step_9" in damaged["problem"] or "9.json" in damaged["problem"]

@@ -1,0 +1,46 @@
+"""Names of the evaluation sets that recorded rows belong to."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id, split_ticket_id
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.wire.trajectory import RowKind
+
+JsonObject = dict[str, Any]
+
+
+def list_set_names(paths: RunPaths) -> list[str]:
+    """The evaluation sets of a run by their numbers; `valid` alone if its recipe has no other.
+
+    Raises:
+        RecipeError: The run's recipe is damaged.
+    """
+    if not paths.recipe.exists():
+        return [VALID_SET_NAME]
+    sets = (read_run_recipe(paths.recipe).get("evaluation") or {}).get("sets") or {}
+    return [VALID_SET_NAME, *sorted(name for name in sets if name != VALID_SET_NAME)]
+
+
+def name_sets(rows: Sequence[JsonObject], names: Sequence[str]) -> None:
+    """Put into evaluation rows what their set is called and which of its tasks they played."""
+    for row in rows:
+        if row["kind"] == RowKind.EVALUATION.label:
+            number, task = split_ticket_id(row["ticket"])
+            row["set"] = names[number] if number < len(names) else f"set {number}"
+            row["set_task"] = task
+
+
+def build_set_filters(names: Sequence[str]) -> list[JsonObject]:
+    """A filter for the rows of each set, if there are several."""
+    if len(names) < 2:
+        return []
+    return [
+        {
+            "name": name,
+            "where": f"kind=evaluation and ticket>={get_ticket_id(number, 0)} "
+            f"and ticket<{get_ticket_id(number + 1, 0)}",
+        }
+        for number, name in enumerate(names)
+    ]
