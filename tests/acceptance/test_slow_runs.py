@@ -1,74 +1,143 @@
-"""Real runs with one fault each: `why --slow` names what limits them, and who is to blame."""
+"""Runs on a devcluster with one fault each: `why --slow` names what limits them, and the node.
 
+`benchmarks/results/slow_runs.json` has what it said of each.
+"""
+
+import json
+import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
+from areal_hpc.rundir.jobs import get_latest_submissions
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
+from tests.support.commands import run_program, said_by
+from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, devcluster
 from tests.support.freezing import FreezableDisk, freezable_disk
 from tests.support.process_commands import command_of, is_scheduler
+from tests.support.results import add_results
 from tests.support.run_files import events_of
-from tests.support.small_run import SmallRun
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1200)
 QUESTIONS = ["State the final answer to the following arithmetic problem: 1 + 2 = Answer: 3"]
 AGENTS = "rollout.workflow=tests.support.slow_agent"
+BASE = (
+    *("sft=null", "model.tiny=null", "valid_dataset=null", "trainer.parallel.dp=1"),
+    # Enough calls at once for two replicas.
+    *("trainer.batch_size=8", "rollout.max_concurrent_rollouts=64", "rollout.n_samples=8"),
+    *("trainer.total_steps=6", "trainer.checkpoint_every_steps=6", "alerts.no_signal_steps=null"),
+)
+RUN_TIMEOUT_S = 900.0
+LINK_RATE = "500kbit"
+"""Of the network to the slow receiver: the weights are 0.4 MB."""
 
 
-def run_to_its_end(
-    tmp_path: Path, *overrides: str, fileroot: Path | None = None
-) -> tuple[SmallRun, str]:
-    """A finished run from a tiny model, and the headline on it."""
-    model = tmp_path / "model"
+@dataclass(frozen=True)
+class Places:
+    """A cluster, and storage that all of its nodes see and that can be slow."""
+
+    cluster: Devcluster
+    disk: FreezableDisk
+    model: Path
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Places]:
+    folder = tmp_path_factory.mktemp("places")
+    model = folder / "model"
     make_tiny_model(
         model, QUESTIONS, hidden=64, heads=2, kv_heads=2, head_dim=32, ffn=128, vocab=320
     )
-    run = SmallRun(
-        fileroot or tmp_path / "runs",
-        *("sft=null", "model.tiny=null", f"model.path={model}", "valid_dataset=null"),
-        *("trainer.total_steps=4", "trainer.checkpoint_every_steps=4", *overrides),
-    )
-    run.finish()
-    answer = explain_slow_run(run.paths)
-    print(answer)
-    return run, answer.headline
+    # The disk comes first: mounts of nodes are those of the host when they start.
+    with freezable_disk(folder) as disk, devcluster(folder / "state", "--nodes=3") as cluster:
+        yield Places(cluster, disk, model)
+
+
+class FaultyRun:
+    """A submitted run, and what `why --slow` says of it when it has ended."""
+
+    def __init__(self, places: Places, fileroot: Path) -> None:
+        self.cluster, self._model = places.cluster, places.model
+        self._submitting = Submitting(places.cluster, fileroot)
+        self.paths = self._submitting.paths
+
+    def explain(
+        self, name: str, *overrides: str, fault: AbstractContextManager[None] | None = None
+    ) -> Answer:
+        """Run it to its end, with a fault at work meanwhile, and ask."""
+        words = ("--wait", *BASE, f"model.path={self._model}", *overrides)
+        started = self._submitting.start(*words)
+        try:
+            with fault or nullcontext():
+                said, _ = started.communicate(timeout=RUN_TIMEOUT_S)
+        finally:
+            started.kill()
+            self.cluster.cancel_all()
+        assert started.returncode == 0, said
+        answer = explain_slow_run(self.paths)
+        print(answer)
+        add_results("slow_runs", **{name: answer.headline})
+        return answer
+
+    def get_node(self, job: str) -> str:
+        """Where a job ran."""
+        number = get_latest_submissions(self._submitting.submissions)[job].job_id
+        shown = ("sacct", "-X", "-n", "-P", "-j", number, "-o", "NodeList")
+        return self.cluster.slurm(*shown)
+
+    def await_node(self, job: str, is_over: threading.Event) -> str:
+        """Where a job runs, as soon as it does; empty if the run is over before."""
+        while not is_over.wait(SLURM_POLL_S):
+            known = get_latest_submissions(self._submitting.submissions)
+            if job in known:
+                shown = ("squeue", "-h", "-t", "RUNNING", "-j", known[job].job_id, "-o", "%N")
+                if node := self.cluster.slurm(*shown):
+                    return node
+        return ""
+
+
+@pytest.fixture
+def run(places: Places, tmp_path: Path) -> FaultyRun:
+    return FaultyRun(places, tmp_path / "runs")
 
 
 @contextmanager
-def holding_servers_up(runs: Path, cell: str) -> Iterator[None]:
-    """Servers of a cell stand still for nine tenths of the time, as if their node were slow."""
+def meanwhile(act: Callable[[threading.Event], None]) -> Iterator[None]:
+    """Something goes on in a thread, until its event is set at the end of the block."""
     is_over = threading.Event()
-
-    def hold() -> None:
-        config = f"jobs/{cell}/inference.json"
-        paths = RunPaths(runs / "quickstart" / "demo")
-        while not any(one["role"] == cell for one in events_of(paths, "replica_ready")):
-            if is_over.wait(0.2):
-                return
-        (job,) = (
-            one
-            for one in psutil.process_iter()
-            if str(runs) in (words := " ".join(command_of(one))) and config in words
-        )
-        while not is_over.wait(0.03):
-            with suppress(psutil.NoSuchProcess):
-                servers = job.children(recursive=True)
-                stop_for(0.3, [one for one in servers if is_scheduler(one)])
-
-    thread = threading.Thread(target=hold)
+    thread = threading.Thread(target=act, args=(is_over,))
     thread.start()
     try:
         yield
     finally:
         is_over.set()
         thread.join()
+
+
+def hold_servers_up(run: FaultyRun, cell: str, is_over: threading.Event) -> None:
+    """Servers of a cell stand still for nine tenths of the time, as if their node were slow."""
+    config = f"jobs/{cell}/inference.json"
+    while not any(one["role"] == cell for one in events_of(run.paths, "replica_ready")):
+        if is_over.wait(0.2):
+            return
+    found = [
+        one
+        for one in psutil.process_iter()
+        if str(run.paths.root) in (words := " ".join(command_of(one))) and config in words
+    ]
+    while not is_over.wait(0.03):
+        with suppress(psutil.NoSuchProcess):
+            servers = {child for one in found for child in one.children(recursive=True)}
+            stop_for(0.3, [one for one in servers if is_scheduler(one)])
 
 
 def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
@@ -82,79 +151,100 @@ def stop_for(seconds: float, processes: Sequence[psutil.Process]) -> None:
             process.resume()
 
 
-@contextmanager
-def slowing_down(disk: FreezableDisk, paths: RunPaths) -> Iterator[None]:
+def limit_network(run: FaultyRun, job: str, is_over: threading.Event) -> None:
+    """What is sent to the node of a job comes slowly."""
+    if not (node := run.await_node(job, is_over)):
+        return
+    network = json.loads((run.cluster.state_dir / "cluster.json").read_text())["facts"]["network"]
+    queue = ("dev", f"adc{network}-{node}", "root")
+    said_by(run_program("tc", "qdisc", "add", *queue, "tbf", "rate", LINK_RATE, "burst", "16kb",
+                        "latency", "2s"))  # fmt: skip
+    is_over.wait()
+    said_by(run_program("tc", "qdisc", "del", *queue))
+
+
+def slow_down(disk: FreezableDisk, paths: RunPaths, is_over: threading.Event) -> None:
     """The disk takes nothing for seven eighths of the time, once the trainer is at work."""
-    is_over = threading.Event()
-
-    def freeze() -> None:
-        while not events_of(paths, "state_loaded"):
-            if is_over.wait(0.2):
-                return
-        while not is_over.wait(0.2):
-            disk.freeze(1.4)
-
-    thread = threading.Thread(target=freeze)
-    thread.start()
-    try:
-        yield
-    finally:
-        is_over.set()
-        thread.join()
+    while not events_of(paths, "state_loaded"):
+        if is_over.wait(0.2):
+            return
+    while not is_over.wait(0.2):
+        disk.freeze(1.4)
 
 
-def test_a_slow_judge_of_answers_is_named(tmp_path: Path) -> None:
+def texts_of(answer: Answer) -> str:
+    """All sentences."""
+    return "\n".join(one.text for one in answer.findings)
+
+
+def test_a_slow_judge_of_answers_is_named(run: FaultyRun) -> None:
     late = f"{AGENTS}.LateAgent"
-    _, said = run_to_its_end(tmp_path, late, "rollout.workflow_kwargs={judged_after_s: 4.0}")
-    assert said.startswith("the run is limited by tools: ")
-    assert "; after the last reply (rewards) takes 4." in said
+    answer = run.explain("slow_tool", late, "rollout.workflow_kwargs={judged_after_s: 4.0}")
+    assert answer.headline.startswith("the run is limited by tools: ")
+    assert "; after the last reply (rewards) takes 4." in answer.headline
 
 
-def test_one_long_episode_is_named_with_its_cell(tmp_path: Path) -> None:
-    count = tmp_path / "count"
-    kwargs = f"rollout.workflow_kwargs={{count: {count}, every: 16, pause_s: 12.0}}"
-    _, said = run_to_its_end(tmp_path, f"{AGENTS}.StragglingAgent", kwargs)
-    assert said.startswith("the run is limited by tools: ")
-    assert "the last episodes of batches were awaited for" in said
-    assert " on cell-0 took 1" in said
+def test_one_long_episode_is_named_with_its_node(run: FaultyRun, tmp_path: Path) -> None:
+    kwargs = f"rollout.workflow_kwargs={{count: {tmp_path / 'count'}, every: 64, pause_s: 15.0}}"
+    answer = run.explain("long_episode", f"{AGENTS}.StragglingAgent", kwargs)
+    assert answer.headline.startswith("the run is limited by tools: ")
+    assert "the last episodes of batches were awaited for" in answer.headline
+    found = re.search(r" on (cell-\d) \(node (n\d\d)\) took 1\d\.\d s", answer.headline)
+    assert found, answer.headline
+    assert found[2] == run.get_node(found[1])
 
 
-def test_evaluation_too_often_is_named_with_its_key(tmp_path: Path) -> None:
-    _, said = run_to_its_end(
-        tmp_path,
+def test_evaluation_too_often_is_named_with_its_key(run: FaultyRun) -> None:
+    answer = run.explain(
+        "evaluation_too_often",
         "valid_dataset.generator=examples.quickstart.task:valid_tasks",
+        "valid_dataset.kwargs.size=128",
         "evaluation.every_steps=1",
-        "evaluation.tasks=64",
-        "valid_dataset.kwargs.size=64",
+        "evaluation.tasks=128",
     )
-    assert said.startswith("the run is limited by evaluation: ")
-    assert said.endswith("; evaluation.every_steps=1")
+    assert answer.headline.startswith("the run is limited by evaluation: ")
+    assert answer.headline.endswith("; evaluation.every_steps=1")
 
 
-def test_a_slow_cell_is_named(tmp_path: Path) -> None:
-    runs = tmp_path / "runs"
-    with holding_servers_up(runs, "cell-1"):
-        run, said = run_to_its_end(tmp_path, "inference.cells=2", "trainer.total_steps=16")
-    told = "\n".join(one.text for one in explain_slow_run(run.paths).findings)
-    assert said.startswith("the run is limited by generation: ")
-    assert said.endswith("; replica 0 of cell-1 is slow")
-    assert "replica 0 of cell-1 generates" in told
+def test_a_slow_cell_is_named_with_its_node(run: FaultyRun) -> None:
+    fault = meanwhile(lambda is_over: hold_servers_up(run, "cell-1", is_over))
+    answer = run.explain("slow_cell", "trainer.total_steps=12", fault=fault)
+    assert answer.headline.startswith("the run is limited by generation: ")
+    blamed = f"replica 0 of cell-1 (node {run.get_node('cell-1')})"
+    assert answer.headline.endswith(f"; {blamed} is slow")
+    assert f"{blamed} generates" in texts_of(answer)
 
 
-def test_slow_storage_is_named(tmp_path: Path) -> None:
-    with freezable_disk(tmp_path) as disk:
-        runs = disk.root / "runs"
-        with slowing_down(disk, RunPaths(runs / "quickstart" / "demo")):
-            run, said = run_to_its_end(
-                tmp_path, "trainer.checkpoint_every_steps=1", "trainer.total_steps=6", fileroot=runs
-            )
-            told = "\n".join(one.text for one in explain_slow_run(run.paths).findings)
+def test_a_slow_receiver_of_weights_is_named_with_its_node(run: FaultyRun) -> None:
+    fault = meanwhile(lambda is_over: limit_network(run, "cell-1", is_over))
+    answer = run.explain("slow_receiver", fault=fault)
+    assert answer.headline.startswith("the run is limited by weight updates: ")
+    blamed = f"replica 0 of cell-1 (node {run.get_node('cell-1')})"
+    assert f"; {blamed} takes " in answer.headline
+    assert answer.hints[0] == f"look at the network of {blamed}"
+
+
+def test_a_batch_too_small_for_its_cells_is_named_with_its_keys(run: FaultyRun) -> None:
+    answer = run.explain(
+        "small_batch",
+        *("trainer.batch_size=1", "rollout.n_samples=4", "rollout.max_concurrent_rollouts=4"),
+        *("rollout.workflow_kwargs={max_tokens: 400}", "rollout.sampling.max_new_tokens=400"),
+    )
+    assert answer.headline.startswith("the run is limited by generation: ")
+    assert answer.headline.endswith(" calls at once at each replica are few")
+    assert "trainer.batch_size=1 and rollout.n_samples=4" in answer.hints[0]
+
+
+def test_slow_storage_is_named(places: Places) -> None:
+    run = FaultyRun(places, places.disk.root / "runs")
+    fault = meanwhile(lambda is_over: slow_down(places.disk, run.paths, is_over))
+    answer = run.explain("slow_storage", "trainer.checkpoint_every_steps=1", fault=fault)
     # Metrics and journals wait as well: whether one part is the largest is chance.
-    assert "storage is slow" in said or "wait for the run directory's storage" in told
+    told = texts_of(answer)
+    assert "storage is slow" in answer.headline or "wait for the run directory's storage" in told
 
 
-def test_a_run_without_a_fault_blames_nobody(tmp_path: Path) -> None:
-    _, said = run_to_its_end(tmp_path)
-    limited, _, blamed = said.partition("; ")
+def test_a_run_without_a_fault_blames_nobody(run: FaultyRun) -> None:
+    limited, _, blamed = run.explain("no_fault").headline.partition("; ")
     assert limited.startswith(("the run is limited by generation", "the run is limited by train"))
     assert not blamed

@@ -234,9 +234,11 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
     assert pause is not None
     assert (pause.version, pause.requests, pause.recomputed_tokens) == ("1.3", 3, 300)
     assert SILENT_S <= pause.reprefill_s < pause.pause_s
+    assert 0 < pause.busy_s < pause.pause_s, "the part before the order to go on"
     events = read_lines(tmp_path / "events.jsonl")
     (noted,) = [event for event in events if event["event"] == "replica_resumed"]
     assert noted["reprefill_s"] == pause.reprefill_s
+    assert noted["busy_s"] == pause.busy_s
 
 
 SHARED = """
