@@ -9,20 +9,25 @@ import subprocess
 import sys
 import tarfile
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths, find_runs
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
+from tests.support.process_commands import command_of
 from tests.support.sample_runs import ARCHIVE
-from tests.support.small_run import LIGHT, SmallRun, interrupted_at_end
+from tests.support.small_run import LIGHT, SmallRun, interrupted_at_end, processes_of
+from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -85,6 +90,34 @@ def read_offline_runs(paths: RunPaths, python: Path) -> Iterator[dict[str, Any]]
             yield json.loads(line)
 
 
+def read_wandb_rows(paths: RunPaths, python: Path, project: str) -> dict[int, dict[str, Any]]:
+    """By step, what all parts hold, which must be of one run and have no value twice."""
+    records = list(read_offline_runs(paths, python))
+    heads = [one for one in records if "id" in one]
+    assert {one["id"] for one in heads} == {paths.tracker("wandb").run_id.read_text()}
+    assert {one["project"] for one in heads} == {project}
+    merged: dict[int, dict[str, Any]] = {}
+    for one in records:
+        if "row" in one:
+            held = merged.setdefault(one["row"]["step"], {})
+            assert not (held.keys() & one["row"].keys()) - {"step"}, "a metric of a step twice"
+            held |= one["row"]
+    return merged
+
+
+def read_tensorboard_rows(paths: RunPaths) -> dict[int, dict[str, float]]:
+    """By step, what TensorBoard's own reader finds, with its tags; a value twice is refused."""
+    board = EventAccumulator(str(paths.board_run_dir), size_guidance={"scalars": 0})
+    board.Reload()
+    found: dict[int, dict[str, float]] = {}
+    for tag in board.Tags()["scalars"]:
+        for event in board.Scalars(tag):
+            row = found.setdefault(event.step, {})
+            assert tag not in row, f"{tag} of step {event.step} twice"
+            row[tag] = event.value
+    return found
+
+
 def keep_numbers(row: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if isinstance(value, int | float)}
 
@@ -105,18 +138,8 @@ def test_wandb_holds_each_step_once_and_as_the_metrics_have_it(
     said_by(areal_hpc(*command))
     assert len(paths.tracker("wandb").list_parts()) == 2
 
-    records = list(read_offline_runs(paths, wandb_python))
-    heads = [one for one in records if "id" in one]
-    assert {one["id"] for one in heads} == {paths.tracker("wandb").run_id.read_text()}
-    assert {one["project"] for one in heads} == {"samples"}
-    merged: dict[int, dict[str, Any]] = {}
-    for one in records:
-        if "row" in one:
-            held = merged.setdefault(one["row"]["step"], {})
-            assert not (held.keys() & one["row"].keys()) - {"step"}, "a metric of a step twice"
-            held |= one["row"]
     expected = {row["step"]: keep_numbers(row) for row in read_metrics(paths.metrics)}
-    assert merged == expected
+    assert read_wandb_rows(paths, wandb_python, "samples") == expected
 
 
 def kill_with_children(process: subprocess.Popen[str]) -> None:
@@ -155,3 +178,65 @@ def test_a_run_goes_on_without_its_tracker_and_a_later_sync_repairs_what_is_miss
     said_by(areal_hpc(*command))
     (part,) = run.paths.tracker("mine").list_parts()
     assert read_lines(part / "logged.jsonl") == rows
+
+
+def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_twice(
+    wandb_python: Path, tmp_path: Path
+) -> None:
+    save_every = 5
+    run = SmallRun(
+        *(tmp_path / "runs", *LIGHT, "trainer.total_steps=5000"),
+        *(f"trainer.checkpoint_every_steps={save_every}", "evaluation.every_steps=5"),
+    )
+    command = ("sync", run.paths.root, "--python", wandb_python, "--project", "killed")
+
+    def list_steps() -> list[int]:
+        return [row["step"] for row in read_metrics(run.paths.metrics)]
+
+    def is_between_checkpoints() -> bool:
+        """Some steps are told that no checkpoint has, and wandb has a part."""
+        saved = [one.state.step for one in list_checkpoints(run.paths.checkpoints_dir)]
+        parts = run.paths.tracker("wandb").list_parts()
+        return bool(parts and saved) and max(list_steps()) >= max(saved) + 2
+
+    with interrupted_at_end(run):
+        run.start()
+        run.await_true(run.paths.metrics.exists)
+        follower = start_areal_hpc(*command, "--follow", environ=os.environ)
+        try:
+            run.await_true(is_between_checkpoints)
+            assert run.process is not None
+            kill_run(run.process, run.paths.root)
+        finally:
+            kill_with_children(follower)
+    known = list_steps()[-1]
+    kept = max(one.state.step for one in list_checkpoints(run.paths.checkpoints_dir))
+    assert kept < known, "steps are trained again"
+    steps = known + save_every
+    run.override(f"trainer.total_steps={steps}")
+    run.finish()
+    said_by(areal_hpc(*command))
+    rows = read_metrics(run.paths.metrics)
+    assert [row["step"] for row in rows] == [*range(steps + 1)]
+    assert len(run.paths.tracker("wandb").list_parts()) >= 2
+    numbers = {row["step"]: keep_numbers(row) for row in rows}
+    assert read_wandb_rows(run.paths, wandb_python, "killed") == numbers
+    board = read_tensorboard_rows(run.paths)
+    assert len([*run.paths.board_run_dir.glob("events.out.tfevents.*")]) >= 2, "a file a start"
+    assert board.keys() == numbers.keys()
+    for step, row in numbers.items():
+        expected = {format_tensorboard_tag(name): value for name, value in row.items()}
+        del expected["step"]
+        assert board[step] == pytest.approx(expected, rel=1e-6), "float32"
+
+
+def kill_run(launcher: subprocess.Popen[bytes], run_dir: Path) -> None:
+    """SIGKILL to the launcher and to whatever works in a run directory, none before the other."""
+    launcher.kill()
+    launcher.wait()
+    for one in psutil.process_iter():
+        with suppress(psutil.Error):
+            known = " ".join([*command_of(one), *one.environ().values()])
+            if one.pid != os.getpid() and str(run_dir) in known:
+                one.kill()
+    wait_for(lambda: processes_of(run_dir) == [], 60, lambda: processes_of(run_dir))
