@@ -3,6 +3,7 @@
 import asyncio
 import os
 import re
+import tarfile
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -10,8 +11,12 @@ from urllib.parse import urlsplit
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.answers.collapse import explain_collapse
+from areal_hpc.view.answers.slow_run import explain_slow_run
+from areal_hpc.view.answers.step_change import explain_step_difference
 from tests.support.browser import Page, in_browser
 from tests.support.environments import CHECKOUT
+from tests.support.sample_runs import ARCHIVE, SWITCH_STEP
 from tests.support.small_run import LIGHT, SmallRun
 from tests.support.view_server import serving_pages
 
@@ -134,13 +139,44 @@ def test_tokens_are_found_and_colored_by_keyboard_alone(url: str, tmp_path: Path
         await page.await_true(f"{find_pressed()} === 'entropy'")
         pieces = "[...document.querySelectorAll('.tokens span')]"
         assert await page.ask(f"{pieces}.filter((one) => one.style.background).length") > 0
-        told = f"{pieces}.map((one) => one.title).join('|')"
-        assert re.search(r"trainer -\d.*entropy \d", await page.ask(told))
+        await tab_to(page, "tokens")
+        told = "document.querySelector('.told').textContent"
+        await page.press("ArrowRight")
+        assert re.fullmatch(r"0: id \d+, prompt", await page.ask(told))
+        await page.press("End")
+        assert re.search(r"trainer -?\d.*entropy \d", await page.ask(told))
         await page.ask("document.querySelector('.tokens').scrollIntoView({block: 'center'})")
         await page.photograph(IMAGES / "view_tokens.png")
         assert page.errors == []
 
     in_browser(tmp_path, use)
+
+
+def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
+    with tarfile.open(ARCHIVE) as archive:
+        archive.extractall(tmp_path, filter="data")
+    samples = tmp_path / "sample_runs"
+    answers = (
+        explain_slow_run(RunPaths(samples / "slow")),
+        explain_step_difference(RunPaths(samples / "drop"), SWITCH_STEP),
+        explain_collapse(RunPaths(samples / "collapse")),
+    )
+    pages = sorted({one.page for answer in answers for one in answer.findings if one.page})
+    assert len(pages) >= 8
+
+    async def look(page: Page) -> None:
+        for one in pages:
+            await page.open("about:blank")
+            await page.open(f"{address}{one}")
+            await page.await_true("document.querySelector('main h1, main .problem') !== null")
+            assert not await page.ask("document.querySelector('main .problem') !== null"), one
+            shown = "document.querySelectorAll('tr[data-link], .chart path, .message').length"
+            await page.await_true(f"{shown} > 0")
+        assert page.errors == []
+
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+    with serving_pages(samples, environ) as address:
+        in_browser(tmp_path, look)
 
 
 def find_pressed() -> str:
