@@ -11,6 +11,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -234,6 +235,7 @@ class RowIndex:
     def _connect_database(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._file, check_same_thread=False, timeout=30.0)
         database.create_function("casefold", 1, _casefold, deterministic=True)
+        database.execute("PRAGMA synchronous = OFF")  # one that a power cut damages is made anew
         return database
 
     def _index_shard_rows(self, sealed: SealedShard) -> int:
@@ -331,10 +333,11 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
     is_said = row.loss_mask_T == 1
     versions = row.versions_T[is_said]
     oldest, newest = (
-        (str(WeightVersion.unpack(int(one))) for one in (versions.min(), versions.max()))
+        (_format_version(int(versions.min())), _format_version(int(versions.max())))
         if len(versions)
         else (None, None)
     )
+    named = _collect_reward_numbers(record)
     return (
         row.kind.label,
         row.eval_step if row.eval_step >= 0 else None,
@@ -343,7 +346,7 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         row.attempt,
         row.episode,
         row.reward,
-        int(is_said.sum()),
+        len(versions),
         row.num_tokens,
         len(record.calls) or None,
         record.ended_at - record.started_at if record.ended_at else None,
@@ -354,8 +357,13 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
         "\n".join(call.reward.note for call in record.calls if call.reward),
         oldest,
         newest,
-        json.dumps(_collect_reward_numbers(record)),
+        json.dumps(named) if named else "{}",
     )
+
+
+@lru_cache(maxsize=4096)
+def _format_version(packed: int) -> str:
+    return str(WeightVersion.unpack(packed))
 
 
 def _collect_reward_numbers(record: RowRecord) -> dict[str, float]:

@@ -2,6 +2,7 @@
 // The table of recorded rows, and one row with its conversation and tokens.
 
 const PAGE_ROWS = 100;
+const CHUNK_TOKENS = 1000;
 const ROW_COLUMNS = [
   ["kind", "kind"], ["step", "step", true], ["ticket", "ticket", true], ["attempt", "attempt", true], ["episode", "episode", true],
   ["reward", "reward", true], ["length", "sampled", true], ["tokens", "tokens", true], ["calls", "calls", true],
@@ -197,15 +198,14 @@ function buildTokens(tokens, annotation, color, choose) {
   const versions = [...new Set(tokens.versions.filter(Boolean))];
   const place = element("div", { class: "tokens panel", tabindex: "0", role: "group", "aria-label": "tokens" });
   const known = listTokens(tokens, annotation);
-  const pieces = known.map((token) => {
+  const chunks = fillOnSight(place, known, (token) => {
     const piece = document.createElement("span");
     piece.textContent = token.text;
     if (!token.isSampled) piece.className = "prompt";
     else piece.style.background = pickTokenColor(chosen, token, versions.indexOf(token.version));
     return piece;
   });
-  place.append(...pieces);
-  const told = describeOnDemand(place, pieces, (index) => describeToken(known[index]));
+  const told = describeOnDemand(place, chunks, known);
   const sampled = tokens.mask.filter((one) => one === 1).length;
   const offered = Object.entries(TOKEN_COLORS).filter(([, one]) => annotation || !one.annotated);
   return element("div", {},
@@ -219,24 +219,54 @@ function buildTokens(tokens, annotation, color, choose) {
     told, place);
 }
 
-/** A line on the piece of a text under the pointer, or chosen with the arrow keys. */
-function describeOnDemand(place, pieces, describe) {
+/** The text of all tokens; a chunk of it gets an element a token when it comes into sight. */
+function fillOnSight(place, tokens, build) {
+  const chunks = [];
+  for (let start = 0; start < tokens.length; start += CHUNK_TOKENS) {
+    const part = tokens.slice(start, start + CHUNK_TOKENS);
+    const holder = element("span", {}, part.map((token) => token.text).join(""));
+    const chunk = { start, holder, pieces: null, fill: () => {
+      if (chunk.pieces) return;
+      chunk.pieces = part.map(build);
+      holder.replaceChildren(...chunk.pieces);
+    } };
+    chunks.push(chunk);
+  }
+  const sight = new IntersectionObserver((seen) => seen.filter((one) => one.isIntersecting).forEach((one) => {
+    chunks.find((chunk) => chunk.holder === one.target).fill();
+    sight.unobserve(one.target);
+  }), { rootMargin: "800px" });
+  chunks[0]?.fill();
+  for (const chunk of chunks.slice(1)) sight.observe(chunk.holder);
+  place.append(...chunks.map((chunk) => chunk.holder));
+  return chunks;
+}
+
+/** A line on the token under the pointer, or chosen with the arrow keys. */
+function describeOnDemand(place, chunks, tokens) {
   const told = element("p", { class: "told quiet small", role: "status" }, "Point at a token, or choose one with the arrow keys.");
   let at = -1;
+  let marked = null;
   const choose = (index) => {
-    if (!(index in pieces)) return;
-    pieces[at]?.classList.remove("chosen");
+    if (!(index in tokens)) return;
+    const chunk = chunks[Math.floor(index / CHUNK_TOKENS)];
+    chunk.fill();
+    marked?.classList.remove("chosen");
     at = index;
-    pieces[at].classList.add("chosen");
-    told.textContent = describe(at);
+    marked = chunk.pieces[index - chunk.start];
+    marked.classList.add("chosen");
+    told.textContent = describeToken(tokens[at]);
   };
-  place.addEventListener("pointerover", (event) => choose(pieces.indexOf(event.target)));
+  place.addEventListener("pointerover", (event) => {
+    const chunk = chunks.find((one) => one.holder === event.target.parentElement);
+    if (chunk) choose(chunk.start + chunk.pieces.indexOf(event.target));
+  });
   place.addEventListener("keydown", (event) => {
-    const places = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: pieces.length - 1 };
+    const places = { ArrowRight: at + 1, ArrowLeft: at - 1, Home: 0, End: tokens.length - 1 };
     if (!(event.key in places)) return;
     event.preventDefault();
     choose(places[event.key]);
-    pieces[at]?.scrollIntoView({ block: "nearest" });
+    marked?.scrollIntoView({ block: "nearest" });
   });
   return told;
 }
