@@ -29,6 +29,8 @@ from tests.support.scripted_sglang import Script
 
 SESSIONS, TURNS = 1000, 8
 KILLED_SESSIONS = 64
+REFUSED_CONTEXT_TOKENS, LARGE_BODY_BYTES = 32768, 10 << 20
+MOST_GROWTH_MB = 150.0
 TEXT = "hello world the quick brown fox jumps over lazy dog what is answer careful agent"
 WORDS = TEXT.split()
 pytestmark = pytest.mark.timeout(1500)
@@ -204,3 +206,26 @@ def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
         replies_seen_and_lost=0,
     )
     assert seen > 3 * KILLED_SESSIONS
+
+
+@pytest.mark.parametrize(
+    ("name", "prompts", "prompt_bytes"),
+    [
+        ("refused_prompts", 1000, 36_000),  # 33 thousand tokens: too many by a little
+        ("refused_large_bodies", 20, LARGE_BODY_BYTES),
+    ],
+)
+def test_refused_prompts_leave_no_memory(
+    name: str, prompts: int, prompt_bytes: int, tmp_path: Path
+) -> None:
+    rng, growth_mb = random.Random(1), 0.0
+    with closing(Stage(tmp_path, context_tokens=REFUSED_CONTEXT_TOKENS)) as stage:
+        _, key = stage.open_session()
+        assert stage.ask(key, "hi").status_code == 200
+        idle_mb = memory_mb(stage, "VmRSS")
+        for _ in range(prompts):
+            answer = stage.ask(key, rng.randbytes(prompt_bytes // 2).hex())
+            assert answer.json()["error"]["code"] == "context_length_exceeded", answer.text
+            growth_mb = max(growth_mb, memory_mb(stage, "VmRSS") - idle_mb)
+    add_results("proxy_sessions", **{name: prompts, f"{name}_growth_mb": round(growth_mb, 1)})
+    assert growth_mb < MOST_GROWTH_MB

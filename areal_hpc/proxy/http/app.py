@@ -162,6 +162,8 @@ class ProxyApp:
             status, content, form = refusal.status, format_error(refusal), JSON_CONTENT_TYPE
             is_final = not refusal.may_be_repeated
             self._completions.metrics.count_refusal(label, client, refusal)
+            # Else it and this frame hold one another, and the request, until a collection.
+            caught.__traceback__ = refusal.__traceback__ = None
         headers = [
             (b"content-type", form.encode()),
             (b"content-length", str(len(content)).encode()),
