@@ -111,7 +111,8 @@ def with_pandas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the Python of the tests has pandas as well."""
     folder = tmp_path_factory.mktemp("pandas")
     lock = CHECKOUT / "requirements" / "pandas.txt"
-    install = ("install", "--quiet", "--no-deps", "--target", folder, "-r", lock)
+    wanted = ("--no-deps", "--require-hashes", "--target", folder, "-r", lock)
+    install = ("install", "--quiet", *wanted)
     said_by(run_program(sys.executable, "-m", "pip", *install, timeout_s=600))
     known = os.environ.get("PYTHONPATH", "")
     return {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder), known])}
