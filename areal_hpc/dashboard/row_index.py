@@ -139,17 +139,24 @@ class RowIndex:
                 )
             column, order_values = get_column_sql(sort)
             order = f"{column} IS NULL, {column} {direction}, {order}"
-        query = (
-            f"SELECT {_LISTED_COLUMNS} FROM rows WHERE {condition} "
-            f"ORDER BY {order} LIMIT ? OFFSET ?"
-        )
+        query = f"SELECT id FROM rows WHERE {condition} ORDER BY {order}"
+        bound: list[SqlValue] = [*values, *order_values, *order_values]
         with self._lock:
             (total,) = self._database.execute("SELECT COUNT(*) FROM rows").fetchone()
-            (matching,) = self._database.execute(
-                f"SELECT COUNT(*) FROM rows WHERE {condition}", values
-            ).fetchone()
-            bound = (*values, *order_values, *order_values, count, offset)
-            return RowPage(self._select_as_dicts(query, bound), matching, total)
+            if where.strip():  # in one scan, which may read the texts of all rows
+                ids = [id_ for (id_,) in self._database.execute(query, bound)]
+                matching, ids = len(ids), ids[offset : offset + count]
+            else:
+                of_page = (*bound, count, offset)
+                found = self._database.execute(f"{query} LIMIT ? OFFSET ?", of_page)
+                matching, ids = total, [id_ for (id_,) in found]
+            return RowPage(self._select_listed_rows(ids), matching, total)
+
+    def _select_listed_rows(self, ids: Sequence[int]) -> list[JsonObject]:
+        places = ", ".join("?" * len(ids))
+        query = f"SELECT id, {_LISTED_COLUMNS} FROM rows WHERE id IN ({places})"
+        found = {row.pop("id"): row for row in self._select_as_dicts(query, ids)}
+        return [found[id_] for id_ in ids]
 
     def choose_example_rows(self, count: int) -> list[JsonObject]:
         """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
@@ -230,12 +237,12 @@ class RowIndex:
             database, version = self._connect_database(), 0
         if version != TABLES_VERSION:
             database.executescript(_RECREATE_TABLES_SQL)
+        database.execute("PRAGMA synchronous = OFF")  # one that a power cut damages is made anew
         return database
 
     def _connect_database(self) -> sqlite3.Connection:
         database = sqlite3.connect(self._file, check_same_thread=False, timeout=30.0)
         database.create_function("casefold", 1, _casefold, deterministic=True)
-        database.execute("PRAGMA synchronous = OFF")  # one that a power cut damages is made anew
         return database
 
     def _index_shard_rows(self, sealed: SealedShard) -> int:

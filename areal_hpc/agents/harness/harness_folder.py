@@ -13,7 +13,7 @@ MAX_DIFF_BYTES = 4 << 20
 MAX_FOLDER_BYTES = 256 << 20
 STEP_TIMEOUT_S = 60.0
 _GIT = "git --git-dir=../before.git --work-tree=."
-_COMMIT_BEFORE_SCRIPT = f"""set -e
+_SNAPSHOT_BEFORE_SCRIPT = f"""set -e
 mkdir -p ../home
 {_GIT} init -q
 {_GIT} config user.name areal-hpc
@@ -46,7 +46,7 @@ class HarnessFolder:
             )
         await self._sandbox.put(f"{self._root}/before.tar", await asyncio.to_thread(_pack, source))
         await self._run_script_or_raise("mkdir -p work && tar -xf before.tar -C work", self._root)
-        await self._run_script_or_raise(_COMMIT_BEFORE_SCRIPT, self._work)
+        await self._run_script_or_raise(_SNAPSHOT_BEFORE_SCRIPT, self._work)
 
     async def write_into_home(self, files: Mapping[str, str]) -> None:
         """Write settings of the program, which nobody else may read."""

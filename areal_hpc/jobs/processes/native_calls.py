@@ -53,20 +53,23 @@ def exit_at_once_beside_native_calls() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if not list_native_calls():
+        if not (names := list_native_calls()):
             raise
         code = end.code
     except BaseException:  # boundary: told as the interpreter would, which does not come to it
-        if not list_native_calls():
+        if not (names := list_native_calls()):
             raise
         sys.excepthook(*sys.exc_info())
         code = 1
-    if names := list_native_calls():
-        log.info("the process ends beside native calls that have not returned: %s", names)
-        logging.shutdown()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code if isinstance(code, int) else bool(code))
+    else:
+        if not (names := list_native_calls()):
+            return
+    # They may have returned by now: the exception is taken, so the process ends here all the same.
+    log.info("the process ends beside native calls that have not returned: %s", names)
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code if isinstance(code, int) else bool(code))
 
 
 def list_native_calls() -> list[str]:

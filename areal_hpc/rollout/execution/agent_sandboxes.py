@@ -21,7 +21,7 @@ from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 SANDBOX_TASK_COLUMN = "sandbox"
 """Where an agent finds its sandbox in its task."""
 START_PATIENCE_S = 600.0
-"""A node on which no sandbox has started for so long is no longer taken for loaded."""
+"""A node on which starts of a root have failed for so long is no longer taken for loaded."""
 
 
 class AgentSandboxes:
@@ -30,7 +30,7 @@ class AgentSandboxes:
     def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
         self._spec, self._takes_root = spec, runtime.takes_root
-        self._newest_start_at = time.monotonic()
+        self._failing_since_by_root: dict[object, float] = {}
         self._has_started = False
 
     async def start_first_and_refill(self) -> None:
@@ -41,7 +41,7 @@ class AgentSandboxes:
             ClusterError: It did not start.
         """
         await self._pool.start_first_and_refill()
-        self._note_start()
+        self._note_start(self._spec)
 
     @asynccontextmanager
     async def acquire(self, data: Mapping[str, Any]) -> "AsyncIterator[EpisodeSandbox]":
@@ -65,22 +65,24 @@ class AgentSandboxes:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))
             except (ClusterError, RecipeError) as error:
-                if not self._may_start_later(error):
+                if not self._may_start_later(error, spec):
                     raise
                 raise SandboxStartError(error.problems[0].message) from error
-            self._note_start()
+            self._note_start(spec)
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
-    def _note_start(self) -> None:
-        self._newest_start_at, self._has_started = time.monotonic(), True
+    def _note_start(self, spec: SandboxSpec) -> None:
+        self._failing_since_by_root.pop(spec.root, None)
+        self._has_started = True
 
-    def _may_start_later(self, error: ClusterError | RecipeError) -> bool:
+    def _may_start_later(self, error: ClusterError | RecipeError, spec: SandboxSpec) -> bool:
         """False if it is more than this moment's. A machine that could isolate still can."""
         if isinstance(error, RecipeError) and not (
             self._has_started and error.problems[0].key == ISOLATION_KEY
         ):
             return False
-        return time.monotonic() - self._newest_start_at <= START_PATIENCE_S
+        now = time.monotonic()
+        return now - self._failing_since_by_root.setdefault(spec.root, now) < START_PATIENCE_S
 
     async def close(self) -> None:
         """Stop those that nobody took."""

@@ -148,6 +148,7 @@ def test_a_recipe_whose_agent_cannot_be_built_there_is_refused(python: str, tmp_
     recipe = load_recipe(
         CHECKOUT / "recipes" / "quickstart.yaml",
         [
+            "evaluation.sets=null",
             "rollout.agent.mode=subproc",
             f"rollout.agent.python={python}",
             "rollout.workflow=their_agent.Agent",
