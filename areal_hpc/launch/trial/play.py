@@ -5,7 +5,7 @@ import logging
 import sys
 from typing import Any
 
-from areal_hpc.errors import AgentError, ArealError, escape_controls
+from areal_hpc.errors import AgentError, ArealError, ClusterError, escape_controls
 from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.launch.trial.cell import TrialCell
 from areal_hpc.launch.trial.config import TrialConfig
@@ -68,6 +68,8 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
                 job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
             )
             outcomes.append(outcome)
+            if not outcome.session_id:  # no sandbox started
+                raise ClusterError(outcome.reason)
             session = cell.get_session(outcome.session_id)
             print(escape_controls("\n".join(format_trial(number, outcome, session))), flush=True)
     finally:
