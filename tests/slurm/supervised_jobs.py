@@ -16,7 +16,6 @@ from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
     ProcessSpec,
-    SlurmLaunchInfo,
     Submission,
     TaskExit,
     get_latest_submissions,
@@ -28,6 +27,7 @@ from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import ROLES, JobPaths, RunPaths
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
+from tests.support.slurm_launch import build_slurm_launch_info
 from tests.support.waiting import wait_for
 
 RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
@@ -67,16 +67,8 @@ class SupervisedJob:
                 poll_s=2.0,
             )
             processes.append(caretaker.build_process_spec("caretaker", tasks="first", restarts=3))
-        told = SlurmLaunchInfo(
-            submissions=str(self.run.submissions),
-            script=str(self.files.script),
-            excluded_nodes=str(self.run.excluded_nodes),
-            job_name=self.name,
-            comment=str(self.run.root),
-            cancelled=str(self.run.cancelled_marker),
-            margin_s=5.0,
-            progress=progress,
-            least_free_bytes=64 << 20,
+        told = build_slurm_launch_info(
+            self.run, self.name, margin_s=5.0, progress=progress, least_free_bytes=64 << 20
         )
         return LaunchFile(
             job=JobSpec(self.name, "agents", processes, tasks=tasks),

@@ -14,11 +14,11 @@ from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
     ProcessSpec,
-    SlurmLaunchInfo,
     read_task_exits,
 )
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_launch import build_slurm_launch_info
 from tests.support.waiting import wait_for
 
 TASK = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
@@ -48,15 +48,7 @@ def launch(tmp_path: Path) -> LaunchFile:
     config = {"words": str(tmp_path / "words"), "folder": str(paths.job("cell-0").root)}
     entry = "breaking_actors:break_storage_and_crash"
     driver = ProcessSpec("driver", "agents", entry, config, ends_job=True)
-    told = SlurmLaunchInfo(
-        submissions=str(paths.submissions),
-        script=str(files.script),
-        excluded_nodes=str(paths.excluded_nodes),
-        job_name="cells-0-0",
-        comment=str(paths.root),
-        cancelled=str(paths.cancelled_marker),
-        least_free_bytes=1,
-    )
+    told = build_slurm_launch_info(paths, "cells-0-0", least_free_bytes=1)
     launch = LaunchFile(
         JobSpec("cells-0-0", "agents", [], cells=[CellSpec("cell-0", [driver])]),
         job_dir=str(files.root),

@@ -17,7 +17,6 @@ from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     JobSpec,
     LaunchFile,
-    SlurmLaunchInfo,
     Submission,
     TaskExit,
     get_latest_submissions,
@@ -29,6 +28,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, parse_sacct
 from areal_hpc.slurm.states import parse_state
 from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_launch import build_slurm_launch_info
 
 NAMES = ("cell-0", "cell-1")
 
@@ -117,14 +117,7 @@ def caretaker(paths: RunPaths) -> Caretaker:
         record_submission(
             paths.submissions, Submission(name, str(number), 1, 0.0, str(files.script))
         )
-        told = SlurmLaunchInfo(
-            submissions=str(paths.submissions),
-            script=str(files.script),
-            excluded_nodes=str(paths.excluded_nodes),
-            job_name=f"run-{name}",
-            comment=str(paths.root),
-            cancelled=str(paths.cancelled_marker),
-        )
+        told = build_slurm_launch_info(paths, name, job_name=f"run-{name}")
         launch = LaunchFile(
             *(JobSpec(name, "agents", []), str(files.root), "", str(paths.events), {}), slurm=told
         )

@@ -26,6 +26,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_launch import build_slurm_launch_info
 
 HOLD_UNHEARD = "requeuehold) echo PENDING > $STATE; echo Socket timed out >&2; exit 1"
 HOLD_REFUSED = "requeuehold) echo Job is no longer pending >&2; exit 1"
@@ -46,14 +47,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 def launch(paths: RunPaths) -> LaunchFile:
     files = paths.job("trainer")
     files.root.mkdir(parents=True)
-    told = SlurmLaunchInfo(
-        submissions=str(paths.submissions),
-        script=str(files.script),
-        excluded_nodes=str(paths.excluded_nodes),
-        job_name="trainer",
-        comment=str(paths.root),
-        cancelled=str(paths.cancelled_marker),
-    )
+    told = build_slurm_launch_info(paths, "trainer")
     job = JobSpec("trainer", "train", [])
     return LaunchFile(job, str(files.root), "", str(paths.events), {}, slurm=told)
 

@@ -13,13 +13,13 @@ from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     JobSpec,
     LaunchFile,
-    SlurmLaunchInfo,
     TaskExit,
     read_task_exits,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_launch import build_slurm_launch_info
 
 GRACE_S, SAVE_S = 0.2, 60.0
 STOPPED = TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
@@ -44,16 +44,7 @@ def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
     """The first task of a trainer that has begun."""
     files = paths.job("trainer")
     files.root.mkdir(parents=True)
-    told = SlurmLaunchInfo(
-        submissions=str(paths.submissions),
-        script=str(files.script),
-        excluded_nodes=str(paths.excluded_nodes),
-        job_name="trainer",
-        comment=str(paths.root),
-        cancelled=str(paths.cancelled_marker),
-        margin_s=0.5,
-        least_free_bytes=1,
-    )
+    told = build_slurm_launch_info(paths, "trainer", margin_s=0.5, least_free_bytes=1)
     job = JobSpec("trainer", "train", [], tasks=tasks)
     launch = LaunchFile(
         *(job, str(files.root), "", str(paths.events), {"train": sys.executable}),

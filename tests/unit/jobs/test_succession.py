@@ -9,7 +9,6 @@ from areal_hpc.jobs.succession import find_reason_to_leave, was_cancelled_by_per
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
-    SlurmLaunchInfo,
     TaskExit,
     write_task_exit,
 )
@@ -17,21 +16,15 @@ from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
 from areal_hpc.slurm.states import parse_state
 from tests.support.scripted_slurm import ScriptedSlurm
+from tests.support.slurm_launch import build_slurm_launch_info
 
 
 @pytest.fixture
 def launch(tmp_path: Path) -> LaunchFile:
     paths = RunPaths(tmp_path)
     paths.job("trainer").root.mkdir(parents=True)
-    slurm = SlurmLaunchInfo(
-        submissions=str(paths.submissions),
-        script="job.sbatch",
-        excluded_nodes=str(paths.excluded_nodes),
-        job_name="trainer",
-        comment=str(tmp_path),
-        cancelled=str(paths.cancelled_marker),
-        prerequisite=str(tmp_path / "sft_is_done"),
-    )
+    done = str(tmp_path / "sft_is_done")
+    slurm = build_slurm_launch_info(paths, "trainer", script="job.sbatch", prerequisite=done)
     return LaunchFile(
         job=JobSpec("trainer", "train", []),
         job_dir=str(paths.job("trainer").root),
