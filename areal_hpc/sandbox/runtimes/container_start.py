@@ -31,8 +31,8 @@ from areal_hpc.sandbox.spec import SandboxSpec
 
 PROGRAM_SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 """Where container programs are, beside the folders of `PATH`."""
-_PODMAN_SCRATCH_BYTES, _PODMAN_SCRATCH_FILES = 1 << 20, 60
-"""What is kept beside the files of a sandbox, whatever the program."""
+_OTHER_SCRATCH_BYTES, _OTHER_SCRATCH_FILES = 1 << 20, 60
+"""Room in the scratch folder beside the files of a sandbox, whatever the program."""
 _PREPARE_SCRIPT = """
 set -e
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
@@ -137,11 +137,11 @@ def build_container_command(
         script: Starts the container; it is root, in these namespaces.
         program_files: Files that the program makes in the scratch folder.
     """
-    spec, files = setup.spec, setup.spec.limits.files + _PODMAN_SCRATCH_FILES + program_files
+    spec, files = setup.spec, setup.spec.limits.files + _OTHER_SCRATCH_FILES + program_files
     return [
         *("unshare", "--user", "--map-root-user", "--mount", *namespaces),
         *("sh", "-c", _PREPARE_SCRIPT + script, "sh", setup.scratch),
-        *(str(spec.limits.disk_bytes + _PODMAN_SCRATCH_BYTES), str(files)),
+        *(str(spec.limits.disk_bytes + _OTHER_SCRATCH_BYTES), str(files)),
         *(str(setup.archive), str(spec.root or "")),
         *_list_mounts_below([source for source, _ in setup.binds]),
         "--",
