@@ -38,13 +38,14 @@ IMMUTABLE_RECIPE_KEYS = (
 KEYS_WITHOUT_EFFECT_ON_TRAINED_MODEL = ("cluster", "trainer.total_steps")
 """Keys that may differ from those of a finished run: they change nothing of what was trained."""
 
-MODEL_PATH_KEYS = (
+ABSOLUTE_PATH_KEYS = (
     "model.path",
     "trainer.objective.kl.reference",
     "trainer.objective.teacher.path",
+    "trainer.objective.teacher.api_key_file",
     "trainer.objective.critic.model",
 )
-"""Keys of models that a run reads for life, or words; a run's recipe has absolute paths there."""
+"""Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
 
 
 def set_up_run_dir(
@@ -180,7 +181,7 @@ def _compare_with_launched_recipe(
     """
     trees = yaml.safe_load(paths.recipe.read_text()), _dump_with_absolute_paths(recipe)
     before, now = map(flatten_keys, trees)
-    for key in MODEL_PATH_KEYS:  # earlier versions kept a path as it was written
+    for key in ABSOLUTE_PATH_KEYS:  # earlier versions kept a path as it was written
         if isinstance(before.get(key), str) and before[key] != now.get(key):
             before[key] = str(Path(before[key]).absolute())
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
@@ -188,10 +189,10 @@ def _compare_with_launched_recipe(
 
 
 def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as a tree, its relative paths of models as seen from any folder."""
+    """The recipe as a tree, its relative paths as seen from any folder."""
     tree = recipe.model_dump(mode="json")
     values = flatten_keys(recipe.model_dump())
-    for key in MODEL_PATH_KEYS:
+    for key in ABSOLUTE_PATH_KEYS:
         if isinstance(path := values.get(key), Path):
             *sections, last = key.split(".")
             reduce(dict.__getitem__, sections, tree)[last] = str(path.absolute())
