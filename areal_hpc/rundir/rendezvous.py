@@ -152,9 +152,10 @@ def read_user_key(path: Path, name: str) -> str:
     """
     try:
         key = _read_private_text(path, name)
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
+        why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise RecipeError(
-            f"{name} cannot be read: {error.strerror}", key=str(path), hint="name another file"
+            f"{name} cannot be read: {why}", key=str(path), hint="name another file"
         ) from error
     if not 1 <= len(key) <= MAX_KEY_CHARS or not key.isascii() or not key.isprintable():
         raise RecipeError(

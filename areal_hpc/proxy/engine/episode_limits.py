@@ -56,13 +56,15 @@ async def reserve_reply_tokens(
         await asyncio.sleep(RESERVATION_POLL_S)
     limit = min(wanted, count_free() // choices)
     if limit < 1:
-        raise _build_tokens_spent_error(session)
+        raise _build_tokens_spent_error(session, choices)
     session.reserved_tokens += limit * choices
     least = min(sampling.min_new_tokens, limit)
     return msgspec.structs.replace(sampling, max_new_tokens=limit, min_new_tokens=least), limit
 
 
-def _build_tokens_spent_error(session: Session) -> ProxyRequestError:
+def _build_tokens_spent_error(session: Session, choices: int = 1) -> ProxyRequestError:
     most, sampled = session.request.limits.max_tokens, session.sampled_tokens
     problem = f"this episode may sample {most} tokens, {sampled} were sampled"
+    if sampled < most:
+        problem += f": {most - sampled} are left, for {choices} replies"
     return ProxyRequestError(400, problem, key="limits.max_tokens")

@@ -50,7 +50,7 @@ class AgentSandboxes:
         Raises:
             RecipeError: The task is Harbor's, and this runtime cannot show its files.
             SandboxStartError: None started now. It is worth another try.
-            ClusterError: None has started for `START_PATIENCE_S`.
+            ClusterError: None has started of this root for `START_PATIENCE_S`.
         """
         spec, task = self._spec, find_harbor_task(data)
         if task is not None:
@@ -67,7 +67,8 @@ class AgentSandboxes:
             except (ClusterError, RecipeError) as error:
                 if not self._may_start_later(error, spec):
                     raise
-                raise SandboxStartError(error.problems[0].message) from error
+                why = error.problems[0]
+                raise SandboxStartError(why.message, key=why.key, hint=why.hint) from error
             self._note_start(spec)
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 

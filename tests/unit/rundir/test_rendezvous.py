@@ -87,6 +87,10 @@ def test_a_key_of_the_users_is_read_from_a_file_of_theirs_alone(tmp_path: Path) 
         path.chmod(mode)
         with pytest.raises(RecipeError, match=complaint):
             rendezvous.read_user_key(path, "a key")
+    path.chmod(0o600)
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(RecipeError, match="cannot be read: it is no text"):
+        rendezvous.read_user_key(path, "a key")
     with pytest.raises(RecipeError, match="cannot be read: No such file"):
         rendezvous.read_user_key(tmp_path / "gone", "a key")
 
