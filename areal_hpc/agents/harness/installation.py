@@ -23,6 +23,8 @@ LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
 STAMP_FILE_NAME = ".installed"
 """In an installed harness's folder: the digest of its lock, written last."""
 INSTALL_TIMEOUT_S = 1800.0
+SAID_CHARACTERS = 2000
+"""Of what an installer printed, the characters at its end that an error quotes."""
 HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
 
 
@@ -195,9 +197,10 @@ def _run(command: Sequence[str], folder: Path) -> str:
             hint="run this where the registry can be reached",
         ) from error
     if ended.returncode != 0:
-        said = " ".join((ended.stdout + ended.stderr).split())[-500:]
+        said = " ".join((ended.stderr.strip() or ended.stdout).split())[-SAID_CHARACTERS:]
         raise ClusterError(
             f"{' '.join(command[:3])} ended with {ended.returncode}: {said}",
-            hint="run this where the registry can be reached",
+            hint="run this where the registry can be reached; a package whose hash is not the "
+            "lock's is another file: install nothing from there",
         )
     return ended.stdout

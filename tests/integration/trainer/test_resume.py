@@ -128,7 +128,8 @@ def test_the_rank_that_cannot_read_a_shard_says_so(ranks: RankServer, paths: Run
 
 
 def fail_alone(scenario: Scenario, paths: RunPaths) -> None:
-    """The other ranks wait in a collective."""
+    """The other ranks wait in a collective, and none is still joining the groups."""
+    is_true_on_any_rank(False)
     if dist.get_rank() == scenario["failing"]:
         raise AgentError("agents do nothing but fail")
     is_true_on_any_rank(False)
