@@ -33,19 +33,15 @@ def sapo_reference(tokens: Tokens) -> tuple[Array, Array, int]:
 
 
 def m2po_reference(tokens: Tokens) -> tuple[Array, Array, int]:
-    """The largest leave one after another, as the paper has it, row by row."""
+    """The paper's algorithm 1, row by row: the largest leave one after another."""
     logs = tokens.logprobs - tokens.behavior
     terms = np.exp(logs) * tokens.advantages
     gone = 0
     for row in set(tokens.rows.tolist()):
-        stay = [int(one) for one in np.flatnonzero(tokens.rows == row)]
-        leave = [one for one in stay if logs[one] * tokens.advantages[one] > 0]
-        leave = [one for one in leave if logs[one] ** 2 > 0.04]  # others lower no mean
-        for one in sorted(leave, key=lambda one: -abs(logs[one])):
-            if np.mean([logs[other] ** 2 for other in stay]) <= 0.04:
-                break
-            stay.remove(one)
-            terms[one] = 0.0
+        further = (tokens.rows == row) & (logs * tokens.advantages > 0)
+        stay = sorted(np.flatnonzero(further).tolist(), key=lambda one: abs(logs[one]))
+        while stay and np.mean(logs[stay] ** 2) > 0.04:
+            terms[stay.pop()] = 0.0
             gone += 1
     return terms, terms, gone
 
