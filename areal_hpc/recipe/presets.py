@@ -35,17 +35,23 @@ class Preset:
 PRESETS: Mapping[str, Preset] = {
     "default": Preset("decoupled PPO on group advantages, TIS", {}, {}),
     "grpo": Preset(
-        "arXiv:2402.03300, section 4.1",
+        "arXiv:2402.03300, section 4.1, without its kl.coef of 0.04; the clip is PPO's",
         {"clip_low": 0.2, "clip_high": 0.2, "loss_agg": "seq_mean_token_mean"},
         {},
     ),
     "dr_grpo": Preset(
         "arXiv:2503.20783, section 3.2",
-        {"scale_rewards": "none", "loss_agg": "seq_mean_token_sum_norm"},
+        {
+            "scale_rewards": "none",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "loss_agg": "seq_mean_token_sum_norm",
+        },
         {},
     ),
     "dapo": Preset(
-        "arXiv:2503.14476, section 3; overlong.penalty needs lengths of your own",
+        "arXiv:2503.14476, section 3, which makes 16 updates of a batch; overlong.penalty needs "
+        "lengths of your own",
         {"clip_low": 0.2, "clip_high": 0.28, "loss_agg": "token_mean"},
         {"rollout.filter_same_reward": True},
     ),
@@ -60,12 +66,13 @@ PRESETS: Mapping[str, Preset] = {
         {"trainer.minibatches": 4},
     ),
     "cispo": Preset(
-        "arXiv:2506.13585, section 3.1; the paper sets no lower bound",
+        "arXiv:2506.13585, section 3.1, which sets no lower bound, names no upper one and makes 16 "
+        "updates of a batch",
         {"surrogate": "cispo", "clip_low": 1.0},
         {"trainer.minibatches": 4},
     ),
     "rloo": Preset(
-        "arXiv:2402.14740, section 3",
+        "arXiv:2402.14740, section 2.3, without its kl.coef of 0.03 to 0.1",
         {
             "baseline": "leave_one_out",
             "scale_rewards": "none",
@@ -85,13 +92,25 @@ PRESETS: Mapping[str, Preset] = {
         {},
     ),
     "reinforce_pp": Preset(
-        "arXiv:2501.03262, section 3; the coefficient is a choice",
-        {"baseline": "batch_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
+        "arXiv:2501.03262v9, section 3.1; clip and kl.coef are those of v2",
+        {
+            "baseline": "batch_mean",
+            "scale_rewards": "batch",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl": {"coef": 1e-3},
+        },
         {},
     ),
     "reinforce_pp_baseline": Preset(
-        "arXiv:2501.03262, section 3; the coefficient is a choice",
-        {"baseline": "group_mean", "scale_rewards": "batch", "kl": {"coef": 1e-3}},
+        "arXiv:2501.03262v9, section 3.2, with 3.1's penalty; clip and kl.coef are those of v2",
+        {
+            "baseline": "group_mean",
+            "scale_rewards": "batch",
+            "clip_low": 0.2,
+            "clip_high": 0.2,
+            "kl": {"coef": 1e-3},
+        },
         {},
     ),
     "ppo": Preset(
@@ -108,7 +127,7 @@ PRESETS: Mapping[str, Preset] = {
         {},
     ),
     "icepop": Preset(
-        "arXiv:2510.18855",
+        "arXiv:2510.18855, section 2.3.2",
         {
             "off_policy_correction": "mask",
             "off_policy_correction_low": 0.5,
@@ -117,7 +136,8 @@ PRESETS: Mapping[str, Preset] = {
         {},
     ),
     "opd": Preset(
-        "on-policy distillation, arXiv:2306.13649, section 3; teacher.path or url is yours to set",
+        "on-policy distillation, arXiv:2306.13649, section 3.1, by sampled tokens as in "
+        "thinkingmachines.ai/blog/on-policy-distillation; teacher.path or url is yours to set",
         {"teacher": {"coef": 1.0}},
         {},
     ),

@@ -59,6 +59,22 @@ def test_a_preset_sets_keys_and_nothing_else(name: str) -> None:
             assert find(recipe, key) == find(plain, key)
 
 
+@pytest.mark.parametrize(
+    ("name", "low", "high"),
+    [
+        ("dr_grpo", 0.2, 0.2),  # table 6
+        ("dapo", 0.2, 0.28),  # section 4.1
+        ("gspo", 3e-4, 4e-4),  # section 5.1
+        ("reinforce_pp", 0.2, 0.2),  # section 4.2.3 of its second version
+        ("reinforce_pp_baseline", 0.2, 0.2),
+        ("ppo", 0.2, 0.2),  # section 3
+    ],
+)
+def test_a_preset_clips_where_its_paper_does(name: str, low: float, high: float) -> None:
+    objective = build(name).trainer.objective
+    assert (objective.clip_low, objective.clip_high) == (low, high)
+
+
 def test_the_default_preset_is_no_preset() -> None:
     assert build_recipe(BASE) == build("default")
     tree: dict[str, Any] = {"trainer": {"optimizer": {}}}
