@@ -1,8 +1,9 @@
-"""SAPO, soft adaptive policy optimization (arXiv:2511.20347): a soft gate in the clip's place.
+"""SAPO, soft adaptive policy optimization (arXiv:2511.20347, section 3): a soft gate for the clip.
 
 The term is 4/tau sigmoid(tau (r - 1)) A. Its gradient is that of r A at r = 1 and fades as r moves
 away, sooner where A < 0. Use it with `trainer.minibatches` above 1, or `proximal=none` and
-`off_policy_correction=none`: elsewhere every r is 1.
+`off_policy_correction=none`: elsewhere every r is 1. The paper averages over the tokens of each
+reply first, which is `loss_agg=seq_mean_token_mean`.
 """
 
 import torch

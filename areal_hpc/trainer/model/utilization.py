@@ -1,8 +1,9 @@
 """Model FLOP/s utilization (MFU): work that training needs, as a share of what GPUs could do.
 
-Work is counted as by arXiv:2204.02311, appendix B, for what this trainer computes: two operations
-a weight and token forward, four backward; logits of scored tokens alone; attention under the causal
-mask, hence half of the square. Recomputed activations are no work.
+Work is counted as by PaLM (arXiv:2204.02311, appendix B), for what this trainer computes: two
+operations a weight and token forward, four backward; logits of scored tokens alone; attention
+under the causal mask, hence half of the square, where PaLM counts all of it. Recomputed activations
+are no work.
 """
 
 import math

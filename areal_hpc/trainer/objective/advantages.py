@@ -3,8 +3,8 @@
 | `baseline` | subtracted from a number x of a group | source |
 |---|---|---|
 | `group_mean` | the mean of its group's | GRPO, arXiv:2402.03300, section 4.1.2 |
-| `leave_one_out` | the mean of the group's other episodes | RLOO, arXiv:2402.14740, section 3 |
-| `batch_mean` | the mean of the batch's | REINFORCE++, arXiv:2501.03262, section 3 |
+| `leave_one_out` | the mean of the group's other episodes | RLOO, arXiv:2402.14740, section 2.3 |
+| `batch_mean` | the mean of the batch's | REINFORCE++, arXiv:2501.03262v9, section 3.1 |
 | `none` | nothing | REINFORCE |
 
 With `value` each token has an advantage of its own (`gae.py`).

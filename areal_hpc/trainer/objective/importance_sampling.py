@@ -6,7 +6,7 @@ then it varies without bounds too. `trainer.objective.off_policy_correction` say
 large and small ones.
 When weights are clamped it is called truncated importance sampling (TIS,
 fengyao.notion.site/off-policy-rl), when tokens outside two bounds are masked IcePop
-(arXiv:2510.18855), when whole rows are, rejection.
+(arXiv:2510.18855, section 2.3.2), when whole rows are, rejection.
 docs/objectives.md lists the settings, and AReaL's names for them.
 """
 

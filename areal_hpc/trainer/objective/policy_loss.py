@@ -1,4 +1,4 @@
-"""Policy gradients with a decoupled behavior weight (arXiv:2505.24298, eq. 5)."""
+"""Policy gradients with a decoupled behavior weight (arXiv:2505.24298, equation 5)."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -103,9 +103,10 @@ def compute_surrogate(
 ) -> Surrogate:
     """What `surrogate` makes of ratio and advantage.
 
-    `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, eq. 7); with `clip_dual` c, where A < 0,
-    max(that, c A) (arXiv:1912.09729). `cispo`: sg(clip(r)) A log pi (arXiv:2506.13585, section
-    3.1). `none`: A log pi. At level `sequence` the ratio is that of GSPO (arXiv:2507.18071, eq. 7).
+    `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, equation 7); with `clip_dual` c, where
+    A < 0, max(that, c A) (arXiv:1912.09729). `cispo`: sg(clip(r)) A log pi (arXiv:2506.13585,
+    equation 4). `none`: A log pi. At level `sequence` the ratio is that of GSPO
+    (arXiv:2507.18071, equation 7).
     """
     bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.surrogate == "none":

@@ -5,8 +5,8 @@ for each of its rows. With `credit=turn` it is the reply's own reward plus `turn
 mean of what its followers earned; the row's record says who they are. How an episode was packed
 into rows makes no difference: a reply has its number, not a row. `overlong` takes something off
 what long replies earned (DAPO, arXiv:2503.14476, section 3.4), and `kl.placement=reward` the
-divergence of what a reply said from a reference (as in arXiv:2501.03262, section 3, but summed over
-the reply: one number for all its tokens).
+divergence of what a reply said from a reference (RLOO's, arXiv:2402.14740, section 2.2; that of
+REINFORCE++, arXiv:2501.03262v9, section 3.1, differs from token to token).
 """
 
 import math

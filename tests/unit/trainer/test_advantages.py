@@ -281,6 +281,28 @@ def test_a_shared_reply_is_credited_with_all_of_its_branches() -> None:
     assert [found[0, 0, token] for token in (0, 10, 20)] == [0.5, 0.0, 0.5]
 
 
+@pytest.mark.parametrize(("size", "expected"), [(2, 1.0), (3, 1.0), (8, 1.33), (16, 1.69)])
+def test_a_task_solved_seldom_weighs_more_the_larger_the_group(size: int, expected: float) -> None:
+    """What docs/objectives.md says: how much more a success earns, at a rate of .05 and of .5."""
+    groups, episodes = [0] * size, [*range(size)]
+
+    def advantage(own: float, solved: int) -> float:
+        rewards = [own] + [1.0] * solved + [0.0] * (size - 1 - solved)
+        credit = credit_of(rewards, groups, episodes)
+        return float(compute_advantages(credit, ObjectiveConfig())[0])
+
+    def weigh(rate: float) -> float:
+        return sum(
+            math.comb(size - 1, solved)
+            * rate**solved
+            * (1 - rate) ** (size - 1 - solved)
+            * (advantage(1.0, solved) - advantage(0.0, solved))
+            for solved in range(size)
+        )
+
+    assert weigh(0.05) / weigh(0.5) == pytest.approx(expected, abs=5e-3)
+
+
 def test_a_group_that_agrees_teaches_nothing() -> None:
     for objective in (
         ObjectiveConfig(),
