@@ -191,7 +191,11 @@ class NonFiniteGradientError(ArealError):
 
 
 class UntrainableBatchError(RecipeError):
-    """Most replies of a batch were not sampled from what is trained; the last checkpoint stands."""
+    """A batch cannot be trained as the recipe says; the last checkpoint stands."""
+
+
+class TeacherError(RecipeError):
+    """A server cannot be the teacher, or not any more; the last checkpoint stands."""
 
 
 class LedgerRequestError(ArealError):
@@ -272,6 +276,10 @@ class VerifierLostError(Exception):
 
 class OtherRankError(Exception):
     """Another rank failed and reports why."""
+
+
+class StopRequestedError(Exception):
+    """A stop was asked for during work that all ranks leave undone."""
 
 
 class ClientDisconnectedError(Exception):

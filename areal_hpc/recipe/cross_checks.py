@@ -388,6 +388,13 @@ def _find_served_teacher_conflicts(recipe: Recipe) -> Iterator[Problem]:
                 f"rollout.{name}",
                 f"use {str(needed).lower()}, or trainer.objective.teacher.path",
             )
+    if rollout.agent.sampling == "agent":
+        yield Problem(
+            "rollout.agent.sampling=agent lets agents ask for another temperature than 1, which "
+            "the server of trainer.objective.teacher.url cannot score",
+            "rollout.agent.sampling",
+            "use recipe, or trainer.objective.teacher.path",
+        )
 
 
 def _find_serving_conflicts(recipe: Recipe) -> Iterator[Problem]:

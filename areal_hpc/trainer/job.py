@@ -76,7 +76,7 @@ def _run_training(
     learner = Learner(
         job.trainer, paths, job.model_path, device,
         generation=generation, seed=job.seed, check_generation=check_generation,
-        keep_best=job.keep_best,
+        is_stop_requested=lambda: stop.requested, keep_best=job.keep_best,
     )  # fmt: skip
     coordinator = None
     ranks = agree_on_senders(job.weights)

@@ -16,13 +16,14 @@ from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import quarantine_batch_once
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.shards.checked_shards import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import (
+    FloatArray,
     extend_reward_range,
     group_episode_rewards,
     summarize_replies,
@@ -114,6 +115,7 @@ class Learner:
         generation: int,
         seed: int,
         check_generation: Callable[[], None] = lambda: None,
+        is_stop_requested: Callable[[], bool] = lambda: False,
         keep_best: str = "",
     ) -> None:
         self._custom_loss = load_custom_loss(config.objective)
@@ -163,7 +165,13 @@ class Learner:
             )
             logger.info("generation %d resumes after step %d", generation, held.step)
         self._frozen = FrozenModels(
-            config, paths, model_path, device, self.state.step, check_generation
+            config,
+            paths,
+            model_path,
+            device,
+            self.state.step,
+            check_generation,
+            is_stop_requested,
         )
 
     @property
@@ -189,7 +197,11 @@ class Learner:
             ShardError: No rank can read the batch, as those before it.
             ClusterError: This rank cannot read what others can, or quarantine what none can.
             OtherRankError: Another one cannot.
-            UntrainableBatchError: Most of it was not sampled from what is trained.
+            UntrainableBatchError: Most of it was not sampled from what is trained, or the teacher
+                cannot score it.
+            TeacherError: The teacher can score no batch any more.
+            StopRequestedError: A stop was asked for while the teacher scored the batch, which is
+                not consumed.
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(records_spans=True), self._config
@@ -197,11 +209,13 @@ class Learner:
         with timer.time_phase("read"):
             batch, untrained = self._read_rows_or_quarantine(manifest, quarantine)
         with timer.time_phase("measure"):
-            metrics = self._update_reward_range_and_summarize(batch, manifest.step)
+            groups = group_episode_rewards(batch)
+            reward_range = extend_reward_range(self.state.reward_range, groups)
+            metrics = self._summarize_batch(batch, groups, reward_range, manifest.step)
         scores, warms_up = NO_SCORES, self._critic_warms_up
         if self._frozen.are_needed or self._critic is not None:
             with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
-                scores = self._score_batch(build_rows_to_score(batch, config.objective))
+                scores = self._score_batch(manifest.step, batch)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
             minibatches = deal_rows_into_minibatches(rows, config.minibatches)
@@ -224,7 +238,7 @@ class Learner:
                 manifest, untrained, norms, self.version.generation, warms_up
             )
         untrained += self._build_nonfinite_records(norms, critic_norms, manifest.step)
-        self._advance_state(manifest, untrained)
+        self._advance_state(manifest, untrained, reward_range)
         with timer.time_phase("score"):
             self._frozen.follow(self.policy, self.state.step)
         trained_tokens = metrics["tokens/trained"]
@@ -249,9 +263,12 @@ class Learner:
         critic = self._critic.network.arch if self._critic else None
         return raise_out_of_memory_as_recipe_error(self.policy, self._config, "trainer", critic)
 
-    def _score_batch(self, rows: Sequence[TrainingRow]) -> BatchScores:
+    def _score_batch(self, step: int, batch: Sequence[TrajectoryRow]) -> BatchScores:
         """What the objective has to know of the rows before they are trained. A collective."""
-        scores = self._frozen.score(self.policy, rows) if self._frozen.are_needed else NO_SCORES
+        rows = build_rows_to_score(batch, self._config.objective)
+        scores = NO_SCORES
+        if self._frozen.are_needed:
+            scores = self._frozen.score(self.policy, step, rows)
         if self._critic is None or not rows:
             return scores
         return replace(scores, values=self._critic.score(rows))
@@ -264,16 +281,17 @@ class Learner:
             return {}, []
         return self._critic.train(rows, scores, self.state.step)
 
-    def _update_reward_range_and_summarize(
-        self, batch: Sequence[TrajectoryRow], step: int
+    def _summarize_batch(
+        self,
+        batch: Sequence[TrajectoryRow],
+        groups: Sequence[FloatArray],
+        reward_range: RewardRange | None,
+        step: int,
     ) -> dict[str, float]:
         """Metrics of the batch before it is trained; those that take long on rank 0 alone.
 
         Raises an UntrainableBatchError, as `train_batch` does.
         """
-        groups = group_episode_rewards(batch)
-        reward_range = extend_reward_range(self.state.reward_range, groups)
-        self.state = msgspec.structs.replace(self.state, reward_range=reward_range)
         metrics = {
             **summarize_rewards(groups, reward_range, self._config.objective.min_reward_std),
             **summarize_token_staleness(batch, self.version, self.state.forks),
@@ -450,13 +468,19 @@ class Learner:
             case "recompute":
                 return batch.channels_N.get(PROXIMAL_CHANNEL, held_N)
 
-    def _advance_state(self, manifest: BatchManifest, untrained: Sequence[UntrainedRecord]) -> None:
+    def _advance_state(
+        self,
+        manifest: BatchManifest,
+        untrained: Sequence[UntrainedRecord],
+        reward_range: RewardRange | None,
+    ) -> None:
         self.state = msgspec.structs.replace(
             self.state,
             step=self.state.step + 1,
             critic_batches=self.state.critic_batches + 1 if self._critic else 0,
             consumed=[*self.state.consumed, manifest.step],
             untrained=[*self.state.untrained, *untrained],
+            reward_range=reward_range,
         )
         if dist.get_rank() == 0:
             for one in untrained:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_hpc.errors import ClusterError, LostPeerError, RecipeError
+from areal_hpc.errors import ClusterError, LostPeerError, RecipeError, StopRequestedError
 from areal_hpc.jobs.node.gpus import find_visible_gpus
 from areal_hpc.jobs.node.topology import (
     TaskPosition,
@@ -92,7 +92,10 @@ def run_rank(
     _start_watching_for_hanging_ranks(paths)
     with let_first_failed_rank_report():
         record_clock_sample(*measure_clock_lag_and_spread_s())
-        finished = train(job, paths, device, stop)
+        try:
+            finished = train(job, paths, device, stop)
+        except StopRequestedError:  # on all ranks, before any work was begun
+            finished = False
     stop_watching_ranks()
     if not list_native_calls():  # an update group that was given up: torch would wait for it
         destroy_process_groups()

@@ -39,8 +39,10 @@ def _run_replay(
 ) -> bool:
     forks = [GenerationFork(generation, step) for generation, step in job.forks]
     learner = Learner(
-        job.trainer, paths, job.model_path, device, generation=forks[-1].generation, seed=job.seed
-    )
+        job.trainer, paths, job.model_path, device,
+        generation=forks[-1].generation, seed=job.seed,
+        is_stop_requested=lambda: stop.requested,
+    )  # fmt: skip
     # Tokens are as old as they were: this is no new start of the recorded run.
     learner.state = msgspec.structs.replace(learner.state, forks=forks)
     coordinator = None

@@ -70,13 +70,16 @@ def config_of(scenario: Scenario) -> TrainerConfig:
     return TrainerConfig.model_validate({**TRAINER, **scenario["trainer"]})
 
 
-def make_learner(scenario: Scenario, paths: RunPaths, keep_best: str = "") -> Learner:
+def make_learner(
+    scenario: Scenario, paths: RunPaths, keep_best: str = "", stop: StopRequest | None = None
+) -> Learner:
     claimed = claim_next_number(paths.generations_dir) if dist.get_rank() == 0 else None
     generation = broadcast_object(claimed, int)
     return Learner(
         config_of(scenario), paths, paths.tiny_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
         check_generation=make_generation_check(paths.generations_dir, generation),
+        is_stop_requested=lambda: stop is not None and stop.requested,
         keep_best=keep_best,
     )  # fmt: skip
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, model_validator
 
@@ -172,9 +173,9 @@ class TeacherConfig(BaseConfig):
     api_key_file: Path | None = None
     """With url: a file of yours alone (mode 0600) with the server's API key."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 120.0
-    """With url: the longest that the server may be silent in a call."""
+    """With url: a call that takes longer is given up and repeated."""
     retry_s: Annotated[float, Field(ge=0, le=1200)] = 300.0
-    """With url: calls are repeated for so long while the server is away or busy."""
+    """With url: how long a call that failed is repeated, while the server is away or busy."""
     max_concurrent: Annotated[int, Field(ge=1, le=1024)] = 16
     """With url: rows that are on their way to the server at once."""
     coef: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
@@ -198,6 +199,10 @@ class TeacherConfig(BaseConfig):
             raise ValueError(
                 f"without url no server is called, got {' and '.join(changed)}: leave it out"
             )
+        try:
+            _ = urlsplit(self.url or "").port
+        except ValueError as error:
+            raise ValueError(f"url={self.url} is no address of a server: {error}") from error
         return self
 
 

@@ -44,7 +44,9 @@ from areal_hpc.errors import (
     NonFiniteGradientError,
     OtherRankError,
     ShardError,
+    StopRequestedError,
     SupersededTrainerError,
+    TeacherError,
     UntrainableBatchError,
 )
 from areal_hpc.jobs.processes.signals import StopRequest
@@ -112,6 +114,7 @@ RankCommand = (
 
 _BATCH_ERRORS = (
     NonFiniteGradientError, ShardError, ClusterError, OtherRankError, UntrainableBatchError,
+    TeacherError,
 )  # fmt: skip
 """What `Learner.train_batch` raises on all ranks alike."""
 
@@ -232,6 +235,8 @@ def _execute_command(
         case TrainOnBatchCommand(manifest, quarantine):
             try:
                 row = learner.train_batch(manifest, quarantine)
+            except StopRequestedError:  # on all ranks: the next turn ends the loop
+                return
             except _BATCH_ERRORS:
                 _publish_checkpoint_if_written(learner, coordinator, wait=True)
                 raise

@@ -3,27 +3,23 @@
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import NO_SCORES, BatchScores
-from areal_hpc.trainer.collectives import raise_on_all_ranks
 from areal_hpc.trainer.model.frozen import FrozenNetwork, load_frozen_network
 from areal_hpc.trainer.model.hf_weights import save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Network, Policy
-from areal_hpc.trainer.scoring.teacher_client import TeacherClient
+from areal_hpc.trainer.scoring.served_teacher import ServedTeacher
 from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_logprobs
 
 REFERENCE_KEY, TEACHER_KEY = "trainer.objective.kl.reference", "trainer.objective.teacher.path"
-ResultT = TypeVar("ResultT")
 
 
 class FrozenModels:
@@ -41,26 +37,30 @@ class FrozenModels:
         device: torch.device,
         step: int,
         check_generation: Callable[[], None],
+        is_stop_requested: Callable[[], bool],
     ) -> None:
         self._config, self._paths, self._model_path = config, paths, model_path
         self._device, self._check_generation = device, check_generation
         objective = config.objective
         self._reference = self._teacher = None
-        self._served_teacher: TeacherClient | None = None  # on rank 0 alone
+        self._served_teacher: ServedTeacher | None = None
         if objective.kl.coef:
             self._reference = self._load(self._find_reference(step), REFERENCE_KEY)
         if objective.teacher.path is not None:
             self._teacher = self._load(objective.teacher.path, TEACHER_KEY)
         if objective.teacher.url is not None:
-            self._served_teacher = self._call_first_rank(self._open_served_teacher)
+            self._served_teacher = ServedTeacher(objective.teacher, model_path, is_stop_requested)
 
     @property
     def are_needed(self) -> bool:
         """True if batches are scored before they are trained."""
         return self._reference is not None or self._config.objective.teacher.coef > 0
 
-    def score(self, policy: Policy, rows: Sequence[TrainingRow]) -> BatchScores:
-        """What the objective has to know of the rows before they are trained. A collective."""
+    def score(self, policy: Policy, step: int, rows: Sequence[TrainingRow]) -> BatchScores:
+        """What the objective has to know of the rows that lead to `step`. A collective.
+
+        Raises as `ServedTeacher.score` does.
+        """
         if not rows:
             return NO_SCORES
         start = (
@@ -69,7 +69,7 @@ class FrozenModels:
         return BatchScores(
             start,
             self._score_frozen(self._reference, rows),
-            self._score_teacher(rows),
+            self._score_teacher(step, rows),
         )
 
     def build_metrics(self, sums: Mapping[str, float], scores: BatchScores) -> dict[str, float]:
@@ -126,36 +126,10 @@ class FrozenModels:
             model_dir, config.parallel, dtype, self._device, key, config.head_dtype
         )
 
-    def _open_served_teacher(self) -> TeacherClient:
-        client = TeacherClient(self._config.objective.teacher)
-        client.check_tokenizer(self._model_path)
-        return client
-
-    def _call_first_rank(self, call: Callable[[], ResultT]) -> ResultT | None:
-        """What rank 0 finds, None on others; no rank goes on if it fails. A collective."""
-        found, trouble = None, None
-        if dist.get_rank() == 0:
-            try:
-                found = call()
-            except ArealError as error:
-                trouble = error
-        raise_on_all_ranks(trouble)
-        return found
-
-    def _score_teacher(self, rows: Sequence[TrainingRow]) -> ScoresByRow | None:
-        if self._config.objective.teacher.url is None:
-            return self._score_frozen(self._teacher, rows)
-
-        def ask() -> ScoresByRow:
-            assert self._served_teacher is not None
-            return self._served_teacher.score(rows)
-
-        found = self._call_first_rank(ask)
-        lengths = [len(row.input_ids_T) for row in rows]
-        flat = torch.zeros(sum(lengths)) if found is None else torch.from_numpy(np.hstack(found))
-        if dist.get_world_size() > 1:
-            dist.broadcast(flat, src=0)
-        return np.split(flat.numpy(), np.cumsum(lengths)[:-1])
+    def _score_teacher(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow | None:
+        if self._served_teacher is not None:
+            return self._served_teacher.score(step, rows)
+        return self._score_frozen(self._teacher, rows)
 
     def _score_frozen(
         self, frozen: FrozenNetwork | None, rows: Sequence[TrainingRow]

@@ -5,9 +5,10 @@ how likely it finds each token. It says their ids too, and once, of a part of th
 texts: an id that means another text there is found before anything is trained.
 """
 
+import asyncio
+import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import MappingProxyType
 
@@ -17,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 from msgspec import Struct
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError, RecipeError, TeacherError, UntrainableBatchError
 from areal_hpc.recipe.sections.trainer import TeacherConfig
 from areal_hpc.rundir.rendezvous import read_user_key
 from areal_hpc.session.chat_template import TokenEncoder
@@ -25,14 +26,28 @@ from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import RETRYABLE_STATUSES
 
+logger = logging.getLogger(__name__)
+
 URL_KEY, API_KEY_FILE_KEY = (
     f"trainer.objective.teacher.{name}" for name in ("url", "api_key_file")
 )
-MAX_REPLY_BYTES = 256 << 20
+CONNECT_TIMEOUT_S = 10.0
+MAX_REPLY_BYTES, MAX_REPLY_BYTES_PER_TOKEN = 1 << 20, 1 << 10
+"""What surrounds a reply's entries, and one of them, a tenth of which is usual."""
+MAX_LOGPROB = 1e-3
+"""A log-probability is 0 at most, but for rounding."""
+MIN_LOGPROB = -1e4
+"""Softmaxes give more; the advantage of such a token would drown all others."""
 PROBED_TOKENS = 512
 """Plain tokens whose texts are compared, besides all special ones."""
 TOKENS_PER_PROBE = 64
 _BACKOFF = Backoff(0.5, 10.0)
+_ROW_REFUSALS = (
+    httpx.codes.BAD_REQUEST,
+    httpx.codes.REQUEST_ENTITY_TOO_LARGE,
+    httpx.codes.UNPROCESSABLE_ENTITY,
+)
+_QUARANTINE_HINT = "areal-hpc quarantine sets this batch aside"
 
 TokenEntry = tuple[float | None, int, str | None]
 """Log-probability, id, and text if it was asked for. Of the first token there is no probability."""
@@ -56,22 +71,28 @@ class TeacherClient:
     def __init__(self, config: TeacherConfig) -> None:
         assert config.url is not None
         self._config, self._url = config, f"{config.url.rstrip('/')}/generate"
-        headers = {}
+        headers = {"Content-Type": "application/json", "Accept-Encoding": "identity"}
         if config.api_key_file is not None:
             key = read_user_key(config.api_key_file, "the teacher's API key")
             headers["Authorization"] = f"Bearer {key}"
-        self._client = httpx.Client(
+        self._client = httpx.AsyncClient(
             headers=headers,
-            timeout=config.timeout_s,
+            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, config.timeout_s)),
             limits=httpx.Limits(max_connections=config.max_concurrent),
             trust_env=False,
         )
+        self._done, self._trouble = "", ""
 
-    def close(self) -> None:
+    @property
+    def progress(self) -> str:
+        """How far the last method called has come, and why it comes no further if it does not."""
+        return ": ".join(one for one in (self._done, self._trouble) if one)
+
+    async def aclose(self) -> None:
         """Close pooled connections."""
-        self._client.close()
+        await self._client.aclose()
 
-    def check_tokenizer(self, model_dir: Path) -> None:
+    async def check_tokenizer(self, model_dir: Path) -> None:
         """Compare texts of tokens with those of a model directory.
 
         A server that is given a token beyond its vocabulary ends. It looks first at those whose
@@ -88,56 +109,80 @@ class TeacherClient:
             "token_ids_logprob": [encoder.vocab_size - 1],
         }
         for first in range(0, len(probed), TOKENS_PER_PROBE):
+            self._done = f"{first} of {len(probed)} tokens"
             ids = probed[first : first + TOKENS_PER_PROBE]
             for own_id, (_, token, text) in zip(
-                ids, self._request_entries(ids, 0, asked), strict=True
+                ids, await self._request_entries(ids, 0, asked), strict=True
             ):
                 own = encoder.decode([own_id])
                 if token == own_id and (text is None or text.strip() != own.strip()):
-                    raise RecipeError(
+                    raise TeacherError(
                         f"token {token} is {text!r} at {self._url}, and {own!r} for the policy",
                         key=URL_KEY,
                         hint="serve a model with the policy's tokenizer, and without "
                         "--skip-tokenizer-init",
                     )
 
-    def score(self, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
-        """For each row the log-probability of each trained token, 0 at all others.
+    async def score(self, step: int, rows: Sequence[TrainingRow]) -> list[npt.NDArray[np.float32]]:
+        """For each row of a batch the log-probability of each trained token, 0 at all others.
 
         Raises:
-            RecipeError: A row cannot be scored there as it was sampled, or the server refuses it.
+            UntrainableBatchError: A row cannot be scored there as it was sampled, or the server
+                refuses it.
+            TeacherError: The server is none of SGLang's, or does not know the key any more.
             ClusterError: The server does not answer.
         """
-        pool = ThreadPoolExecutor(self._config.max_concurrent, "teacher")
-        try:
-            return list(pool.map(self._score_row, rows))
-        finally:
-            pool.shutdown(cancel_futures=True)
+        for row in rows:
+            _raise_if_distribution_differs(step, row)
+        turns, scored = asyncio.Semaphore(self._config.max_concurrent), 0
+        self._done = f"0 of {len(rows)} rows"
 
-    def _score_row(self, row: TrainingRow) -> npt.NDArray[np.float32]:
+        async def score_in_turn(row: TrainingRow) -> npt.NDArray[np.float32]:
+            nonlocal scored
+            async with turns:
+                scores_T = await self._score_row(step, row)
+            scored += 1
+            self._done = f"{scored} of {len(rows)} rows"
+            return scores_T
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(score_in_turn(row)) for row in rows]
+        except ExceptionGroup as failed:  # of several that failed at once any will do
+            raise failed.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _score_row(self, step: int, row: TrainingRow) -> npt.NDArray[np.float32]:
         scores_T = np.zeros(len(row.input_ids_T), np.float32)
-        places = np.flatnonzero(row.loss_mask_T[1:]) + 1
+        places = _find_trained_places(row)
         if not len(places):
             return scores_T
-        _raise_if_distribution_differs(row, places)
         ids = row.input_ids_T.tolist()
-        entries = self._request_entries(ids, int(places[0]) - 1)
+        entries = await self._request_entries(ids, int(places[0]) - 1, step=step)
         first = len(ids) - len(entries)
         for place in places.tolist():
             logprob, *_ = entries[place - first]
-            if logprob is None:
+            if logprob is None or not MIN_LOGPROB <= logprob <= MAX_LOGPROB:
                 raise ClusterError(
-                    f"{self._url} gave no log-probability of token {place} of {len(ids)}",
+                    f"batch {step}: {self._url} gave {logprob} for the log-probability of token "
+                    f"{place} of {len(ids)}",
                     key=URL_KEY,
-                    hint="read the server's log",
+                    hint=f"read the server's log; if it scores others well, {_QUARANTINE_HINT}",
                 )
             scores_T[place] = logprob
         return scores_T
 
-    def _request_entries(
-        self, ids: Sequence[int], start: int, asked: Mapping[str, object] = MappingProxyType({})
+    async def _request_entries(
+        self,
+        ids: Sequence[int],
+        start: int,
+        asked: Mapping[str, object] = MappingProxyType({}),
+        step: int | None = None,
     ) -> list[TokenEntry]:
-        """Entries of the tokens from `start` on, the first of which has no log-probability."""
+        """Entries of the tokens from `start` on, the first of which has no log-probability.
+
+        With a `step` they are of a row of its batch.
+        """
         body = {
             "input_ids": ids,
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
@@ -145,11 +190,14 @@ class TeacherClient:
             "logprob_start_len": start,
             **asked,
         }
-        content = self._post_until_answered(msgspec.json.encode(body))
+        max_bytes = MAX_REPLY_BYTES + MAX_REPLY_BYTES_PER_TOKEN * len(ids)
+        status, content = await self._post_until_answered(msgspec.json.encode(body), max_bytes)
+        if status != httpx.codes.OK:
+            raise self._build_refusal(status, content, step)
         try:
             entries = msgspec.json.decode(content, type=_Reply).meta_info.input_token_logprobs
         except msgspec.DecodeError as error:
-            raise RecipeError(
+            raise TeacherError(
                 f"{self._url} does not answer as SGLang's /generate does: {error}",
                 key=URL_KEY,
                 hint="give the address of an SGLang server, without a path",
@@ -159,58 +207,91 @@ class TeacherClient:
         if len(told) != len(ids) - start or any(
             token not in (own, 0) for token, own in zip(told, ids[start:], strict=True)
         ):
-            raise RecipeError(
+            raise TeacherError(
                 f"{self._url} answered for other tokens than the {len(ids) - start} it was given",
                 key=URL_KEY,
                 hint="give the address of an SGLang server, not of a proxy that changes prompts",
             )
         return entries
 
-    def _post_until_answered(self, body: bytes) -> bytes:
-        give_up_at, trouble = time.monotonic() + self._config.retry_s, ""
+    async def _post_until_answered(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+        """Status and content of an answer that repeating would not change."""
+        give_up_at, trouble = None, ""
         for pause_s in _BACKOFF:
             try:
-                status, content = self._post(body)
-                if status not in RETRYABLE_STATUSES:
-                    return self._check_status(status, content)
+                async with asyncio.timeout(self._config.timeout_s):
+                    status, content = await self._post(body, max_bytes)
+                if not _is_worth_repeating(status):
+                    self._trouble = ""
+                    return status, content
                 trouble = f"answered {status}: {_quote(content)}"
-            except httpx.TransportError as error:
+            except TimeoutError:
+                trouble = f"no answer within {self._config.timeout_s:g} s"
+            except httpx.RequestError as error:
                 trouble = f"{type(error).__name__}: {error}"
-            if time.monotonic() + pause_s >= give_up_at:
+            now = time.monotonic()
+            give_up_at = give_up_at or now + self._config.retry_s
+            if now + pause_s > give_up_at:
                 break
-            time.sleep(pause_s)
+            self._note_trouble(trouble)
+            await asyncio.sleep(pause_s)
         raise ClusterError(
-            f"the teacher at {self._url} has not answered for {self._config.retry_s:g} s "
+            f"the teacher at {self._url} has not served a call for {self._config.retry_s:g} s "
             f"({trouble})",
             key=URL_KEY,
             hint="start the server again; trainer.objective.teacher.retry_s lets the trainer wait "
-            "longer, and timeout_s each call",
+            "longer, and timeout_s each call; if the server fails at one batch alone, "
+            f"{_QUARANTINE_HINT}",
         )
 
-    def _post(self, body: bytes) -> tuple[int, bytes]:
-        headers, content = {"Content-Type": "application/json"}, bytearray()
-        with self._client.stream("POST", self._url, content=body, headers=headers) as answer:
-            for chunk in answer.iter_bytes():
+    def _note_trouble(self, trouble: str) -> None:
+        if self._trouble:
+            return  # the first since the last answer says where it stands still
+        self._trouble = trouble
+        logger.warning(
+            "the teacher at %s: %s; calls are repeated for %g s",
+            self._url,
+            trouble,
+            self._config.retry_s,
+        )
+
+    async def _post(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+        content = bytearray()
+        async with self._client.stream("POST", self._url, content=body) as answer:
+            async for chunk in answer.aiter_bytes():
                 content += chunk
-                if len(content) > MAX_REPLY_BYTES:
-                    raise RecipeError(
-                        f"{self._url} answered more than {MAX_REPLY_BYTES >> 20} MiB to a row",
+                if len(content) > max_bytes:
+                    raise TeacherError(
+                        f"{self._url} answered more than {max_bytes} bytes to a row",
                         key=URL_KEY,
                         hint="give the address of an SGLang server",
                     )
             return answer.status_code, bytes(content)
 
-    def _check_status(self, status: int, content: bytes) -> bytes:
-        if status == httpx.codes.OK:
-            return content
-        is_key = status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN)
-        raise RecipeError(
-            f"the teacher at {self._url} answered {status}: {_quote(content)}",
-            key=API_KEY_FILE_KEY if is_key else URL_KEY,
-            hint="name a file with the server's --api-key"
-            if is_key
-            else "the server must hold rows of the policy's context length, of its tokens",
+    def _build_refusal(self, status: int, content: bytes, step: int | None) -> RecipeError:
+        """The error of an answer that says no, to a row of the batch of `step` if there is one."""
+        message = f"the teacher at {self._url} answered {status}: {_quote(content)}"
+        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            hint = "name a file with the server's --api-key"
+            return TeacherError(message, key=API_KEY_FILE_KEY, hint=hint)
+        if status not in _ROW_REFUSALS:
+            hint = "give the address of an SGLang server, without a path"
+            return TeacherError(message, key=URL_KEY, hint=hint)
+        hint = "the server must hold rows of the policy's context length, of its tokens"
+        if step is None:
+            return TeacherError(message, key=URL_KEY, hint=hint)
+        return UntrainableBatchError(
+            f"batch {step}: {message}", key=URL_KEY, hint=f"{hint}; {_QUARANTINE_HINT}"
         )
+
+
+def _is_worth_repeating(status: int) -> bool:
+    """True if the server failed, or is busy, and may do better."""
+    return status >= httpx.codes.INTERNAL_SERVER_ERROR or status in RETRYABLE_STATUSES
+
+
+def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
+    return np.flatnonzero(row.loss_mask_T[1:]) + 1
 
 
 def _choose_probed_ids(encoder: TokenEncoder) -> list[int]:
@@ -220,21 +301,23 @@ def _choose_probed_ids(encoder: TokenEncoder) -> list[int]:
     return sorted({*chosen, *encoder.list_special_token_ids()})
 
 
-def _raise_if_distribution_differs(row: TrainingRow, places: npt.NDArray[np.int64]) -> None:
+def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:
     """A server's log-probabilities are of the softmax at temperature 1, over all tokens."""
-    temperatures_T = row.channels.get(TEMPERATURE_CHANNEL)
+    places, temperatures_T = _find_trained_places(row), row.channels.get(TEMPERATURE_CHANNEL)
+    if not len(places):
+        return
     if temperatures_T is not None and (temperatures_T[places] != 1.0).any():
         found = f"temperature {temperatures_T[places][temperatures_T[places] != 1.0][0]:g}"
     elif row.sampling_mask is not None:
         found = "a sampling mask"
     else:
         return
-    raise RecipeError(
-        "a server gives log-probabilities of the whole softmax at temperature 1, got a row sampled "
-        f"with {found}",
+    raise UntrainableBatchError(
+        f"batch {step}: a server gives log-probabilities of the whole softmax at temperature 1, "
+        f"got a row sampled with {found}",
         key=URL_KEY,
         hint="set rollout.agent.sampling=recipe with rollout.sampling.temperature=1, or "
-        "trainer.objective.teacher.path in the place of url",
+        f"trainer.objective.teacher.path in the place of url; {_QUARANTINE_HINT}",
     )
 
 

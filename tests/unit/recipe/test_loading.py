@@ -86,8 +86,14 @@ REFUSED = [
     (
         "trainer.objective.teacher={coef: 1, url: 'http://node7:30000'}; "
         "rollout.sampling.temperature=0.7; rollout.record_sampling_mask=true",
-        "rollout.sampling.temperature rollout.record_sampling_mask",
-        "whole softmax at temperature 1|use 1.0, or trainer.objective.teacher.path|use false",
+        "rollout.sampling.temperature rollout.record_sampling_mask rollout.agent.sampling",
+        "whole softmax at temperature 1|use 1.0, or trainer.objective.teacher.path|use false|"
+        "lets agents ask for another temperature|use recipe",
+    ),
+    (
+        "trainer.objective.teacher={coef: 1, url: 'http://node7:99999'}",
+        "trainer.objective.teacher",
+        "url=http://node7:99999 is no address of a server: Port out of range",
     ),
     (
         "rollout.failed_episodes=drop; rollout.max_episode_tries=2",

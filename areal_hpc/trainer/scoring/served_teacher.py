@@ -1,0 +1,125 @@
+"""Teacher that a server holds, for all ranks: rank 0 asks it, and the ranks meet once a second.
+
+A batch may take a busy server longer than torch lets ranks wait in one collective; and who waits
+in one hears no stop.
+"""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from msgspec import Struct
+
+from areal_hpc.errors import ArealError, StopRequestedError
+from areal_hpc.recipe.sections.trainer import TeacherConfig
+from areal_hpc.trainer.batch.packing import TrainingRow
+from areal_hpc.trainer.collectives import (
+    broadcast_object,
+    is_true_on_any_rank,
+    raise_on_all_ranks,
+)
+from areal_hpc.trainer.rank_progress import enter_place, note_detail
+from areal_hpc.trainer.scoring.teacher_client import TeacherClient
+from areal_hpc.trainer.scoring.token_scores import ScoresByRow
+
+PORTION_S = 1.0
+"""Ranks meet after so long, or when the server has answered all."""
+
+ResultT = TypeVar("ResultT")
+
+
+class _Meeting(Struct, frozen=True):
+    """What rank 0 tells the others after a portion."""
+
+    is_over: bool
+    progress: str
+
+
+class ServedTeacher:
+    """A server's log-probabilities on every rank. All methods but `close` are collectives.
+
+    Raises:
+        RecipeError: It has another tokenizer, or cannot be used as a teacher.
+        ClusterError: It does not answer.
+        OtherRankError: Rank 0 raises one of these.
+        StopRequestedError: `is_stop_requested` became true on a rank.
+    """
+
+    def __init__(
+        self, config: TeacherConfig, model_dir: Path, is_stop_requested: Callable[[], bool]
+    ) -> None:
+        self._config, self._model_dir = config, model_dir
+        self._is_stop_requested = is_stop_requested
+        self._runner = asyncio.Runner()
+        self._client: TeacherClient | None = None  # on rank 0 alone
+        self._call_on_first_rank(f"the tokens of the teacher at {config.url}", self._open)
+
+    def score(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow:
+        """Log-probabilities of the trained tokens of the batch of `step`.
+
+        Raises:
+            UntrainableBatchError: The server cannot score this batch.
+            TeacherError: It can score none any more.
+            ClusterError: It does not answer.
+            OtherRankError: Rank 0 raises one of these.
+            StopRequestedError: A stop was asked for meanwhile; nothing has changed.
+        """
+
+        async def ask() -> ScoresByRow:
+            assert self._client is not None
+            return await self._client.score(step, rows)
+
+        place = f"scores of batch {step} by the teacher at {self._config.url}"
+        found = self._call_on_first_rank(place, ask)
+        lengths = [len(row.input_ids_T) for row in rows]
+        flat = torch.zeros(sum(lengths)) if found is None else torch.from_numpy(np.hstack(found))
+        if dist.get_world_size() > 1:
+            dist.broadcast(flat, src=0)
+        return np.split(flat.numpy(), np.cumsum(lengths)[:-1])
+
+    def close(self) -> None:
+        """Close connections."""
+        if self._client is not None:
+            self._runner.get_loop().run_until_complete(self._client.aclose())
+        self._runner.close()
+
+    async def _open(self) -> None:
+        self._client = TeacherClient(self._config)
+        await self._client.check_tokenizer(self._model_dir)
+
+    def _call_on_first_rank(
+        self, place: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
+    ) -> ResultT | None:
+        """What rank 0 finds, None on others; no rank goes on if it fails."""
+        enter_place(place)
+        task = self._runner.get_loop().create_task(call()) if dist.get_rank() == 0 else None
+        while True:
+            held = self._work_for_one_portion(task) if task else None
+            meeting: _Meeting = broadcast_object(held, _Meeting)
+            note_detail(meeting.progress)
+            if meeting.is_over:
+                break
+            if is_true_on_any_rank(self._is_stop_requested()):
+                if task:
+                    self._cancel(task)
+                raise StopRequestedError
+        found, trouble = None, None
+        if task:
+            try:
+                found = task.result()
+            except ArealError as error:
+                trouble = error
+        raise_on_all_ranks(trouble)
+        return found
+
+    def _work_for_one_portion(self, task: asyncio.Task[Any]) -> _Meeting:
+        self._runner.get_loop().run_until_complete(asyncio.wait({task}, timeout=PORTION_S))
+        return _Meeting(task.done(), self._client.progress if self._client else "")
+
+    def _cancel(self, task: asyncio.Task[Any]) -> None:
+        task.cancel()
+        self._runner.get_loop().run_until_complete(asyncio.gather(task, return_exceptions=True))

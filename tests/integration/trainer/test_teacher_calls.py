@@ -1,0 +1,252 @@
+"""A teacher's server that fails, stalls, is silent or says no, and the ranks that wait for it."""
+
+import asyncio
+import http.server
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import aclosing, closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch.distributed as dist
+
+import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
+from areal_hpc.errors import ClusterError, TeacherError
+from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.recipe.sections.trainer import TeacherConfig
+from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.session.chat_template import TokenEncoder
+from areal_hpc.trainer.collectives import gather_objects_on_first_rank
+from areal_hpc.trainer.loop.loop import run_loop
+from areal_hpc.trainer.private_apis.torch_private import get_default_store
+from areal_hpc.trainer.rank_progress import RankProgress, stop_watching_ranks, watch_ranks
+from areal_hpc.trainer.replay_job import make_replay_coordinator
+from areal_hpc.trainer.scoring.teacher_client import TeacherClient
+from areal_hpc.trainer.self_test.small_policy import make_training_row
+from tests.support.rank_server import RankServer
+from tests.support.recorded_run import SAMPLES, TICKETS
+from tests.support.replay_worker import Scenario, make_learner
+
+LOGPROB = -1.5
+ROWS_PER_BATCH = TICKETS * SAMPLES
+Answer = int | str | list[Any]
+"""A status, what else is done in the place of an answer, or a token's log-probability in a list."""
+
+
+class ScriptedTeacher(http.server.ThreadingHTTPServer):
+    """Answers rows as SGLang does, or as `choose` says of the number of the call, from 0.
+
+    With a model it knows the texts of its tokens, too: such calls are not counted.
+    """
+
+    def __init__(self, choose: Callable[[int], Answer], model: Path | None = None) -> None:
+        super().__init__(("127.0.0.1", 0), _TeacherHandler)
+        self._choose, self._lock, self.calls = choose, threading.Lock(), 0
+        self.encoder = TokenEncoder.from_model_dir(model) if model else None
+        self.is_over = threading.Event()
+        threading.Thread(target=self.serve_forever, args=[0.02], daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+    def choose_next(self) -> Answer:
+        with self._lock:
+            self.calls += 1
+            return self._choose(self.calls - 1)
+
+    def close(self) -> None:
+        self.is_over.set()
+        self.shutdown()
+        self.server_close()
+
+
+class _TeacherHandler(http.server.BaseHTTPRequestHandler):
+    server: ScriptedTeacher
+
+    def do_POST(self) -> None:
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids, start = body["input_ids"], body["logprob_start_len"]
+        encoder = self.server.encoder
+        if body.get("return_text_in_logprobs") and encoder:
+            self._answer(200, _build_reply([[LOGPROB, one, encoder.decode([one])] for one in ids]))
+            return
+        match self.server.choose_next():
+            case int(200):
+                self._answer(200, _build_reply([[LOGPROB, one, None] for one in ids[start:]]))
+            case [logprob]:
+                self._answer(200, _build_reply([[logprob, one, None] for one in ids[start:]]))
+            case int(status):
+                self._answer(status, b"the server says so")
+            case "hang up":
+                pass
+            case "hang up late":
+                self.server.is_over.wait(1.2)
+            case "be silent":
+                self.server.is_over.wait(10)
+            case "drip":
+                self._begin(200, 1000)
+                while not self.server.is_over.wait(0.05):
+                    self.wfile.write(b" ")
+            case "garble":
+                self._begin(200, 4, {"Content-Encoding": "gzip"})
+                self.wfile.write(b"none")
+            case other:
+                raise AssertionError(other)
+
+    def _answer(self, status: int, content: bytes) -> None:
+        self._begin(status, len(content))
+        self.wfile.write(content)
+
+    def _begin(self, status: int, size: int, headers: dict[str, str] | None = None) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(size), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def handle(self) -> None:
+        try:
+            super().handle()
+        except ConnectionError:  # the client has given up
+            return
+
+    def log_message(self, *_: Any) -> None:
+        """Say nothing."""
+
+
+def _build_reply(entries: list[list[Any]]) -> bytes:
+    entries[0][0] = None
+    return json.dumps({"text": "", "meta_info": {"input_token_logprobs": entries}}).encode()
+
+
+@contextmanager
+def scripted(choose: Callable[[int], Answer], model: Path | None = None) -> Iterator[str]:
+    with closing(ScriptedTeacher(choose, model)) as teacher:
+        yield teacher.url
+
+
+def score(url: str, rows: int = 1, **settings: Any) -> list[npt.NDArray[np.float32]]:
+    config = TeacherConfig(url=url, coef=1.0, **settings)
+
+    async def run() -> list[npt.NDArray[np.float32]]:
+        async with aclosing(TeacherClient(config)) as client:
+            return await client.score(3, [make_training_row([5, 6, 7, 8], 2, {})] * rows)
+
+    return asyncio.run(run())
+
+
+def test_whatever_a_server_fails_with_is_repeated() -> None:
+    faults: list[Answer] = [500, 429, 599, "hang up", "garble", "hang up late"]
+    with scripted(lambda call: faults[call] if call < len(faults) else 200) as url:
+        # A late failure is repeated too: the time for that counts from the first one.
+        found = score(url, rows=len(faults), retry_s=1.0)
+    assert [one.tolist() for one in found] == [[0.0, 0.0, LOGPROB, LOGPROB]] * len(faults)
+
+
+@pytest.mark.parametrize(
+    ("answer", "said"),
+    [
+        (500, "answered 500: the server says so"),
+        ("be silent", "no answer within 0.3 s"),
+        ("drip", "no answer within 0.3 s"),
+        (None, "ConnectError"),
+    ],
+)
+def test_what_never_ends_is_given_up(answer: Answer | None, said: str) -> None:
+    with scripted(lambda call: answer or 200) as url:
+        if answer is not None:
+            with pytest.raises(ClusterError, match=said):
+                score(url, timeout_s=0.3, retry_s=0.0)
+    if answer is None:  # nobody is there any more
+        with pytest.raises(ClusterError, match=rf"has not served a call for 0.2 s \({said}"):
+            score(url, retry_s=0.2)
+
+
+@pytest.mark.parametrize("logprob", [None, 2.0, -1e39])
+def test_what_is_no_log_probability_is_refused(logprob: float | None) -> None:
+    with scripted(lambda call: [logprob]) as url, pytest.raises(ClusterError) as caught:
+        score(url)
+    assert f"gave {logprob} for the log-probability of token 2 of 4" in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [401, 404])
+def test_what_concerns_all_batches_sets_none_aside(answer: int) -> None:
+    with scripted(lambda call: answer) as url, pytest.raises(TeacherError) as caught:
+        score(url)
+    assert "quarantine" not in str(caught.value)
+
+
+def build_settings(url: str, **teacher: Any) -> dict[str, Any]:
+    objective = {"teacher": {"coef": 1.0, "url": url, **teacher}}
+    return {"total_steps": 3, "objective": objective, "parallel": {"dp": 2}}
+
+
+@pytest.mark.parametrize(
+    ("status", "kind"), [(400, "UntrainableBatchError"), (403, "TeacherError")]
+)
+def test_a_refusal_waits_for_the_checkpoint_that_is_being_written(
+    ranks: RankServer, paths: RunPaths, tmp_path: Path, status: int, kind: str
+) -> None:
+    gate = tmp_path / "gate"
+    gate.touch()
+
+    def choose(call: int) -> Answer:
+        if call < ROWS_PER_BATCH:
+            return 200
+        if call == ROWS_PER_BATCH:
+            threading.Timer(1.0, gate.unlink).start()  # after the refusal
+        return status
+
+    with scripted(choose, paths.tiny_model_dir) as url:
+        outcome = ranks.run(
+            paths, "replay", 2, trainer={**build_settings(url), "checkpoint_every_steps": 1},
+            faults=f"checkpoint.before_rename=hold:{gate}",
+        )  # fmt: skip
+    assert outcome.codes[0] == 78, outcome.log
+    assert outcome.reports[0]["kind"] == kind
+    assert [one.state.step for one in list_checkpoints(paths.checkpoints_dir)] == [1]
+
+
+def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
+    """Train until the ranks stand still before the teacher, of which rank 1 hears by SIGTERM."""
+    stop = StopRequest.install()
+    pids = gather_objects_on_first_rank(os.getpid(), int)
+    lines = []
+
+    def on_hang(line: str) -> None:
+        if "scores of batch 2" in line:
+            lines.append(line)
+            os.kill(pids[1], signal.SIGTERM)
+
+    world = (get_default_store(), dist.get_rank(), dist.get_world_size())
+    watch_ranks(RankProgress(*world, on_hang, hang_s=1.0, look_s=0.1))
+    learner = make_learner(scenario, paths, stop=stop)
+    coordinator = None
+    if dist.get_rank() == 0:
+        coordinator = make_replay_coordinator(
+            learner, paths, learner._config, 1, learner._config.total_steps, stop
+        )
+    finished = run_loop(learner, coordinator, stop)
+    learner.close()
+    stop_watching_ranks()
+    return {"finished": finished, "lines": lines}
+
+
+def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
+    ranks: RankServer, paths: RunPaths
+) -> None:
+    with scripted(lambda call: 200 if call < ROWS_PER_BATCH else 503, paths.tiny_model_dir) as url:
+        outcome = ranks.call(train_until_stopped, paths, 2, trainer=build_settings(url, retry_s=60))
+    assert outcome.codes == [0, 0], outcome.log
+    assert [one["finished"] for one in outcome.reports] == [False, False]
+    place = f"at scores of batch 2 by the teacher at {url}, 0 of 12 rows: answered 503"
+    assert any(place in line for line in outcome.reports[0]["lines"])
+    (checkpoint,) = list_checkpoints(paths.checkpoints_dir)
+    assert (checkpoint.state.step, checkpoint.state.consumed) == (1, [1])
