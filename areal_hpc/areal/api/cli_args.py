@@ -221,6 +221,14 @@ class PPOCriticConfig(TrainEngineConfig):
 
 
 @dataclass
+class TeacherConfig(PPOActorConfig):
+    """`teacher`: whom the policy learns from, beside its rewards or in their place."""
+
+    rl_loss_weight: float = 1.0
+    distill_loss_weight: float = 0.005
+
+
+@dataclass
 class ClusterSpecConfig:
     """`cluster`."""
 
@@ -341,7 +349,7 @@ class PPOConfig(BaseExperimentConfig):
     actor: PPOActorConfig = field(default_factory=PPOActorConfig)
     ref: PPOActorConfig | None = None
     critic: PPOCriticConfig | None = None
-    teacher: TrainEngineConfig | None = None
+    teacher: TeacherConfig | None = None
     dynamic_bs: bool = False
 
 

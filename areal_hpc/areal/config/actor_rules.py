@@ -1,4 +1,4 @@
-"""Translation rules for AReaL's `actor`, `ref` and `critic` keys."""
+"""Translation rules for AReaL's `actor`, `ref`, `critic` and `teacher` keys."""
 
 import re
 from pathlib import Path
@@ -25,6 +25,8 @@ CUSTOM_LOSS_REASON = (
     "a custom loss: set trainer.objective.custom to a copy of examples/objectives/{}.py"
 )
 CORRECTION_METRIC_BY_AREAL_NAME = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
+NO_REWARDS_MIN_STD = 1e9
+"""Of `trainer.objective.min_reward_std`: no rewards vary so much, so that none are learned from."""
 REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
@@ -191,6 +193,36 @@ def _translate_critic(value: Any, source: ArealConfigValues) -> dict[str, Any] |
     }
 
 
+def _translate_teacher(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    """A teacher and its part in each advantage; `value` is its model."""
+    rewards, coef = source("teacher.rl_loss_weight"), source("teacher.distill_loss_weight")
+    if not value or not coef:
+        return {}  # nobody is learned from
+    coef = coef / rewards if rewards else coef
+    if _is_repository(value):
+        return Untranslatable(
+            f"a teacher is a folder: download {value}, set trainer.objective.teacher.path to where "
+            f"it lies and coef to {coef:g}; or serve it and set url in the place of path"
+        )
+    if rewards:
+        alone = {}
+    elif source("critic.path") is None:
+        alone = {"trainer.objective.min_reward_std": NO_REWARDS_MIN_STD}
+    else:
+        return Untranslatable("a critic learns of rewards, which rl_loss_weight=0 leaves out")
+    teacher = {"path": value, "coef": coef}
+    return alone | {f"trainer.objective.teacher.{name}": one for name, one in teacher.items()}
+
+
+def _check_rl_loss_weight(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    if value in (0, 1):
+        return {}
+    return Untranslatable(
+        "rewards weigh 1, and coef is divided by it: a loss that is larger as a whole differs in "
+        "what trainer.optimizer.clip_grad clips"
+    )
+
+
 def _require_critic_for(neutral: Any) -> TranslateValue:
     """The rule of a key that tells a critic what to do: without one it has no other value."""
 
@@ -227,8 +259,12 @@ def _check_group_size(value: Any, source: ArealConfigValues) -> dict[str, Any] |
 
 def _translate_model(value: Any, source: ArealConfigValues) -> dict[str, Any]:
     """AReaL loads what is a folder from there, and all else from the hub."""
-    is_repository = re.fullmatch(r"[\w.-]+/[\w.-]+", str(value)) and not Path(value).exists()
-    return {"model.hub" if is_repository else "model.path": value}
+    return {"model.hub" if _is_repository(value) else "model.path": value}
+
+
+def _is_repository(model: Any) -> bool:
+    """True if it is the name of a model on the hub."""
+    return bool(re.fullmatch(r"[\w.-]+/[\w.-]+", str(model))) and not Path(model).exists()
 
 
 ACTOR_RULES = (
@@ -430,9 +466,28 @@ ACTOR_RULES = (
         )
     ),
     ignored_rule("critic.*", "the critic is divided and packed as the policy is"),
-    unsupported_rule(
+    KeyRule(
+        "teacher.path",
+        "`trainer.objective.teacher.path`, a folder, and `coef`: `teacher.distill_loss_weight` "
+        "over `rl_loss_weight`; where that is 0, `min_reward_std` keeps rewards out of advantages",
+        _translate_teacher,
+    ),
+    ignored_rule("teacher.distill_loss_weight", "`trainer.objective.teacher.coef`, by `path`"),
+    KeyRule(
+        "teacher.rl_loss_weight",
+        "by `teacher.path`; 0 or 1, for rewards weigh 1",
+        _check_rl_loss_weight,
+    ),
+    same_as_key_rule("teacher.dtype", "actor.dtype", "the teacher computes as the policy does"),
+    same_as_key_rule(
+        "teacher.temperature",
+        "actor.temperature",
+        "the teacher's log-probabilities are at the temperature that each reply was sampled with",
+    ),
+    ignored_rule(
         "teacher.*",
-        "set `trainer.objective.teacher.path` and `coef`, which weighs an advantage, not a loss",
+        "the teacher is divided and packed as the policy is; one of another layout is "
+        "served, by `trainer.objective.teacher.url`",
     ),
 )
 """What becomes of each."""

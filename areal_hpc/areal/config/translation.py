@@ -12,6 +12,7 @@ from areal_hpc.areal.api.cli_args import (
     NormConfig,
     PPOCriticConfig,
     RejectionSamplingConfig,
+    TeacherConfig,
 )
 from areal_hpc.areal.config.actor_rules import ACTOR_RULES
 from areal_hpc.areal.config.rollout_rules import ROLLOUT_RULES, SGLANG_KEY_PATTERN
@@ -43,6 +44,7 @@ OPTIONAL_SECTION_CLASSES = {
     "actor.rejection_sampling": RejectionSamplingConfig,
     "actor.reward_norm": NormConfig,
     "critic": PPOCriticConfig,
+    "teacher": TeacherConfig,
 }
 """Sections whose keys have defaults that mean something once they are there."""
 EXTRA_ARGS_KEY = "inference.extra_args"

@@ -15,6 +15,7 @@ from areal_hpc.areal.api.cli_args import (
     GRPOConfig,
     NormConfig,
     RejectionSamplingConfig,
+    TeacherConfig,
     load_expr_config,
 )
 from areal_hpc.areal.config.rules import flatten_to_dotted_keys
@@ -37,11 +38,15 @@ def reasons(tree: Any, rows: int | None = None) -> dict[str, str]:
 
 
 def test_every_key_of_the_configuration_classes_has_a_rule() -> None:
-    full = AgentRLConfig(valid_dataset=DatasetConfig(), eval_gconfig=GenerationHyperparameters())
+    full = AgentRLConfig(
+        valid_dataset=DatasetConfig(),
+        eval_gconfig=GenerationHyperparameters(),
+        teacher=TeacherConfig(),
+    )
     full.rollout.openai = AgentConfig()
     full.actor.reward_norm = full.actor.adv_norm = NormConfig()
     full.actor.rejection_sampling = RejectionSamplingConfig()
-    optional = {"critic", "teacher", "ref"}
+    optional = {"critic", "ref"}
     keys = {key for key in flatten_to_dotted_keys(dataclasses.asdict(full)) if key not in optional}
     assert {key for key in keys if find_rule(key) is None} == set()
 
@@ -239,6 +244,38 @@ def test_a_critic_is_carried_over() -> None:
     other = {**tree, "critic": {"path": "/m", "ppo_n_minibatches": 9}}
     assert "critic.ppo_n_minibatches" in reasons(other)
     assert "actor.gae_lambda" in reasons({"actor": {"gae_lambda": 0.9}})
+
+
+@pytest.mark.parametrize(
+    ("weights", "coef", "min_reward_std"),
+    [
+        ({}, 0.005, None),
+        ({"distill_loss_weight": 0.5, "rl_loss_weight": 1.0}, 0.5, None),
+        ({"distill_loss_weight": 0.5, "rl_loss_weight": 2.0}, 0.25, None),
+        ({"distill_loss_weight": 0.5, "rl_loss_weight": 0.0}, 0.5, 1e9),
+    ],
+)
+def test_a_teacher_is_carried_over(
+    weights: dict[str, float], coef: float, min_reward_std: float | None
+) -> None:
+    objective = "trainer.objective"
+    tree = {"actor": {"path": "/m"}, "teacher": {"path": "/t", "backend": "fsdp:d1t4", **weights}}
+    found = recipe_of(tree)
+    assert found[f"{objective}.teacher.path"] == "/t"
+    assert found[f"{objective}.teacher.coef"] == coef
+    assert found.get(f"{objective}.min_reward_std") == min_reward_std
+    assert set(reasons(tree)) == ({"teacher.rl_loss_weight"} if coef == 0.25 else set())
+
+
+def test_what_no_teacher_here_does_is_said() -> None:
+    tree = {"actor": {"path": "/m"}, "teacher": {"path": "Qwen/Qwen3-32B", "dtype": "float32"}}
+    lost = reasons(tree)
+    assert set(lost) == {"teacher.path", "teacher.dtype"}
+    assert "download Qwen/Qwen3-32B" in lost["teacher.path"]
+    assert "coef to 0.005" in lost["teacher.path"]
+    assert not any("teacher" in key for key in recipe_of(tree))
+    alone = {"teacher": {"path": "/t", "rl_loss_weight": 0.0}, "critic": {"path": "/m"}}
+    assert "critic" in reasons({"actor": {"path": "/m"}, **alone})["teacher.path"]
 
 
 @pytest.mark.parametrize(
