@@ -77,7 +77,7 @@ class TeacherClient:
             headers["Authorization"] = f"Bearer {key}"
         self._client = httpx.AsyncClient(
             headers=headers,
-            timeout=httpx.Timeout(None, connect=min(CONNECT_TIMEOUT_S, config.timeout_s)),
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=config.max_concurrent),
             trust_env=False,
         )
