@@ -23,7 +23,7 @@ from typing import Any
 import psutil
 import uvloop
 
-from areal_hpc.jobs.environment import raise_open_file_limit
+from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.paths import RunPaths

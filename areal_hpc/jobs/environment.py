@@ -1,19 +1,15 @@
-"""Environment of a job's processes: interpreter, logging, file limit."""
+"""Environment of a job's processes: interpreters and variables."""
 
-import logging
-import resource
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from areal_hpc.errors import escape_controls
+from areal_hpc.jobs.processes.process_setup import PROMETHEUS_VARIABLE
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.rundir.paths import ROLES
 from areal_hpc.slurm.batch_script.container import get_image_python
 
-PROMETHEUS_VARIABLE = "AREAL_HPC_PROMETHEUS"
-"""Set to 1 in the processes of a run with `cluster.prometheus`."""
 GPU_VARIABLES = {
     # GPUs have the numbers that nvidia-smi, Slurm and the launcher's assignment give them.
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
@@ -47,16 +43,6 @@ FLIGHT_RECORDER_VARIABLES = {
 file, in the run's logs (`trainer/process_groups.py`)."""
 
 
-def raise_open_file_limit() -> None:
-    """Raise this process's limit to what its administrator allows.
-
-    Logins and Slurm often give 1,024, kept low for programs that use select(2). The ledger holds
-    two connections for each cell, a proxy one for each call that its agents have under way.
-    """
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-
-
 def get_interpreter(role: str, configured: str) -> str:
     """The Python that runs a role's processes: the one configured, unless that is `auto`.
 
@@ -68,22 +54,6 @@ def get_interpreter(role: str, configured: str) -> str:
     checkout = Path(__file__).resolve().parents[2]
     candidate = checkout / ".venvs" / role / "bin" / "python"
     return str(candidate) if candidate.exists() else sys.executable
-
-
-class EscapingFormatter(logging.Formatter):
-    """Formatter of records that may quote a model: whoever prints a log obeys no such text."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        """The record, its control characters spelled out."""
-        return escape_controls(super().format(record))
-
-
-def set_up_logging(level: int = logging.INFO) -> None:
-    """One line per record on standard error, which the supervisor redirects to the role's log."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    logging.basicConfig(level=level, handlers=[handler], force=True)
-    logging.getLogger("httpx").setLevel(logging.WARNING)
 
 
 def get_interpreters(recipe: Recipe) -> dict[str, str]:

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
-from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.local_task import LocalTask, StepTask
 from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
+from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.jobs.processes.rank_restarts import RankRestart, RankRestartNotes
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES, RestartPolicy

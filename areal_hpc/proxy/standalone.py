@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from pydantic import field_validator
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.environment import raise_open_file_limit
+from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource

@@ -26,8 +26,8 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megat
 
 # isort: split
 from areal_hpc.errors import ArealError
-from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.node.topology import get_task_position
+from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check

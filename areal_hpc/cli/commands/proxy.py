@@ -43,7 +43,8 @@ def add_commands(commands: CommandGroup) -> None:
 def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     from pydantic import ValidationError
 
-    from areal_hpc.jobs.environment import EscapingFormatter, get_interpreter
+    from areal_hpc.jobs.environment import get_interpreter
+    from areal_hpc.jobs.processes.process_setup import EscapingFormatter
     from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
 
     handler = logging.StreamHandler()

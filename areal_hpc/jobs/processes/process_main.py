@@ -17,9 +17,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
-from areal_hpc.jobs.environment import PROMETHEUS_VARIABLE, raise_open_file_limit, set_up_logging
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls
+from areal_hpc.jobs.processes.process_setup import (
+    PROMETHEUS_VARIABLE,
+    raise_open_file_limit,
+    set_up_logging,
+)
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
 from areal_hpc.rundir.telemetry.spans import enter_state, log_spans_of_process

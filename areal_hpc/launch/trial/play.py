@@ -6,7 +6,7 @@ import sys
 from typing import Any
 
 from areal_hpc.errors import AgentError, ArealError, ClusterError, escape_controls
-from areal_hpc.jobs.environment import set_up_logging
+from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.launch.trial.cell import TrialCell
 from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary

@@ -1,10 +1,6 @@
 """Plan of a GPU examination from a recipe, or from the defaults where there is none. Pure."""
 
-from areal_hpc.jobs.environment import (
-    get_device_variables,
-    get_interpreter,
-    get_interpreters,
-)
+from areal_hpc.jobs.environment import get_device_variables, get_interpreter, get_interpreters
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig

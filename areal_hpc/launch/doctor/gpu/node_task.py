@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.jobs.environment import set_up_logging
 from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, find_own_address
+from areal_hpc.jobs.processes.process_setup import set_up_logging
 from areal_hpc.launch.doctor.gpu.examination import (
     NOT_MEASURED_WITHOUT_GPU,
     measure_or_explain_failure,
