@@ -1,7 +1,6 @@
 """Mistakes of agents and deaths of servers on the real stack: on the screen within two seconds."""
 
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,23 +13,12 @@ from tests.support.mistakes import AGENT_MISTAKES, AgentMistake
 from tests.support.process_commands import is_scheduler
 from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
-from tests.support.small_run import CUT_DOWN, SmallRun, await_none_left
+from tests.support.small_run import CUT_DOWN
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(900)
 
 NO_TRIAL = "rollout.trial_tasks=0"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the SFT stage of the quick start makes; elsewhere than its run."""
-    run = SmallRun(tmp_path_factory.mktemp("sft") / "runs", "trainer.total_steps=1")
-    run.finish()
-    await_none_left(run, 20.0)
-    return Path(
-        shutil.copytree(run.paths.export_dir("sft"), tmp_path_factory.mktemp("model") / "sft")
-    )
 
 
 @pytest.fixture

@@ -1,9 +1,12 @@
-"""Small benchmarks of trainer, checkpoints and telemetry: they run, and print their figures."""
+"""Small benchmarks: they run, and print their figures."""
 
 import json
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.support.benchmark_figures import check_benchmark_figures
 from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT
 
@@ -38,3 +41,38 @@ def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     said_by(run_program(*command, "--out", out, timeout_s=400))
     found = json.loads(out.read_text())
     assert min(found["cpu_with_over_without"], found["wall_with_over_without"]) > 0
+
+
+@pytest.mark.parametrize(
+    ("name", "few", "keys"),
+    [
+        (
+            "packing",
+            ("--pairs", "1", "--trajectories", "8"),
+            [
+                *("pack_s", "advantage_s", "padding_waste"),
+                *("areal_over_ours_pack", "areal_over_ours_advantage"),
+            ],
+        ),
+        (
+            "sandbox",
+            (
+                *("--rounds", "1", "--commands", "2", "--many", "2"),
+                *("--pairs", "1", "--calls", "2", "--reply-s", "0.01"),
+            ),
+            ["cold_start_ms", "warm_start_ms", "command_ms", "many_start_ms", "calls_ratio"],
+        ),
+        (
+            "proxy",
+            ("--rounds", "1", "--share", "0.01", "--no-litellm"),  # it would be installed
+            [
+                *("cpu_us_1k", "cpu_us_8k", "floor_cpu_us_1k", "added_p50_ms_c1"),
+                *("turn64_over_turn2", "requests_per_s_core_1k"),
+            ],
+        ),
+    ],
+)
+def test_the_benchmark_ends_with_its_figures(
+    name: str, few: tuple[str, ...], keys: list[str], tmp_path: Path
+) -> None:
+    check_benchmark_figures(name, few, keys, tmp_path)
