@@ -97,8 +97,19 @@ class SlurmCommandError(ClusterError):
     """A daemon of Slurm answered, and refused."""
 
 
-class SandboxStartError(ClusterError):
+class NodeShortageError(ClusterError):
+    """What an episode needs, this node does not have now: a process, memory, a descriptor, space.
+
+    The episode is played again later, and its agent is not charged with it.
+    """
+
+
+class SandboxStartError(NodeShortageError):
     """No sandbox starts on this node now, where some have not long ago: it is loaded."""
+
+
+class WorkerStartError(NodeShortageError):
+    """No worker process starts on this node now."""
 
 
 class HttpStatusError(ClusterError):

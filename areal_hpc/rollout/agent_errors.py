@@ -1,7 +1,9 @@
-"""Errors of the user's agent: what it raised, and the line of its own code where that happened."""
+"""Errors that end an episode: what the agent raised, and in which line, or what the node lacked."""
 
 import asyncio
 import difflib
+import errno
+import os
 import sysconfig
 import traceback
 from collections.abc import Iterator, Sequence
@@ -10,11 +12,15 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import areal_hpc
-from areal_hpc.errors import AgentError, escape_surrogates
+from areal_hpc.errors import AgentError, NodeShortageError, escape_surrogates
 
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
 MAX_TOLD_COLUMNS = 10
+SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+"""The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
+agent that computes what a model asks for meets that on any node."""
+SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
 _PACKAGE_DIR = str(Path(areal_hpc.__file__).parent)
 _STDLIB_DIR = sysconfig.get_path("stdlib")
 _INSTALLED_DIRS = {"site-packages", "dist-packages"}
@@ -43,6 +49,22 @@ def build_agent_error(error: BaseException, trace: TracebackType | None) -> Agen
         kind=type(error).__name__,
         trace=escape_surrogates(shown[-MAX_TRACEBACK_CHARS:].strip()),
     )
+
+
+def find_node_shortage(error: BaseException) -> NodeShortageError | None:
+    """What the node lacked, if that is why an agent raised an error; None if it is not."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, NodeShortageError):
+            return cause
+        if isinstance(cause, OSError) and cause.errno in SHORTAGE_ERRORS:
+            return NodeShortageError(
+                f"{os.strerror(cause.errno)} while the agent ran: "
+                f"{escape_surrogates(_describe_exception(error))}",
+                hint=SHORTAGE_HINT,
+            )
+        cause = cause.__cause__
+    return None
 
 
 def _describe_exception(error: BaseException) -> str:

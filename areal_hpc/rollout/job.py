@@ -15,7 +15,7 @@ from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -41,7 +41,7 @@ def run(config: dict[str, Any]) -> None:
 
     Raises:
         RecipeError: The agent cannot be built.
-        ClusterError: The ledger refuses this driver.
+        ClusterError: The ledger refuses this driver, or the node starts no process for the agent.
     """
     job = RolloutJobConfig.model_validate(config)
     sys.path[:0] = [folder for folder in job.sys_path if folder not in sys.path]
@@ -76,10 +76,8 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     sandboxes = None
     if job.rollout.agent.mode == "inline":
         sandboxes = make_agent_sandboxes(job.rollout.agent)
-    elif (trial := make_agent_sandboxes(job.rollout.agent, warm=0)) is not None:
-        # Episodes start theirs in processes of their own, where a failure would be the agent's.
-        await trial.start_first_and_refill()
-        await trial.close()
+    else:  # episodes start theirs in processes of their own
+        await try_sandbox(job.rollout.agent)
     if sandboxes is not None:
         await sandboxes.start_first_and_refill()
     key = ensure_service_key(paths.service_key)

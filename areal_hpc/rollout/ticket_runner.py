@@ -22,6 +22,7 @@ from areal_hpc.rollout.episodes.episode import (
 )
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group_until_enough_succeed
 from areal_hpc.rollout.episodes.limits import resolve_limits
+from areal_hpc.rollout.episodes.shortages import SHORTAGE_PAUSE_S, ShortagePatience
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
@@ -56,8 +57,6 @@ RETRY_BACKOFF = Backoff(0.25, 10.0)
 """An agent that fails because of an outage must not use up its tries in a moment."""
 TRAIN = "train"
 """The task set of training tickets; those of evaluation sets have their names."""
-SANDBOX_PAUSE_S = 15.0
-"""Before an episode for which no sandbox started is tried again."""
 AGENT_FAULT_STATUSES = ("failed", "timed_out")
 """Ends of an episode that use up one of its tries."""
 
@@ -109,6 +108,7 @@ class TicketRunner:
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
         self._gate, self._watch, self._sandboxes = gate, watch, sandboxes
+        self._patience = ShortagePatience()
 
     async def run(self, grant: TicketGrant) -> None:
         """Run a ticket until it is finished, evaluated, filtered or dropped."""
@@ -221,12 +221,14 @@ class TicketRunner:
 
         Raises:
             AgentError: It is missing from its group.
+            ClusterError: The node has had nothing for any episode for long.
         """
         failures = 0
         while True:
             await self._gate.wait_until_open()
             spec = self._build_episode_spec(grant, split, episode, failures)
             outcome = await self._run_episode_in_time_span(grant, split, spec)
+            self._patience.note_end(spec.session.task_id, outcome)
             if outcome.status == "ok":
                 self._tickets.mark_episode_ended(grant.ref)
                 return outcome
@@ -234,8 +236,8 @@ class TicketRunner:
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
-                has_session = bool(outcome.session_id)
-                await asyncio.sleep(RETRY_BACKOFF.min_s if has_session else SANDBOX_PAUSE_S)
+                is_short = outcome.is_node_short
+                await asyncio.sleep(SHORTAGE_PAUSE_S if is_short else RETRY_BACKOFF.min_s)
                 continue
             if outcome.is_rewarded:
                 self._tickets.mark_episode_ended(grant.ref)

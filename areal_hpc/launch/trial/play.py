@@ -12,7 +12,7 @@ from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
 from areal_hpc.rollout.service_client import ServiceClient
@@ -54,6 +54,7 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
     job, paths = config.driver, RunPaths(config.driver.run_dir)
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()
+        await try_sandbox(job.rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
     proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(job.rollout.episode_timeout_s)
@@ -68,7 +69,7 @@ async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int
                 job.rollout, agent, tasks[number], number, proxy, http_client, sandboxes
             )
             outcomes.append(outcome)
-            if not outcome.session_id:  # no sandbox started
+            if outcome.is_node_short:
                 raise ClusterError(outcome.reason)
             session = cell.get_session(outcome.session_id)
             print(escape_controls("\n".join(format_trial(number, outcome, session))), flush=True)

@@ -9,13 +9,14 @@ from areal_hpc.errors import (
     AgentError,
     HttpStatusError,
     InvalidRewardError,
-    SandboxStartError,
+    NodeShortageError,
     escape_surrogates,
 )
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.agent_errors import (
     build_agent_error,
     find_agent_run_definition,
+    find_node_shortage,
     find_waiting_line,
     format_missing_column_hint,
 )
@@ -83,10 +84,10 @@ class EpisodeOutcome:
 
     status: EpisodeStatus
     """The last two are not the agent's fault. `interrupted`: the proxy restarted and lost the
-    session, a program that had come left without a reward, or no sandbox started; `unserved`: it
-    ended badly while no replica of the cell served."""
+    session, a program that had come left without a reward, or the node lacked something;
+    `unserved`: it ended badly while no replica of the cell served."""
     session_id: str
-    """Empty if none was opened, for want of a sandbox."""
+    """Empty if none was opened, for want of a sandbox or a process."""
     reward: float = 0.0
     """Of the last interaction that has a reward, if `ok` or `is_rewarded`."""
     is_rewarded: bool = False
@@ -96,7 +97,9 @@ class EpisodeOutcome:
     reason: str = ""
     """Why it is not `ok`: one sentence, then the end of the traceback if there is one."""
     error: AgentError | None = None
-    """What the agent did wrong, unless it is `ok` or `interrupted` by a program."""
+    """What the agent did wrong, unless it is `ok` or `interrupted` by a program or the node."""
+    is_node_short: bool = False
+    """`interrupted` because the node lacked something, which another try at once would not find."""
 
 
 def derive_episode_seed(ticket_seed: int, episode: int, failures: int) -> int:
@@ -119,7 +122,6 @@ async def run_episode(
 
     Raises:
         HttpStatusError: The proxy refused to open a session.
-        ClusterError: No sandbox has started for long.
     """
     try:
         async with (
@@ -127,8 +129,12 @@ async def run_episode(
             acquire_sandbox(sandboxes, spec.data) as free,
         ):
             return await _play_in_session(spec, one, proxy, http_client, free)
-    except SandboxStartError as error:
-        return EpisodeOutcome("interrupted", "", reason=str(error))
+    except NodeShortageError as shortage:
+        return _build_shortage_outcome(shortage)
+
+
+def _build_shortage_outcome(shortage: NodeShortageError, session_id: str = "") -> EpisodeOutcome:
+    return EpisodeOutcome("interrupted", session_id, reason=str(shortage), is_node_short=True)
 
 
 async def _play_in_session(
@@ -156,6 +162,9 @@ async def _play_in_session(
         return EpisodeOutcome(
             "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
+    except NodeShortageError as shortage:
+        await _end_session_of_failed_episode(session, proxy)
+        return _build_shortage_outcome(shortage, session.session_id)
     except AgentError as failure:
         is_rewarded = await _reward_failure(spec, failure, session, proxy)
         ended = await _end_session_of_failed_episode(session, proxy)
@@ -300,6 +309,7 @@ async def _run_agent(
 
     Raises:
         AgentError: It raised, or took too long; or its process died.
+        NodeShortageError: It could not go on, for the node lacked something.
     """
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
@@ -327,18 +337,20 @@ async def _run_agent(
     if task.cancelled():
         raise AgentError("the agent cancelled itself", kind="CancelledError")
     returned = task.result()
-    if isinstance(returned, AgentError):
+    if isinstance(returned, AgentError | NodeShortageError):
         raise returned
     return returned
 
 
 async def _call_agent(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> object:
-    """What the agent returned, or an AgentError in place of what it raised."""
+    """What the agent returned, or an AgentError or NodeShortageError in place of what it raised."""
     try:
         return await agent.run(data, **extra_kwargs)
     except AgentError as error:  # it says all there is to say
         return error
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
+        if (shortage := find_node_shortage(error)) is not None:
+            return shortage
         return build_agent_error(error, error.__traceback__ and error.__traceback__.tb_next)
 
 

@@ -1,7 +1,7 @@
 """Group of episodes of one ticket: run concurrently, then filtered."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,16 +48,25 @@ async def run_group_until_enough_succeed(
             if len(tasks) - len(failed) < least:
                 raise failed[-1]
     finally:
-        for task in pending:
-            task.cancel()
-        if pending:
-            await asyncio.wait(pending)
-        for task in tasks:  # of several failures one is raised: the others are known as well
-            if task.done() and not task.cancelled():
-                task.exception()
+        await _cancel_and_await_all(tasks)
     good = [task for task in tasks if task not in pending and task.exception() is None]
     outcomes = [task.result() for task in good[:wanted]]
     return GroupResult(outcomes, len(tasks) - len(failed) - len(outcomes), failed)
+
+
+async def _cancel_and_await_all(tasks: Iterable[asyncio.Task[EpisodeOutcome]]) -> None:
+    """Cancel what runs on and wait for its end, also if this is cancelled: sandboxes stop in it."""
+    for task in tasks:
+        task.cancel()
+    ends = asyncio.gather(*tasks, return_exceptions=True)
+    interruption: asyncio.CancelledError | None = None
+    while not ends.done():
+        try:
+            await asyncio.shield(ends)
+        except asyncio.CancelledError as error:
+            interruption = error
+    if interruption is not None:
+        raise interruption
 
 
 def _get_agent_error(task: asyncio.Task[EpisodeOutcome]) -> AgentError:

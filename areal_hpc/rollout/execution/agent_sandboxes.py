@@ -1,7 +1,6 @@
 """Sandboxes of agents: one for each episode, as the recipe describes them."""
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
+from areal_hpc.rollout.agent_errors import SHORTAGE_ERRORS, SHORTAGE_HINT
 from areal_hpc.sandbox.images.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtime import ISOLATION_KEY, Runtime
@@ -20,18 +20,20 @@ from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 
 SANDBOX_TASK_COLUMN = "sandbox"
 """Where an agent finds its sandbox in its task."""
-START_PATIENCE_S = 600.0
-"""A node on which starts of a root have failed for so long is no longer taken for loaded."""
 
 
 class AgentSandboxes:
-    """Pool of sandboxes for the agents of this process."""
+    """Pool of sandboxes for the agents of this process.
 
-    def __init__(self, runtime: Runtime, spec: SandboxSpec, warm: int) -> None:
+    `has_started`: one has on this machine, so what keeps others from it is this moment's.
+    """
+
+    def __init__(
+        self, runtime: Runtime, spec: SandboxSpec, warm: int, *, has_started: bool = False
+    ) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
         self._spec, self._takes_root = spec, runtime.takes_root
-        self._failing_since_by_root: dict[object, float] = {}
-        self._has_started = False
+        self._has_started = has_started
 
     async def start_first_and_refill(self) -> None:
         """Start one, so that what is wrong is known before any episode.
@@ -41,7 +43,7 @@ class AgentSandboxes:
             ClusterError: It did not start.
         """
         await self._pool.start_first_and_refill()
-        self._note_start(self._spec)
+        self._has_started = True
 
     @asynccontextmanager
     async def acquire(self, data: Mapping[str, Any]) -> "AsyncIterator[EpisodeSandbox]":
@@ -50,7 +52,6 @@ class AgentSandboxes:
         Raises:
             RecipeError: The task is Harbor's, and this runtime cannot show its files.
             SandboxStartError: None started now. It is worth another try.
-            ClusterError: None has started of this root for `START_PATIENCE_S`.
         """
         spec, task = self._spec, find_harbor_task(data)
         if task is not None:
@@ -65,25 +66,21 @@ class AgentSandboxes:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))
             except (ClusterError, RecipeError) as error:
-                if not self._may_start_later(error, spec):
+                if isinstance(error, RecipeError) and not self._is_of_this_moment(error):
                     raise
                 why = error.problems[0]
                 raise SandboxStartError(why.message, key=why.key, hint=why.hint) from error
-            self._note_start(spec)
+            except OSError as error:
+                if error.errno not in SHORTAGE_ERRORS:
+                    raise
+                why_not = f"a sandbox could not be started: {error}"
+                raise SandboxStartError(why_not, hint=SHORTAGE_HINT) from error
+            self._has_started = True
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
-    def _note_start(self, spec: SandboxSpec) -> None:
-        self._failing_since_by_root.pop(spec.root, None)
-        self._has_started = True
-
-    def _may_start_later(self, error: ClusterError | RecipeError, spec: SandboxSpec) -> bool:
-        """False if it is more than this moment's. A machine that could isolate still can."""
-        if isinstance(error, RecipeError) and not (
-            self._has_started and error.problems[0].key == ISOLATION_KEY
-        ):
-            return False
-        now = time.monotonic()
-        return now - self._failing_since_by_root.setdefault(spec.root, now) < START_PATIENCE_S
+    def _is_of_this_moment(self, error: RecipeError) -> bool:
+        """A machine that could isolate still can."""
+        return self._has_started and error.problems[0].key == ISOLATION_KEY
 
     async def close(self) -> None:
         """Stop those that nobody took."""
@@ -148,14 +145,15 @@ async def acquire_sandbox(
 
 
 def make_agent_sandboxes(
-    how: AgentExecutionConfig, warm: int | None = None
+    how: AgentExecutionConfig, warm: int | None = None, *, has_started: bool = False
 ) -> AgentSandboxes | None:
     """The sandboxes that a recipe describes; None if agents get none."""
     if how.isolation is None:
         return None
     runtime = make_runtime(how.isolation)
     ready = how.sandbox.warm if warm is None else warm
-    return AgentSandboxes(runtime, build_sandbox_spec(how.sandbox, runtime), ready)
+    spec = build_sandbox_spec(how.sandbox, runtime)
+    return AgentSandboxes(runtime, spec, ready, has_started=has_started)
 
 
 def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
@@ -213,19 +211,22 @@ def _check_readonly_folders(folders: Sequence[str], runtime: Runtime) -> None:
         )
 
 
-def check_sandbox_starts(agent: dict[str, Any]) -> None:
-    """Start and stop the sandbox of a section `rollout.agent` on this machine.
+async def try_sandbox(how: AgentExecutionConfig) -> None:
+    """Start and stop a sandbox on this machine, if agents get any.
 
     Raises:
         RecipeError: This machine cannot start it.
         ClusterError: It did not start.
     """
-    how = AgentExecutionConfig.model_validate(agent)
+    sandboxes = make_agent_sandboxes(how, warm=0)
+    if sandboxes is not None:
+        await sandboxes.start_first_and_refill()
+        await sandboxes.close()
 
-    async def start_and_stop() -> None:
-        sandboxes = make_agent_sandboxes(how, warm=1)
-        if sandboxes is not None:
-            await sandboxes.start_first_and_refill()
-            await sandboxes.close()
 
-    asyncio.run(start_and_stop())
+def check_sandbox_starts(agent: dict[str, Any]) -> None:
+    """Start and stop the sandbox of a section `rollout.agent` on this machine.
+
+    Raises: see `try_sandbox`.
+    """
+    asyncio.run(try_sandbox(AgentExecutionConfig.model_validate(agent)))

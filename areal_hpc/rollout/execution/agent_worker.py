@@ -6,6 +6,7 @@ The standard library alone. Requests come as JSON lines on standard input; answe
 
 import asyncio
 import ctypes
+import errno
 import importlib
 import json
 import numbers
@@ -17,6 +18,8 @@ from typing import IO, Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
+_SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+"""As in `agent_errors.py`: what the node lacks is no fault of the agent."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
 
@@ -77,12 +80,30 @@ def describe(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
+def find_shortage(error: BaseException | None) -> OSError | None:
+    """What the node lacked, if that is the cause of an error."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in _SHORTAGE_ERRORS:
+            return error
+        error = error.__cause__
+    return None
+
+
 def encode_raised_error(error: BaseException) -> dict[str, Any]:
     """An exception as `answers.py` reads it."""
     if isinstance(error, AgentShapeError):
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
+    if (lacking := find_shortage(error)) is not None:
+        message = f"{lacking.strerror} while the agent ran: {describe(error)}"[:_MAX_TEXT_CHARS]
+        hint = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
+        return {
+            "name": "NodeShortageError",
+            "problems": [[message, "", hint]],
+            "kind": "",
+            "trace": "",
+        }
     message = f"the agent raised {describe(error)}"[:_MAX_TEXT_CHARS]
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
     problem = [message, "", ""]

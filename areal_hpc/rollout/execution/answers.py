@@ -13,12 +13,26 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from areal_hpc.errors import AgentError, ArealError, InvalidRewardError, Problem, RecipeError
+from areal_hpc.errors import (
+    AgentError,
+    ArealError,
+    InvalidRewardError,
+    NodeShortageError,
+    Problem,
+    RecipeError,
+    SandboxStartError,
+    WorkerStartError,
+)
+from areal_hpc.rollout.agent_errors import find_node_shortage
 from areal_hpc.wire.reward import Reward
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """More than the rewards of any episode take."""
 _MAX_TEXT_CHARS = 2000
+_SHORTAGES: dict[str, type[NodeShortageError]] = {
+    kind.__name__: kind for kind in (NodeShortageError, SandboxStartError, WorkerStartError)
+}
+"""Raised on the other side as themselves: they are the node's, and no fault of the code there."""
 _ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
 """A coroutine cannot raise these as themselves."""
 
@@ -34,6 +48,7 @@ def encode_returned(value: Any) -> bytes:
 
 def encode_raised(error: BaseException) -> bytes:
     """One line about an exception: its class, what it says, and what ours know beyond that."""
+    error = find_node_shortage(error) or error
     problems = [[str(error)[:_MAX_TEXT_CHARS], "", ""]]
     if isinstance(error, ArealError):
         problems = [[one.message, one.key, one.hint] for one in error.problems]
@@ -116,6 +131,8 @@ def _rebuild_error(raised: dict[str, Any]) -> Exception:
         return RecipeError.from_problems(problems)
     if name == "InvalidRewardError":
         return InvalidRewardError(first.message)
+    if name in _SHORTAGES:
+        return _SHORTAGES[name](first.message, key=first.key, hint=first.hint)
     kind = getattr(builtins, name, None)
     is_raisable = name not in _ENDS_OF_ITERATION
     if is_raisable and isinstance(kind, type) and issubclass(kind, Exception):

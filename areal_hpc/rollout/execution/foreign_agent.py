@@ -54,6 +54,7 @@ class OtherPythonAgentPool:
 
         Raises:
             RecipeError: It cannot be built.
+            WorkerStartError: No worker process can be started now.
         """
         async with self.acquire() as process:
             await process.ask({"do": "build"})

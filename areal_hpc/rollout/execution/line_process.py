@@ -10,7 +10,8 @@ import socket
 import subprocess
 from collections.abc import Mapping, Sequence
 
-from areal_hpc.errors import AgentError, WorkerLostError
+from areal_hpc.errors import AgentError, WorkerStartError
+from areal_hpc.rollout.agent_errors import SHORTAGE_HINT
 
 PASSED_VARIABLE_PATTERNS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
@@ -18,8 +19,12 @@ PASSED_VARIABLE_PATTERNS = (
 )
 """Patterns of variables that hold no secret, and without which programs do not run."""
 _PIECE_BYTES = 1 << 16
-_MOMENTARY_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)
-"""The node has no process, memory or descriptor left now."""
+_NO_PROGRAM_ERRORS = (
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.EINVAL),
+)
+"""It is not there, or is no program. Anything else may be otherwise in a moment: the node has no
+process, memory or descriptor left, or the storage does not answer."""
 
 
 def select_passed_variables(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
@@ -42,7 +47,7 @@ class LineProcess:
         max_answer_bytes: A longer answer is an error.
 
     Raises:
-        WorkerLostError: No process can be started now.
+        WorkerStartError: No process can be started now.
         OSError: There is no such program, or it cannot be run.
     """
 
@@ -56,23 +61,26 @@ class LineProcess:
         self._name, self._max_answer_bytes = name, max_answer_bytes
         self._received = bytearray()
         self._is_asked = False
-        self._link, theirs = socket.socketpair()
-        self._link.setblocking(False)
-        try:
-            self._process = subprocess.Popen(
-                list(command),
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                env=dict(environ),
-                start_new_session=True,
-            )
-        except OSError as error:
-            self._link.close()
-            if error.errno not in _MOMENTARY_ERRORS:
-                raise
-            raise WorkerLostError(f"{name} cannot be started now: {error}") from error
-        finally:
+        with contextlib.ExitStack() as opened:
+            try:
+                self._link, theirs = map(opened.enter_context, socket.socketpair())
+                self._process = subprocess.Popen(
+                    list(command),
+                    stdin=theirs.fileno(),
+                    stdout=theirs.fileno(),
+                    env=dict(environ),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                if error.errno in _NO_PROGRAM_ERRORS:
+                    raise
+                raise WorkerStartError(
+                    f"{name} cannot be started now: {error}",
+                    hint=SHORTAGE_HINT,
+                ) from error
             theirs.close()
+            opened.pop_all()
+        self._link.setblocking(False)
 
     @property
     def pid(self) -> int:

@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
 
-from areal_hpc.errors import AgentError, WorkerLostError
+from areal_hpc.errors import AgentError, WorkerLostError, WorkerStartError
 from areal_hpc.jobs.processes.descendants import (
     adopt_orphans,
     kill_and_reap_process,
@@ -28,6 +28,7 @@ from areal_hpc.jobs.processes.descendants import (
     list_descendants,
 )
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
+from areal_hpc.rollout.agent_errors import SHORTAGE_HINT
 from areal_hpc.rollout.execution.answers import (
     MAX_ANSWER_BYTES,
     decode_answer,
@@ -44,6 +45,8 @@ serve_calls(*map(int, sys.argv[2:]))
 """
 """The child imports from where its parent does, whatever its environment says."""
 _EXIT_TIMEOUT_S = 1.0
+_READY = b"ready\n"
+"""What a child says when it waits for calls. One that ends before had not started."""
 _CALL_HEADER = struct.Struct("!Q")
 """Before each call: its size."""
 
@@ -70,7 +73,8 @@ class ProcessPool:
         """What the function returned. Cancelling it kills the process.
 
         Raises:
-            WorkerLostError: The process died, or none could be started.
+            WorkerLostError: The process died.
+            WorkerStartError: None can be started now.
             Exception: Whatever the function raised.
         """
         async with self.acquire() as process:
@@ -85,11 +89,10 @@ class _Process:
     """One child, and the socket of calls and answers."""
 
     def __init__(self, environ: Mapping[str, str] | None) -> None:
-        self._link, theirs = socket.socketpair()
-        self._link.setblocking(False)
         script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps(sys.path)]
-        try:
-            with theirs:
+        with contextlib.ExitStack() as opened:
+            try:
+                self._link, theirs = map(opened.enter_context, socket.socketpair())
                 self._child = subprocess.Popen(
                     [*script, str(theirs.fileno()), str(os.getpid())],
                     stdin=subprocess.DEVNULL,
@@ -97,12 +100,16 @@ class _Process:
                     env=environ,
                     start_new_session=True,
                 )
-        except OSError as error:
-            self._link.close()
-            raise WorkerLostError(f"a worker process cannot be started: {error}") from error
+            except OSError as error:
+                raise WorkerStartError(
+                    f"a worker process cannot be started: {error}", hint=SHORTAGE_HINT
+                ) from error
+            theirs.close()
+            opened.pop_all()
+        self._link.setblocking(False)
         # Of a pool that nobody closed, and at the end of this process.
         weakref.finalize(self, _end_child, self._child, self._link)
-        self._answering = False
+        self._is_ready = self._answering = False
 
     @property
     def is_usable(self) -> bool:
@@ -116,19 +123,26 @@ class _Process:
         try:
             loop = asyncio.get_running_loop()
             # A child that is starting reads nothing yet: the event loop must not wait for it.
+            self._is_ready = self._is_ready or await self._read_line() == _READY
             await loop.sock_sendall(self._link, _CALL_HEADER.pack(len(call)))
             await loop.sock_sendall(self._link, call)
-            line = await self._read_answer()
+            line = await self._read_line()
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._child.wait, _EXIT_TIMEOUT_S)
+            code = self._child.returncode
+            if not self._is_ready:
+                raise WorkerStartError(
+                    f"a worker process exited with code {code} before it took a call",
+                    hint=f"see what it printed; {SHORTAGE_HINT}",
+                ) from error
             raise WorkerLostError(
-                f"the worker process exited with code {self._child.returncode} during the call"
+                f"the worker process exited with code {code} during the call"
             ) from error
         self._answering = False
         return decode_answer(line)
 
-    async def _read_answer(self) -> bytes:
+    async def _read_line(self) -> bytes:
         """One line, of whatever pieces it comes in: the event loop goes on meanwhile."""
         loop, answer = asyncio.get_running_loop(), bytearray()
         while not answer.endswith(b"\n"):
@@ -173,6 +187,7 @@ def _serve_calls(calls: IO[bytes], link: socket.socket, parent: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
     if os.getppid() != parent:
         return
+    link.sendall(_READY)
     while True:
         kept = frozenset(list_descendants(os.getpid()))
         call = _read_call(calls)

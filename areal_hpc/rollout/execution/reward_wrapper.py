@@ -46,7 +46,8 @@ class AsyncRewardWrapper:
 
         Raises:
             InvalidRewardError: The function returned no finite number.
-            Exception: What the function raised last; `WorkerLostError` if it killed its process.
+            Exception: What the function raised last; `WorkerLostError` if it killed its process,
+                `WorkerStartError` if the node could not start one.
         """
         for left in reversed(range(self._tries)):
             try:

@@ -15,7 +15,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.agent import Agent, load_agent
-from areal_hpc.rollout.agent_errors import build_agent_error
+from areal_hpc.rollout.agent_errors import build_agent_error, find_node_shortage
 from areal_hpc.rollout.execution.agent_sandboxes import (
     acquire_sandbox,
     build_endpoint_variables,
@@ -64,6 +64,7 @@ class SubprocessAgent:
 
         Raises:
             RecipeError: It cannot be built.
+            WorkerStartError: No worker process can be started now.
         """
         if self._foreign is not None:
             await self._foreign.check_agent_builds()
@@ -145,7 +146,7 @@ def _run_episode_in_child(
     agent = _get_or_load_agent(workflow, kwargs)
 
     async def run() -> Any:
-        sandboxes = None if how is None else make_agent_sandboxes(how, warm=0)
+        sandboxes = None if how is None else make_agent_sandboxes(how, warm=0, has_started=True)
         # The driver ends this process, and all below it, when the episode takes too long.
         async with acquire_sandbox(sandboxes, data) as free:
             if free is not None:
@@ -158,5 +159,7 @@ def _run_episode_in_child(
     except RecipeError:
         raise
     except (Exception, SystemExit) as error:  # boundary: the agent is the user's code
+        if (shortage := find_node_shortage(error)) is not None:
+            raise shortage from None
         # Tracebacks do not cross the pipe, so what they say goes into the message.
         raise build_agent_error(error, error.__traceback__) from None

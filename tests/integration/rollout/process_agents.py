@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import stat
@@ -39,6 +40,8 @@ class Blocking:
                 raise ValueError("no idea")
             case "exit":
                 sys.exit(2)
+            case "run short":
+                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
             case "environment":
                 names = [name for name in os.environ if name.split("_")[0] in _SDKS]
                 Path(data["note"]).write_text("\n".join(f"{n}={os.environ[n]}" for n in names))

@@ -3,12 +3,14 @@
 import asyncio
 import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox.sandbox import Sandbox
 
+FAILED_START = "echo bwrap: no namespace: Resource temporarily unavailable >&2; exit 1"
 CALL = """
 import json, os, urllib.request
 url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'
@@ -55,3 +57,16 @@ class Judging:
         await sandbox.put("solution.py", program)
         result = await sandbox.exec("python3 solution.py", stdin=data["input"], timeout_s=10)
         return float(result.exit_code == 0 and result.stdout.decode() == data["output"])
+
+
+class CommandingOnLoadedNode(Commanding):
+    """In a process in which bubblewrap finds the node full, as the driver's did not."""
+
+    def __init__(self, note: str) -> None:
+        super().__init__(note)
+        start = subprocess.Popen
+
+        def start_nothing(command: object, **settings: Any) -> subprocess.Popen[bytes]:
+            return start(["sh", "-c", FAILED_START], **settings)
+
+        setattr(subprocess, "Popen", start_nothing)  # noqa: B010  # mypy knows a class there

@@ -101,6 +101,15 @@ def test_a_sandbox_that_is_lost_costs_its_own_episode(tmp_path: Path) -> None:
     assert "the sandbox is gone" in outcome.reason
 
 
+def test_a_sandbox_that_an_agents_process_cannot_start_now_is_the_nodes(tmp_path: Path) -> None:
+    how = AgentExecutionConfig.model_validate({"mode": "subproc", **WITH_SESSION})
+    path = PATH.replace("Commanding", "CommandingOnLoadedNode")
+    (outcome,) = finish(play(tmp_path, how, [make_spec()], {"note": str(tmp_path / "note")}, path))
+    assert (outcome.status, outcome.is_node_short) == ("interrupted", True), outcome.reason
+    assert "bwrap: no namespace: Resource temporarily unavailable" in outcome.reason
+    assert "  at: rollout.agent.isolation\n  try: " in outcome.reason
+
+
 def test_without_isolation_commands_run_as_the_user(tmp_path: Path) -> None:
     how = AgentExecutionConfig(isolation="none")
     (outcome,) = finish(play(tmp_path, how, [make_spec()], {"note": str(tmp_path / "note")}))

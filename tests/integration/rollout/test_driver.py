@@ -16,7 +16,7 @@ from areal_hpc.rollout import episode_watch, ticket_runner
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import DriverEvaluationSet, RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EVENT_LOOP_BLOCKED_S, EpisodeWatch
-from areal_hpc.rollout.execution import agent_sandboxes
+from areal_hpc.rollout.episodes import shortages
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -303,16 +303,12 @@ def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
-    monkeypatch.setattr(ticket_runner, "SANDBOX_PAUSE_S", 0.05)
+    monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.05)
     cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
     failures = 8 * pool.START_TRIES if is_patient else 1_000_000
     cell.sandboxes = AgentSandboxes(Loaded(failures, error), SandboxSpec(network="open"), 0)
     if not is_patient:
-        monkeypatch.setattr(agent_sandboxes, "START_PATIENCE_S", 0.0)
-        if isinstance(error, RecipeError):
-            cell.run()
-            assert NO_PROCESS in cell.ledger.dropped[TicketRef(0, 0)]
-            return
+        monkeypatch.setattr(shortages, "SHORTAGE_PATIENCE_S", 0.0)
         with pytest.raises(BaseExceptionGroup) as caught:
             cell.run()
         assert caught.value.subgroup(ClusterError)

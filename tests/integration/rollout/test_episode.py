@@ -1,4 +1,6 @@
 import asyncio
+import dataclasses
+import errno
 import sys
 from collections.abc import Coroutine
 from pathlib import Path
@@ -7,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from openai import AsyncOpenAI
 
-from areal_hpc.errors import HttpStatusError
+from areal_hpc.errors import HttpStatusError, SandboxStartError, WorkerStartError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
@@ -137,6 +139,42 @@ def test_failure_of_the_agent_is_an_outcome(tmp_path: Path, agent: Agent, said: 
     assert said in outcome.reason
     assert len(outcome.reason.encode()) < 2000, "it travels as UTF-8"
     assert all(session.ended for session in proxy.sessions.values())
+
+
+def make_wrapped_error() -> Exception:
+    """As an SDK raises it that cannot open a connection."""
+    error = ConnectionError("Connection error.")
+    error.__cause__ = OSError(errno.EMFILE, "Too many open files")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            WorkerStartError("no process for the gym", hint="wait"),
+            "no process for the gym\n  try: w",
+        ),
+        (SandboxStartError("no sandbox"), "no sandbox"),
+        (make_wrapped_error(), "Too many open files while the agent ran: ConnectionError: Connect"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device while the age"),
+    ],
+    ids=["worker", "sandbox", "descriptor", "disk"],
+)
+def test_what_the_node_lacks_is_neither_the_agents_fault_nor_rewarded(
+    tmp_path: Path, error: Exception, said: str
+) -> None:
+    async def play_with_failure_reward() -> tuple[EpisodeOutcome, StandInProxy]:
+        rewarded = dataclasses.replace(spec(), failure_reward=0.0)
+        async with StandInProxy(tmp_path) as proxy, driving(tmp_path) as (peer, http_client):
+            return await run_episode(rewarded, Ends(error), peer, http_client), proxy
+
+    outcome, proxy = finish(play_with_failure_reward())
+    assert (outcome.status, outcome.is_node_short, outcome.error) == ("interrupted", True, None)
+    assert outcome.reason.startswith(said)
+    (session,) = proxy.sessions.values()
+    assert session.ended
+    assert not session.rewards
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

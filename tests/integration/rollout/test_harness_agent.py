@@ -1,9 +1,12 @@
 """Programs as agents: in a folder of their own, judged by what they left, and gone afterwards."""
 
 import dataclasses
+import errno
 import json
+import os
 import random
 import re
+import subprocess
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,6 +17,7 @@ from areal_hpc.agents.harness.harness_agent import HarnessAgent
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
+from areal_hpc.sandbox import pool
 from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import play
 from tests.integration.rollout.test_episode import finish, spec
@@ -100,6 +104,22 @@ def test_a_task_that_is_none_fails_in_words(
     )
     assert outcome.status == "failed"
     assert said in outcome.reason
+
+
+def test_a_program_whose_place_cannot_start_now_is_no_failure_of_the_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
+    monkeypatch.setattr(subprocess, "Popen", fail)  # as fork(2) does
+    kwargs = {"command": ["true"], "reward": REWARD}
+    task = make_task(tmp_path / "task", "exit")
+    specs = [dataclasses.replace(spec(), data=task)]
+    (outcome,) = finish(play(tmp_path, AgentExecutionConfig(), specs, kwargs, PATH))
+    assert (outcome.status, outcome.is_node_short) == ("interrupted", True)
+    assert "a sandbox could not be started" in outcome.reason
 
 
 def test_a_sandbox_without_the_model_is_refused(tmp_path: Path) -> None:

@@ -2,13 +2,16 @@
 
 import asyncio
 import dataclasses
+import errno
+import os
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
@@ -120,13 +123,32 @@ def test_a_reward_of_what_is_no_number_is_an_error_in_the_agents_line(
 
 
 def test_what_hangs_crashes_or_raises_costs_its_own_episode_only(tmp_path: Path) -> None:
-    tasks = [{"then": then} for then in ("hang", "crash", "raise", "exit", None, None, None)]
+    endings = ("hang", "crash", "raise", "exit", "run short", None, None, None)
+    tasks = [{"then": then} for then in endings]
     outcomes, _ = finish(play(tmp_path, SubprocessAgent(PATH, {}, 2), *tasks))
-    assert [one.status for one in outcomes] == ["timed_out", *["failed"] * 3, *["ok"] * 3]
+    statuses = [one.status for one in outcomes]
+    assert statuses == ["timed_out", *["failed"] * 3, "interrupted", *["ok"] * 3]
     assert "exited with code 7" in outcomes[1].reason
     assert "the agent raised ValueError: no idea" in outcomes[2].reason
     assert "process_agents.py" in outcomes[2].reason
     assert "SystemExit: 2" in outcomes[3].reason
+    assert "Too many open files while the agent ran" in outcomes[4].reason
+    assert outcomes[4].is_node_short
+
+
+def test_an_episode_whose_process_cannot_start_waits_for_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(subprocess, "Popen", fail)  # as fork(2) does
+    agent = SubprocessAgent(PATH, {}, 1)
+    with pytest.raises(ClusterError, match="cannot be started"):
+        finish(agent.check_agent_builds())
+    outcomes, proxy = finish(play(tmp_path, agent, {}))
+    assert [(one.status, one.is_node_short) for one in outcomes] == [("interrupted", True)]
+    assert not proxy.sessions
 
 
 def test_a_process_builds_the_agent_once_and_runs_one_episode_at_a_time(tmp_path: Path) -> None:

@@ -3,14 +3,18 @@
 import asyncio
 import errno
 import os
+import socket
 import subprocess
 import sys
 import threading
+from collections.abc import Coroutine
+from types import ModuleType
+from typing import Any
 
 import pytest
 
 from areal_hpc.agents.gyms.gym_worker import GymWorker
-from areal_hpc.errors import WorkerLostError
+from areal_hpc.errors import WorkerStartError
 from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
@@ -48,13 +52,20 @@ def test_the_event_loop_goes_on_while_a_worker_ends(breaks: str) -> None:
     assert workers[0].has_ended
 
 
-def test_a_node_without_processes_costs_a_try_and_is_no_mistake_of_the_recipe(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize(
+    ("module", "function", "code"),
+    [
+        (subprocess, "Popen", errno.EAGAIN),
+        (subprocess, "Popen", errno.ESTALE),
+        (socket, "socketpair", errno.EMFILE),
+    ],
+    ids=["no process", "silent storage", "no descriptor"],
+)
+def test_a_worker_that_cannot_start_now_is_the_node_s_and_no_mistake_of_the_recipe(
+    module: ModuleType, function: str, code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*_: object, **__: object) -> None:
-        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
-
-    monkeypatch.setattr(subprocess, "Popen", fail)  # as fork(2) does
+        raise OSError(code, os.strerror(code))
 
     async def use_foreign_agent() -> None:
         async with OtherPythonAgentPool(sys.executable, "a.B", {}, 1, ()).acquire():
@@ -65,5 +76,17 @@ def test_a_node_without_processes_costs_a_try_and_is_no_mistake_of_the_recipe(
         use_foreign_agent(),
         ProcessPool(1).call(len, ""),
     ):
-        with pytest.raises(WorkerLostError, match="cannot be started"):
-            asyncio.run(starting)
+
+        async def scene(work: Coroutine[Any, Any, Any] = starting) -> None:
+            monkeypatch.setattr(module, function, fail)  # an event loop needs a pair of its own
+            await work
+
+        with pytest.raises(WorkerStartError, match="cannot be started"):
+            asyncio.run(scene())
+        monkeypatch.undo()
+
+
+def test_a_worker_that_ends_before_it_takes_a_call_has_not_started() -> None:
+    pool = ProcessPool(1, {"PYTHONHOME": "/nowhere"})  # as without memory for its imports
+    with pytest.raises(WorkerStartError, match="exited with code 1 before it took a call"):
+        asyncio.run(pool.call(len, ""))
