@@ -19,7 +19,7 @@ from typing import IO, Literal
 
 import psutil
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.jobs.processes.descendants import list_descendants, read_resident_bytes
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bubblewrap import (
@@ -344,7 +344,8 @@ def _explain_failed_start(isolation: Isolation, said: str) -> ClusterError | Rec
     is_of_this_moment = any(sign in said for sign in _MOMENTARY_SIGNS)
     if isolation == "bwrap" and "bwrap:" in said and not is_of_this_moment:
         return _build_isolation_error(why)
-    return ClusterError(f"a sandboxed program did not start: {why}")
+    kind = SandboxStartError if is_of_this_moment else ClusterError
+    return kind(f"a sandboxed program did not start: {why}")
 
 
 def _build_isolation_error(why: str) -> RecipeError:

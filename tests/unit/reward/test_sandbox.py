@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.reward.judging.answer_main import MAX_ITEMS
 from areal_hpc.reward.judging.judge import passes_tests
@@ -309,7 +309,7 @@ def test_a_node_without_processes_is_not_taken_for_one_that_cannot_isolate(
     failing_for: Callable[..., None],
 ) -> None:
     failing_for("launcher.py", "Creating new namespace failed: Resource temporarily unavailable")
-    with pytest.raises(ClusterError, match="temporarily"):
+    with pytest.raises(SandboxStartError, match="temporarily"):
         run_program("", isolation="bwrap")
     failing_for("launcher.py", "Creating new namespace failed: Operation not permitted")
     with pytest.raises(RecipeError, match="cannot be isolated"):
