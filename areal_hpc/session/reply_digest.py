@@ -17,14 +17,20 @@ DIGEST_BYTES = 16
 
 
 def compute_reply_digest(
-    prompt_json: bytes, output_ids: bytes, logprobs: bytes, spans: Sequence[VersionSpan]
+    prompt_json: bytes,
+    output_ids: bytes,
+    logprobs: bytes,
+    spans: Sequence[VersionSpan],
+    kept_counts: bytes,
+    kept_ids: bytes,
 ) -> bytes:
     """What identifies a prompt with the tokens sampled after it, packed as in an `Interaction`.
 
     `prompt_json` is the inside of a JSON array of the prompt's ids.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    for part in (prompt_json, output_ids, logprobs, msgspec.json.encode(spans)):
+    packed_spans = msgspec.json.encode(spans)
+    for part in (prompt_json, output_ids, logprobs, packed_spans, kept_counts, kept_ids):
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()
@@ -35,4 +41,7 @@ def compute_reply_digest_of_call(call: Interaction, tree: InteractionTree) -> by
     parent = None if call.parent_id is None else tree[call.parent_id]
     new_json = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
     prompt_json = tree.build_sequence_ids_json_inside(parent, new_json)
-    return compute_reply_digest(prompt_json, call.output_ids, call.logprobs, call.spans)
+    return compute_reply_digest(
+        prompt_json,
+        *(call.output_ids, call.logprobs, call.spans, call.kept_counts, call.kept_ids),
+    )

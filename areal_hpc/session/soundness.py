@@ -75,8 +75,6 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
         return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
     if not 0 <= call.cached_tokens < 2**31:
         return f"expected cached tokens from 0 to 2**31 - 1, got {call.cached_tokens}"
-    if call.kept_counts or call.kept_ids:
-        return "expected no sampling mask: what the engine told is not known of a client's call"
     if not math.isfinite(call.first_token_at):
         return "expected finite times, got inf or nan"
     return None

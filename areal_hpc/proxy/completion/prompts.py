@@ -2,7 +2,6 @@
 
 import asyncio
 import hashlib
-import itertools
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -11,6 +10,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
+from areal_hpc.proxy.completion.sampling_rule import bound_top_k_if_mask_is_recorded
 from areal_hpc.proxy.engine.episode_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens,
@@ -30,11 +30,8 @@ from areal_hpc.session.tree import (
     Interaction,
     OpenTurn,
     format_ids_as_json_inside,
-    pack_counts_as_uint16,
     pack_ids,
-    pack_logprobs,
 )
-from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 
 MAX_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
@@ -94,6 +91,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     ) -> Interaction:
         """Record of a choice."""
         parent, generation = self.turn.parent, answer.generation
+        kept_counts, kept_ids = generation.pack_kept_ids()
         return Interaction(
             interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
             parent_id=parent.interaction_id if parent is not None else None,
@@ -104,7 +102,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
-            logprobs=pack_logprobs(generation.kept_logprobs or generation.logprobs),
+            logprobs=generation.pack_trained_logprobs(),
             spans=generation.spans,
             finish_reason=generation.finish_reason,
             closed=generation.closed,
@@ -116,8 +114,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice)),
             ignored=[*self.ignored],
-            kept_counts=pack_counts_as_uint16(list(map(len, generation.kept_ids))),
-            kept_ids=pack_ids(list(itertools.chain.from_iterable(generation.kept_ids))),
+            kept_counts=kept_counts,
+            kept_ids=kept_ids,
         )
 
 
@@ -173,10 +171,9 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
         refuse_costly_grammars_and_stops(sampling)
-        records_mask = session.request.records_sampling_mask and sampling.can_record_sampling_mask
-        if records_mask and not 0 < sampling.top_k <= MAX_MASK_TOKENS_PER_POSITION:
-            bound = min(self._model.encoder.vocab_size, MAX_MASK_TOKENS_PER_POSITION)
-            sampling = msgspec.structs.replace(sampling, top_k=bound)
+        sampling, records_mask = bound_top_k_if_mask_is_recorded(
+            sampling, session.request, self._model.encoder.vocab_size
+        )
         sampling, reserved_tokens = await reserve_reply_tokens(
             session, sampling, call.n, give_up_at
         )

@@ -1,4 +1,4 @@
-"""Whose sampling parameters a call has: its agent's, or the run's."""
+"""Whose sampling parameters a call has, its agent's or the run's; whether its mask is recorded."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +9,7 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall
 from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.tree import Interaction
-from areal_hpc.wire.proxy import StartSessionRequest
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
 
 _SGLANG_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
@@ -49,6 +49,21 @@ def apply_bound_sampling_to_record(call: Interaction, session: StartSessionReque
         sampling=msgspec.json.encode(told | ours),
         ignored=[*call.ignored, *(name for name in replaced if name not in call.ignored)],
     )
+
+
+def bound_top_k_if_mask_is_recorded(
+    sampling: SamplingParams, session: StartSessionRequest, vocab_size: int
+) -> tuple[SamplingParams, bool]:
+    """What a call is sampled with, and whether it is recorded which tokens could be sampled.
+
+    For that SGLang needs a bound on their number.
+    """
+    if not (session.records_sampling_mask and sampling.can_record_sampling_mask):
+        return sampling, False
+    if 0 < sampling.top_k <= MAX_MASK_TOKENS_PER_POSITION:
+        return sampling, True
+    bound = min(vocab_size, MAX_MASK_TOKENS_PER_POSITION)
+    return msgspec.structs.replace(sampling, top_k=bound), True
 
 
 def _get_bound_parameters(session: StartSessionRequest) -> dict[str, Any]:

@@ -10,6 +10,7 @@ new. `completion_tokens` counts from the beginning in both, which tells them apa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
@@ -17,7 +18,13 @@ import msgspec
 from msgspec import Struct, field
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.session.tree import ABORT_FINISH_REASON, VersionSpan
+from areal_hpc.session.tree import (
+    ABORT_FINISH_REASON,
+    VersionSpan,
+    pack_counts_as_uint16,
+    pack_ids,
+    pack_logprobs,
+)
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -152,6 +159,15 @@ class Generation(Struct, frozen=True):
     """Per output token, those that could be sampled; empty unless asked for."""
     kept_logprobs: list[float] = []
     """Of the output tokens, by the distribution over these."""
+
+    def pack_trained_logprobs(self) -> bytes:
+        """Of the distribution that was sampled from, as in an `Interaction`."""
+        return pack_logprobs(self.kept_logprobs or self.logprobs)
+
+    def pack_kept_ids(self) -> tuple[bytes, bytes]:
+        """`kept_counts` and `kept_ids` of an `Interaction`."""
+        flat = list(itertools.chain.from_iterable(self.kept_ids))
+        return pack_counts_as_uint16(list(map(len, self.kept_ids))), pack_ids(flat)
 
 
 class ReplicaAnswer(Struct, frozen=True):

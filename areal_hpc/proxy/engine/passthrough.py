@@ -18,7 +18,7 @@ from areal_hpc.proxy.sessions.events import ReplySampled
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.reply_digest import compute_reply_digest
-from areal_hpc.session.tree import pack_ids, pack_logprobs
+from areal_hpc.session.tree import pack_ids
 
 
 class GeneratePassthrough:
@@ -88,8 +88,9 @@ class GeneratePassthrough:
         digest = compute_reply_digest(
             request.prompt_json,
             pack_ids(reply.output_ids),
-            pack_logprobs(reply.logprobs),
+            reply.pack_trained_logprobs(),
             reply.spans,
+            *reply.pack_kept_ids(),
         )
         if self._recorder.holds_session(session):
             sampled = ReplySampled(session.session_id, digest, len(reply.output_ids))

@@ -11,6 +11,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
     apply_bound_sampling,
     apply_bound_sampling_and_note_ignored,
+    bound_top_k_if_mask_is_recorded,
 )
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
@@ -97,7 +98,10 @@ class AgentApi:
         request = build_generate_request(body, self._model)
         sampling, replaced = apply_bound_sampling(request.sampling, session.request)
         self._completions.metrics.count_ignored_parameters("/generate", session.client, replaced)
-        request = msgspec.structs.replace(request, sampling=sampling)
+        sampling, records_mask = bound_top_k_if_mask_is_recorded(
+            sampling, session.request, self._model.encoder.vocab_size
+        )
+        request = msgspec.structs.replace(request, sampling=sampling, records_mask=records_mask)
         return await self._passthrough.generate(session, request)
 
     def _list_models(self, session: Session) -> bytes:

@@ -153,7 +153,12 @@ class JournaledRecorder:
             one = event.interaction
             session = self.store.sessions[event.session_id]
             session.recorded_bytes += size_bytes or (
-                len(one.context) + len(one.new_ids) + len(one.output_ids) + len(one.logprobs)
+                len(one.context)
+                + len(one.new_ids)
+                + len(one.output_ids)
+                + len(one.logprobs)
+                + len(one.kept_counts)
+                + len(one.kept_ids)
             )
 
     def holds_session(self, session: Session) -> bool:

@@ -2,14 +2,15 @@
 
 import re
 import threading
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import pytest
 
 from areal_hpc.session.call_records import decode_sampling_params_json
+from areal_hpc.session.tree import pack_counts_as_uint16, pack_ids, pack_logprobs, unpack_ids
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import SessionLimits
+from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, SessionLimits
 from tests.support.client_calls import change_call, generate_reply
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -150,3 +151,36 @@ def test_a_session_bound_to_the_recipe_generates_and_records_by_its_sampling(sta
     sampling = decode_sampling_params_json(kept.sampling)
     assert {name: sampling[name] for name in own} == own
     assert kept.ignored == [*own]
+
+
+@pytest.mark.parametrize("bound_to", ["recipe", "agent"])
+def test_what_could_be_sampled_is_asked_for_and_recorded_as_the_engine_told_it(
+    stage: Stage, bound_to: Literal["recipe", "agent"]
+) -> None:
+    _, first = stage.open_session(TicketRef(1, 0))
+    assert stage.ask(first, "hi").status_code == 200
+    (said,) = stage.await_journaled(first)
+    _, key = stage.open_session(
+        TicketRef(2, 0), sampling_from=bound_to, top_p=0.9, records_sampling_mask=True
+    )
+    generate_reply(stage, key, said, top_p=0.9)
+    request = stage.sglang.requests[-1]
+    assert request["return_sampling_mask"]
+    vocab_size = request["sampling_params"]["top_k"]
+    assert 300 < vocab_size <= MAX_MASK_TOKENS_PER_POSITION, "SGLang tells it of a bounded number"
+    ids = unpack_ids(said.output_ids).tolist()
+    logprobs = pack_logprobs([-0.25 - 0.001 * i for i in range(len(ids))])
+    kept_counts = pack_counts_as_uint16([2] * len(ids))
+    told = [one for token in ids for one in (token, (token + 1) % 300)]
+    masked = {"logprobs": logprobs, "kept_counts": kept_counts, "kept_ids": pack_ids(told)}
+    for altered in (
+        {},
+        {"logprobs": logprobs},
+        {**masked, "kept_ids": pack_ids([one if one in ids else one + 1 for one in told])},
+    ):
+        refused = stage.post("/rl/record", {"interactions": [change_call(said, **altered)]}, key)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, "interactions")
+    recorded = stage.post("/rl/record", {"interactions": [change_call(said, **masked)]}, key)
+    assert recorded.status_code == 200, recorded.text
+    (kept,) = stage.await_journaled(key)
+    assert {name: getattr(kept, name) for name in masked} == masked

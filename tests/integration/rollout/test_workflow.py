@@ -13,8 +13,14 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.shards.reader import ShardReader
+from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
 from areal_hpc.wire.ledger import TicketRef
-from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest, StartSessionRequest
+from areal_hpc.wire.proxy import (
+    ExportSettings,
+    FinishTicketRequest,
+    SamplingDefaults,
+    StartSessionRequest,
+)
 from tests.integration.rollout.standins import driving
 from tests.support.proxy_stage import Stage
 
@@ -29,11 +35,20 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage.close()
 
 
-def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
+def play(
+    stage: Stage, agent: Any, ticket_id: int, *, is_bound_to_top_p: bool = False
+) -> EpisodeOutcome:
     export = ExportSettings("individual", is_credited=True)  # as a driver asks for workflows
     session = StartSessionRequest(
         "train", TicketRef(ticket_id, 0), seed=1, export=export, records_calls=True
     )
+    if is_bound_to_top_p:
+        session = msgspec.structs.replace(
+            session,
+            sampling=SamplingDefaults(top_p=0.9),
+            sampling_from="recipe",
+            records_sampling_mask=True,
+        )
     spec = EpisodeSpec(session, dict(TASK), timeout_s=60.0)
 
     async def episode() -> EpisodeOutcome:
@@ -44,12 +59,15 @@ def play(stage: Stage, agent: Any, ticket_id: int) -> EpisodeOutcome:
     return asyncio.run(episode())
 
 
-def test_rows_are_what_the_clients_exported(stage: Stage) -> None:
+@pytest.mark.parametrize("is_bound_to_top_p", [False, True])
+def test_rows_are_what_the_clients_exported(stage: Stage, is_bound_to_top_p: bool) -> None:
     agent = load_agent(PATH, {"tokenizer": str(stage.model_dir)})
     stage.sglang.requests.clear()
-    outcome = play(stage, agent, 1)
+    stage.ledger.settled.clear()
+    ticket_id = 10 + is_bound_to_top_p
+    outcome = play(stage, agent, ticket_id, is_bound_to_top_p=is_bound_to_top_p)
     assert (outcome.status, outcome.reward) == ("ok", 1.0), outcome.reason
-    request = FinishTicketRequest(TicketRef(1, 0), [outcome.session_id])
+    request = FinishTicketRequest(TicketRef(ticket_id, 0), [outcome.session_id])
     assert stage.post("/rl/finish_ticket", request).json() == {"rows": 4}
     assert stage.post("/rl/seal", {}).json() == {"tickets": 1}
     (settled,) = stage.ledger.settled
@@ -59,6 +77,8 @@ def test_rows_are_what_the_clients_exported(stage: Stage) -> None:
     read = [row.input_ids_T[: np.argmax(row.loss_mask_T)].tolist() for row in rows]
     assert sorted(read) == prompts
     assert {row.record.calls[-1].reuse for row in rows} == {"none", "reused"}
+    assert all((row.sampling_mask is not None) is is_bound_to_top_p for row in rows)
+    assert not count_untrainable_tokens(rows)
 
 
 class Mistaken(RolloutWorkflow):
