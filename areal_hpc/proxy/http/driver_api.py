@@ -38,6 +38,8 @@ SESSION_END_POLL_S = 0.05
 MAX_LONG_POLL_S = 60.0
 MAX_EXPORTED_SESSIONS = 64
 """The latest ones, whose repeated export is answered."""
+MAX_EXPORTED_BYTES = 512 << 20
+"""Of what these have recorded. The very last one is kept, however large it is."""
 
 
 @dataclass(slots=True, eq=False)
@@ -175,12 +177,17 @@ class DriverApi:
         """Have the session forgotten in a while, or when enough others have been exported."""
         session.is_exported = True
         session.touch()
+        self._exported.pop(session.session_id, None)
         self._exported[session.session_id] = None
-        while len(self._exported) > MAX_EXPORTED_SESSIONS:
-            oldest = next(iter(self._exported))
-            del self._exported[oldest]
-            if oldest in self._store.sessions:
-                self._recorder.record(events.SessionDropped(oldest))
+        kept = {name: one for name in self._exported if (one := self._store.sessions.get(name))}
+        kept_bytes = sum(one.recorded_bytes for one in kept.values())
+        while len(kept) > 1 and (
+            len(kept) > MAX_EXPORTED_SESSIONS or kept_bytes > MAX_EXPORTED_BYTES
+        ):
+            oldest = next(iter(kept))
+            kept_bytes -= kept.pop(oldest).recorded_bytes
+            self._recorder.record(events.SessionDropped(oldest))
+        self._exported = dict.fromkeys(kept)
 
     def _require_session(self, session_id: str, key: str = "session_id") -> Session:
         session = self._store.sessions.get(session_id)
