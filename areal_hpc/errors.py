@@ -98,7 +98,7 @@ class SlurmCommandError(ClusterError):
 
 
 class NodeShortageError(ClusterError):
-    """What an episode needs, this node does not have now: a process, memory, a descriptor, space.
+    """What an episode needs, this node does not have now: a process, memory, space, a task's files.
 
     The episode is played again later, and its agent is not charged with it.
     """

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import InvalidRewardError, RecipeError, SandboxLostError
+from areal_hpc.errors import InvalidRewardError, NodeShortageError, RecipeError, SandboxLostError
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.reward import Reward
@@ -111,6 +111,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             SandboxLostError: The sandbox is gone before the tests began.
+            NodeShortageError: The tests cannot be read on this machine.
         """
         await sandbox.end_commands()
         try:
@@ -224,8 +225,21 @@ def build_archive(
 async def _unpack(
     sandbox: Sandbox, pairs: Iterable[tuple[Path, str]], folders: Iterable[str] = ()
 ) -> None:
-    """Put files into a sandbox; they are read in a thread, of a storage that may be slow."""
-    await sandbox.unpack(await asyncio.to_thread(build_archive, pairs, folders=folders))
+    """Put files into a sandbox; they are read in a thread, of a storage that may be slow.
+
+    Raises:
+        NodeShortageError: They cannot be read on this machine.
+        OSError: They do not fit into the sandbox.
+        SandboxLostError: The sandbox is gone.
+    """
+    try:
+        archive = await asyncio.to_thread(build_archive, pairs, folders=folders)
+    except OSError as error:
+        raise NodeShortageError(
+            f"the files of a Harbor task cannot be read: {error}",
+            hint="see that this node reads the task's folder",
+        ) from error
+    await sandbox.unpack(archive)
 
 
 def _clear_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import json
+import shutil
 import subprocess
 import tempfile
 from pathlib import Path
@@ -14,7 +15,7 @@ from areal_hpc.agents.harbor_agent import HarborAgent
 from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
 from areal_hpc.dataset.harbor.task_check import check_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import NodeShortageError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.reward.harbor import find_harbor_task
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
@@ -188,6 +189,9 @@ def test_tests_without_a_verdict_say_so(tasks: Path, tmp_path: Path) -> None:
         reward = finish(judge_after(row))
         assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
         assert said in reward.note
+    shutil.rmtree(folder / "tests")
+    with pytest.raises(NodeShortageError, match="the files of a Harbor task cannot be read"):
+        finish(judge_after(row))  # no fault of the agent, which would be trained with 0
 
 
 def test_a_root_file_system_in_a_tar_is_unpacked_once_per_node(
