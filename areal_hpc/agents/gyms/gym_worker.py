@@ -8,7 +8,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.errors import AgentError, NodeShortageError, RecipeError
+from areal_hpc.rollout.agent_errors import SHORTAGE_ERRORS, SHORTAGE_HINT
 from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
@@ -33,6 +34,7 @@ class GymWorker:
 
         Raises:
             RecipeError: There is no such Python, or the gym cannot be built.
+            NodeShortageError: The node lacks something for that.
         """
         command = [python, str(WORKERS_DIR / script)]
         environ = select_passed_variables(os.environ, ()) | dict(variables)
@@ -68,11 +70,15 @@ class GymWorker:
 
         Raises:
             AgentError: It fails, ends, takes too long or answers too much.
+            NodeShortageError: It fails because the node lacks something.
         """
         told = await self._process.ask(json.dumps(request).encode(), timeout_s)
         answer: dict[str, Any] = json.loads(told)
         if "error" in answer:
-            raise AgentError(f"{self._name} failed: {answer['error']}")
+            why = f"{self._name} failed: {answer['error']}"
+            if answer["errno"] in SHORTAGE_ERRORS:
+                raise NodeShortageError(why, hint=SHORTAGE_HINT)
+            raise AgentError(why)
         return answer
 
     def close(self) -> None:

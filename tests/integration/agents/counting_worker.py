@@ -1,6 +1,7 @@
 """Worker of a gym without a package: counts, sleeps, fails or leaves, as it is told."""
 
 import asyncio
+import errno
 import os
 import subprocess
 import sys
@@ -36,6 +37,8 @@ class Counting(Gym):
                 await asyncio.sleep(60)
             case "fail":
                 raise ValueError("not that")
+            case "run short":
+                raise RuntimeError("no tool server") from OSError(errno.EAGAIN, "no process")
             case "leave":
                 os._exit(3)
             case "start":

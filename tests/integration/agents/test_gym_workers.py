@@ -13,7 +13,7 @@ from areal_hpc.agents.gyms.gym_agent import GymAgent
 from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker, build_gym_worker_pool
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
-from areal_hpc.errors import AgentError, RecipeError
+from areal_hpc.errors import AgentError, ArealError, NodeShortageError, RecipeError
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from tests.support.gym_stage import GymStage
 
@@ -60,19 +60,22 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
 
 
 @pytest.mark.parametrize(
-    ("text", "said", "stays"),
+    ("text", "kind", "said", "stays"),
     [
-        ("fail", "ValueError: not that", True),
-        ("nan", "ValueError: Out of range float", True),
-        ("leave", "has ended", False),
-        ("sleep", "did not answer within 0.5 s", False),
+        ("fail", AgentError, "ValueError: not that", True),
+        ("nan", AgentError, "ValueError: Out of range float", True),
+        ("run short", NodeShortageError, "RuntimeError: no tool server", True),
+        ("leave", AgentError, "has ended", False),
+        ("sleep", AgentError, "did not answer within 0.5 s", False),
     ],
 )
-def test_a_gym_that_fails_costs_its_episode(text: str, said: str, stays: bool) -> None:
+def test_a_gym_that_fails_costs_its_episode(
+    text: str, kind: type[ArealError], said: str, stays: bool
+) -> None:
     async def scene(workers: Gyms) -> None:
         async with workers.acquire() as worker:
             _, pid = await reset(worker)
-            with pytest.raises(AgentError, match=said):
+            with pytest.raises(kind, match=said):
                 await step(worker, text, 0.5 if text == "sleep" else 30)
         assert Path(f"/proc/{pid}").exists() == stays
         async with workers.acquire() as next_one:

@@ -57,6 +57,15 @@ def take_link() -> tuple[IO[str], IO[str]]:
     return requests, answers
 
 
+def _find_errno(error: BaseException | None) -> int:
+    """The number of the system's error that caused this one; 0 if none did."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno:
+            return error.errno
+        error = error.__cause__
+    return 0
+
+
 async def _serve(
     build: Callable[[dict[str, Any]], Gym], requests: IO[str], answers: IO[str]
 ) -> None:
@@ -75,6 +84,7 @@ async def _serve(
                 answer = {}
             told = json.dumps(answer, allow_nan=False)
         except Exception as error:  # boundary: told to the agent
-            told = json.dumps({"error": f"{type(error).__name__}: {error}"[:2000]})
+            said = f"{type(error).__name__}: {error}"[:2000]
+            told = json.dumps({"error": said, "errno": _find_errno(error)})
         answers.write(told + "\n")
         answers.flush()
