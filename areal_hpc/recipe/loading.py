@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import (
     InterpolationKeyError,
     InterpolationResolutionError,
+    InterpolationToMissingValueError,
+    MissingMandatoryValue,
     OmegaConfBaseException,
 )
 from pydantic import ValidationError
@@ -61,12 +63,23 @@ def load_recipe(
     drop_replaced_sources(tree, given)
     tree = drop_replaced_preset(tree, given)
     try:
-        values = OmegaConf.to_container(OmegaConf.merge(*trees, tree, given), resolve=True)
+        merged = OmegaConf.merge(*trees, tree, given)
+        _raise_if_values_are_missing(merged)
+        values = OmegaConf.to_container(merged, resolve=True)
     except InterpolationResolutionError as error:
         raise _build_interpolation_error(error, path) from error
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     return build_recipe(values)
+
+
+def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
+    """A text such as a partition would take `???`, which is OmegaConf's for a value to come."""
+    if missing := sorted(OmegaConf.missing_keys(tree)):
+        raise RecipeError.from_problems(
+            Problem("expected a value, got ???", key, f"write one, or add {key}=... to the command")
+            for key in missing
+        )
 
 
 def _suggest_recipe(path: Path) -> str:
@@ -104,7 +117,8 @@ def build_recipe(values: object) -> Recipe:
 def read_site_file(path: Path) -> DictConfig:
     """The keys of a site file, each checked, though it need not hold all that a cluster has.
 
-    A value with `${...}` stays as it is written: it may name a key that only the recipe has.
+    A value with `${...}` stays as it is written: it may name a key that only the recipe has. So
+    does `???`, for a value that the recipe or the command line gives.
 
     Raises:
         RecipeError: Every problem of the file at once.
@@ -122,7 +136,7 @@ def read_site_file(path: Path) -> DictConfig:
 
 
 def read_site_values(path: Path) -> dict[str, Any]:
-    """The keys of a site file with their values, without those that name keys of a recipe.
+    """The keys of a site file with their values, without those that only a recipe gives.
 
     Raises:
         RecipeError: Every problem of the file at once.
@@ -139,14 +153,16 @@ def _resolve_site(tree: DictConfig, path: Path) -> dict[str, Any]:
 
 
 def _resolve_known(node: Any) -> Any:
-    """Plain values of a tree, without those that name keys which it does not have."""
+    """Plain values of a tree, without those that are missing or name keys that are."""
     if OmegaConf.is_list(node):
         return [_resolve_known(one) for one in node]
     if not OmegaConf.is_dict(node):
         return node
     found = {}
     for key in node:
-        with contextlib.suppress(InterpolationKeyError):
+        with contextlib.suppress(
+            InterpolationKeyError, InterpolationToMissingValueError, MissingMandatoryValue
+        ):
             found[key] = _resolve_known(node[key])
     return found
 
@@ -210,7 +226,9 @@ def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
     drop_replaced_sources(tree, given)
     tree = drop_replaced_preset(tree, given)
-    return build_recipe(OmegaConf.to_container(OmegaConf.merge(tree, given)))
+    merged = OmegaConf.merge(tree, given)
+    _raise_if_values_are_missing(merged)
+    return build_recipe(OmegaConf.to_container(merged))
 
 
 def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:

@@ -286,6 +286,7 @@ def test_an_agent_s_commands_that_reach_the_user_or_the_network_are_told() -> No
         ("5", "is not YAML"),
         ("- 1\n- 2\n", "holds a list"),
         ("x: ${nowhere}\n", "nowhere.*not found"),
+        ("trial_name: ???\n", r"expected a value, got \?\?\?\n  at: trial_name"),
         (None, "there is no recipe at"),
     ],
 )
@@ -344,7 +345,7 @@ def test_every_unknown_key_of_a_site_is_refused_with_its_file(tmp_path: Path) ->
 def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    slurm = {"partition": "${oc.env:PARTITION}", "qos": "${experiment_name}"}
+    slurm = {"partition": "${oc.env:PARTITION}", "qos": "${experiment_name}", "account": "???"}
     given = {"fileroot": "/shared", "stop_grace_s": "${oc.env:GRACE}", "slurm": slurm}
     site = site_file(tmp_path, **given)
     monkeypatch.setenv("GRACE", "45")
@@ -352,7 +353,9 @@ def test_a_site_may_take_values_from_the_environment_and_from_the_recipe(
         read_site_values(site)
     assert error.value.problems[0].key == f"{site}: cluster.slurm.partition"
     monkeypatch.setenv("PARTITION", "gpu")
-    recipe = load_recipe(QUICKSTART, (), site)
+    with pytest.raises(RecipeError, match=r"expected a value.*\n  at: cluster.slurm.account"):
+        load_recipe(QUICKSTART, (), site)
+    recipe = load_recipe(QUICKSTART, ["cluster.slurm.account=team"], site)
     assert (recipe.cluster.stop_grace_s, recipe.cluster.slurm.partition) == (45.0, "gpu")
     assert recipe.cluster.slurm.qos == recipe.experiment_name
     found = read_site_values(site)
