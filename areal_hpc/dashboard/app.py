@@ -7,6 +7,7 @@ no request names a file; what agents wrote goes out as JSON alone and is put int
 import asyncio
 import hmac
 import json
+import logging
 import math
 import sqlite3
 import threading
@@ -62,6 +63,8 @@ RUNS_POLL_S = 10.0
 PING_INTERVAL_S = 15.0
 END_CHECK_INTERVAL_S = 0.25
 """Between two looks at whether the server ends."""
+
+log = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 Query = Mapping[str, str]
@@ -126,12 +129,11 @@ class DashboardApp:
             found = await run_in_threadpool(page, request.query_params)
         except ArealError as error:
             return _build_json_response({"error": str(error)}, 400)
-        except (
-            OSError,
-            sqlite3.Error,
-            KeyError,
-        ) as error:  # KeyError: a metrics row without `step`
+        except (OSError, sqlite3.Error) as error:
             return _build_json_response({"error": f"cannot be read: {error}"}, 500)
+        except Exception as error:  # boundary: the page says it; files may hold anything
+            log.warning("%s cannot be shown", request.url.path.rpartition("/")[2], exc_info=True)
+            return _build_json_response({"error": run_pages.explain_unreadable(error)}, 500)
         return _build_json_response(found)
 
     def _find_run(self, query: Query) -> RunPaths:
@@ -164,7 +166,8 @@ class DashboardApp:
 
     def _find_row_page(self, query: Query) -> JsonObject:
         run = self._find_run(query)
-        index, sets = self._open_refreshed_index(run), list_set_names(run)
+        problems: list[str] = []
+        index, sets = self._open_refreshed_index(run), list_set_names(run, problems)
         page = index.find_page(
             query.get("where", ""),
             query.get("sort", ""),
@@ -178,7 +181,7 @@ class DashboardApp:
             "sets": build_set_filters(sets),
             "matching": page.matching,
             "total": page.total,
-            "problems": index.list_read_problems(),
+            "problems": [*problems, *index.list_read_problems()],
         }
 
     def _count_failure_causes(self, query: Query) -> list[JsonObject]:
@@ -189,7 +192,7 @@ class DashboardApp:
         shard, row = run_pages.parse_row_name(query.get("row", ""))
         related = self._open_refreshed_index(run).list_related_rows(shard, row)
         found = run_pages.describe_trajectory(run, shard, row) | related
-        name_sets([found, *related["group"], *related["task_rows"]], list_set_names(run))
+        name_sets([found, *related["group"], *related["task_rows"]], list_set_names(run, []))
         return found | {"annotation": describe_annotation(run, related["group"], found)}
 
     async def _stream_change_events(self, request: Request) -> Response:

@@ -1,5 +1,6 @@
 """A run's pages as a folder of files, to attach to a paper or a ticket: no server is needed."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     if folder.exists():
         raise RecipeError(f"{folder} exists", key="--bundle", hint="name another folder")
     index = RowIndex(run, cache_dir)
-    sets = list_set_names(run)
+    sets = list_set_names(run, [])
     try:
         index.index_new_rows()
         rows = index.choose_example_rows(MAX_BUNDLED_ROWS)
@@ -49,9 +50,9 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     name_sets(rows, sets)
     (state,) = RunStateCache().get_states([run])
     pages: dict[str, Any] = {
-        "timeline": _describe_timeline_if_known(run),
+        "timeline": _describe_or_explain(lambda: describe_timeline(run, {})),
         "runs": {"place": "", "runs": run_pages.describe_runs([run], [state])},
-        "overview": run_pages.describe_run_overview(run, state),
+        "overview": _describe_or_explain(lambda: run_pages.describe_run_overview(run, state)),
         "metrics": run_pages.describe_metrics(run),
         "evaluations": describe_evaluations(run),
         "rows": {"rows": rows, "matching": len(rows), "total": total},
@@ -74,10 +75,10 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     return len(rows)
 
 
-def _describe_timeline_if_known(run: RunPaths) -> dict[str, Any]:
-    """The timeline of the last steps; the reason where none is known."""
+def _describe_or_explain(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A page; the reason where there is nothing to show yet, or the recipe is damaged."""
     try:
-        return describe_timeline(run, {})
+        return describe()
     except RecipeError as error:
         return {"error": str(error)}
 

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.dashboard.evaluation_sets import list_set_names
+from areal_hpc.dashboard.evaluation_sets import list_set_names, read_set_configs
 from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
     SetSamples,
@@ -13,7 +13,6 @@ from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id
 from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
 
 MAX_SHOWN_EVALUATIONS = 100
 """Of a set, the newest ones."""
@@ -22,21 +21,19 @@ JsonObject = dict[str, Any]
 
 
 def describe_evaluations(paths: RunPaths) -> JsonObject:
-    """Every evaluation set of a run with its results by step; why some cannot be read.
-
-    Raises:
-        RecipeError: The run's recipe is damaged.
-    """
+    """Every evaluation set of a run with its results by step; why some cannot be read."""
     problems: list[str] = []
     results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
-    configs = (read_run_recipe(paths.recipe).get("evaluation") or {}).get("sets") or {}
-    names = list_set_names(paths)
+    configs = read_set_configs(paths, problems)
+    names = list_set_names(paths, [])
     first_tickets = {name: get_ticket_id(number, 0) for number, name in enumerate(names)}
     sets = []
     for name, found in results.items():
         shown = found[-MAX_SHOWN_EVALUATIONS:]
         described = _describe_set(name, shown, first_tickets.get(name))
-        sets.append(described | {"further": _describe_further_metrics(shown, configs.get(name))})
+        sets.append(
+            described | {"further": _describe_further_metrics(shown, configs.get(name, {}))}
+        )
     return {"sets": sets, "problem": "; ".join(problems)}
 
 
@@ -60,10 +57,9 @@ def _describe_set(
 
 
 def _describe_further_metrics(
-    results: Sequence[EvaluationResult], config: Mapping[str, Any] | None
+    results: Sequence[EvaluationResult], config: Mapping[str, Any]
 ) -> list[JsonObject]:
     """The metrics that a set has beside its mean reward, by step."""
-    config = config or {}
     metrics = [one for one in config.get("metrics") or () if one != "avg@k"]
     pass_reward = config.get("pass_reward", DEFAULT_PASS_REWARD)
     found: dict[str, JsonObject] = {}

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id, split_ticket_id
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
@@ -11,16 +12,29 @@ from areal_hpc.wire.trajectory import RowKind
 JsonObject = dict[str, Any]
 
 
-def list_set_names(paths: RunPaths) -> list[str]:
+def list_set_names(paths: RunPaths, problems: list[str]) -> list[str]:
     """The evaluation sets of a run by their numbers; `valid` alone if its recipe has no other.
 
-    Raises:
-        RecipeError: The run's recipe is damaged.
+    A damaged recipe is told in `problems`: what else there is of the run is shown all the same.
     """
-    if not paths.recipe.exists():
-        return [VALID_SET_NAME]
-    sets = (read_run_recipe(paths.recipe).get("evaluation") or {}).get("sets") or {}
+    sets = read_set_configs(paths, problems)
     return [VALID_SET_NAME, *sorted(name for name in sets if name != VALID_SET_NAME)]
+
+
+def read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
+    """The section `evaluation.sets` of a run's recipe; what is wrong with it in `problems`."""
+    if not paths.recipe.exists():
+        return {}
+    try:
+        recipe = read_run_recipe(paths.recipe)
+    except RecipeError as error:
+        problems.append(str(error))
+        return {}
+    section = recipe.get("evaluation")
+    sets = section.get("sets") if isinstance(section, dict) else None
+    if not isinstance(sets, dict):
+        return {}
+    return {str(name): one if isinstance(one, dict) else {} for name, one in sets.items()}
 
 
 def name_sets(rows: Sequence[JsonObject], names: Sequence[str]) -> None:

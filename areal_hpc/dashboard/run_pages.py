@@ -56,8 +56,16 @@ def _describe_run(paths: RunPaths, state: str) -> JsonObject:
     row: JsonObject = {"name": paths.run_name, "state": state, "path": str(paths.root)}
     try:
         return row | _describe_run_progress(paths)
-    except (ArealError, OSError, KeyError) as error:  # KeyError: a metrics row without `step`
+    except (ArealError, OSError) as error:
         return row | {"problem": f"cannot be read: {error}"}
+    except Exception as error:  # boundary: one run's files do not hide the other runs
+        return row | {"problem": explain_unreadable(error)}
+
+
+def explain_unreadable(error: Exception) -> str:
+    """What to say of files that can be read and do not hold what this version expects."""
+    kind = type(error).__name__
+    return f"the run's files are damaged, or of another version of areal-hpc ({kind}: {error})"
 
 
 def _describe_run_progress(paths: RunPaths) -> JsonObject:

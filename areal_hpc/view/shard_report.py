@@ -1,5 +1,6 @@
 """Text output of `areal-hpc shards`."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from areal_hpc.view.tables import format_table
 from areal_hpc.view.transcripts.row_search import FoundRow
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
+
+log = logging.getLogger(__name__)
 
 
 def format_shard_table(paths: RunPaths) -> str:
@@ -83,7 +86,12 @@ def _list_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
     yield paths.tiny_model_dir / "tokenizer.json"
     if not paths.recipe.exists():  # a shard that lies alone
         return
-    if named := read_run_recipe(paths.recipe).get("model", {}).get("path"):
+    try:
+        recipe = read_run_recipe(paths.recipe)
+    except RecipeError as error:  # what is recorded can be shown without it
+        log.warning("no tokenizer is looked for: %s", error)
+        return
+    if named := recipe.get("model", {}).get("path"):
         yield Path(named) / "tokenizer.json"
 
 
