@@ -15,8 +15,10 @@ from areal_hpc.view.answers.collapse import explain_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
 from tests.support.browser import Page, in_browser
+from tests.support.dashboard_run import append_step, make_run
 from tests.support.environments import CHECKOUT
 from tests.support.sample_runs import ARCHIVE, SWITCH_STEP
+from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.small_run import LIGHT, SmallRun
 from tests.support.view_server import serving_pages
 
@@ -24,6 +26,8 @@ IMAGES = CHECKOUT / "docs" / "images"
 WIDE, NARROW = (1340, 950), (390, 844)
 PAGES = ("", "overview", "metrics", "timeline", "evaluations", "trajectories")
 MAX_TABS = 120
+IS_NEW = "document.querySelector('main h1')?.dataset.old === undefined"
+"""After the page was made anew."""
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -150,6 +154,75 @@ def test_tokens_are_found_and_colored_by_keyboard_alone(url: str, tmp_path: Path
         assert page.errors == []
 
     in_browser(tmp_path, use)
+
+
+def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
+    run = make_run(tmp_path / "runs")
+    names = {f"made/{number}": 0.5 for number in range(40)}
+    for step in (2, 3, 4):
+        append_step(run, step, 0.5, **names)
+    environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
+
+    async def use(page: Page) -> None:
+        await page.resize(*WIDE)
+        tickets = iter(range(30, 99))
+
+        async def hear_news(*, shown: bool = True) -> None:
+            await page.await_true("document.getElementById('live')?.textContent === 'live'")
+            await page.ask("document.querySelector('main h1').dataset.old = 'yes'")
+            ticket = next(tickets)
+            append_step(run, ticket, 0.5, **names)
+            seal_in(run, [trajectory(ticket)], writer=f"cell-{ticket}")
+            if shown:
+                await page.await_true(IS_NEW)
+            else:
+                await asyncio.sleep(3)  # longer than news take
+                assert not await page.ask(IS_NEW)
+
+        query = "run=shown/run"
+        await show(page, address, "trajectories", query)
+        third = "document.querySelectorAll('td a')[2]"
+        link = await page.ask(f"{third}.getAttribute('href')")
+        await page.ask(f"{third}.focus()")
+        await hear_news()
+        assert await page.ask("document.activeElement.getAttribute('href')") == link
+        await page.press("/")
+        await page.press("x")
+        await hear_news(shown=False)
+        assert await page.ask("document.activeElement.value") == "x"
+        await page.press("Tab")
+        await page.await_true(IS_NEW)
+        assert await page.ask("document.querySelector('input').value") == "x", "not lost"
+        await page.ask("getSelection().selectAllChildren(document.querySelector('main h1'))")
+        await hear_news(shown=False)
+        assert await page.ask("getSelection().toString()") == "Trajectories"
+        await page.ask("getSelection().empty()")
+        await page.await_true(IS_NEW)
+
+        await show(page, address, "metrics", query)
+        await page.ask("scrollTo(0, document.documentElement.scrollHeight)")
+        place = await page.ask("scrollY")
+        await page.ask("document.querySelector('select').focus({preventScroll: true})")
+        await hear_news()
+        assert await page.ask("document.activeElement.tagName") == "SELECT"
+        await asyncio.sleep(0.5)
+        assert await page.ask("scrollY") == place > 1000
+
+        await show(page, address, "timeline", f"{query}&from=1000&to=1010")
+        await tab_to(page, "steps")
+        await page.press("ArrowRight")
+        await page.press("ArrowRight")
+        told = "document.querySelector('.told').textContent"
+        said = await page.ask(told)
+        assert said.startswith("step 2:")
+        await hear_news()
+        assert await page.ask(told) == said
+        await page.press("ArrowRight")
+        assert str(await page.ask(told)).startswith("step 3:")
+        assert page.errors == []
+
+    with serving_pages(run.root.parent.parent, environ) as address:
+        in_browser(tmp_path, use)
 
 
 def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:

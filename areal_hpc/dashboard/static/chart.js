@@ -33,7 +33,7 @@ function smoothValues(values, strength) {
 function buildChart({ title, hint, unit, series, restarts = [], height = 150, formatX = (x) => `step ${x}` }) {
   const drawn = series.filter((one) => one.y.some((value) => value !== null && value !== undefined));
   const value = element("div", { class: "value" });
-  const place = element("div", {});
+  const place = element("div", { style: { minHeight: drawn.length ? `${height}px` : "" } }); // drawn later: the page must not shrink meanwhile
   const values = drawn.map(() => element("span", {}));
   const legend = drawn.length > 1 && element("div", { class: "legend" }, drawn.map((one, index) =>
     element("span", {}, element("i", { style: { background: COLORS[index % COLORS.length] } }), `${one.name} `, values[index])));

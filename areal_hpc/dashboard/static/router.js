@@ -44,6 +44,8 @@ const WAIT_TEXT = "Reading the files of the run: many trajectories take some sec
 let shown = 0;
 let loading = 0;
 let isStale = false;
+let isHeldBack = false;
+let isPressed = false;
 let lastPlace = "";
 
 /** Show the page of the address. News that come while one is loading are asked for once, after it. */
@@ -75,30 +77,87 @@ async function loadPage({ isRefresh = false }) {
   }
   clearTimeout(wait);
   if (number !== shown) return;
-  const typed = isRefresh && main.contains(document.activeElement) && ["INPUT", "SELECT"].includes(document.activeElement.tagName);
-  if (typed) return; // the reader is at it: what is new comes with the next change
-  const opened = isRefresh ? [...main.querySelectorAll("details")].map((one) => one.open) : [];
+  if (isRefresh && isInUse(main)) { isHeldBack = true; return; }
+  isHeldBack = false;
   const place = [page, query.run, query.row, query.offset].join("|");
-  const focused = place === lastPlace ? findFocused(main) || (document.activeElement === document.body && focusedBefore) : null;
-  const chosen = isRefresh ? main.querySelector("tr.chosen")?.dataset.link : null;
+  const isSame = place === lastPlace;
+  const focused = isSame ? findFocused(main) || (document.activeElement === document.body && focusedBefore) : null;
+  const restore = isSame ? keepView(main, isRefresh) : null;
   main.replaceChildren(...made.childNodes);
-  main.querySelectorAll("details").forEach((one, index) => { if (opened[index] !== undefined) one.open = opened[index]; });
-  if (chosen) main.querySelector(`tr[data-link="${CSS.escape(chosen)}"]`)?.classList.add("chosen");
-  if (focused) [...main.querySelectorAll(FOCUSABLE)].find((one) => nameFocusable(one) === focused)?.focus({ preventScroll: true });
-  if (place !== lastPlace) window.scrollTo(0, 0);
+  if (restore) restore();
+  if (focused) focusAgain(main, focused);
+  if (!isSame) window.scrollTo(0, 0);
   lastPlace = place;
+}
+
+/** Whether the reader types, has marked text or holds the pointer down, which a page made anew would end. */
+function isInUse(main) {
+  const one = document.activeElement;
+  const isTyping = main.contains(one) && (
+    (one.tagName === "INPUT" && one.value !== one.defaultValue)
+    || (one.tagName === "SELECT" && (!CSS.supports("selector(:open)") || one.matches(":open"))));
+  const marked = document.getSelection();
+  return isPressed || isTyping || (!marked.isCollapsed && main.contains(marked.anchorNode));
+}
+
+/** Show what is new as soon as the reader is done. */
+function showHeldBack() {
+  if (isHeldBack && !isInUse(document.getElementById("main"))) { isHeldBack = false; showPage({ isRefresh: true }); }
+}
+
+document.addEventListener("pointerdown", (event) => { isPressed = event.button === 0; });
+for (const name of ["pointerup", "pointercancel"]) document.addEventListener(name, () => { isPressed = false; });
+for (const name of ["pointerup", "pointercancel", "focusout", "selectionchange"]) {
+  document.addEventListener(name, () => setTimeout(showHeldBack)); // after what else the event leads to
+}
+
+/** What the reader has opened, scrolled, chosen and typed; the function puts it into the page made anew. */
+function keepView(main, isRefresh) {
+  const opened = [...main.querySelectorAll("details")].map((one) => one.open);
+  const scrolled = [...main.querySelectorAll(".scroll")].map((one) => [one.scrollLeft, one.scrollTop]);
+  const chosen = main.querySelector("tr.chosen")?.dataset.link;
+  const typed = isRefresh ? listSearches(main).map((one) => one.value === one.defaultValue ? null : one.value) : [];
+  return () => {
+    main.querySelectorAll("details").forEach((one, index) => { one.open = opened[index] ?? one.open; });
+    listSearches(main).forEach((one, index) => {
+      if ((typed[index] ?? null) === null) return;
+      one.value = typed[index];
+      one.dispatchEvent(new Event("input"));
+    });
+    main.querySelectorAll(".scroll").forEach((one, index) => { [one.scrollLeft, one.scrollTop] = scrolled[index] || [0, 0]; });
+    if (chosen) main.querySelector(`tr[data-link="${CSS.escape(chosen)}"]`)?.classList.add("chosen");
+  };
+}
+
+function listSearches(main) {
+  return [...main.querySelectorAll("input[type='search']")];
 }
 
 const FOCUSABLE = "a, button, input, select, summary, [tabindex]";
 
+/** What has the focus in the page: its name, and the place of the cursor in a text. */
 function findFocused(main) {
-  const one = document.activeElement;
-  return one !== main && main.contains(one) ? nameFocusable(one) : null;
+  const { activeElement } = document;
+  const found = nameFocusables(main).find(({ one }) => one === activeElement);
+  return found && { name: found.name, cursor: activeElement.type === "search" ? [activeElement.selectionStart, activeElement.selectionEnd] : null };
 }
 
-/** What an element that had the focus is recognized by when the page is made anew. */
-function nameFocusable(one) {
-  return [one.tagName, one.title || one.getAttribute("aria-label") || one.name || one.textContent].join("|");
+/** Give the focus to what had it before, or to the page if that is gone: Tab goes on from there. */
+function focusAgain(main, { name, cursor }) {
+  const one = nameFocusables(main).find((item) => item.name === name)?.one || main;
+  one.focus({ preventScroll: true });
+  if (cursor && one !== main) one.setSelectionRange(...cursor);
+}
+
+/** What can have the focus, with what each is recognized by when the page is made anew. */
+function nameFocusables(main) {
+  const counts = new Map();
+  return [...main.querySelectorAll(FOCUSABLE)].map((one) => {
+    const own = one.getAttribute("href") || one.dataset.name || one.title || one.getAttribute("aria-label") || one.name || one.textContent;
+    const name = `${one.tagName}|${own}`;
+    counts.set(name, (counts.get(name) || 0) + 1);
+    return { one, name: `${name}|${counts.get(name)}` };
+  });
 }
 
 /** Keys of the page: `/` to the filter, `j` and `k` through a table, Enter opens. */

@@ -9,6 +9,7 @@ const SLICE_COLORS = {
 };
 const LANE_HEIGHT = { one: 9, states: 14, counts: 34 };
 const ZOOM = 2;
+let chosenBar = null; // by arrow keys: its lane, and when it begins
 
 async function showTimeline(main, query, go) {
   const { run } = query;
@@ -37,7 +38,7 @@ async function showTimeline(main, query, go) {
     buildColorLegend(found.processes),
     told,
     element("div", { class: "timeline" },
-      drawLane({ title: "steps", height: LANE_HEIGHT.states, view, found, run, told, show,
+      drawLane({ name: "steps", title: "steps", height: LANE_HEIGHT.states, view, found, run, told, show,
         slices: found.steps.map((one) => [one.begin - found.begin, one.end - found.begin, `step ${one.step}`, { limit: one.limit, reward: one.reward }]) }),
       found.processes.map((process) => describeProcess(process, { view, found, run, told, show }))),
     ...found.notes.map((note) => element("p", { class: "quiet small" }, note)),
@@ -93,15 +94,15 @@ function describeProcess(process, options) {
   const shares = process.shares.slice(0, 5).map(([name, share]) => `${name} ${Math.round(100 * share)} %`).join(", ");
   return element("section", {},
     element("h3", {}, process.process, element("span", { class: "quiet" }, [process.node && ` on ${process.node}`, shares && `: ${shares}`].filter(Boolean).join(""))),
-    process.lanes.map((lane) => drawLane({ ...options, ...lane,
+    process.lanes.map((lane, index) => drawLane({ ...options, ...lane, name: `${process.process} ${process.node} ${index}`,
       height: lane.counts ? LANE_HEIGHT.counts : lane.title === "states" ? LANE_HEIGHT.states : LANE_HEIGHT.one })));
 }
 
 /** A lane as a canvas that tells what is under the pointer, or chosen by arrow keys. */
-function drawLane({ title, slices, counts, most, height, view, found, run, told, show }) {
-  const canvas = element("canvas", { height, role: "img", tabindex: slices && slices.length ? "0" : null,
+function drawLane({ name, title, slices, counts, most, height, view, found, run, told, show }) {
+  const canvas = element("canvas", { height, style: { height: `${height}px` }, role: "img", "data-name": name, tabindex: slices && slices.length ? "0" : null,
     "aria-label": counts ? `${title}: at most ${formatNumber(most)} at once` : `${title || "lane"}: ${slices.length} bars` });
-  let chosen = -1;
+  let chosen = slices && chosenBar?.lane === name ? slices.findIndex(([begin]) => Math.abs(found.begin + begin - chosenBar.begin) < 1e-3) : -1;
   let from = null;
   const toX = (seconds) => (found.begin + seconds - view.begin) / (view.end - view.begin) * canvas.clientWidth;
   const toTime = (x) => view.begin + x / canvas.clientWidth * (view.end - view.begin);
@@ -116,8 +117,8 @@ function drawLane({ title, slices, counts, most, height, view, found, run, told,
   };
   const tell = (place) => {
     if (!slices || place < 0 || place >= slices.length) return;
-    const [begin, end, name, facts] = slices[place];
-    told.textContent = `${name}: ${formatSeconds(end - begin)}, from ${formatTime(found.begin + begin).slice(11)}  ${formatFacts(facts)}`;
+    const [begin, end, what, facts] = slices[place];
+    told.textContent = `${what}: ${formatSeconds(end - begin)}, from ${formatTime(found.begin + begin).slice(11)}  ${formatFacts(facts)}`;
   };
   const findAt = (x) => slices ? slices.findIndex(([begin, end]) => toX(begin) - 1 <= x && x <= Math.max(toX(end), toX(begin) + 2)) : -1;
   const findX = (event) => event.clientX - canvas.getBoundingClientRect().left;
@@ -140,6 +141,7 @@ function drawLane({ title, slices, counts, most, height, view, found, run, told,
   canvas.addEventListener("keydown", (event) => {
     if (event.key === "ArrowRight" || event.key === "ArrowLeft") {
       chosen = Math.max(0, Math.min(slices.length - 1, chosen + (event.key === "ArrowRight" ? 1 : -1)));
+      chosenBar = { lane: name, begin: found.begin + slices[chosen][0] };
       event.preventDefault();
       draw();
       tell(chosen);
@@ -148,8 +150,9 @@ function drawLane({ title, slices, counts, most, height, view, found, run, told,
       location.hash = page || linkTimes(run, found.begin + slices[chosen][0], found.begin + slices[chosen][1]);
     }
   });
+  tell(chosen);
   new ResizeObserver(() => requestAnimationFrame(draw)).observe(canvas);
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
+  canvas.addEventListener("redraw", draw);
   return element("div", { class: "lane" }, element("span", { class: "small quiet" }, title), canvas);
 }
 
@@ -195,6 +198,10 @@ function drawCounts(context, counts, most, height, toX, found) {
     context.fillRect(left, height - size, Math.max(1, right - left), size);
   });
 }
+
+/** One listener for all lanes that there ever are: one of each would keep it for good. */
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () =>
+  document.querySelectorAll(".lane canvas").forEach((one) => one.dispatchEvent(new Event("redraw"))));
 
 /** Keys of the page's buttons. */
 document.addEventListener("keydown", (event) => {
