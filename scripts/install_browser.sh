@@ -11,6 +11,7 @@ fail() { # message, then one hint a line
   exit 78
 }
 
+[ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 ! command -v chromium >/dev/null || exit 0
 command -v apt-get >/dev/null ||
   fail "this installs Debian's package, and apt-get is not here" "put the program chromium on the path"

@@ -18,6 +18,8 @@ fail() { # message, then one hint a line
   exit 78
 }
 
+[ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
+
 missing=()
 for command in "${commands[@]}"; do
   PATH=$PATH:/usr/sbin:/sbin command -v "$command" >/dev/null || missing+=("$command")

@@ -12,6 +12,12 @@ command -v "$uv" >/dev/null || {
 }
 [ $# -gt 0 ] || mapfile -t locks < <(find "$root/requirements" -name '*.txt' ! -name torch-cpu.txt | sort)
 [ $# -eq 0 ] || locks=("$@")
+for lock in "${locks[@]}"; do
+  [ -f "$lock" ] || {
+    printf 'hashes: there is no lock %s\n  try: %s requirements/*.txt\n' "$lock" "$0" >&2
+    exit 78
+  }
+done
 
 python_of() { # lock: the version that its head names, a release that no package finds too old
   echo "$(grep -oE -m 1 'Python 3\.[0-9]+' "$1" | cut -d' ' -f2).9"

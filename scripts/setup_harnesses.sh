@@ -16,6 +16,7 @@ fail() { # message, hint
   exit 78
 }
 
+[ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 [ -x "$python" ] || fail "there is no Python to start from" "make setup"
 echo "set-up: harnesses  4 GB from npm and PyPI"
 "$python" -m areal_hpc install-harness all --dir "$home"

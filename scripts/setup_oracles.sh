@@ -15,6 +15,7 @@ fail() { # message, hint
 
 packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } # interpreter
 
+[ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 train=$root/.venvs/train/bin/python
 [ -x "$train" ] || fail "there is no Python to start from" "make setup"
 stamp=$(cat "$lock" "$root/requirements/train.txt" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1)

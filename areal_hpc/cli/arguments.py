@@ -23,7 +23,12 @@ Command: TypeAlias = Callable[[argparse.Namespace], int]
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "run": {"type": Path, "help": "a run directory"},
     "recipe": {"type": Path, "help": "a recipe: a YAML file"},
-    "overrides": {"nargs": "*", "metavar": "key=value", "help": "such as trainer.total_steps=10"},
+    "overrides": {
+        "nargs": "*",
+        "default": [],  # else argparse calls it required
+        "metavar": "key=value",
+        "help": "such as trainer.total_steps=10",
+    },
     "--site": {
         "type": Path,
         "metavar": "FILE",
@@ -76,13 +81,14 @@ class CommandGroup:
 
     def add_subcommand_group(self, name: str, **options: Any) -> CommandGroup:
         """The commands of `areal-hpc NAME ACTION`; options as for `add_command`."""
-        actions = self._add_parser(name, options).add_subparsers(required=True, metavar="ACTION")
+        actions = self._add_parser(name, options).add_subparsers(required=True)
         return CommandGroup(actions, tells_help=True)
 
     def _add_parser(self, name: str, options: dict[str, Any]) -> argparse.ArgumentParser:
-        self.help_by_command[name] = options["help"]
-        if "description" in options:
-            options["description"] = textwrap.fill(options["description"], HELP_WIDTH)
+        help_: str = options["help"]
+        self.help_by_command[name] = help_
+        description = options.get("description") or f"{help_[0].upper()}{help_[1:]}."
+        options["description"] = textwrap.fill(description, HELP_WIDTH)
         if not self._tells_help:
             del options["help"]
         return self._subparsers.add_parser(name, **options)

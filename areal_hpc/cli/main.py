@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 from areal_hpc import __version__
 from areal_hpc.cli import completion, usage_errors
@@ -23,7 +24,7 @@ from areal_hpc.cli.commands import (
     view,
     why,
 )
-from areal_hpc.errors import ArealError, escape_controls
+from areal_hpc.errors import ArealError, RecipeError, escape_controls
 
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
@@ -33,6 +34,12 @@ COMMAND_MODULES = {
     "develop": (develop, completion),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
+UNUSABLE_PATH_ERRORS = (
+    FileExistsError,
+    IsADirectoryError,
+    NotADirectoryError,
+    PermissionError,
+)
 VARIADIC_ARGUMENTS = ("overrides", "names")
 """Arguments that a command may take any number of."""
 
@@ -48,8 +55,22 @@ def main(argv: Sequence[str] | None = None) -> None:
         head = "error: " if count == 1 else f"{count} errors:\n"
         print(escape_controls(f"{head}{error}"), file=sys.stderr)
         sys.exit(getattr(error, "code", error.exit_code))
+    except UNUSABLE_PATH_ERRORS as error:
+        if not _is_named_in(arguments, error.filename):
+            raise  # a path of our own making
+        print(escape_controls(f"error: {error.strerror}\n  at: {error.filename}"), file=sys.stderr)
+        sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
+
+
+def _is_named_in(arguments: argparse.Namespace, filename: object) -> bool:
+    """True for a path of the command line, or one below it."""
+    if not isinstance(filename, str):
+        return False
+    path = Path(filename).resolve()
+    named = (one.resolve() for one in vars(arguments).values() if isinstance(one, Path))
+    return any(path.is_relative_to(one) for one in named)
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

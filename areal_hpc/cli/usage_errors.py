@@ -33,7 +33,9 @@ MAX_SUGGESTED_KEYS = 3
 def exit_on_unknown_command(parser: argparse.ArgumentParser, argv: Sequence[str]) -> None:
     """Exit with a usage error that suggests a command, if there is none of the name given."""
     known = find_subparsers(parser)
-    name = argv[0] if argv else ""
+    if not argv:
+        parser.error(f"expected a command (`{parser.prog} --help` lists all)")
+    name = argv[0]
     if not name or name.startswith("-") or name in known:
         return
     near = [COMMAND_BY_MISTAKEN_NAME[name]] if name in COMMAND_BY_MISTAKEN_NAME else []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import field_validator
+from pydantic import Field, field_validator
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.processes.process_setup import raise_open_file_limit
@@ -32,7 +32,7 @@ class StandaloneProxyConfig(BaseConfig):
     tokenizer: Path
     """Model in Hugging Face format: its tokenizer, template and vocabulary size are used."""
     host: str
-    port: int
+    port: int = Field(ge=0, le=65535)
     admin_key_file: Path
     """Holds the key that opens sessions; made if it is missing."""
     journal: Path | None

@@ -90,11 +90,17 @@ def choose_attempt(paths: RunPaths, attempt: int | None) -> int:
         RecipeError: There is no such attempt.
     """
     attempts = paths.list_attempts()
-    if not attempts or (attempt is not None and attempt not in attempts):
+    if not attempts:
         raise RecipeError(
-            f"expected an attempt of {attempts or 'none so far'}, got {attempt or 'the newest'}",
+            "this run has no logs yet",
             key=str(paths.logs_dir),
             hint="areal-hpc status RUN shows whether any job has started",
+        )
+    if attempt is not None and attempt not in attempts:
+        raise RecipeError(
+            f"expected an attempt of {attempts}, got {attempt}",
+            key=str(paths.logs_dir),
+            hint="leave --attempt out for the newest",
         )
     return attempts[-1] if attempt is None else attempt
 

@@ -13,7 +13,8 @@ import pytest
 from areal_hpc.cli.arguments import find_subparsers
 from areal_hpc.cli.main import build_parser
 from areal_hpc.recipe.reference import list_keys
-from tests.support.commands import exit_code_of
+from tests.support.commands import exit_code_of, run_program
+from tests.support.environments import CHECKOUT
 
 QUICKSTART = "recipes/quickstart.yaml"
 
@@ -39,6 +40,7 @@ def test_help_has_an_example_and_a_word_on_every_argument(name: str) -> None:
     _, head, examples = shown.rpartition("\nexample")
     assert head, shown
     assert f"areal-hpc {name}" in examples, "the example is one of this command"
+    assert COMMANDS[name].description, "a sentence on what it does"
     silent = [action.dest for action in COMMANDS[name]._actions if not action.help]
     assert silent == []
 
@@ -56,6 +58,12 @@ def test_help_has_an_example_and_a_word_on_every_argument(name: str) -> None:
         ("status somewhere --nonsense", "usage: areal-hpc status"),
         (f"run {QUICKSTART} --nonsense", "usage: areal-hpc run"),
         ("shards ls somewhere --nonsense", "usage: areal-hpc shards ls"),
+        ("", "expected a command (`areal-hpc --help` lists all)"),
+        ("run", "the following arguments are required: recipe\n"),
+        ("logs", "the following arguments are required: run\n"),
+        ("migrate", "the following arguments are required: config\n"),
+        ("replay runs", "the following arguments are required: --steps\n"),
+        ("shards", "the following arguments are required: {ls,show,export,verify}\n"),
     ],
 )
 def test_a_usage_error_is_that_of_the_command_and_says_what_to_write(
@@ -63,6 +71,41 @@ def test_a_usage_error_is_that_of_the_command_and_says_what_to_write(
 ) -> None:
     assert exit_code_of(*words.split()) == 2
     assert said in capfd.readouterr().err
+
+
+PROXY = "proxy --tokenizer nowhere --admin-key-file nowhere --port"
+UPSTREAM = "--upstream http://127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("make-tiny-model --out README.md --texts LICENSE", "File exists\n  at: README.md"),
+        ("make-repair-tasks README.md", "Not a directory\n  at: README.md"),
+        (f"{PROXY} 0 --upstream x", "error: an upstream is an address such as"),
+        (f"{PROXY} 70000 {UPSTREAM}", "it must be less than or equal to 65535, got 70000"),
+        (f"{PROXY} 0 {UPSTREAM} --set max_sesions=1", "did you mean max_sessions?"),
+    ],
+)
+def test_an_argument_that_cannot_be_used_is_told_without_a_traceback(
+    words: str, said: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code_of(*words.split()) == 78
+    assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("install_browser", "install_sandbox_runtime", "install_slurm", "renew_hashes"),
+        *("setup", "setup_gyms", "setup_harnesses", "setup_oracles"),
+    ],
+)
+def test_a_script_that_is_asked_for_help_installs_nothing(name: str) -> None:
+    environ = {**os.environ, "UV": "true"}
+    ended = run_program(CHECKOUT / "scripts" / f"{name}.sh", "--help", environ=environ)
+    assert (ended.returncode, ended.stdout) == (78, "")
+    assert "\n  try: " in ended.stderr
 
 
 def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
+from areal_hpc.cli.arguments import SHARED_ARGUMENTS, UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.errors import RecipeError
 
 if TYPE_CHECKING:
@@ -32,10 +32,8 @@ def add_commands(commands: CommandGroup) -> None:
     )
     recipe = "recipe whose files and settings are checked as well"
     doctor.add_argument("recipe", type=Path, nargs="?", help=recipe)
-    doctor.add_argument(
-        "overrides", nargs="*", metavar="key=value", help="such as trainer.total_steps=10"
-    )
-    doctor.add_argument("--site", type=Path, metavar="FILE", help="keys of `cluster`")
+    for name in ("overrides", "--site"):
+        doctor.add_argument(name, **SHARED_ARGUMENTS[name])
     check_node = "submit a one-minute job that checks whether the file root is shared"
     doctor.add_argument("--check-node", action="store_true", help=check_node)
     gpu = "examine the GPUs of this machine, or with --nodes those of a job"

@@ -40,13 +40,15 @@ def add_commands(commands: CommandGroup) -> None:
         _show_logs,
         ["run"],
         help="show the latest log lines of all processes, merged by time",
+        description="Show the latest log lines of all processes of the newest launch, or of those "
+        "that are named, merged by time.",
         example="areal-hpc logs runs/quickstart/demo trainer -n 100\n"
         "areal-hpc logs runs/quickstart/demo cell-0/proxy --follow",
     )
     names = "jobs (cell-0), processes (proxy), or both (cell-0/proxy)"
-    logs.add_argument("names", nargs="*", help=names)
+    logs.add_argument("names", nargs="*", default=[], help=names)
     logs.add_argument("-f", "--follow", action="store_true", help="keep printing new lines")
-    logs.add_argument("-n", "--lines", type=int, default=40, help="default %(default)s")
+    logs.add_argument("-n", "--lines", type=int, default=40, help="lines to show (%(default)s)")
     help_ = "also the lines that SGLang writes for every batch and request"
     logs.add_argument("--all", action="store_true", help=help_)
     logs.add_argument("--attempt", type=int, help="number of an earlier launch")
@@ -57,7 +59,7 @@ def add_commands(commands: CommandGroup) -> None:
         description="Compare the runs of a file root or an experiment.",
         example="areal-hpc list runs/quickstart",
     )
-    place = "default %(default)s"
+    place = "a file root, an experiment's directory or a run's; default %(default)s"
     listing.add_argument("place", type=Path, nargs="?", default=Path("runs"), help=place)
     audit = commands.add_command(
         "audit",
@@ -69,20 +71,30 @@ def add_commands(commands: CommandGroup) -> None:
         example="areal-hpc audit runs/quickstart/demo --tickets",
     )
     audit.add_argument("--tickets", action="store_true", help="list the status of every ticket")
-    verbs = commands.add_subcommand_group("shards", help="inspect recorded trajectories")
-    help_ = "one line per sealed shard"
+    verbs = commands.add_subcommand_group(
+        "shards",
+        help="inspect recorded trajectories",
+        description="Look at what a run recorded: its shards, and the conversations in them.",
+    )
     listing = verbs.add_command(
-        "ls", _list_shards, ["run"], help=help_, example="areal-hpc shards ls runs/quickstart/demo"
+        "ls",
+        _list_shards,
+        ["run"],
+        help="one line per sealed shard",
+        description="List the sealed shards of a run: kinds of rows, tokens, tickets, weight "
+        "versions, mean reward.",
+        example="areal-hpc shards ls runs/quickstart/demo",
     )
     listing.add_argument("--json", action="store_true", help="one JSON object per shard")
     _add_shards_show_command(verbs)
     _add_shards_export_command(verbs)
-    help_ = "verify all digests; list damaged files"
     verbs.add_command(
         "verify",
         _verify_shards,
         ["run"],
-        help=help_,
+        help="verify all digests; list damaged files",
+        description="Compare every shard of a run with the digests in it and in the index, and "
+        "list those that are damaged. Exits with 65 if one is.",
         example="areal-hpc shards verify runs/quickstart/demo",
     )
 
@@ -126,7 +138,7 @@ def _add_shards_export_command(verbs: CommandGroup) -> None:
     )
     export.add_argument("run", type=Path, help="a run directory, or one shard file")
     formats = ("jsonl", "parquet", "sft", "atif")
-    export.add_argument("--format", choices=formats, required=True, help="of the file")
+    export.add_argument("--format", choices=formats, required=True, help="format of the file")
     export.add_argument("--out", type=Path, required=True, help="the file; it must not exist")
     where = "only rows that match an expression, as for areal-hpc shards show"
     export.add_argument("--where", default="", metavar="EXPRESSION", help=where)

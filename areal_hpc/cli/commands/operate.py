@@ -66,7 +66,7 @@ def add_commands(commands: CommandGroup) -> None:
     out = "directory to make; RUN.replay_FIRST_LAST when absent"
     replay.add_argument("--out", type=Path, help=out)
     overrides = "such as trainer.optimizer.lr=2e-6"
-    replay.add_argument("overrides", nargs="*", metavar="key=value", help=overrides)
+    replay.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=overrides)
     quarantine = commands.add_command(
         "quarantine",
         _quarantine_or_restore_batch,

@@ -21,7 +21,7 @@ def add_commands(commands: CommandGroup) -> None:
     tiny.add_argument("--out", type=Path, required=True, help="directory to make")
     texts = "text file, one sample a line; the quick-start's demonstrations when absent"
     tiny.add_argument("--texts", type=Path, help=texts)
-    tiny.add_argument("--seed", type=int, default=1, help="of the weights (%(default)s)")
+    tiny.add_argument("--seed", type=int, default=1, help="seed of the weights (%(default)s)")
     commands.add_command(
         "prefetch",
         _prefetch_recipe,
@@ -43,7 +43,7 @@ def add_commands(commands: CommandGroup) -> None:
         example="areal-hpc install-harness opencode",
     )
     harness.add_argument("names", nargs="+", metavar="NAME", help="a harness, or all")
-    harness.add_argument("--dir", type=Path, help="where to (.venvs/harnesses of the checkout)")
+    harness.add_argument("--dir", type=Path, help="their folder (.venvs/harnesses of the checkout)")
     version = "another version than the lock's, or `newest`; untested, and its packages unpinned"
     harness.add_argument("--version", default="", help=version)
     migrate = commands.add_command(
@@ -55,7 +55,8 @@ def add_commands(commands: CommandGroup) -> None:
         example="areal-hpc migrate gsm8k_grpo.yaml --rows 7473 --out my_recipe.yaml",
     )
     migrate.add_argument("config", type=Path, help="the file that AReaL's --config names")
-    migrate.add_argument("overrides", nargs="*", metavar="key=value", help="as AReaL takes them")
+    help_ = "as AReaL takes them"
+    migrate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     rows = "number of training rows, to convert epochs to steps"
     migrate.add_argument("--rows", type=int, help=rows)
     migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")

@@ -2,6 +2,7 @@
 
 import argparse
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -21,10 +22,12 @@ def add_commands(commands: CommandGroup) -> None:
         "--port 8080 --admin-key-file my.key",
     )
     add = proxy.add_argument
-    add("--upstream", action="append", required=True, metavar="URL", help="may be repeated")
-    add("--tokenizer", type=Path, required=True, metavar="DIR", help="the model's directory")
+    upstream = "address of an SGLang server; may be repeated"
+    add("--upstream", action="append", required=True, metavar="URL", help=upstream)
+    tokenizer = "directory of the model, or of its tokenizer alone"
+    add("--tokenizer", type=Path, required=True, metavar="DIR", help=tokenizer)
     add("--host", default="127.0.0.1", help="address to listen on (default: loopback only)")
-    add("--port", type=int, required=True, help="0 takes a free one")
+    add("--port", type=int, required=True, help="port to listen on; 0 takes a free one")
     admin_key = "file with the admin key that opens sessions (created with mode 0600 if missing)"
     add("--admin-key-file", type=Path, required=True, metavar="FILE", help=admin_key)
     add("--tool-call-parser", metavar="NAME", help="SGLang tool-call parser, for example qwen25")
@@ -34,8 +37,8 @@ def add_commands(commands: CommandGroup) -> None:
     add("--context-length", type=int, metavar="N", help="maximum prompt plus reply, in tokens")
     serve_python = "Python environment with SGLang, for its parsers"
     add("--serve-python", default="auto", metavar="PATH", help=serve_python)
-    drain = "seconds to wait for open calls at shutdown"
-    add("--drain-timeout-s", type=int, default=30, help=drain)
+    drain = "seconds to wait for open calls at shutdown (%(default)s)"
+    add("--drain-timeout-s", type=int, default=30, metavar="S", help=drain)
     key = "a key of a recipe's `proxy` section, such as max_sessions=100; may be repeated"
     add("--set", action="append", default=[], metavar="KEY=VALUE", help=key)
 
@@ -46,6 +49,7 @@ def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.environment import get_interpreter
     from areal_hpc.jobs.processes.process_setup import EscapingFormatter
     from areal_hpc.proxy.standalone import StandaloneProxyConfig, run
+    from areal_hpc.recipe.base import explain_validation_errors
 
     handler = logging.StreamHandler()
     handler.setFormatter(EscapingFormatter("%(asctime)s %(levelname)s %(message)s"))
@@ -58,8 +62,10 @@ def _run_standalone_proxy(arguments: argparse.Namespace) -> int:
     try:
         config = StandaloneProxyConfig.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-        key = ".".join(map(str, first["loc"]))
-        raise RecipeError(first["msg"], key=key, hint="areal-hpc proxy --help") from error
+        found = explain_validation_errors(error.errors(), StandaloneProxyConfig)
+        raise RecipeError.from_problems(
+            one if one.key.startswith("proxy.") else replace(one, hint="areal-hpc proxy --help")
+            for one in found
+        ) from error
     run(config, partial(print, flush=True))
     return 0

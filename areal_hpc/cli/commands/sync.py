@@ -25,7 +25,12 @@ def add_commands(commands: CommandGroup) -> None:
         "areal-hpc sync runs/quickstart/demo --tracker my_tracker.py",
     )
     add = sync.add_argument
-    add("--tracker", default="wandb", metavar="wandb|FILE.py", help="built in, or a program")
+    add(
+        "--tracker",
+        default="wandb",
+        metavar="wandb|FILE.py",
+        help="wandb, or a program: docs/metrics.md",
+    )
     help_ = "the Python that has the tracker's package (default: that of this command)"
     add("--python", default=sys.executable, metavar="PATH", help=help_)
     add("--project", default="", metavar="NAME", help="project of the tracker")

@@ -23,7 +23,7 @@ def add_commands(commands: CommandGroup) -> None:
     )
     make.add_argument("out", type=Path, help="folder to make")
     make.add_argument("--count", type=int, default=50, help="number of tasks (%(default)s)")
-    make.add_argument("--seed", type=int, default=1, help="of their choice (%(default)s)")
+    make.add_argument("--seed", type=int, default=1, help="seed of their choice (%(default)s)")
     check = commands.add_command(
         "check-tasks",
         _check_tasks,
@@ -38,7 +38,10 @@ def add_commands(commands: CommandGroup) -> None:
     check.add_argument("--root", type=Path, help=root)
     names = ("bwrap", "podman", "apptainer", "enroot")
     check.add_argument(
-        "--isolation", choices=names, default=names[0], help="of these sandboxes (%(default)s)"
+        "--isolation",
+        choices=names,
+        default=names[0],
+        help="kind of sandbox (%(default)s)",
     )
     check.add_argument(
         "--at-once", type=int, default=os.cpu_count(), help="tasks played at once (%(default)s)"
@@ -57,7 +60,7 @@ def _add_judge_command(commands: CommandGroup) -> None:
         example="areal-hpc check-judge labels.jsonl --rubric rubric.md --model judge "
         "--base-url http://127.0.0.1:30000/v1",
     )
-    judge.add_argument("labels", type=Path, help="JSON lines")
+    judge.add_argument("labels", type=Path, help="file of JSON lines")
     judge.add_argument("--rubric", type=Path, required=True, help="file with the rubric")
     judge.add_argument(
         "--base-url", required=True, metavar="URL", help="OpenAI-compatible endpoint"

@@ -15,8 +15,8 @@ def add_commands(commands: CommandGroup) -> None:
         _run_trial,
         ["recipe", "overrides"],
         help="let a recipe's agent play some tasks, without a model",
-        description="Play the first training tasks with the recipe's agent before the real proxy, "
-        "and print each conversation, its reward and the rows it would become. The model's "
+        description="Play the first training tasks with the recipe's agent, through the real "
+        "proxy, and print each conversation, its reward and the rows it would become. The model's "
         "replies are random tokens unless --from or --base-url says otherwise. Nothing is kept. "
         "Exits with 70 if the agent failed.",
         example="areal-hpc try recipes/quickstart.yaml\n"
