@@ -6,6 +6,7 @@ import os
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -22,7 +23,7 @@ from areal_hpc.jobs.node.topology import (
     get_task_log_dir,
     get_task_position,
 )
-from areal_hpc.jobs.processes.native_calls import list_native_calls
+from areal_hpc.jobs.processes.native_calls import list_native_calls, native_threads
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
@@ -39,7 +40,7 @@ from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.private_apis.megatron_replacements import raise_if_megatron_is_replaced
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
-from areal_hpc.trainer.rank_progress import RankProgress, stop_watching_ranks, watch_ranks
+from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
 
 JobT = TypeVar("JobT", bound=RankJobConfig)
 
@@ -89,16 +90,15 @@ def run_rank(
     except RuntimeError as error:
         raise_if_peer_lost(error)
         raise
-    _start_watching_for_hanging_ranks(paths)
-    with let_first_failed_rank_report():
-        record_clock_sample(*measure_clock_lag_and_spread_s())
-        try:
-            finished = train(job, paths, device, stop)
-        except StopRequestedError:  # on all ranks, before any work was begun
-            finished = False
-    stop_watching_ranks()
-    if not list_native_calls():  # an update group that was given up: torch would wait for it
-        destroy_process_groups()
+    with native_threads("torch.distributed"):
+        with _watch_for_hanging_ranks(paths), let_first_failed_rank_report():
+            record_clock_sample(*measure_clock_lag_and_spread_s())
+            try:
+                finished = train(job, paths, device, stop)
+            except StopRequestedError:  # on all ranks, before any work was begun
+                finished = False
+        if not list_native_calls():  # of an update group or the store: torch would wait for them
+            destroy_process_groups()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)
 
@@ -159,12 +159,12 @@ def set_flight_record_paths(log_dir: Path) -> None:
         os.environ.setdefault(variable, str(log_dir / "nccl_flight_record_rank_"))
 
 
-def _start_watching_for_hanging_ranks(paths: RunPaths) -> None:
+def _watch_for_hanging_ranks(paths: RunPaths) -> AbstractContextManager[None]:
     """See to it that a rank that hangs is named."""
     if dist.get_world_size() == 1:
-        return
+        return nullcontext()
     events = EventLog(paths.events, "trainer")
-    watch_ranks(
+    return watch_ranks(
         RankProgress(
             get_default_store(),
             dist.get_rank(),

@@ -9,11 +9,14 @@ import faulthandler
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from typing import Any
 
 import msgspec
+
+from areal_hpc.jobs.processes.native_calls import NativeCallThread
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +99,7 @@ class RankProgress:
         self._hanging: Mapping[int, PlaceReport] = {}
         self._dumped: PlaceReport | None = None
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="rank-progress", daemon=True)
+        self._thread = NativeCallThread(self._run, "rank-progress")  # the store is native code
 
     def start(self) -> None:
         """Begin to publish, and on rank 0 to watch."""
@@ -156,18 +159,16 @@ def _build_key(rank: int) -> str:
     return f"progress/{rank}"
 
 
-def watch_ranks(progress: RankProgress) -> None:
-    """Have `enter_place` and `note_detail` of this process go to it."""
+@contextmanager
+def watch_ranks(progress: RankProgress) -> Iterator[None]:
+    """Have `enter_place` and `note_detail` of this process go to it, in the block."""
     global _active_progress
     _active_progress = progress
     progress.start()
-
-
-def stop_watching_ranks() -> None:
-    """Before the store goes."""
-    global _active_progress
-    if _active_progress is not None:
-        _active_progress.close()
+    try:
+        yield
+    finally:  # before the store goes, and the interpreter
+        progress.close()
         _active_progress = None
 
 

@@ -20,9 +20,18 @@ ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
+_libraries: set[str] = set()
+"""Those whose own threads may be in native calls, unknown to Python."""
 
-class _NativeCallThread(threading.Thread):
-    """Thread that never keeps the process from exiting."""
+
+class NativeCallThread(threading.Thread):
+    """Daemon thread whose work is in native code that asks for the interpreter's lock in C++.
+
+    A process that ends while it runs ends at once (`exit_at_once_beside_native_calls`).
+    """
+
+    def __init__(self, work: Callable[[], object], name: str) -> None:
+        super().__init__(target=work, name=name, daemon=True)
 
 
 def start_native_call(work: Callable[[], ResultT], name: str) -> Future[ResultT]:
@@ -39,13 +48,25 @@ def start_native_call(work: Callable[[], ResultT], name: str) -> Future[ResultT]
             if future.set_running_or_notify_cancel():
                 future.set_result(result)
 
-    _NativeCallThread(target=run, name=name, daemon=True).start()
+    NativeCallThread(run, name).start()
     return future
 
 
 @contextmanager
+def native_threads(library: str) -> Iterator[None]:
+    """A library has threads of its own, until the block ends well: what fails leaves them.
+
+    Gloo's drop the tensors of an operation some time after it failed, and those ask for the
+    interpreter's lock.
+    """
+    _libraries.add(library)
+    yield
+    _libraries.discard(library)
+
+
+@contextmanager
 def exit_at_once_beside_native_calls() -> Iterator[None]:
-    """End the process where the block ends, if native calls are under way; else do nothing.
+    """End the process where the block ends, if native calls may be under way; else do nothing.
 
     What the interpreter's end would run is left out then, but for the flushing of logs.
     """
@@ -53,19 +74,19 @@ def exit_at_once_beside_native_calls() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if not (names := list_native_calls()):
+        if not (names := [*list_native_calls(), *_libraries]):
             raise
         code = end.code
     except BaseException:  # boundary: told as the interpreter would, which does not come to it
-        if not (names := list_native_calls()):
+        if not (names := [*list_native_calls(), *_libraries]):
             raise
         sys.excepthook(*sys.exc_info())
         code = 1
     else:
-        if not (names := list_native_calls()):
+        if not (names := [*list_native_calls(), *_libraries]):
             return
     # They may have returned by now: the exception is taken, so the process ends here all the same.
-    log.info("the process ends beside native calls that have not returned: %s", names)
+    log.info("the process ends at once, beside native calls: %s", ", ".join(names))
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -73,5 +94,5 @@ def exit_at_once_beside_native_calls() -> Iterator[None]:
 
 
 def list_native_calls() -> list[str]:
-    """Names of those under way."""
-    return [one.name for one in threading.enumerate() if isinstance(one, _NativeCallThread)]
+    """Names of those under way in threads that this module knows."""
+    return [one.name for one in threading.enumerate() if isinstance(one, NativeCallThread)]

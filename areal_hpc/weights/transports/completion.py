@@ -1,7 +1,8 @@
 """How the end of a broadcast is learned, and what became of it.
 
 Gloo tells when an operation is over. NCCL does not: what torch calls its future is done once the
-operation is queued, so it is asked. For that one thread is enough, however many groups there are.
+operation is queued, so it is asked. For that one thread is enough, however many groups there are;
+it ends with the last operation, for a process that ends beside it ends at once.
 """
 
 import threading
@@ -11,37 +12,40 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
+from areal_hpc.jobs.processes.native_calls import NativeCallThread
+
 _POLL_S = 0.0005
 """Period of the questions to NCCL; a bucket of 512 MiB takes ten milliseconds or more."""
 
 
 class CompletionPoller:
-    """One thread that asks about all operations under way, and sleeps while there are none."""
+    """One thread that asks about all operations under way, as long as there are any."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
         self._pending: list[tuple[Sequence[dist.Work], Future[None]]] = []
-        self._thread: threading.Thread | None = None
+        self._is_polling = False
 
     def watch_works(self, works: Sequence[dist.Work]) -> Future[None]:
         """Is done when all works are, well or not. Cancel it to let go of them."""
         over: Future[None] = Future()
-        with self._changed:
+        with self._lock:
             self._pending.append((works, over))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="nccl-poller", daemon=True)
-                self._thread.start()
-            self._changed.notify()
+            if not self._is_polling:
+                self._is_polling = True
+                NativeCallThread(self._run, "nccl-poller").start()
         return over
 
     def _run(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._pending)
+            with self._lock:
                 pending = list(self._pending)
             ended = {id(over) for works, over in pending if _resolve_if_over(works, over)}
-            with self._changed:
+            with self._lock:
                 self._pending = [one for one in self._pending if id(one[1]) not in ended]
+                if not self._pending:
+                    self._is_polling = False
+                    return
             time.sleep(_POLL_S)
 
 

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from areal_hpc.errors import LostPeerError
 from tests.support.environments import CHECKOUT
 
 RANK = """
@@ -13,32 +14,42 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from areal_hpc.errors import LostPeerError
+from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls, native_threads
 from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_if_peer_lost
 from areal_hpc.trainer.rank_progress import RankProgress, enter_place, note_detail, watch_ranks
 
 logging.basicConfig(stream=sys.stderr)
 rank, path = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(path, 2)
+store.add("imported", 1)
+while store.add("imported", 0) < 2:  # which takes as long as the machine likes
+    time.sleep(0.05)
 dist.init_process_group(
     "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=6)
 )
-watch_ranks(RankProgress(store, rank, 2, hang_s=1.0, look_s=0.1))
-enter_place("forward passes")
 
 def hang():
     note_detail("forward of micro-batch 2")
-    time.sleep(60)
+    time.sleep(600)  # until it is killed
 
-if rank == 1:
-    hang()
-enter_place("the optimizer's step")
-try:
-    is_true_on_any_rank(False)
-except RuntimeError as error:
+def work():
+    enter_place("forward passes")
+    if rank == 1:
+        hang()
+    enter_place("the optimizer's step")
     try:
+        is_true_on_any_rank(False)
+    except RuntimeError as error:
         raise_if_peer_lost(error)
+
+progress = RankProgress(store, rank, 2, hang_s=1.0, look_s=0.1)
+with exit_at_once_beside_native_calls():
+    try:
+        with native_threads("torch.distributed"), watch_ranks(progress):
+            work()
     except LostPeerError as lost:
         print(lost.problems[0].message, flush=True)
+        sys.exit(lost.exit_code)
 """
 
 
@@ -49,11 +60,12 @@ def test_the_rank_that_waits_names_the_one_that_hangs_and_where(tmp_path: Path) 
         [*command, "1", meeting], cwd=CHECKOUT, stderr=subprocess.PIPE, text=True
     ) as hanging:
         waiting = subprocess.run(
-            [*command, "0", meeting], cwd=CHECKOUT, capture_output=True, text=True, check=True
+            [*command, "0", meeting], cwd=CHECKOUT, capture_output=True, text=True
         )
         hanging.kill()
         assert hanging.stderr is not None
         stacks = hanging.stderr.read()
+    assert waiting.returncode == LostPeerError.exit_code, waiting.stderr + stacks
     said = "behind all others: rank 1 at forward passes, forward of micro-batch 2 for "
     assert f"a trainer rank hangs: {said}" in waiting.stdout
     assert f"the trainer stands still: {said}" in waiting.stderr

@@ -29,7 +29,7 @@ from areal_hpc.trainer.collectives import gather_objects_on_first_rank
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.rank_progress import RankProgress, stop_watching_ranks, watch_ranks
+from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.self_test.small_policy import make_training_row
@@ -234,16 +234,15 @@ def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
             os.kill(pids[1], signal.SIGTERM)
 
     world = (get_default_store(), dist.get_rank(), dist.get_world_size())
-    watch_ranks(RankProgress(*world, on_hang, hang_s=1.0, look_s=0.1))
-    learner = make_learner(scenario, paths, stop=stop)
-    coordinator = None
-    if dist.get_rank() == 0:
-        coordinator = make_replay_coordinator(
-            learner, paths, learner._config, 1, learner._config.total_steps, stop
-        )
-    finished = run_loop(learner, coordinator, stop)
-    learner.close()
-    stop_watching_ranks()
+    with watch_ranks(RankProgress(*world, on_hang, hang_s=1.0, look_s=0.1)):
+        learner = make_learner(scenario, paths, stop=stop)
+        coordinator = None
+        if dist.get_rank() == 0:
+            coordinator = make_replay_coordinator(
+                learner, paths, learner._config, 1, learner._config.total_steps, stop
+            )
+        finished = run_loop(learner, coordinator, stop)
+        learner.close()
     return {"finished": finished, "lines": lines}
 
 

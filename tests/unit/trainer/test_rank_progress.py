@@ -8,7 +8,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+
+# isort: split
 from areal_hpc.errors import LostPeerError
+from areal_hpc.jobs.processes.native_calls import list_native_calls
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_peer_lost
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths
@@ -115,6 +119,21 @@ def test_a_collective_that_is_late_says_who_hangs(
     monkeypatch.setattr(rank_progress, "_active_progress", ranks[0])
     with pytest.raises(LostPeerError, match=r"hangs: behind all others: ranks 1-2 at forward"):
         raise_if_peer_lost(RuntimeError(message))
+
+
+def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> None:
+    """Else the store's reply, in C++, could come while the interpreter ends, and abort it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def fail_in_the_watch() -> None:
+        with rank_progress.watch_ranks(RankProgress(store, 0, 2, look_s=0.01)):
+            assert "rank-progress" in list_native_calls()
+            raise LostPeerError("rank 1 is gone")
+
+    with pytest.raises(LostPeerError):
+        fail_in_the_watch()
+    assert "rank-progress" not in list_native_calls()
+    assert rank_progress.describe_ranks() == ""
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,35 @@
+"""A process that fails beside a library's threads ends at once, with its own exit code."""
+
+import sys
+
+import pytest
+
+from tests.support.commands import run_program
+
+PROGRAM = """
+import atexit, sys
+from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls, native_threads
+
+atexit.register(print, "the interpreter's end")
+with exit_at_once_beside_native_calls(), native_threads("torch.distributed"):
+    if sys.argv[1] == "stops":
+        sys.exit(80)
+    if sys.argv[1] == "fails":
+        raise ValueError("no traceback is lost")
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said", "told"),
+    [
+        ("ends", 0, "the interpreter's end\n", ""),
+        ("stops", 80, "", ""),
+        ("fails", 1, "", "ValueError: no traceback is lost"),
+    ],
+)
+def test_the_interpreter_ends_in_order_only_where_the_block_did(
+    how: str, code: int, said: str, told: str
+) -> None:
+    ended = run_program(sys.executable, "-c", PROGRAM, how)
+    assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
+    assert told in ended.stderr
