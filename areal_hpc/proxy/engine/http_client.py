@@ -31,12 +31,14 @@ class _CallDeadlines:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._limits: dict[Connection, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._timer: asyncio.Handle | None = None
+        self._timer_at = math.inf
+        """Kept here: what uvloop gives for a time that is over already cannot be asked for it."""
 
     def add(self, connection: Connection, limit: float) -> None:
         """The connection's call fails at that time of the loop's clock."""
         self._limits[connection] = limit
-        if self._timer is None or limit < self._timer.when():
+        if limit < self._timer_at:
             self._set_timer(limit)
 
     def drop(self, connection: Connection) -> None:
@@ -47,15 +49,16 @@ class _CallDeadlines:
         """Stop the timer, unless a call still needs it."""
         if self._timer is not None and not self._limits:
             self._timer.cancel()
-            self._timer = None
+            self._timer, self._timer_at = None, math.inf
 
     def _set_timer(self, limit: float) -> None:
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_at(limit, self._fail_late_calls)
+        self._timer_at = limit
 
     def _fail_late_calls(self) -> None:
-        self._timer = None
+        self._timer, self._timer_at = None, math.inf
         now = self._loop.time() + TIMER_RESOLUTION_S
         for connection, limit in [*self._limits.items()]:
             if limit <= now:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import pytest
+import uvloop
 
 from areal_hpc.proxy.engine import sglang_client
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -174,6 +175,19 @@ async def test_each_call_has_a_time_limit_of_its_own() -> None:
         for patient in (calls[0], calls[2]):
             assert not patient.done()
             patient.cancel()
+
+
+async def test_limits_that_are_over_at_once_are_timeouts_too() -> None:
+    """uvloop has no timer for them: what it gives in its place cannot be asked for its time."""
+
+    async def call_with_no_time_left() -> None:
+        async with ScriptedServer(answer(b"one"), answer(b"one"), HALF, HALF) as server:
+            await asyncio.gather(server.ask(), server.ask())  # so that there are connections
+            calls = [server.connections.post("/generate", b"{}", 0.0) for _ in range(2)]
+            ended = await asyncio.gather(*calls, return_exceptions=True)
+            assert [type(one) for one in ended] == [TimeoutError] * 2
+
+    await asyncio.to_thread(lambda: uvloop.run(call_with_no_time_left()))
 
 
 async def test_what_is_not_http_is_a_connection_error() -> None:
