@@ -182,8 +182,8 @@ CATALOGUE: tuple[Metric, ...] = (
         ("time/step_s", "s", "down", "from the row before to this one"),
         ("limit", "", "-",
          "what most of that time went to: `generation` (batch_wait, cell_wait), `training` "
-         "(read, measure, pack, score, train, checkpoint, export), `weights` (publish) or "
-         "`evaluation` (eval)"),
+         "(read, measure, pack, score, train, checkpoint, export, files), `weights` (publish) "
+         "or `evaluation` (eval)"),
         ("time/batch_wait_s", "s", "down", "waiting for episodes"),
         ("time/cell_wait_s", "s", "down", "waiting for a replica that takes the weights"),
         ("time/read_s", "s", "down", "reading the batch, and checking its digests"),
@@ -196,6 +196,8 @@ CATALOGUE: tuple[Metric, ...] = (
         ("time/checkpoint_s", "s", "down", "copying the state, and waiting for its writer"),
         ("time/eval_s", "s", "down", "waiting for held-out tasks"),
         ("time/export_s", "s", "down", "writing a Hugging Face model"),
+        ("time/files_s", "s", "down",
+         "writing the row before, and reading small files of the run directory"),
         ("memory/trainer_peak_bytes", "bytes", "down",
          "most memory that a rank has held so far: of its GPU, else resident"),
         ("disk/free_bytes", "bytes", "up", "free on the storage of the run directory"),

@@ -7,7 +7,7 @@ StepLimit = Literal["generation", "training", "weights", "evaluation"]
 
 PHASES_BY_LIMIT: dict[StepLimit, tuple[str, ...]] = {
     "generation": ("batch_wait", "cell_wait"),
-    "training": ("read", "measure", "pack", "score", "train", "checkpoint", "export"),
+    "training": ("read", "measure", "pack", "score", "train", "checkpoint", "export", "files"),
     "weights": ("publish",),
     "evaluation": ("eval",),
 }

@@ -4,7 +4,7 @@
 const SLICE_COLORS = {
   batch_wait: "--idle", cell_wait: "--idle", command_wait: "--idle", idle: "--idle", "no replica": "--bad", start: "--series-5",
   train: "--series-3", read: "--series-1", measure: "--series-5", pack: "--series-4", score: "--series-4",
-  publish: "--series-2", "weight update": "--series-2", checkpoint: "--warn", eval: "--series-4", export: "--warn",
+  publish: "--series-2", "weight update": "--series-2", checkpoint: "--warn", eval: "--series-4", export: "--warn", files: "--warn",
   label: "--panel", "label of a light bar": "--quiet", "chosen-mark": "--text", episodes: "--series-1", serve: "--line", "server start": "--series-5", seal: "--series-3", "lost call": "--bad", several: "--quiet",
 };
 const LANE_HEIGHT = { one: 9, states: 14, counts: 34 };

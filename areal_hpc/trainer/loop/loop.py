@@ -344,29 +344,35 @@ class Coordinator:
         step = self._record.version.step
         match self.source.poll_publish_state():
             case "publish":
-                self._check_generation()
+                self._check_ownership()
                 return PublishWeightsCommand(self.source.divide_receivers())
             case "wait":
                 return WaitCommand()
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
-            self._check_generation()
+            self._check_ownership()
             return SaveCheckpointCommand(self._record.row)
         if not self.source.poll_evaluation():
             return WaitCommand()
         if self._schedule.exports_model(step) and self._exported_step < step:
-            self._check_generation()
+            self._check_ownership()
             return ExportModelCommand()
         self._record.write_row_once(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.next_batch(step + 1)
             if manifest is None:
                 return WaitCommand()
-            return TrainOnBatchCommand(manifest, self._read_quarantine(manifest.step))
+            with self._record.time_files():
+                return TrainOnBatchCommand(manifest, self._read_quarantine(manifest.step))
         return (
             StopCommand(finished=True)
             if self.source.wait_briefly_for_async_evaluation()
             else WaitCommand()
         )
+
+    def _check_ownership(self) -> None:
+        """Go on only if no newer trainer owns the run."""
+        with self._record.time_files():
+            self._check_generation()
 
     def _pick_save_or_stop_command(self) -> RankCommand:
         """Save what was trained, then stop."""
@@ -374,7 +380,7 @@ class Coordinator:
         if self._saved_step < step:
             if self._stop.requested and self._must_end_unsaved():
                 return StopCommand(finished=False)
-            self._check_generation()
+            self._check_ownership()
             return SaveCheckpointCommand(self._record.row)
         self._record.write_row_once(self.source.get_weight_update_metrics())
         return StopCommand(finished=self._schedule.is_finished_once_saved(step))
@@ -398,8 +404,9 @@ class Coordinator:
 
     def on_checkpoint_saved(self, seconds: float) -> None:
         """The checkpoint being written is durable; it kept the ranks from training so long."""
-        self._record.metrics.write_held_lines()
         self._record.timer.add_seconds("checkpoint", seconds)
+        with self._record.time_files():
+            self._record.metrics.write_held_lines()
 
     def on_exported(self, seconds: float) -> None:
         """The weights have been written as a Hugging Face model."""

@@ -3,12 +3,15 @@
 import shutil
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from areal_hpc.metrics.limit import find_main_step_limit
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.wire.weight_version import WeightVersion
+
+FILES_PHASE = "files"
 
 
 class StepRecord:
@@ -53,21 +56,28 @@ class StepRecord:
         """Write the row once, with the times of its phases and `further` metrics."""
         if not self._is_open:
             return
+        with self.time_files():
+            free_bytes = shutil.disk_usage(self.metrics.path.parent).free
         known: FlatRow = {
             "version": str(self.version),
             "generation": self.version.generation,
             "unix_time_s": round(time.time(), 3),
             "time/step_s": round(time.monotonic() - self._began_at, 4),
-            "disk/free_bytes": shutil.disk_usage(self.metrics.path.parent).free,
+            "disk/free_bytes": free_bytes,
             **self.timer.build_metrics(),
             **further,
         }
         # A row reopened by a resume keeps the times of its first writing.
         row = _add_speed_and_limits(known | self.row)
-        self.metrics.write(self.version.step, row)
         self._is_open = False
         self._restart_timing()
-        self._on_written({"step": self.version.step, **row})
+        with self.time_files():
+            self.metrics.write(self.version.step, row)
+            self._on_written({"step": self.version.step, **row})
+
+    def time_files(self) -> AbstractContextManager[None]:
+        """Phase of whatever reads or writes small files of the run directory."""
+        return self.timer.time_phase(FILES_PHASE)
 
 
 def _add_speed_and_limits(row: FlatRow) -> FlatRow:

@@ -33,7 +33,7 @@ MIN_TOLD_SHARE = 0.05
 MIN_HINT_SHARE = 0.2
 """A part of a step below this is not what to change first."""
 MAX_HINTS = 2
-STORAGE_PARTS = ("sealing", "checkpoints", "reading batches")
+STORAGE_PARTS = ("sealing", "checkpoints", "reading batches", "small files")
 
 
 def explain_slow_run(paths: RunPaths) -> Answer:

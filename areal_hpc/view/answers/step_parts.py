@@ -19,6 +19,7 @@ PHASES_BY_PART = {
     "weight updates": ("publish",),
     "checkpoints": ("checkpoint", "export"),
     "evaluation": ("eval",),
+    "small files": ("files",),
 }
 """All other phases of the trainer, as in `time/<phase>_s`."""
 

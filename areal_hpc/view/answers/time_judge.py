@@ -32,6 +32,7 @@ MIN_LAST_TO_MEDIAN_DURATION = 2.0
 MIN_IDLE_SHARE = 0.25
 """Of the time of cells, from which it is told that they had no ticket."""
 SLOW_STORAGE = "the run directory's storage is slow"
+FASTER_STORAGE = "put cluster.fileroot on faster storage"
 MIN_USUAL_CALLS_AT_ONCE = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
 
@@ -88,8 +89,7 @@ class TimeJudge:
                 return self._explain_admission(share)
             case "sealing":
                 text = f"{share}: all episodes of the batch had ended, their rows were sealed"
-                hint = "put cluster.fileroot on faster storage"
-                return PartVerdict(text, SLOW_STORAGE, hint)
+                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE)
             case "weight updates":
                 return self._explain_weight_updates(share)
             case "evaluation":
@@ -98,8 +98,10 @@ class TimeJudge:
                 return self._explain_checkpoints(share)
             case "reading batches":
                 text = f"{share}: shards are read from the storage of the run directory"
-                hint = "put cluster.fileroot on faster storage"
-                return PartVerdict(text, SLOW_STORAGE, hint)
+                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE)
+            case "small files":
+                text = f"{share}: metrics are written to the run directory, notes read there"
+                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE)
             case "training":
                 train, score = (
                     statistics.fmean(list_numbers(self.evidence.rows, f"time/{phase}_s") or [0.0])

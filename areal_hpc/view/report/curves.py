@@ -38,6 +38,7 @@ PHASES_BY_LAYER = {
     "weight updates": ("publish",),
     "checkpoints": ("checkpoint", "export"),
     "evaluation": ("eval",),
+    "small files": ("files",),
 }
 
 Row = Mapping[str, Any]

@@ -23,7 +23,7 @@ from areal_hpc.wire.row_record import CallRecord, RowRecord
 
 PLACED_PHASES_IN_ORDER = (
     *("batch_wait", "read", "measure", "score", "pack", "train"),
-    *("cell_wait", "publish", "checkpoint", "eval", "export"),
+    *("cell_wait", "publish", "checkpoint", "eval", "export", "files"),
 )
 """Phases of a step in the order in which the trainer comes to them."""
 TRAINER_PROCESS = "trainer-trainer"

@@ -54,6 +54,7 @@ LONG_EPISODE = [*PLAIN[:-1], replace(PLAIN[-1], calls=12)]
             "reading batches",
             SLOW_STORAGE,
         ),
+        (PLAIN, {"phases": {"files": 9.0}}, "small files", SLOW_STORAGE),
         (PLAIN, {"phases": {"eval": 9.0}}, "evaluation", "evaluation.every_steps=1"),
         (PLAIN, {"phases": {"score": 9.0}}, "training", ""),
         (
