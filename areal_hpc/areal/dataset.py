@@ -44,8 +44,8 @@ def get_custom_dataset(
     return [row for row in given if _count_prompt_tokens(row, tokenizer) <= longest]
 
 
-def _build_task_set_configs(split: str, given: str) -> Iterator[TaskSetConfig]:
-    path = Path(given).expanduser()
+def _build_task_set_configs(split: str, path_or_hub_name: str) -> Iterator[TaskSetConfig]:
+    path = Path(path_or_hub_name).expanduser()
     lines = path / f"{split}.jsonl"
     if path.name not in PUBLIC_DATASETS or path.is_file() or lines.exists():
         yield TaskSetConfig(path=lines if path.is_dir() else path)
@@ -53,7 +53,7 @@ def _build_task_set_configs(split: str, given: str) -> Iterator[TaskSetConfig]:
     pattern, form = PUBLIC_DATASETS[path.name]
     pattern = pattern.format(split=split)
     if not path.is_dir():
-        yield TaskSetConfig(hub=given, files=pattern, to_task=form)
+        yield TaskSetConfig(hub=path_or_hub_name, files=pattern, to_task=form)
         return
     found = sorted(path.glob(pattern))
     if not found:

@@ -41,7 +41,7 @@ def read_areal_config_file(path: Path, overrides: Sequence[str] = ()) -> dict[st
     return dict(values)
 
 
-def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: str) -> ConfigT:
+def to_config(values: Mapping[str, Any], config_class: type[ConfigT], file_name: str) -> ConfigT:
     """A mapping as a configuration class.
 
     Raises:
@@ -55,7 +55,7 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], source: st
         config: Any = OmegaConf.to_object(merged)
     except OmegaConfBaseException as error:
         said = str(error).splitlines()[0]
-        raise RecipeError(said, key=str(error.full_key or source)) from error
+        raise RecipeError(said, key=str(error.full_key or file_name)) from error
     return config  # type: ignore[no-any-return]
 
 
@@ -76,10 +76,11 @@ def _find_unknown_keys(values: Mapping[str, Any], structure: Any, prefix: str) -
             )
 
 
-def _get_section_or_default(structure: Any, name: str) -> Any:
+def _get_section_or_default(structure: Any, section_name: str) -> Any:
     """One section; of an optional one that is absent, what it would be."""
-    section = structure[name]
+    section = structure[section_name]
     if section is not None:
         return section
-    kind = structure._get_node(name)._metadata.ref_type  # omegaconf has no public way to ask
+    node = structure._get_node(section_name)  # omegaconf has no public way to ask
+    kind = node._metadata.ref_type
     return OmegaConf.structured(kind) if dataclasses.is_dataclass(kind) else {}

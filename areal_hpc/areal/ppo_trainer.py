@@ -150,7 +150,7 @@ class PPOTrainer:
         tree["cluster"] = _merge_site_into_cluster_section(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
-            _validate_and_write_task_set(lines, paths.dataset(split), recipe, f"{split}_dataset")
+            _write_task_set_once(lines, paths.dataset(split), recipe, f"{split}_dataset")
         # The script's own keys and the rows that it hands over are not lost.
         return recipe, [
             f"ignored  {one.key}={one.value}: {one.reason}"
@@ -160,11 +160,11 @@ class PPOTrainer:
 
 
 def _merge_site_into_cluster_section(
-    config: BaseExperimentConfig, given: dict[str, Any]
+    config: BaseExperimentConfig, cluster_section: dict[str, Any]
 ) -> dict[str, Any]:
     """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
     site = read_site_values(Path(config.scheduler.site)) if config.scheduler.site else {}
-    merged: Any = OmegaConf.to_container(OmegaConf.merge(site, given))
+    merged: Any = OmegaConf.to_container(OmegaConf.merge(site, cluster_section))
     # The images of containers have interpreters of their own.
     if merged.get("slurm", {}).get("container", {}).get("kind", "none") == "none":
         merged["agents"] = {"python": sys.executable, **merged.get("agents", {})}
@@ -172,14 +172,17 @@ def _merge_site_into_cluster_section(
 
 
 def _is_same_agent(
-    workflow: Any, kwargs: Mapping[str, Any], other: Any, others: Mapping[str, Any]
+    workflow: Any, kwargs: Mapping[str, Any], other_workflow: Any, other_kwargs: Mapping[str, Any]
 ) -> bool:
     """Whether one agent plays tasks and held-out tasks."""
-    if isinstance(workflow, str) and isinstance(other, str):
-        return map_areal_module(workflow) == map_areal_module(other) and others == kwargs
-    if other is workflow and others == kwargs:
+    if isinstance(workflow, str) and isinstance(other_workflow, str):
+        return (
+            map_areal_module(workflow) == map_areal_module(other_workflow)
+            and other_kwargs == kwargs
+        )
+    if other_workflow is workflow and other_kwargs == kwargs:
         return True
-    return pickle_agent((workflow, kwargs)) == pickle_agent((other, others))
+    return pickle_agent((workflow, kwargs)) == pickle_agent((other_workflow, other_kwargs))
 
 
 def _get_run_dir(config: BaseExperimentConfig) -> Path:
@@ -235,16 +238,18 @@ def _encode_rows(rows: Iterable[Mapping[str, Any]]) -> list[bytes]:
     return lines
 
 
-def _validate_and_write_task_set(lines: list[bytes], path: Path, recipe: Recipe, key: str) -> None:
+def _write_task_set_once(
+    lines: list[bytes], target_path: Path, recipe: Recipe, error_key: str
+) -> None:
     """Write a task set, visible whole or not at all, unless the run has another one already."""
     for line in lines:
         check_task_limits(recipe.rollout, recipe.proxy.session_timeout_s, orjson.loads(line))
     text = b"\n".join(lines) + b"\n"
-    if not path.exists():
-        write_atomic(path, text)
-    elif path.read_bytes() != text:
+    if not target_path.exists():
+        write_atomic(target_path, text)
+    elif target_path.read_bytes() != text:
         raise RecipeError(
             "this run was started with a different data set",
-            key=key,
+            key=error_key,
             hint="give another trial_name",
         )

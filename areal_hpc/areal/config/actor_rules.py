@@ -27,74 +27,81 @@ CUSTOM_LOSS_REASON = (
 CORRECTION_METRIC_BY_AREAL_NAME = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
 NO_REWARDS_MIN_STD = 1e9
 """Of `trainer.objective.min_reward_std`: no rewards vary so much, so that none are learned from."""
-REWARD_NORM_NOTE = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
+REWARD_NORM_RECIPE_KEYS = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
-def _translate_eps_clip(value: Any, source: ArealConfigValues) -> dict[str, Any]:
-    higher = source("actor.eps_clip_higher")
+def _translate_eps_clip(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
+    higher = areal_values("actor.eps_clip_higher")
     return {
         "trainer.objective.clip_low": value,
         "trainer.objective.clip_high": value if higher is None else higher,
     }
 
 
-def _translate_dtype(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _translate_dtype(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     if value not in ("bfloat16", "float32"):
         return Untranslatable("bfloat16 or float32")
     return {"trainer.dtype": value, "inference.dtype": value}
 
 
 def _translate_decoupled_loss(
-    value: Any, source: ArealConfigValues
+    value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
     """The policy that ratios are to; `value` is that of `use_decoupled_loss`."""
-    if not value and not source("actor.recompute_logprob"):
+    if not value and not areal_values("actor.recompute_logprob"):
         return {
             "trainer.objective.proximal": "none",
             "trainer.objective.off_policy_correction": "none",
         }
-    method = source("actor.prox_logp_method")
+    method = areal_values("actor.prox_logp_method")
     if method not in PROXIMAL_MODE_BY_AREAL_NAME:
         return Untranslatable(
             f"actor.prox_logp_method is one of {', '.join(PROXIMAL_MODE_BY_AREAL_NAME)}"
         )
     found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODE_BY_AREAL_NAME[method]}
     weighed = (
-        _translate_off_policy_correction(source) if value else {"off_policy_correction": "none"}
+        _translate_off_policy_correction(areal_values)
+        if value
+        else {"off_policy_correction": "none"}
     )
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
 
-def _translate_off_policy_correction(source: ArealConfigValues) -> dict[str, Any]:
+def _translate_off_policy_correction(areal_values: ArealConfigValues) -> dict[str, Any]:
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
-    if source("actor.rejection_sampling.level") is not None:
-        metric = source("actor.rejection_sampling.metric")
-        level, agg = (source(f"actor.rejection_sampling.{name}") for name in ("level", "agg"))
+    if areal_values("actor.rejection_sampling.level") is not None:
+        metric = areal_values("actor.rejection_sampling.metric")
+        level, agg = (areal_values(f"actor.rejection_sampling.{name}") for name in ("level", "agg"))
         return {
-            "off_policy_correction": source("actor.rejection_sampling.action"),
+            "off_policy_correction": areal_values("actor.rejection_sampling.action"),
             "off_policy_correction_level": level,
             **({"off_policy_correction_agg": agg} if level == "sequence" and agg != "mean" else {}),
             "off_policy_correction_metric": CORRECTION_METRIC_BY_AREAL_NAME.get(metric, "kl"),
-            "off_policy_correction_low": _get_rejection_lower_bound(source) or 0.0,
-            "off_policy_correction_high": source("actor.rejection_sampling.upper"),
+            "off_policy_correction_low": _get_rejection_lower_bound(areal_values) or 0.0,
+            "off_policy_correction_high": areal_values("actor.rejection_sampling.upper"),
         }
-    cap = source("actor.behav_imp_weight_cap")
+    cap = areal_values("actor.behav_imp_weight_cap")
     if cap is None:
         return {"off_policy_correction": "none"}
     return {"off_policy_correction": "mask", "off_policy_correction_high": cap}
 
 
-def _get_rejection_lower_bound(source: ArealConfigValues) -> float | None:
+def _get_rejection_lower_bound(areal_values: ArealConfigValues) -> float | None:
     """`rejection_sampling.lower`, unless it bounds what is never below it."""
-    lower = source("actor.rejection_sampling.lower")
-    is_never_negative = source("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
+    lower = areal_values("actor.rejection_sampling.lower")
+    is_never_negative = areal_values("actor.rejection_sampling.metric") in ("kl_k2", "kl_k3")
     return None if lower is None or (is_never_negative and lower <= 0) else float(lower)
 
 
 def _check_rejection_lower(
-    value: Any, source: ArealConfigValues
+    value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    metric, lower = source("actor.rejection_sampling.metric"), _get_rejection_lower_bound(source)
+    metric, lower = (
+        areal_values("actor.rejection_sampling.metric"),
+        _get_rejection_lower_bound(areal_values),
+    )
     if metric == "ratio" or lower is None or (metric == "kl_k1" and lower < 0):
         return {}
     return Untranslatable(
@@ -103,45 +110,49 @@ def _check_rejection_lower(
 
 
 def _check_rejection_metric(
-    value: Any, source: ArealConfigValues
+    value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
     if value in CORRECTION_METRIC_BY_AREAL_NAME:
         return {}
     return Untranslatable(f"one of {', '.join(CORRECTION_METRIC_BY_AREAL_NAME)}")
 
 
-def _translate_kl(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _translate_kl(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
     """The penalty, which AReaL applies only where a reference is configured."""
-    path = source("ref.path")
+    path = areal_values("ref.path")
     if not value or path is None:
         return {}
-    if source("actor.kl_estimator") != "k1":
+    if areal_values("actor.kl_estimator") != "k1":
         return Untranslatable("actor.kl_estimator is k1: others are biased in the reward")
     found = {"trainer.objective.kl.coef": value}
-    if path not in ("", source("actor.path")):
+    if path not in ("", areal_values("actor.path")):
         found["trainer.objective.kl.reference"] = path
     return found
 
 
-def _translate_betas(value: Any, source: ArealConfigValues) -> dict[str, Any]:
-    betas = (source("actor.optimizer.beta1"), source("actor.optimizer.beta2"))
+def _translate_betas(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
+    betas = (areal_values("actor.optimizer.beta1"), areal_values("actor.optimizer.beta2"))
     return {"trainer.optimizer.betas": list(betas)}
 
 
-def _translate_lr_decay(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _translate_lr_decay(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     if value in SUPPORTED_LR_DECAYS:
         return {"trainer.optimizer.decay": value}
     return Untranslatable(f"one of {', '.join(SUPPORTED_LR_DECAYS)}")
 
 
-def _translate_warmup(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-    if source.total_steps is None:
+def _translate_warmup(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    if areal_values.total_steps is None:
         return Untranslatable("a recipe counts steps: set trainer.optimizer.warmup_steps")
-    return {"trainer.optimizer.warmup_steps": round(float(value) * source.total_steps)}
+    return {"trainer.optimizer.warmup_steps": round(float(value) * areal_values.total_steps)}
 
 
 def _translate_weight_transport(
-    value: Any, source: ArealConfigValues
+    value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
     ways = {"xccl": "broadcast", "nccl": "broadcast", "disk": "disk"}
     if value not in ways:
@@ -149,21 +160,24 @@ def _translate_weight_transport(
     return {"weights.transport": ways[value]}
 
 
-def _translate_weight_bucket_size(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_weight_bucket_size(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     return {"weights.bucket_bytes": int(value) * 1024 * 1024}
 
 
 def _translate_reward_norm(
-    value: Any, source: ArealConfigValues
+    value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
     """Baseline and scale, whichever key of the section is asked about."""
-    mean, std = source("actor.reward_norm.mean_level"), source("actor.reward_norm.std_level")
+    mean, std = (
+        areal_values("actor.reward_norm.mean_level"),
+        areal_values("actor.reward_norm.std_level"),
+    )
     if std is not None and std != mean:
         return Untranslatable(
             "rewards are divided by the deviation from their own baseline: std_level is null, or "
             "the same as mean_level"
         )
-    leaves_own_out = source("actor.reward_norm.mean_leave1out")
+    leaves_own_out = areal_values("actor.reward_norm.mean_leave1out")
     if leaves_own_out and (mean != "group" or std is not None):
         return Untranslatable("mean_leave1out goes with mean_level=group and std_level=null")
     baselines = {None: "none", "batch": "batch_mean", "group": "group_mean"}
@@ -171,25 +185,27 @@ def _translate_reward_norm(
         "trainer.objective.baseline": "leave_one_out" if leaves_own_out else baselines[mean],
         "trainer.objective.scale_rewards": std or "none",
     }
-    if std is not None and not source("actor.reward_norm.std_unbiased"):
+    if std is not None and not areal_values("actor.reward_norm.std_unbiased"):
         found["trainer.objective.std_ddof"] = 0
     return found
 
 
-def _translate_critic(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _translate_critic(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     """A critic in the place of a baseline; `value` is its model."""
-    if source("actor.reward_norm.eps") is not None:
+    if areal_values("actor.reward_norm.eps") is not None:
         return Untranslatable(
             "rewards that a critic learns are not normalized: leave actor.reward_norm out"
         )
-    is_same = value in ("", source("actor.path"))
+    is_same = value in ("", areal_values("actor.path"))
     return {
         "trainer.objective.baseline": "value",
         "trainer.objective.scale_rewards": "none",
         "trainer.objective.critic.model": "initial" if is_same else value,
-        "trainer.objective.discount": source("actor.discount"),
-        "trainer.objective.gae_lambda": source("actor.gae_lambda"),
-        "trainer.objective.gae_unit": source("actor.gae_timestep_unit"),
+        "trainer.objective.discount": areal_values("actor.discount"),
+        "trainer.objective.gae_lambda": areal_values("actor.gae_lambda"),
+        "trainer.objective.gae_unit": areal_values("actor.gae_timestep_unit"),
     }
 
 
@@ -226,38 +242,46 @@ def _check_rl_loss_weight(value: Any, source: ArealConfigValues) -> dict[str, An
 def _require_critic_for(neutral: Any) -> TranslateValue:
     """The rule of a key that tells a critic what to do: without one it has no other value."""
 
-    def check(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-        if value == neutral or source("critic.path") is not None:
+    def check(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+        if value == neutral or areal_values("critic.path") is not None:
             return {}
         return Untranslatable("without a critic a reward counts for the whole episode")
 
     return check
 
 
-def _check_reward_scaling(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-    is_scaled = source("actor.reward_norm.eps") is None or source("actor.reward_norm.std_level")
-    if value == 1 or (is_scaled and source("critic.path") is None):
+def _check_reward_scaling(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    is_scaled = areal_values("actor.reward_norm.eps") is None or areal_values(
+        "actor.reward_norm.std_level"
+    )
+    if value == 1 or (is_scaled and areal_values("critic.path") is None):
         return {}
     return Untranslatable(
         "without std_level rewards are taken as they are: scale them in the agent"
     )
 
 
-def _check_reward_bias(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-    has_norm = source("actor.reward_norm.eps") is not None
-    learns_rewards = has_norm or source("critic.path") is not None
-    if value == 0 or not learns_rewards or source("actor.reward_norm.mean_level"):
+def _check_reward_bias(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    has_norm = areal_values("actor.reward_norm.eps") is not None
+    learns_rewards = has_norm or areal_values("critic.path") is not None
+    if value == 0 or not learns_rewards or areal_values("actor.reward_norm.mean_level"):
         return {}
     return Untranslatable("without mean_level rewards are taken as they are: add it in the agent")
 
 
-def _check_group_size(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-    if value in (1, source("gconfig.n_samples")):
+def _translate_group_size(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
+    if value in (1, areal_values("gconfig.n_samples")):
         return {}
     return Untranslatable("a group is the rollout.n_samples episodes of a task")
 
 
-def _translate_model(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_model(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     """AReaL loads what is a folder from there, and all else from the hub."""
     return {"model.hub" if _is_repository(value) else "model.path": value}
 
@@ -321,13 +345,13 @@ ACTOR_RULES = (
         "log-probabilities are at the temperature that each reply was sampled with",
     ),
     ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
-    KeyRule("actor.group_size", "as `rollout.n_samples`", _check_group_size),
+    KeyRule("actor.group_size", "as `rollout.n_samples`", _translate_group_size),
     *(
-        KeyRule(f"actor.reward_norm.{name}", REWARD_NORM_NOTE, _translate_reward_norm)
+        KeyRule(f"actor.reward_norm.{name}", REWARD_NORM_RECIPE_KEYS, _translate_reward_norm)
         for name in ("mean_level", "std_level", "mean_leave1out", "std_unbiased")
     ),
     ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
-    KeyRule("actor.reward_norm.group_size", "as `rollout.n_samples`", _check_group_size),
+    KeyRule("actor.reward_norm.group_size", "as `rollout.n_samples`", _translate_group_size),
     ignored_rule(
         "actor.reward_norm",
         "without the section, rewards are compared with their group's mean in its deviations",

@@ -10,7 +10,9 @@ TRAINER_NAMES = ("fsdp", "megatron", "archon")
 _SIZES_PATTERN = re.compile(r"([dtpcse])(\d+)")
 
 
-def parse_allocation_mode(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def parse_allocation_mode(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     """The older notation that holds both parts: `sglang:d4+megatron:d4`, or `sglang.d4+d4`."""
     if not value:
         return {}
@@ -22,14 +24,19 @@ def parse_allocation_mode(value: Any, source: ArealConfigValues) -> dict[str, An
     if not _parse_backend_name(training):
         training = f"fsdp:{training}"
     found: dict[str, Any] = {}
-    for part in (parse_engine_backend(generating, source), parse_trainer_backend(training, source)):
+    for part in (
+        parse_engine_backend(generating, areal_values),
+        parse_trainer_backend(training, areal_values),
+    ):
         if isinstance(part, Untranslatable):
             return part
         found |= part
     return found
 
 
-def parse_engine_backend(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def parse_engine_backend(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     """`rollout.backend`: as many replicas in a cell as a node has GPUs for, one cell a node."""
     if not value:
         return {}
@@ -41,7 +48,7 @@ def parse_engine_backend(value: Any, source: ArealConfigValues) -> dict[str, Any
     if sizes.get("p", 1) > 1:
         return Untranslatable("a replica is not split over pipeline stages: use t")
     tp, replicas = sizes.get("t", 1), sizes.get("d", 1)
-    per_node = max(1, int(source("cluster.n_gpus_per_node") or 1) // tp)
+    per_node = max(1, int(areal_values("cluster.n_gpus_per_node") or 1) // tp)
     per_cell = next(n for n in range(min(per_node, replicas), 0, -1) if replicas % n == 0)
     return {
         "inference.cells": replicas // per_cell,
@@ -50,7 +57,9 @@ def parse_engine_backend(value: Any, source: ArealConfigValues) -> dict[str, Any
     }
 
 
-def parse_trainer_backend(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def parse_trainer_backend(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     """`actor.backend`: FSDP's and Archon's ranks become Megatron's."""
     if not value:
         return {}

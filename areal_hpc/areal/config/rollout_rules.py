@@ -25,55 +25,58 @@ _NEUTRAL_SAMPLING_VALUES = {"top_p": 1.0, "top_k": -1}
 _CONTEXT_LENGTH_NOTE = "`inference.context_length`: the least of the bounds given"
 
 
-def _translate_concurrency(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _convert_groups_to_episodes(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     """AReaL counts groups, a recipe episodes."""
-    groups = value or source("train_dataset.batch_size")
-    episodes = int(groups) * int(source("gconfig.n_samples"))
+    groups = value or areal_values("train_dataset.batch_size")
+    episodes = int(groups) * int(areal_values("gconfig.n_samples"))
     return {"rollout.max_concurrent_rollouts": episodes}
 
 
-def _translate_context_length(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _choose_least_context_length(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     """The least of the bounds that are given."""
-    bounds = [source(key) for key in CONTEXT_LENGTH_KEYS if key in source.given]
+    bounds = [areal_values(key) for key in CONTEXT_LENGTH_KEYS if key in areal_values.given]
     known = [int(bound) for bound in bounds if bound is not None]
     return {"inference.context_length": min(known)} if known else {}
 
 
-def _build_sampling_param_rules(name: str) -> tuple[KeyRule, ...]:
+def _build_sampling_param_rules(param_name: str) -> tuple[KeyRule, ...]:
     """A parameter of generation, for training and for evaluation."""
-    train, valid = f"rollout.sampling.{name}", f"evaluation.sampling.{name}"
+    train, valid = f"rollout.sampling.{param_name}", f"evaluation.sampling.{param_name}"
 
     def convert(value: Any) -> Any:
-        return -1 if name == "top_k" and value is not None and value >= NO_TOP_K else value
+        return -1 if param_name == "top_k" and value is not None and value >= NO_TOP_K else value
 
-    def trained(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-        own = source(f"eval_gconfig.{name}")
+    def translate(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+        own = areal_values(f"eval_gconfig.{param_name}")
         found = {train: convert(value), valid: convert(value if own is None else own)}
-        if name == "top_k" and found[train] > MAX_MASK_TOKENS_PER_POSITION:
+        if param_name == "top_k" and found[train] > MAX_MASK_TOKENS_PER_POSITION:
             return Untranslatable(
                 f"at most {MAX_MASK_TOKENS_PER_POSITION}, or no bound; set {valid}"
             )
-        if name in _NEUTRAL_SAMPLING_VALUES and found[train] != _NEUTRAL_SAMPLING_VALUES[name]:
+        if (
+            param_name in _NEUTRAL_SAMPLING_VALUES
+            and found[train] != _NEUTRAL_SAMPLING_VALUES[param_name]
+        ):
             found["rollout.record_sampling_mask"] = True  # trained as it was sampled
         return found
 
     return (
-        KeyRule(f"gconfig.{name}", f"`{train}`; `{valid}` without `eval_gconfig`", trained),
-        ignored_rule(f"eval_gconfig.{name}", f"`{valid}`, by `gconfig.{name}`"),
+        KeyRule(f"gconfig.{param_name}", f"`{train}`; `{valid}` without `eval_gconfig`", translate),
+        ignored_rule(f"eval_gconfig.{param_name}", f"`{valid}`, by `gconfig.{param_name}`"),
     )
 
 
-def _translate_greedy_evaluation(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_greedy_evaluation(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     return {"evaluation.sampling.temperature": 0.0} if value else {}
 
 
-def _translate_tool_parser(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_tool_parser(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     return (
         {"inference.tool_call_parser": TOOL_PARSER_BY_AREAL_NAME.get(value, value)} if value else {}
     )
 
 
-def _translate_partial_groups(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_partial_groups(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     return {} if value else {"rollout.min_samples": 2}
 
 
@@ -91,7 +94,7 @@ def _non_sampling_generation_rules(section: str) -> tuple[KeyRule, ...]:
     )
 
 
-def _translate_turn_discount(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_turn_discount(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     """Without a discount all turns of an episode share its final reward alike."""
     if value == 1:
         return {}
@@ -133,7 +136,7 @@ def _agent_rules(section: str) -> tuple[KeyRule, ...]:
         KeyRule(
             f"{section}.engine_max_tokens",
             _CONTEXT_LENGTH_NOTE,
-            _translate_context_length,
+            _choose_least_context_length,
             only_if_given=True,
         ),
         unsupported_rule(f"{section}.admin_api_key", "every run makes a secret of its own"),
@@ -171,7 +174,7 @@ ROLLOUT_RULES = (
     *_build_sampling_param_rules("top_p"),
     *_build_sampling_param_rules("top_k"),
     KeyRule(
-        "gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True
+        "gconfig.max_tokens", _CONTEXT_LENGTH_NOTE, _choose_least_context_length, only_if_given=True
     ),
     fixed_value_rule("gconfig.greedy", False, "episodes of a group would be the same"),
     *_non_sampling_generation_rules("gconfig"),
@@ -198,15 +201,15 @@ ROLLOUT_RULES = (
     KeyRule(
         "rollout.max_concurrent_rollouts",
         "`rollout.max_concurrent_rollouts`, times `n_samples`: episodes, not groups",
-        _translate_concurrency,
+        _convert_groups_to_episodes,
     ),
     unsupported_rule("rollout.queue_size", "a ticket waits at the ledger, not in a queue"),
     KeyRule(
         "rollout.consumer_batch_size",
         "as `train_dataset.batch_size`",
-        lambda value, source: (
+        lambda value, areal_values: (
             {}
-            if value in (1, source("train_dataset.batch_size"))
+            if value in (1, areal_values("train_dataset.batch_size"))
             else Untranslatable("a batch is trainer.batch_size tickets")
         ),
     ),
@@ -237,7 +240,10 @@ ROLLOUT_RULES = (
     *_agent_rules("rollout.agent"),
     *_agent_rules("rollout.openai"),
     KeyRule(
-        "sglang.context_length", _CONTEXT_LENGTH_NOTE, _translate_context_length, only_if_given=True
+        "sglang.context_length",
+        _CONTEXT_LENGTH_NOTE,
+        _choose_least_context_length,
+        only_if_given=True,
     ),
     renamed_rule("sglang.mem_fraction_static", "inference.mem_fraction_static"),
     renamed_rule("sglang.max_running_requests", "inference.max_running_requests"),

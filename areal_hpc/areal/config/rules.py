@@ -56,7 +56,7 @@ class KeyRule:
     """Dotted; one that ends in `.*` stands for all keys below it."""
     here: str
     """For people: the keys of a recipe, or what holds instead of them."""
-    becomes: TranslateValue
+    translate: TranslateValue
     only_if_given: bool = False
     """AReaL's default is not carried over."""
 
@@ -74,22 +74,22 @@ def renamed_rule(key: str, target: str, *, only_if_given: bool = False) -> KeyRu
     )
 
 
-def fixed_value_rule(key: str, value: Any, otherwise: str) -> KeyRule:
+def fixed_value_rule(key: str, value: Any, reason: str) -> KeyRule:
     """It is always so here; any other value is lost."""
     return KeyRule(
         key,
-        f"always `{value}`; {otherwise}",
-        lambda found, _: {} if found is None or found == value else Untranslatable(otherwise),
+        f"always `{value}`; {reason}",
+        lambda found, _: {} if found is None or found == value else Untranslatable(reason),
     )
 
 
-def same_as_key_rule(key: str, other: str, otherwise: str) -> KeyRule:
+def same_as_key_rule(key: str, repeated_key: str, reason: str) -> KeyRule:
     """It repeats another key; where it does not, it is lost."""
     return KeyRule(
         key,
-        f"as `{other}`; {otherwise}",
-        lambda found, source: (
-            {} if found in (None, "", source(other)) else Untranslatable(otherwise)
+        f"as `{repeated_key}`; {reason}",
+        lambda found, areal_values: (
+            {} if found in (None, "", areal_values(repeated_key)) else Untranslatable(reason)
         ),
     )
 
@@ -106,19 +106,19 @@ def repeated_run_key_rules(section: str, *, has_fileroot: bool = True) -> tuple[
     return tuple(same_as_key_rule(f"{section}.{name}", *said) for name, said in repeated.items())
 
 
-def unsupported_scheduling_rules(section: str) -> tuple[KeyRule, ...]:
+def unsupported_scheduling_rules(parent_section: str) -> tuple[KeyRule, ...]:
     """What AReaL's schedulers are told of `actor` and `rollout`."""
     return (
-        unsupported_rule(f"{section}.scheduling_spec.*", SLURM_OPTIONS_REASON),
+        unsupported_rule(f"{parent_section}.scheduling_spec.*", SLURM_OPTIONS_REASON),
         unsupported_rule(
-            f"{section}.scheduling_strategy.*", "trainer and replicas never share nodes"
+            f"{parent_section}.scheduling_strategy.*", "trainer and replicas never share nodes"
         ),
     )
 
 
-def ignored_rule(key: str, why: str) -> KeyRule:
+def ignored_rule(key: str, reason: str) -> KeyRule:
     """Whatever the value, the same happens here: nothing is lost by leaving it out."""
-    return KeyRule(key, f"(not needed) {why}", lambda value, source: {})
+    return KeyRule(key, f"(not needed) {reason}", lambda value, _: {})
 
 
 def unsupported_rule(key: str, reason: str) -> KeyRule:

@@ -22,28 +22,28 @@ AREAL_PREFIX = "areal."
 """AReaL's import root."""
 
 
-def _translate_total_steps(
-    value: Any, source: ArealConfigValues
+def _derive_total_steps(
+    value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    if source.total_steps is None:
+    if areal_values.total_steps is None:
         return Untranslatable(
             "a recipe counts steps: set trainer.total_steps to the epochs times the rows of the "
             "training set, divided by trainer.batch_size"
         )
-    return {"trainer.total_steps": source.total_steps}
+    return {"trainer.total_steps": areal_values.total_steps}
 
 
-def _build_epochs_translator(target: str) -> TranslateValue:
+def _build_epochs_to_steps_translator(recipe_key: str) -> TranslateValue:
     """Epochs as steps."""
 
-    def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    def translate(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         if value is None:
             return {}
-        if source.steps_per_epoch is None:
-            return Untranslatable(f"a recipe counts steps: set {target}")
-        return {target: int(value) * source.steps_per_epoch}
+        if areal_values.steps_per_epoch is None:
+            return Untranslatable(f"a recipe counts steps: set {recipe_key}")
+        return {recipe_key: int(value) * areal_values.steps_per_epoch}
 
-    return becomes
+    return translate
 
 
 def _frequency_rules(section: str, target: str) -> tuple[KeyRule, ...]:
@@ -54,13 +54,13 @@ def _frequency_rules(section: str, target: str) -> tuple[KeyRule, ...]:
         KeyRule(
             f"{section}.freq_epochs",
             f"`{target}`, in steps of the training set",
-            _build_epochs_translator(target),
+            _build_epochs_to_steps_translator(target),
         ),
         renamed_rule(f"{section}.freq_steps", target),
     )
 
 
-def _translate_workflow(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+def _translate_workflow(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
     return {"rollout.workflow": map_areal_module(str(value))} if value else {}
 
 
@@ -80,7 +80,7 @@ def map_areal_path_kwargs(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _build_task_file_translator(section: str) -> TranslateValue:
-    def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+    def translate(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
         if not value:
             return {}
         if str(value).endswith((".jsonl", ".json")):
@@ -90,20 +90,22 @@ def _build_task_file_translator(section: str) -> TranslateValue:
             "docs/recipe.md; PPOTrainer takes rows as they are"
         )
 
-    return becomes
+    return translate
 
 
-def _workflow_kwarg_rule(name: str) -> KeyRule:
+def _workflow_kwarg_rule(kwarg_name: str) -> KeyRule:
     """A key that AReaL's example scripts hand to their workflow."""
-    target = f"rollout.workflow_kwargs.{name}"
+    target = f"rollout.workflow_kwargs.{kwarg_name}"
 
-    def becomes(value: Any, source: ArealConfigValues) -> dict[str, Any]:
+    def translate(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
         return {} if value in (None, "", {}) else map_areal_path_kwargs({target: value})
 
-    return KeyRule(name, f"`{target}`", becomes)
+    return KeyRule(kwarg_name, f"`{target}`", translate)
 
 
-def _reject_ray_scheduler(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _reject_ray_scheduler(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     return Untranslatable("jobs run on this machine or on Slurm") if value == "ray" else {}
 
 
@@ -125,7 +127,7 @@ RUN_RULES = (
     KeyRule(
         "total_train_epochs",
         "`trainer.total_steps`, where the rows are known",
-        _translate_total_steps,
+        _derive_total_steps,
     ),
     renamed_rule("total_train_steps", "trainer.total_steps"),
     same_as_key_rule("tokenizer_path", "actor.path", "the tokenizer is the model's"),
@@ -134,9 +136,9 @@ RUN_RULES = (
     KeyRule(
         "eval_workflow",
         "`evaluation.workflow`",
-        lambda value, source: (
+        lambda value, areal_values: (
             {"evaluation.workflow": map_areal_module(str(value))}
-            if value and value != source("workflow")
+            if value and value != areal_values("workflow")
             else {}
         ),
     ),

@@ -101,7 +101,9 @@ def translate_to_recipe(
             if any(key.startswith(f"{section}.") for key in stated):
                 defaults |= flatten_to_dotted_keys(dataclasses.asdict(model()), f"{section}.")
         absent = {
-            key: value for key, value in defaults.items() if not _is_default_replaced(key, stated)
+            key: value
+            for key, value in defaults.items()
+            if not _is_key_or_section_stated(key, stated)
         }
         leaves, given = absent | stated, set(stated)
     return _apply_rules(ArealConfigValues(leaves, frozenset(given), train_rows))
@@ -112,38 +114,38 @@ def _resolve_renamed_key(key: str) -> str:
     return key.replace("rollout.openai.", "rollout.agent.")
 
 
-def _is_default_replaced(key: str, stated: Mapping[str, Any]) -> bool:
+def _is_key_or_section_stated(key: str, stated: Mapping[str, Any]) -> bool:
     """Whether a default is replaced: by a value, or by an empty section it would be in."""
     parts = key.split(".")
     return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
 
 
-def _apply_rules(source: ArealConfigValues) -> Translation:
+def _apply_rules(areal_values: ArealConfigValues) -> Translation:
     recipe: dict[str, Any] = {}
     untranslated: list[UntranslatedKey] = []
     arguments: list[str] = []
     places = {name: place for place, name in enumerate(RULE_BY_KEY)}
-    found = [(key, find_rule(key)) for key in source.leaves]
+    found = [(key, find_rule(key)) for key in areal_values.leaves]
     for key, rule in sorted(found, key=lambda one: places[one[1].key] if one[1] else -1):
-        value, is_given = source(key), key in source.given
+        value, is_given = areal_values(key), key in areal_values.given
         if rule is None:
             if is_given and value is not None:
                 untranslated.append(UntranslatedKey(key, value, _explain_unknown_key(key)))
         elif rule.key == SGLANG_KEY_PATTERN:
             arguments += _to_sglang_arguments(key.removeprefix("sglang."), value)
         elif is_given or not rule.only_if_given:
-            become = rule.becomes(value, source) if value is not None else {}
+            become = rule.translate(value, areal_values) if value is not None else {}
             if not isinstance(become, Untranslatable):
                 recipe |= become
             elif is_given:
                 untranslated.append(UntranslatedKey(key, value, become.reason))
     if arguments:
         recipe[EXTRA_ARGS_KEY] = arguments
-    if source("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
-        become = RULE_BY_KEY["rollout.max_concurrent_rollouts"].becomes(None, source)
+    if areal_values("rollout.max_concurrent_rollouts") is None:  # it follows from other keys
+        become = RULE_BY_KEY["rollout.max_concurrent_rollouts"].translate(None, areal_values)
         assert not isinstance(become, Untranslatable)
         recipe |= become
-    untranslated.sort(key=lambda one: list(source.leaves).index(one.key))
+    untranslated.sort(key=lambda one: list(areal_values.leaves).index(one.key))
     return Translation(unflatten_dotted_keys(recipe), untranslated)
 
 
@@ -156,11 +158,11 @@ def find_rule(key: str) -> KeyRule | None:
     return next((RULE_BY_KEY[section] for section in sections if section in RULE_BY_KEY), None)
 
 
-def _to_sglang_arguments(name: str, value: Any) -> Iterator[str]:
+def _to_sglang_arguments(field_name: str, value: Any) -> Iterator[str]:
     """SGLang's command line has an argument of every field of its server's configuration."""
     if value is None or value is False or value == {} or value == []:
         return
-    yield f"--{name.replace('_', '-')}"
+    yield f"--{field_name.replace('_', '-')}"
     if isinstance(value, list):
         yield from map(str, value)
     elif value is not True:
