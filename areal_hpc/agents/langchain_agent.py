@@ -54,8 +54,8 @@ class LangChainMathAgent:
 class LangGraphMathAgent(LangChainMathAgent):
     """May use a calculator before it answers; `middleware` is that of LangChain's agent."""
 
-    def __init__(self, middleware: Sequence[Any] = (), **others: Any) -> None:
-        super().__init__(**others)
+    def __init__(self, middleware: Sequence[Any] = (), **base_options: Any) -> None:
+        super().__init__(**base_options)
         self.middleware = middleware
 
     async def ask(self, model: Any, messages: list[Any]) -> str:

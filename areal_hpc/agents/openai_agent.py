@@ -54,8 +54,8 @@ class MultiTurnMathAgent(OpenAIMathAgent):
     The reward is the last reply's; `trainer.objective.credit` says how earlier ones share in it.
     """
 
-    def __init__(self, max_turns: int = 8, **others: Any) -> None:
-        super().__init__(**others)
+    def __init__(self, max_turns: int = 8, **base_options: Any) -> None:
+        super().__init__(**base_options)
         self.max_turns = max_turns
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | dict[str, float]:
@@ -81,9 +81,9 @@ class OpenAIMathToolAgent(OpenAIMathAgent):
     """
 
     def __init__(
-        self, max_turns: int = 8, first_request: dict[str, Any] | None = None, **others: Any
+        self, max_turns: int = 8, first_request: dict[str, Any] | None = None, **base_options: Any
     ) -> None:
-        super().__init__(**others)
+        super().__init__(**base_options)
         self.max_turns = max_turns
         self.first_request = first_request or {}
 

@@ -78,16 +78,18 @@ def build_single_agent(instructions: str = "You solve problems step by step.") -
     return Agent(name="Solver", instructions=instructions)
 
 
-def _build_team_member(name: str, duty: str, *others: Agent) -> Agent:
+def _build_team_member(member_name: str, duty: str, *teammates: Agent) -> Agent:
     return Agent(
-        name=name,
+        name=member_name,
         instructions=f"{RECOMMENDED_PROMPT_PREFIX}\n{duty}",
-        handoffs=[handoff(agent=other) for other in others],
+        handoffs=[handoff(agent=other) for other in teammates],
     )
 
 
 class AgentsSdkMathTeam(AgentsSdkWorkflow):
     """The team. Arguments: those of `AgentsSdkWorkflow`."""
 
-    def __init__(self, agent_builder_path: str = MATH_AGENT_BUILDER_PATH, **others: Any) -> None:
-        super().__init__(agent_builder_path, **others)
+    def __init__(
+        self, agent_builder_path: str = MATH_AGENT_BUILDER_PATH, **base_options: Any
+    ) -> None:
+        super().__init__(agent_builder_path, **base_options)

@@ -13,7 +13,7 @@ from areal_hpc.rundir.atomic import open_temporary
 
 
 def materialize_task_sets(
-    parts: Sequence[tuple[TaskSetConfig, str]],
+    configs_with_keys: Sequence[tuple[TaskSetConfig, str]],
     out: Path,
     check: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[int]:
@@ -29,7 +29,7 @@ def materialize_task_sets(
     """
     counts = []
     with open_temporary(out) as stream:
-        for config, key in parts:
+        for config, key in configs_with_keys:
             count = 0
             for row in iterate_task_rows(config, key):
                 stream.write(encode_row(row, count, key) + b"\n")
@@ -52,7 +52,7 @@ def materialize_task_sets(
     return counts
 
 
-def encode_row(row: object, number: int, key: str = "") -> bytes:
+def encode_row(row: object, row_index: int, key: str = "") -> bytes:
     """A row as strict JSON: what the driver reads back must be what was written.
 
     Raises:
@@ -62,7 +62,7 @@ def encode_row(row: object, number: int, key: str = "") -> bytes:
         return orjson.dumps(row)
     except TypeError as error:
         raise RecipeError(
-            f"row {number} cannot be serialized as JSON ({error})",
+            f"row {row_index} cannot be serialized as JSON ({error})",
             key=key,
             hint="use strings, numbers, lists and dicts with string keys",
         ) from error

@@ -102,7 +102,9 @@ def _generate_rows_by_user_function(
         ) from error
 
 
-def _generate_reasoning_tasks(name: str, kwargs: dict[str, Any], key: str) -> Iterator[TaskRow]:
+def _generate_reasoning_tasks(
+    generator_name: str, kwargs: dict[str, Any], key: str
+) -> Iterator[TaskRow]:
     """Tasks of reasoning-gym; `reasoning_gym_reward` scores their answers."""
     try:
         import reasoning_gym
@@ -113,7 +115,7 @@ def _generate_reasoning_tasks(name: str, kwargs: dict[str, Any], key: str) -> It
             hint='pip install "areal-hpc[agents]" in this environment',
         ) from error
     try:
-        for item in reasoning_gym.create_dataset(name, **kwargs):
+        for item in reasoning_gym.create_dataset(generator_name, **kwargs):
             yield {
                 "messages": [{"role": "user", "content": item["question"]}],
                 "question": item["question"],
@@ -122,7 +124,7 @@ def _generate_reasoning_tasks(name: str, kwargs: dict[str, Any], key: str) -> It
             }
     except Exception as error:  # boundary: a task's generator may raise anything
         raise RecipeError(
-            f"reasoning-gym's {name} fails with arguments {kwargs} "
+            f"reasoning-gym's {generator_name} fails with arguments {kwargs} "
             f"({type(error).__name__}: {error})",
             key=key,
             hint="reasoning_gym.factory.DATASETS lists the names; kwargs are those of the task",
@@ -130,15 +132,15 @@ def _generate_reasoning_tasks(name: str, kwargs: dict[str, Any], key: str) -> It
 
 
 def _convert_rows_by_user_function(
-    source: Iterator[TaskRow], dotted: str, key: str
+    source_rows: Iterator[TaskRow], function_path: str, key: str
 ) -> Iterator[TaskRow]:
-    function = load_user_function(dotted, key)
-    for number, row in enumerate(source):
+    function = load_user_function(function_path, key)
+    for number, row in enumerate(source_rows):
         try:
             task = function(row)
         except Exception as error:  # boundary: the function may be the user's
             raise RecipeError(
-                f"{dotted} fails for row {number}: {describe_user_error(error)}\n"
+                f"{function_path} fails for row {number}: {describe_user_error(error)}\n"
                 f"  row: {row!r:.200}",
                 key=key,
                 hint="use a to_task function that matches this data set",

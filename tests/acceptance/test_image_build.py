@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.dataset.harbor.image_build import build_images
-from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
+from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
 from areal_hpc.sandbox.images.oci_image import read_image
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT

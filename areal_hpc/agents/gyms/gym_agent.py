@@ -81,12 +81,12 @@ class GymAgent:
         return rewards, text
 
     def _build_opening_messages(
-        self, data: Mapping[str, Any], told: Mapping[str, Any]
+        self, data: Mapping[str, Any], gym_answer: Mapping[str, Any]
     ) -> list[Any]:
         """The prompt, what the task says, what the gym says."""
         system = [{"role": "system", "content": self.prompt}] if self.prompt else []
-        shown = [{"role": "user", "content": told["text"]}] if told["text"] else []
-        return [*system, *told.get("messages", ()), *data.get("messages", ()), *shown]
+        shown = [{"role": "user", "content": gym_answer["text"]}] if gym_answer["text"] else []
+        return [*system, *gym_answer.get("messages", ()), *data.get("messages", ()), *shown]
 
 
 def encode_reply_for_worker(message: Any) -> dict[str, Any]:
@@ -98,11 +98,11 @@ def encode_reply_for_worker(message: Any) -> dict[str, Any]:
     return {"text": message.content or "", "calls": calls}
 
 
-def build_gym_answer_messages(told: Mapping[str, Any]) -> list[dict[str, Any]]:
+def build_gym_answer_messages(gym_answer: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Messages of what a gym answers: results of calls, or the next observation."""
-    results = told.get("results", ())
+    results = gym_answer.get("results", ())
     if results:
         return [
             {"role": "tool", "tool_call_id": one["id"], "content": one["text"]} for one in results
         ]
-    return [{"role": "user", "content": told["text"]}]
+    return [{"role": "user", "content": gym_answer["text"]}]

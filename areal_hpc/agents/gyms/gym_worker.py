@@ -23,8 +23,8 @@ START_TIMEOUT_S = 300.0
 class GymWorker:
     """One process, which plays one episode at a time."""
 
-    def __init__(self, process: LineProcess, name: str) -> None:
-        self._process, self._name = process, name
+    def __init__(self, process: LineProcess, worker_name: str) -> None:
+        self._process, self._name = process, worker_name
 
     @classmethod
     async def start(

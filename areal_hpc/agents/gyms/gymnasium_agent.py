@@ -16,7 +16,7 @@ class GymnasiumAgent(GymAgent):
         env_id: As `gymnasium.make` takes it.
         env_kwargs: Its other arguments.
         imports: Modules that register environments.
-        others: See `GymAgent`.
+        gym_agent_options: See `GymAgent`.
     """
 
     def __init__(
@@ -24,7 +24,7 @@ class GymnasiumAgent(GymAgent):
         env_id: str,
         env_kwargs: Mapping[str, Any] | None = None,
         imports: Sequence[str] = (),
-        **others: Any,
+        **gym_agent_options: Any,
     ) -> None:
         config = {"env_id": env_id, "env_kwargs": dict(env_kwargs or {}), "imports": [*imports]}
-        super().__init__("gymnasium_worker.py", config, **others)
+        super().__init__("gymnasium_worker.py", config, **gym_agent_options)

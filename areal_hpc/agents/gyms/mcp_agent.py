@@ -21,7 +21,7 @@ class McpAgent(GymAgent):
             of its server and two underscores.
         reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
         call_timeout_s: Time of one tool call.
-        others: See `GymAgent`.
+        gym_agent_options: See `GymAgent`.
 
     Raises:
         RecipeError: A server is neither.
@@ -32,12 +32,12 @@ class McpAgent(GymAgent):
         servers: Mapping[str, Mapping[str, Any]],
         reward_fn_path: str,
         call_timeout_s: float = 30.0,
-        **others: Any,
+        **gym_agent_options: Any,
     ) -> None:
         for name, how in servers.items():
             check_server_config(name, how)
         config = {"servers": {**servers}, "call_timeout_s": call_timeout_s}
-        super().__init__("mcp_worker.py", config, **others)
+        super().__init__("mcp_worker.py", config, **gym_agent_options)
         self.reward = SubprocessRewardFunction(reward_fn_path)
 
     async def run(
@@ -48,20 +48,22 @@ class McpAgent(GymAgent):
         return await self.reward(text, data)
 
 
-def check_server_config(name: str, how: Mapping[str, Any]) -> None:
+def check_server_config(server_name: str, server_config: Mapping[str, Any]) -> None:
     """Demand that a server is described.
 
     Raises:
         RecipeError: It is not.
     """
-    kinds = [kind for kind in _OPTIONAL_KEYS_BY_SERVER_KIND if kind in how]
+    kinds = [kind for kind in _OPTIONAL_KEYS_BY_SERVER_KIND if kind in server_config]
     if len(kinds) == 1 and not (
-        unknown := how.keys() - {kinds[0]} - _OPTIONAL_KEYS_BY_SERVER_KIND[kinds[0]]
+        unknown := server_config.keys() - {kinds[0]} - _OPTIONAL_KEYS_BY_SERVER_KIND[kinds[0]]
     ):
         return
-    found = f"unknown keys {sorted(unknown)}" if len(kinds) == 1 else f"keys {sorted(how)}"
+    found = (
+        f"unknown keys {sorted(unknown)}" if len(kinds) == 1 else f"keys {sorted(server_config)}"
+    )
     raise RecipeError(
-        f"the server {name!r} has {found}",
-        key=f"rollout.workflow_kwargs.servers.{name}",
+        f"the server {server_name!r} has {found}",
+        key=f"rollout.workflow_kwargs.servers.{server_name}",
         hint="give `command` (with `env`, `cwd`) or `url` (with `headers`)",
     )

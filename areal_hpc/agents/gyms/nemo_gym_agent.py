@@ -14,11 +14,11 @@ class NemoGymAgent(GymAgent):
     Args:
         server: Its folder in `resources_servers`, such as "blackjack".
         options: Further fields of its configuration.
-        others: See `GymAgent`.
+        gym_agent_options: See `GymAgent`.
     """
 
     def __init__(
-        self, server: str, options: Mapping[str, Any] | None = None, **others: Any
+        self, server: str, options: Mapping[str, Any] | None = None, **gym_agent_options: Any
     ) -> None:
         config = {"server": server, "options": dict(options or {})}
-        super().__init__("nemo_gym_worker.py", config, **others)
+        super().__init__("nemo_gym_worker.py", config, **gym_agent_options)

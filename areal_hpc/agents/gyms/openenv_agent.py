@@ -14,13 +14,14 @@ class OpenEnvAgent(GymAgent):
     Args:
         base_url: A server that runs already; or
         app: `package.module:app` of one, which each worker starts for itself.
-        others: See `GymAgent`; `variables: {PYTHONPATH: ...}` tells where the app's package is.
+        gym_agent_options: See `GymAgent`; `variables: {PYTHONPATH: ...}` tells where the app's
+            package is.
 
     Raises:
         RecipeError: Neither or both are given.
     """
 
-    def __init__(self, base_url: str = "", app: str = "", **others: Any) -> None:
+    def __init__(self, base_url: str = "", app: str = "", **gym_agent_options: Any) -> None:
         if bool(base_url) == bool(app):
             raise RecipeError(
                 f"give one of base_url and app, got {base_url!r} and {app!r}",
@@ -28,4 +29,4 @@ class OpenEnvAgent(GymAgent):
                 hint="app=package.module:app starts a server of its own",
             )
         config = {"base_url": base_url.rstrip("/"), "app": app}
-        super().__init__("openenv_worker.py", config, **others)
+        super().__init__("openenv_worker.py", config, **gym_agent_options)

@@ -34,17 +34,19 @@ class HarnessFolder:
         self.home = f"{self._root}/home"
         """Home of the program."""
 
-    async def fill(self, source: Path | None) -> None:
+    async def fill(self, source_dir: Path | None) -> None:
         """Copy a folder of this machine into it, and note how it is.
 
         Raises:
             AgentError: There is no such folder, or the sandbox has no git or tar.
         """
-        if source is not None and not source.is_dir():
+        if source_dir is not None and not source_dir.is_dir():
             raise AgentError(
-                f"there is no folder {source}", hint="name a folder in the task's `folder`"
+                f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
             )
-        await self._sandbox.put(f"{self._root}/before.tar", await asyncio.to_thread(_pack, source))
+        await self._sandbox.put(
+            f"{self._root}/before.tar", await asyncio.to_thread(_pack, source_dir)
+        )
         await self._run_script_or_raise("mkdir -p work && tar -xf before.tar -C work", self._root)
         await self._run_script_or_raise(_SNAPSHOT_BEFORE_SCRIPT, self._work)
 
@@ -97,9 +99,9 @@ class HarnessFolder:
         except tarfile.TarError as error:
             raise AgentError(f"the folder of the program cannot be copied: {error}") from error
 
-    async def _read(self, name: str, max_bytes: int) -> bytes:
+    async def _read(self, file_name: str, max_bytes: int) -> bytes:
         try:
-            return await self._sandbox.get(f"{self._root}/{name}", max_bytes)
+            return await self._sandbox.get(f"{self._root}/{file_name}", max_bytes)
         except OSError as error:
             raise AgentError(f"the program left too much: {error}") from error
 
@@ -112,11 +114,11 @@ class HarnessFolder:
         return ended
 
 
-def _pack(source: Path | None) -> bytes:
+def _pack(source_dir: Path | None) -> bytes:
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w") as archive:
-        if source is not None:
-            archive.add(source, arcname=".")
+        if source_dir is not None:
+            archive.add(source_dir, arcname=".")
     return packed.getvalue()
 
 

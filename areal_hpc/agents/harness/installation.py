@@ -49,29 +49,29 @@ def get_program_path(program: HarnessProgram, folder: Path) -> Path:
     return Path(program.command[0].replace("$FOLDER", str(folder)))
 
 
-def find_installed_harness(name: str, harnesses_dir: Path, key: str) -> Path:
+def find_installed_harness(harness_name: str, harnesses_dir: Path, key: str) -> Path:
     """The folder of an installed harness.
 
     Raises:
         RecipeError: There is no such harness, or it is not installed there; names `key`.
     """
-    folder = harnesses_dir / name
-    program = get_program_path(get_harness_program(name, key), folder)
+    folder = harnesses_dir / harness_name
+    program = get_program_path(get_harness_program(harness_name, key), folder)
     if not (os.access(program, os.X_OK) and (folder / STAMP_FILE_NAME).exists()):
         raise RecipeError(
-            f"the harness {name} is not installed, or not to its end: "
+            f"the harness {harness_name} is not installed, or not to its end: "
             f"expected the program {program} and the file {folder / STAMP_FILE_NAME}",
             key=key,
-            hint=f"areal-hpc install-harness {name} --dir {harnesses_dir}",
+            hint=f"areal-hpc install-harness {harness_name} --dir {harnesses_dir}",
         )
     return folder
 
 
-def install_harness(name: str, harnesses_dir: Path, version: str = "") -> bool:
+def install_harness(harness_name: str, harnesses_dir: Path, version: str = "") -> bool:
     """Install a harness; False if what its lock says, or this version, is there already.
 
     Args:
-        name: Of the harness.
+        harness_name: As in `programs.py`.
         harnesses_dir: What holds the folders of all.
         version: Another one than the lock's, with what the registry gives for it today.
 
@@ -79,28 +79,30 @@ def install_harness(name: str, harnesses_dir: Path, version: str = "") -> bool:
         RecipeError: There is no such harness, or this is no checkout.
         ClusterError: npm or Python is missing, or the registry does not give what the lock says.
     """
-    program = get_harness_program(name, "NAME")
-    folder, stamp = harnesses_dir / name, version or _compute_lock_digest(name)
+    program = get_harness_program(harness_name, "NAME")
+    folder, stamp = harnesses_dir / harness_name, version or _compute_lock_digest(harness_name)
     if (folder / STAMP_FILE_NAME).exists() and (folder / STAMP_FILE_NAME).read_text() == stamp:
         return False
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     install = _install_from_npm if program.registry == "npm" else _install_from_pypi
-    install(name, program, folder, version)
+    install(harness_name, program, folder, version)
     if not os.access(path := get_program_path(program, folder), os.X_OK):
-        raise ClusterError(f"the packages of {name} are installed, but {path} is no program")
+        raise ClusterError(
+            f"the packages of {harness_name} are installed, but {path} is no program"
+        )
     (folder / STAMP_FILE_NAME).write_text(stamp)
     return True
 
 
-def find_newest_version(name: str) -> str:
+def find_newest_version(harness_name: str) -> str:
     """The newest version of a harness that its registry gives.
 
     Raises:
         RecipeError: There is no such harness.
         ClusterError: npm is missing, or the registry does not answer.
     """
-    program = get_harness_program(name, "NAME")
+    program = get_harness_program(harness_name, "NAME")
     if program.registry == "npm":
         return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
     wanted = ("--python-version", program.python) if program.python else ()
@@ -110,28 +112,30 @@ def find_newest_version(name: str) -> str:
     return told.split("(", 1)[1].split(")", 1)[0]  # `name (version)` and more
 
 
-def list_lock_files(name: str) -> list[Path]:
+def list_lock_files(harness_name: str) -> list[Path]:
     """The files of a harness's lock; a RecipeError if there are none."""
-    files = sorted((LOCKS_DIR / name).glob("*"))
+    files = sorted((LOCKS_DIR / harness_name).glob("*"))
     if not files:
         raise RecipeError(
-            f"there is no lock {LOCKS_DIR / name}",
+            f"there is no lock {LOCKS_DIR / harness_name}",
             key="NAME",
             hint="run this in a checkout of areal_hpc",
         )
     return files
 
 
-def _compute_lock_digest(name: str) -> str:
+def _compute_lock_digest(harness_name: str) -> str:
     digest = hashlib.sha256()
-    for path in list_lock_files(name):
+    for path in list_lock_files(harness_name):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
 
-def _install_from_npm(name: str, program: HarnessProgram, folder: Path, version: str) -> None:
+def _install_from_npm(
+    harness_name: str, program: HarnessProgram, folder: Path, version: str
+) -> None:
     npm = _find_npm()
-    for path in list_lock_files(name):
+    for path in list_lock_files(harness_name):
         if not version or path.name == "package.json":
             shutil.copy(path, folder)
     # Not `npm ci`: it gives up on optional packages for other systems that a registry lacks.
@@ -147,16 +151,23 @@ def _find_npm() -> str:
     return npm
 
 
-def _install_from_pypi(name: str, program: HarnessProgram, folder: Path, version: str) -> None:
+def _install_from_pypi(
+    harness_name: str, program: HarnessProgram, folder: Path, version: str
+) -> None:
     needed = program.python
     python = _find_python(needed) if needed else sys.executable
     if python is None:
         raise ClusterError(
-            f"{name} needs Python {needed}, and there is none on PATH, of pyenv or of uv",
+            f"{harness_name} needs Python {needed}, and there is none on PATH, of pyenv or of uv",
             hint=f"module load, pyenv install {needed} or uv python install {needed}",
         )
     _run([python, "-m", "venv", str(folder / "python")], folder)
-    lock = ("--no-deps", "--require-hashes", "-r", str(LOCKS_DIR / name / "requirements.txt"))
+    lock = (
+        "--no-deps",
+        "--require-hashes",
+        "-r",
+        str(LOCKS_DIR / harness_name / "requirements.txt"),
+    )
     packages = (f"{program.package}=={version}",) if version else lock
     pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]
     _run([*pip, *packages], folder)

@@ -350,19 +350,20 @@ HARNESSES: Mapping[str, HarnessProgram] = {
 """By the names that other training systems use for them too."""
 
 
-def get_harness_program(name: str, key: str) -> HarnessProgram:
+def get_harness_program(harness_name: str, key: str) -> HarnessProgram:
     """The harness of a name.
 
     Raises:
         RecipeError: There is none; names `key`.
     """
-    if name not in HARNESSES:
+    if harness_name not in HARNESSES:
+        suggestion = format_name_suggestion(harness_name, HARNESSES)
         raise RecipeError(
-            f"there is no harness {name!r}{format_name_suggestion(name, HARNESSES)}",
+            f"there is no harness {harness_name!r}{suggestion}",
             key=key,
             hint=f"choose from {', '.join(HARNESSES)}",
         )
-    return HARNESSES[name]
+    return HARNESSES[harness_name]
 
 
 def render_harness_table() -> str:

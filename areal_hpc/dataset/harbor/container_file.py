@@ -49,34 +49,36 @@ def _split_into_instructions(text: str) -> list[str]:
     return [line.strip() for line in joined.splitlines() if line.strip()]
 
 
-def _apply_instruction(found: ContainerFile, name: str, rest: str, path: Path) -> None:
-    if name in _INSTRUCTIONS_WITHOUT_EFFECT:
+def _apply_instruction(
+    container: ContainerFile, instruction: str, arguments: str, dockerfile: Path
+) -> None:
+    if instruction in _INSTRUCTIONS_WITHOUT_EFFECT:
         return
-    if name == "WORKDIR" and "$" not in rest:
-        found.work_dir = posixpath.join(found.work_dir or "/", rest)
-    elif name == "ENV" and "$" not in rest:
-        found.variables |= _parse_variables(rest)
-    elif name in ("COPY", "ADD") and _is_local_copy(rest):
-        found.copies += _parse_copies(rest, found.work_dir or "/", path)
+    if instruction == "WORKDIR" and "$" not in arguments:
+        container.work_dir = posixpath.join(container.work_dir or "/", arguments)
+    elif instruction == "ENV" and "$" not in arguments:
+        container.variables |= _parse_variables(arguments)
+    elif instruction in ("COPY", "ADD") and _is_local_copy(arguments):
+        container.copies += _resolve_local_copies(arguments, container.work_dir or "/", dockerfile)
     else:
-        found.needs_build.append(f"{name} {rest}"[:80])
+        container.needs_build.append(f"{instruction} {arguments}"[:80])
 
 
-def _parse_variables(rest: str) -> dict[str, str]:
+def _parse_variables(arguments: str) -> dict[str, str]:
     """`ENV A=1 B="two words"`, or the older `ENV A 1`."""
-    name, mark, value = rest.partition(" ")
+    name, mark, value = arguments.partition(" ")
     if mark and "=" not in name:
         return {name: value.strip()}
-    return dict(word.partition("=")[::2] for word in shlex.split(rest))
+    return dict(word.partition("=")[::2] for word in shlex.split(arguments))
 
 
-def _is_local_copy(rest: str) -> bool:
-    return not re.search(r"--from|https?://|\$|<<|\*|\.tar|git@", rest)
+def _is_local_copy(arguments: str) -> bool:
+    return not re.search(r"--from|https?://|\$|<<|\*|\.tar|git@", arguments)
 
 
-def _parse_copies(rest: str, work_dir: str, path: Path) -> list[tuple[str, str]]:
-    options = re.match(r"(?:--[\w-]+(?:=\S+)?\s+)*", rest)
-    words_text = rest[options.end() if options else 0 :]
+def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> list[tuple[str, str]]:
+    options = re.match(r"(?:--[\w-]+(?:=\S+)?\s+)*", arguments)
+    words_text = arguments[options.end() if options else 0 :]
     words = json.loads(words_text) if words_text.startswith("[") else shlex.split(words_text)
     *sources, target = words
     place = posixpath.normpath(posixpath.join(work_dir, target))
@@ -84,11 +86,11 @@ def _parse_copies(rest: str, work_dir: str, path: Path) -> list[tuple[str, str]]
     pairs = []
     for source in sources:
         name = posixpath.normpath(source.lstrip("/"))
-        file = path.parent / name
+        file = dockerfile.parent / name
         if name.startswith("..") or not file.exists():
             raise RecipeError(
-                f"{path} copies {source}, which is not below {path.parent}",
-                key=str(path),
+                f"{dockerfile} copies {source}, which is not below {dockerfile.parent}",
+                key=str(dockerfile),
                 hint="put it there",
             )
         within = posixpath.join(place, posixpath.basename(name))

@@ -28,7 +28,7 @@ SAVE_TIMEOUT_S = 1800.0
 _MAX_COMPLAINT_CHARS = 500
 
 
-def build_images(path: Path, key: str, say: Callable[[str], None]) -> None:
+def build_images(path: Path, key: str, print_line: Callable[[str], None]) -> None:
     """Build the images that tasks at a path need, those that are not there or are of other files.
 
     Raises:
@@ -42,7 +42,7 @@ def build_images(path: Path, key: str, say: Callable[[str], None]) -> None:
                 source := _compute_source_digest_if_changed(folder, task)
             ):
                 _build_image(folder, task, source)
-                say(f"{key:<24} {folder.name}: built {IMAGE_NAME}")
+                print_line(f"{key:<24} {folder.name}: built {IMAGE_NAME}")
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -82,16 +82,16 @@ def _list_source_files(environment: Path) -> Iterator[Path]:
             yield path
 
 
-def _build_image(folder: Path, task: HarborTaskFile, source: str) -> None:
+def _build_image(folder: Path, task: HarborTaskFile, source_digest: str) -> None:
     """Build and save one image; podman keeps its layers for the next."""
-    podman, tag = shutil.which("podman"), f"localhost/areal-hpc-task:{source[:32]}"
+    podman, tag = shutil.which("podman"), f"localhost/areal-hpc-task:{source_digest[:32]}"
     if podman is None:
         raise RecipeError(
             "its image has to be built, and there is no podman here",
             key=str(folder),
             hint=f"run this where podman is, or put an image at environment/{IMAGE_NAME}",
         )
-    label = f"--label={SOURCE_LABEL}={source}"
+    label = f"--label={SOURCE_LABEL}={source_digest}"
     archive = folder / "environment" / IMAGE_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".image-") as scratch:
         context, file = folder / "environment", folder / "environment" / "Dockerfile"

@@ -20,12 +20,12 @@ class RepairModule:
     """Arguments of a call."""
 
 
-def _draw_numbers(dice: random.Random, low: int = -20, high: int = 20) -> list[int]:
-    return [dice.randint(low, high) for _ in range(dice.randint(3, 9))]
+def _draw_numbers(rng: random.Random, low: int = -20, high: int = 20) -> list[int]:
+    return [rng.randint(low, high) for _ in range(rng.randint(3, 9))]
 
 
-def _draw_word(dice: random.Random, letters: str = "abcde", most: int = 9) -> str:
-    return "".join(dice.choice(letters) for _ in range(dice.randint(3, most)))
+def _draw_word(rng: random.Random, alphabet: str = "abcde", max_letters: int = 9) -> str:
+    return "".join(rng.choice(alphabet) for _ in range(rng.randint(3, max_letters)))
 
 
 REPAIR_MODULES = (
@@ -44,7 +44,7 @@ REPAIR_MODULES = (
             ("totals.append(total)", "totals.append(number)"),
             ("return totals", "return totals[:-1]"),
         ),
-        lambda dice: [_draw_numbers(dice)],
+        lambda rng: [_draw_numbers(rng)],
     ),
     RepairModule(
         "largest_gap",
@@ -61,7 +61,7 @@ REPAIR_MODULES = (
             ("ordered[1:]", "ordered[2:]"),
             ("right - left", "right + left"),
         ),
-        lambda dice: [_draw_numbers(dice)],
+        lambda rng: [_draw_numbers(rng)],
     ),
     RepairModule(
         "count_words",
@@ -77,7 +77,7 @@ REPAIR_MODULES = (
             ("counts.get(word, 0)", "counts.get(word, 1)"),
             ("text.lower().split()", "text.lower()"),
         ),
-        lambda dice: [" ".join(dice.choice(("To", "to", "be", "Be", "or")) for _ in range(8))],
+        lambda rng: [" ".join(rng.choice(("To", "to", "be", "Be", "or")) for _ in range(8))],
     ),
     RepairModule(
         "is_palindrome",
@@ -91,7 +91,7 @@ REPAIR_MODULES = (
             ("letters[::-1]", "letters[::1]"),
             ("letters == letters", "letters != letters"),
         ),
-        lambda dice: [dice.choice(("Abb, a", "Ab ca", "a b A", "xyz", "Noon!", "No on x"))],
+        lambda rng: [rng.choice(("Abb, a", "Ab ca", "a b A", "xyz", "Noon!", "No on x"))],
     ),
     RepairModule(
         "run_lengths",
@@ -110,7 +110,7 @@ REPAIR_MODULES = (
             ("runs[-1][0] == letter", "runs[0][0] == letter"),
             ("return runs", "return runs[1:]"),
         ),
-        lambda dice: [_draw_word(dice, "ab", 12)],
+        lambda rng: [_draw_word(rng, "ab", 12)],
     ),
     RepairModule(
         "clamp_all",
@@ -123,7 +123,7 @@ REPAIR_MODULES = (
             ("min(max(number, low), high)", "max(min(number, low), high)"),
             ("for number in numbers", "for number in numbers if number > low"),
         ),
-        lambda dice: [_draw_numbers(dice), -7, 8],
+        lambda rng: [_draw_numbers(rng), -7, 8],
     ),
     RepairModule(
         "merge_sorted",
@@ -144,7 +144,7 @@ REPAIR_MODULES = (
             (" + right[j:]", ""),
             ("merged + left[i:]", "merged + left[i + 1:]"),
         ),
-        lambda dice: [sorted(_draw_numbers(dice)), sorted(_draw_numbers(dice))],
+        lambda rng: [sorted(_draw_numbers(rng)), sorted(_draw_numbers(rng))],
     ),
     RepairModule(
         "to_digits",
@@ -161,7 +161,7 @@ REPAIR_MODULES = (
             ("number % base]", "number // base]"),
             ("return digits[::-1]", "return digits[::-1][1:]"),
         ),
-        lambda dice: [dice.randint(30, 9000), dice.choice((2, 5, 10))],
+        lambda rng: [rng.randint(30, 9000), rng.choice((2, 5, 10))],
     ),
     RepairModule(
         "group_by_length",
@@ -177,7 +177,7 @@ REPAIR_MODULES = (
             ("len(word)", "word[0]"),
             ("[length, groups[length]]", "[length, len(groups[length])]"),
         ),
-        lambda dice: [[_draw_word(dice) for _ in range(7)]],
+        lambda rng: [[_draw_word(rng) for _ in range(7)]],
     ),
     RepairModule(
         "rotate",
@@ -191,7 +191,7 @@ REPAIR_MODULES = (
             ("items[cut:]", "items[cut + 1:]"),
             ("places % len(items)", "-places % len(items)"),
         ),
-        lambda dice: [_draw_numbers(dice), dice.randint(10, 25)],
+        lambda rng: [_draw_numbers(rng), rng.randint(10, 25)],
     ),
     RepairModule(
         "greatest_divisor",
@@ -206,7 +206,7 @@ REPAIR_MODULES = (
             ("while second:", "if second:"),
             ("return first", "return first * 2"),
         ),
-        lambda dice: [dice.randint(2, 12) * 6, dice.randint(2, 12) * 4],
+        lambda rng: [rng.randint(2, 12) * 6, rng.randint(2, 12) * 4],
     ),
     RepairModule(
         "second_largest",
@@ -220,7 +220,7 @@ REPAIR_MODULES = (
             ("ordered[-2]", "ordered[-1]"),
             ("len(ordered) > 1", "len(ordered) > 9"),
         ),
-        lambda dice: [[*_draw_numbers(dice), 21, 21]],
+        lambda rng: [[*_draw_numbers(rng), 21, 21]],
     ),
     RepairModule(
         "transpose",
@@ -233,7 +233,7 @@ REPAIR_MODULES = (
             ("for row in rows]", "for row in rows[1:]]"),
             ("range(len(rows[0]))", "range(1, len(rows[0]))"),
         ),
-        lambda dice: [[[dice.randint(0, 9) for _ in range(4)] for _ in range(3)]],
+        lambda rng: [[[rng.randint(0, 9) for _ in range(4)] for _ in range(3)]],
     ),
     RepairModule(
         "balanced",
@@ -253,6 +253,6 @@ REPAIR_MODULES = (
             ("not open_ones or ", "open_ones and "),
             ("return False", "return True"),
         ),
-        lambda dice: [dice.choice(("([])", "([)]", "(", ")(", "[[]]()", "a(b]c", "]", "[(])"))],
+        lambda rng: [rng.choice(("([])", "([)]", "(", ")(", "[[]]()", "a(b]c", "]", "[(])"))],
     ),
 )

@@ -11,7 +11,7 @@ from areal_hpc.dataset.harbor.repair_modules import REPAIR_MODULES, RepairModule
 from areal_hpc.errors import RecipeError
 
 CASES_PER_TASK = 8
-MAX_TASKS = 10_000
+MAX_GENERATED_TASKS = 10_000
 _JUDGE_SCRIPT = Path(__file__).with_name("repair_judge.py")
 _WORK_DIR = "/app"
 _DRAWN_CALL_COUNT = 200
@@ -57,29 +57,29 @@ def write_repair_tasks(out: Path, count: int, seed: int) -> list[Path]:
     Raises:
         RecipeError: The folder holds something, or so many cannot be made.
     """
-    if not 1 <= count <= MAX_TASKS:
-        raise RecipeError(f"expected 1 to {MAX_TASKS} tasks, got {count}", key="--count")
+    if not 1 <= count <= MAX_GENERATED_TASKS:
+        raise RecipeError(f"expected 1 to {MAX_GENERATED_TASKS} tasks, got {count}", key="--count")
     if out.exists() and any(out.iterdir()):
         raise RecipeError(f"{out} is not empty", key="OUT", hint="name a new folder")
-    dice, made = random.Random(seed), []
+    rng, made = random.Random(seed), []
     choices = [(module, fault) for module in REPAIR_MODULES for fault in module.faults]
-    dice.shuffle(choices)
+    rng.shuffle(choices)
     for number, (module, fault) in zip(range(count), itertools.cycle(choices), strict=False):
         name = f"repair-{number:04}-{module.name.replace('_', '-')}"
-        write_task_folder(out / name, name, module, fault, dice)
+        write_task_folder(out / name, name, module, fault, rng)
         made.append(out / name)
     return made
 
 
 def write_task_folder(
-    folder: Path, name: str, module: RepairModule, fault: tuple[str, str], dice: random.Random
+    folder: Path, task_name: str, module: RepairModule, fault: tuple[str, str], rng: random.Random
 ) -> None:
     """Write one task folder."""
     right, wrong = fault
     assert right in module.source, (module.name, right)
     faulty = module.source.replace(right, wrong, 1)
     words = {
-        "name": name,
+        "name": task_name,
         "module": module.name,
         "purpose": module.purpose,
         "work_dir": _WORK_DIR,
@@ -91,7 +91,7 @@ def write_task_folder(
         f"environment/app/{module.name}.py": faulty,
         "tests/test.sh": _TEST_SCRIPT_TEMPLATE.format(**words),
         "tests/judge.py": _JUDGE_SCRIPT.read_text(),
-        "tests/cases.json": json.dumps(list(draw_cases(module, faulty, dice))),
+        "tests/cases.json": json.dumps(list(draw_cases(module, faulty, rng))),
         "solution/solve.sh": _SOLUTION_SCRIPT_TEMPLATE.format(**words),
         f"solution/{module.name}.py": module.source,
     }
@@ -103,9 +103,9 @@ def write_task_folder(
             file.chmod(0o755)
 
 
-def draw_cases(module: RepairModule, faulty: str, dice: random.Random) -> Iterator[dict[str, Any]]:
+def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Calls with what they should give; one at least shows the fault."""
-    drawn = [module.draw(dice) for _ in range(_DRAWN_CALL_COUNT)]
+    drawn = [module.draw(rng) for _ in range(_DRAWN_CALL_COUNT)]
     expected = [call(module.source, module.name, arguments) for arguments in drawn]
     shows = next(
         place
@@ -120,10 +120,10 @@ def draw_cases(module: RepairModule, faulty: str, dice: random.Random) -> Iterat
         }
 
 
-def call(source: str, function: str, arguments: list[Any]) -> Any:
+def call(module_source: str, function: str, arguments: list[Any]) -> Any:
     """What a module of `repair_modules.py` gives, as JSON keeps it; a text where it fails."""
     names: dict[str, Any] = {}
-    exec(source, names)  # our own sources, above
+    exec(module_source, names)  # our own sources, above
     try:
         return json.loads(json.dumps(names[function](*json.loads(json.dumps(arguments)))))
     except Exception as error:  # boundary: a fault may raise anything

@@ -94,18 +94,18 @@ class EnvironmentSectionConfig(BaseConfig):
 
     @field_validator("workdir")
     @classmethod
-    def _check_work_dir(cls, given: str | None) -> str | None:
-        if given and not given.startswith("/"):
+    def _check_work_dir(cls, work_dir: str | None) -> str | None:
+        if work_dir and not work_dir.startswith("/"):
             raise ValueError("expected an absolute path, such as /app")
-        return given
+        return work_dir
 
     @model_validator(mode="before")
     @classmethod
-    def _read_older_sizes(cls, given: Any) -> Any:
+    def _read_older_sizes(cls, section: Any) -> Any:
         """`memory = "2G"` and `storage = "10G"`, as before schema 1.0."""
-        if not isinstance(given, dict):
-            return given
-        values = dict(given)
+        if not isinstance(section, dict):
+            return section
+        values = dict(section)
         for name in ("memory", "storage"):
             if name not in values:
                 continue
@@ -151,20 +151,20 @@ class HarborTaskFile(BaseConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _rename_version(cls, given: Any) -> Any:
-        if isinstance(given, dict) and "version" in given:
-            return {"schema_version": given["version"]} | {
-                name: value for name, value in given.items() if name != "version"
+    def _rename_version(cls, content: Any) -> Any:
+        if isinstance(content, dict) and "version" in content:
+            return {"schema_version": content["version"]} | {
+                name: value for name, value in content.items() if name != "version"
             }
-        return given
+        return content
 
     @field_validator("schema_version")
     @classmethod
-    def _check_version(cls, given: str) -> str:
-        parts = given.split(".")
+    def _check_version(cls, schema_version: str) -> str:
+        parts = schema_version.split(".")
         if not all(part.isdigit() for part in parts) or tuple(map(int, parts)) > NEWEST_SCHEMA:
             raise ValueError("expected a schema version of at most 1.4")
-        return given
+        return schema_version
 
     @property
     def has_network(self) -> bool:

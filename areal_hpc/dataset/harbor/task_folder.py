@@ -149,8 +149,8 @@ def _find_problems(
 def list_copy_targets_in_system_folders(container: ContainerFile) -> list[str]:
     """Places that a Dockerfile copies to and that are read-only where the node's programs are."""
 
-    def is_read_only(place: str) -> bool:
-        return any(PurePosixPath(place).is_relative_to(one) for one in _SYSTEM_PLACES)
+    def is_read_only(target: str) -> bool:
+        return any(PurePosixPath(target).is_relative_to(one) for one in _SYSTEM_PLACES)
 
     return [place for _, place in container.copies if place == "/" or is_read_only(place)]
 

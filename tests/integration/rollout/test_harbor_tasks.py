@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.harbor_agent import HarborAgent
-from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
+from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
 from areal_hpc.dataset.harbor.task_check import check_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.errors import NodeShortageError, RecipeError

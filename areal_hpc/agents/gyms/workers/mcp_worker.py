@@ -33,16 +33,21 @@ class McpGym(Gym):
                 described.append(describe_tool(name, tool))
         return {"text": "", "tools": described}
 
-    async def _build_connection_target(self, how: dict[str, Any]) -> Any:
-        if "url" not in how:
-            command, *arguments = how["command"]
+    async def _build_connection_target(self, server_config: dict[str, Any]) -> Any:
+        if "url" not in server_config:
+            command, *arguments = server_config["command"]
             return StdioServerParameters(
-                command=command, args=arguments, env=how.get("env"), cwd=how.get("cwd")
+                command=command,
+                args=arguments,
+                env=server_config.get("env"),
+                cwd=server_config.get("cwd"),
             )
-        if "headers" not in how:
-            return how["url"]
-        client = await self._open.enter_async_context(httpx2.AsyncClient(headers=how["headers"]))
-        return streamable_http_client(how["url"], http_client=client)
+        if "headers" not in server_config:
+            return server_config["url"]
+        client = await self._open.enter_async_context(
+            httpx2.AsyncClient(headers=server_config["headers"])
+        )
+        return streamable_http_client(server_config["url"], http_client=client)
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         results = [
@@ -51,11 +56,11 @@ class McpGym(Gym):
         ]
         return {"results": results, "reward": 0.0, "done": not results}
 
-    async def _call(self, name: str, arguments: str) -> str:
+    async def _call(self, tool_name: str, arguments: str) -> str:
         """What the model is told of a call."""
-        if name not in self._tools:
-            return f"error: there is no tool {name!r}; there are {', '.join(self._tools)}"
-        client, own_name = self._tools[name]
+        if tool_name not in self._tools:
+            return f"error: there is no tool {tool_name!r}; there are {', '.join(self._tools)}"
+        client, own_name = self._tools[tool_name]
         try:
             given = json.loads(arguments or "{}")
             told = await client.call_tool(own_name, given)
@@ -71,10 +76,10 @@ class McpGym(Gym):
         await self._open.aclose()
 
 
-def describe_tool(name: str, tool: Any) -> dict[str, Any]:
+def describe_tool(tool_name: str, tool: Any) -> dict[str, Any]:
     """A tool as OpenAI's chat completions take it."""
     function = {
-        "name": name,
+        "name": tool_name,
         "description": tool.description or "",
         "parameters": tool.input_schema,
     }

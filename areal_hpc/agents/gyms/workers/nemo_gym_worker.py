@@ -83,16 +83,16 @@ class NemoGym(Gym):
             "done": True,
         }
 
-    async def _call(self, name: str, arguments: str) -> str:
+    async def _call(self, tool_name: str, arguments: str) -> str:
         """What the model is told of a tool call."""
-        if name not in self._tools:
-            return f"error: there is no tool {name!r}"
+        if tool_name not in self._tools:
+            return f"error: there is no tool {tool_name!r}"
         assert self._client is not None
         try:
             given = json.loads(arguments or "{}")
         except ValueError:
             return "error: the arguments are no JSON"
-        told = await self._client.post(f"/{name}", json=given)
+        told = await self._client.post(f"/{tool_name}", json=given)
         return told.text
 
     async def _post(self, route: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -160,19 +160,22 @@ def build_response_output_items(reply: dict[str, Any]) -> list[dict[str, Any]]:
     return [*([message] if reply["text"] or not calls else []), *calls]
 
 
-def to_chat_message(one: dict[str, Any]) -> dict[str, Any]:
+def to_chat_message(responses_message: dict[str, Any]) -> dict[str, Any]:
     """A message of Responses as chat completions take it."""
-    role = "system" if one["role"] == "developer" else one["role"]
-    content = one["content"]
+    role = "system" if responses_message["role"] == "developer" else responses_message["role"]
+    content = responses_message["content"]
     if not isinstance(content, str):
         content = "".join(part.get("text", "") for part in content)
     return {"role": role, "content": content}
 
 
-def to_chat_tool(one: dict[str, Any]) -> dict[str, Any]:
+def to_chat_tool(responses_tool: dict[str, Any]) -> dict[str, Any]:
     """A function tool of Responses as chat completions take it."""
     names = ("name", "description", "parameters")
-    return {"type": "function", "function": {name: one[name] for name in names if one.get(name)}}
+    return {
+        "type": "function",
+        "function": {name: responses_tool[name] for name in names if responses_tool.get(name)},
+    }
 
 
 if __name__ == "__main__":

@@ -50,9 +50,9 @@ class VerifiersGym(Gym):
         return {"reward": float(trace.reward), "parts": parts, "metrics": metrics}
 
     @staticmethod
-    def _build_sampling(given: dict[str, Any]) -> Any:
+    def _build_sampling(sampling_params: dict[str, Any]) -> Any:
         kind = vf.ModelContext.__dataclass_fields__["sampling"].default_factory
-        return kind(**given)
+        return kind(**sampling_params)
 
 
 if __name__ == "__main__":
