@@ -10,7 +10,7 @@ from areal_hpc.evaluation.set_metrics import (
     estimate_metrics,
 )
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id_in_evaluation
 from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 
@@ -26,7 +26,7 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
     results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
     configs = read_set_configs(paths, problems)
     names = list_set_names(paths, [])
-    first_tickets = {name: get_ticket_id(number, 0) for number, name in enumerate(names)}
+    first_tickets = {name: get_ticket_id_in_evaluation(number, 0) for number, name in enumerate(names)}
     sets = []
     for name, found in results.items():
         shown = found[-MAX_SHOWN_EVALUATIONS:]

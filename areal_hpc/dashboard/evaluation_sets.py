@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id, split_ticket_id
+from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id_in_evaluation, split_ticket_id
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.wire.trajectory import RowKind
@@ -53,8 +53,8 @@ def build_set_filters(names: Sequence[str]) -> list[JsonObject]:
     return [
         {
             "name": name,
-            "where": f"kind=evaluation and ticket>={get_ticket_id(number, 0)} "
-            f"and ticket<{get_ticket_id(number + 1, 0)}",
+            "where": f"kind=evaluation and ticket>={get_ticket_id_in_evaluation(number, 0)} "
+            f"and ticket<{get_ticket_id_in_evaluation(number + 1, 0)}",
         }
         for number, name in enumerate(names)
     ]

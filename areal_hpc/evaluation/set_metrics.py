@@ -41,9 +41,9 @@ class SetSamples:
         """A sample said what it answers."""
         return any(any(answers_S) for answers_S in self.answers_TS)
 
-    def list_passes(self, pass_reward: float) -> list[list[bool]]:
+    def list_pass_flags_by_task(self, min_reward: float) -> list[list[bool]]:
         """Of each task, which samples pass."""
-        return [[one >= pass_reward for one in rewards_S] for rewards_S in self.rewards_TS]
+        return [[one >= min_reward for one in rewards_S] for rewards_S in self.rewards_TS]
 
 
 def find_k(metric: str, n_samples: int) -> int:
@@ -72,7 +72,7 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
     if kind == "avg":
         # Rounded once: tasks with the same rewards in another order have the same value.
         return np.array([statistics.fmean(rewards_S) for rewards_S in samples.rewards_TS])
-    passes_TS = samples.list_passes(pass_reward)
+    passes_TS = samples.list_pass_flags_by_task(pass_reward)
     if kind == "pass":
         return compute_pass_at_k([sum(one) for one in passes_TS], samples.n_samples, k)
     if not samples.has_answers:

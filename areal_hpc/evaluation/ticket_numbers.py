@@ -8,7 +8,7 @@ STEP_OF_LOADED_WEIGHTS = 0
 """The step by which an evaluation without a trainer names the weights that its replicas load."""
 
 
-def get_ticket_id(set_number: int, task_index: int) -> int:
+def get_ticket_id_in_evaluation(set_number: int, task_index: int) -> int:
     """The ticket of a set's task; those of set 0 have the numbers of its tasks."""
     return set_number * TICKETS_PER_SET + task_index
 

@@ -24,7 +24,7 @@ def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
 
 
 def form_next_batch(
-    tickets: TicketTable, generation: int, forks: Sequence[GenerationFork] = ()
+    tickets: TicketTable, generation: int, generation_forks: Sequence[GenerationFork] = ()
 ) -> BatchManifest | None:
     """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
 
@@ -37,7 +37,7 @@ def form_next_batch(
     taken = tickets.list_first_settled(size)
     current = WeightVersion(generation, tickets.n_formed_batches)
     stale = sum(
-        _compute_ticket_age_steps(one, current, forks) > policy.max_head_offpolicyness
+        _compute_ticket_age_steps(one, current, generation_forks) > policy.max_head_offpolicyness
         for one in taken
     )
     return BatchManifest(
@@ -60,11 +60,11 @@ class StalenessCheck:
         """Tickets that settled first and are young enough for a step from `_version`."""
 
     def find_too_old_tickets(
-        self, tickets: TicketTable, generation: int, forks: Sequence[GenerationFork]
+        self, tickets: TicketTable, generation: int, generation_forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
         """Settled tickets to drop, and nothing else, before `generation` trains its next batch.
 
-        `forks` are all generations of the run.
+        `generation_forks` are all generations of the run.
         """
         policy, current = tickets.policy, WeightVersion(generation, tickets.n_formed_batches)
         known_young = self._passed if current == self._version else 0
@@ -78,16 +78,18 @@ class StalenessCheck:
         found = [
             DroppedTicket(ticket.ref, f"sampled {age} steps ago; the limit is {limit}", kind)
             for ticket in tickets.list_first_settled(tickets.n_ready_for_batch)[known_young:]
-            if (age := _compute_ticket_age_steps(ticket, current, forks)) > limit
+            if (age := _compute_ticket_age_steps(ticket, current, generation_forks)) > limit
         ]
         self._version, self._passed = (None, 0) if found else (current, tickets.n_ready_for_batch)
         return found
 
 
 def _compute_ticket_age_steps(
-    ticket: SealedTicket, current: WeightVersion, forks: Sequence[GenerationFork]
+    ticket: SealedTicket, current: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> int:
     """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:
         return 0
-    return compute_staleness_steps(current, WeightVersion.unpack(ticket.oldest_version), forks)
+    return compute_staleness_steps(
+        current, WeightVersion.unpack(ticket.oldest_version), generation_forks
+    )

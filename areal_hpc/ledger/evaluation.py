@@ -5,7 +5,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.evaluation.ticket_numbers import get_ticket_id
+from areal_hpc.evaluation.ticket_numbers import get_ticket_id_in_evaluation
 from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
@@ -25,7 +25,10 @@ class EvaluationSetPart:
     @property
     def ticket_ids(self) -> range:
         """A ticket for each task."""
-        return range(get_ticket_id(self.number, 0), get_ticket_id(self.number, self.n_tasks))
+        return range(
+            get_ticket_id_in_evaluation(self.number, 0),
+            get_ticket_id_in_evaluation(self.number, self.n_tasks),
+        )
 
 
 class EvaluationState:
@@ -97,9 +100,9 @@ class EvaluationState:
         """Episodes of these tickets."""
         return sum(self._part_by_ticket[ref.ticket_id].n_samples for ref in refs)
 
-    def reconcile_cell_report(self, cell: str, held: Sequence[TicketRef], now_s: float) -> None:
+    def reconcile_cell_report(self, cell: str, running: Sequence[TicketRef], now_s: float) -> None:
         """Take a cell's word on what it runs; the rest of its leases here wait."""
-        ours = [ref for ref in held if ref.eval_step == self.step]
+        ours = [ref for ref in running if ref.eval_step == self.step]
         for ref in ours:
             self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s)
         self._make_leases_pending_again(
@@ -149,21 +152,21 @@ class EvaluationState:
             ):
                 yield name, self._build_result(part)
 
-    def _build_result(self, part: EvaluationSetPart) -> EvaluationResult:
-        ids = part.ticket_ids
+    def _build_result(self, set_part: EvaluationSetPart) -> EvaluationResult:
+        ids = set_part.ticket_ids
         samples = [self.rewards[ticket_id] for ticket_id in ids]
-        answers = [self._answers[ticket_id] or [""] * part.n_samples for ticket_id in ids]
+        answers = [self._answers[ticket_id] or [""] * set_part.n_samples for ticket_id in ids]
         has_answers = any(map(any, answers))
         # Rounded once: tasks with the same rewards in another order have the same mean.
         means = [statistics.fmean(rewards) for rewards in samples]
         return EvaluationResult(
             self.step,
-            part.n_tasks,
+            set_part.n_tasks,
             sum(means) / len(means),
             means,
             {at - ids[0]: self.failures[at] for at in ids if at in self.failures},
             self.generation,
-            samples if part.n_samples > 1 else [],
+            samples if set_part.n_samples > 1 else [],
             answers if has_answers else [],
         )
 

@@ -95,15 +95,17 @@ def require_next_step(step: int, formed_steps: int, total_steps: int) -> None:
         )
 
 
-def require_enough_tasks(wanted: Mapping[str, int], known: Mapping[str, int]) -> None:
+def require_enough_tasks(
+    requested_tasks_by_set: Mapping[str, int], tasks_by_set: Mapping[str, int]
+) -> None:
     """Demand that some tasks of known sets shall be evaluated, and no more than there are."""
-    if not wanted:
+    if not requested_tasks_by_set:
         raise LedgerRequestError(400, "cannot evaluate no set", hint="name one in `sets`")
-    for name, n_tasks in wanted.items():
-        if name not in known:
-            there = ", ".join(known) or "none"
+    for name, n_tasks in requested_tasks_by_set.items():
+        if name not in tasks_by_set:
+            there = ", ".join(tasks_by_set) or "none"
             raise LedgerRequestError(400, f"no evaluation set {name!r}; there are: {there}")
-        if not 1 <= n_tasks <= known[name]:
+        if not 1 <= n_tasks <= tasks_by_set[name]:
             raise LedgerRequestError(
-                400, f"cannot evaluate {n_tasks} tasks of {name}: there are {known[name]}"
+                400, f"cannot evaluate {n_tasks} tasks of {name}: there are {tasks_by_set[name]}"
             )

@@ -15,13 +15,13 @@ from areal_hpc.shards.schema import SHARD_SUFFIX, parse_shard_name
 from areal_hpc.wire.ledger import SealedTicket
 
 
-class _ShardName(msgspec.Struct, frozen=True):
+class _IndexLineFileName(msgspec.Struct, frozen=True):
     """What must be known of a line to find it again."""
 
     file: str
 
 
-class SealedIndex:
+class SealedTicketChecker:
     """Where in the index the line of each shard is; a line itself is read when it is needed."""
 
     def __init__(self, index_dir: Path) -> None:
@@ -81,7 +81,7 @@ class SealedIndex:
                 break  # still in the writing
             # What cannot be read is the trace of a crash: no shard is sealed by it.
             with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-                name = msgspec.json.decode(line, type=_ShardName).file
+                name = msgspec.json.decode(line, type=_IndexLineFileName).file
                 self._lines.setdefault(name, (begin, len(line)))
             begin += len(line)
         self._read_bytes[writer] = begin

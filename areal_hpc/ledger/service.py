@@ -25,7 +25,7 @@ from areal_hpc.ledger.evaluation_results import (
 )
 from areal_hpc.ledger.leases import CellHeartbeats
 from areal_hpc.ledger.long_poll import LongPoll, Notifier
-from areal_hpc.ledger.sealed_index import SealedIndex
+from areal_hpc.ledger.sealed_index import SealedTicketChecker
 from areal_hpc.ledger.tasks.task_stream import TaskStream
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir import manifests
@@ -83,7 +83,7 @@ class LedgerService:
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
-        self._index = SealedIndex(paths.index_dir)
+        self._index = SealedTicketChecker(paths.index_dir)
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
     def count_tickets(self) -> dict[str, int]:
@@ -104,7 +104,7 @@ class LedgerService:
     # Cells -----------------------------------------------------------------------------------
 
     async def record_heartbeat_and_lease_tickets(
-        self, request: wire.LeaseRequest, patience: LongPoll
+        self, request: wire.LeaseRequest, long_poll: LongPoll
     ) -> wire.LeaseReply:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
         received_at = time.time()
@@ -115,7 +115,7 @@ class LedgerService:
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished_tickets(
                 request.cell
             )
-            if grants or seal_now or not await patience.wait_for(self._work, until_s):
+            if grants or seal_now or not await long_poll.wait_for(self._work, until_s):
                 over = self._tickets.filter_settled_or_dropped(request.finished)
                 return wire.LeaseReply(
                     grants,
@@ -128,7 +128,7 @@ class LedgerService:
         return wire.LeaseReply(stop=True)
 
     async def settle_tickets(
-        self, request: wire.SettleTicketsRequest, patience: LongPoll
+        self, request: wire.SettleTicketsRequest, long_poll: LongPoll
     ) -> wire.Acknowledged:
         """Take sealed tickets. Repeats, and tickets another cell settled first, change nothing."""
         for ticket in request.tickets:
@@ -146,7 +146,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def drop_ticket(
-        self, request: wire.DropTicketRequest, patience: LongPoll
+        self, request: wire.DropTicketRequest, long_poll: LongPoll
     ) -> wire.Acknowledged:
         """Give up on a ticket; a training ticket is replaced, a held-out task scores 0."""
         ref = request.ref
@@ -169,7 +169,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def record_evaluation_result(
-        self, request: wire.EvaluationResultRequest, patience: LongPoll
+        self, request: wire.EvaluationResultRequest, long_poll: LongPoll
     ) -> wire.Acknowledged:
         """Take the rewards of one held-out task; results nobody waits for are forgotten."""
         if not request.rewards:
@@ -197,7 +197,7 @@ class LedgerService:
     # The trainer -----------------------------------------------------------------------------
 
     async def open_generation(
-        self, request: wire.OpenTrainerGenerationRequest, patience: LongPoll
+        self, request: wire.OpenTrainerGenerationRequest, long_poll: LongPoll
     ) -> wire.Acknowledged:
         """Follow a new incarnation of the trainer, back to the step it resumes from."""
         request_checks.require_claimed_generation(
@@ -213,7 +213,7 @@ class LedgerService:
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
-    async def get_batch(self, request: wire.BatchRequest, patience: LongPoll) -> wire.BatchReply:
+    async def get_batch(self, request: wire.BatchRequest, long_poll: LongPoll) -> wire.BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
@@ -224,13 +224,13 @@ class LedgerService:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
                     self._work.notify_all()
-                if await patience.wait_for(self._progress, until_s):
+                if await long_poll.wait_for(self._progress, until_s):
                     continue
             idle_cell_s = self._cells.pop_idle_s() if manifest else 0.0
             return wire.BatchReply(manifest, self._tickets.n_ready_for_batch, trouble, idle_cell_s)
 
     async def record_published_step(
-        self, request: wire.WeightsPublishedRequest, patience: LongPoll
+        self, request: wire.WeightsPublishedRequest, long_poll: LongPoll
     ) -> wire.Acknowledged:
         """Every replica serves the weights of `step`: admit tickets accordingly."""
         self._require_generation_and_schedule_grants(request.generation)
@@ -241,7 +241,7 @@ class LedgerService:
         return ACKNOWLEDGED
 
     async def get_or_start_evaluation(
-        self, request: wire.EvaluateRequest, patience: LongPoll
+        self, request: wire.EvaluateRequest, long_poll: LongPoll
     ) -> wire.EvaluateReply:
         """The evaluation of a step: started by the first call, followed by later ones."""
         known = {name: one.n_tasks for name, one in self._evaluation_sets.items()}
@@ -252,12 +252,12 @@ class LedgerService:
             done, metrics = self._start_or_check_evaluation(request.step, request.sets)
             trouble = self._first_tickets.find_problem()
             is_decided = metrics is not None or trouble
-            if is_decided or not await patience.wait_for(self._progress, until_s):
+            if is_decided or not await long_poll.wait_for(self._progress, until_s):
                 total = sum(request.sets.values())
                 return wire.EvaluateReply(done, total, metrics, trouble)
 
     async def finish_run_and_release_cells(
-        self, request: wire.FinishRunRequest, patience: LongPoll
+        self, request: wire.FinishRunRequest, long_poll: LongPoll
     ) -> wire.Acknowledged:
         """Tell every cell to go. The trainer has made `FINISHED` durable."""
         self._require_generation_and_schedule_grants(request.generation)
@@ -265,7 +265,7 @@ class LedgerService:
         self._notify_waiting()
         return ACKNOWLEDGED
 
-    async def get_status(self, request: wire.Empty, patience: LongPoll) -> wire.LedgerStatus:
+    async def get_status(self, request: wire.Empty, long_poll: LongPoll) -> wire.LedgerStatus:
         """Counts of tickets by state, and of cells."""
         tickets = self._tickets
         evaluation = self._evaluation

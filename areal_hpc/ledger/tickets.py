@@ -180,15 +180,15 @@ class TicketTable:
     # What cells do ---------------------------------------------------------------------------
 
     def reconcile_cell_report(
-        self, cell: str, held: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
+        self, cell: str, running: Sequence[TicketRef], finished: Sequence[TicketRef], now_s: float
     ) -> None:
         """Take a cell's word on what it runs and what it finished.
 
         A waiting ticket goes back to the cell that turns out to hold it; one that it was granted
         and does not report waits again. Reports on tickets that went elsewhere are ignored.
         """
-        held, finished = map(self.drop_stats.filter_not_too_old, (held, finished))
-        for ref in held:
+        running, finished = map(self.drop_stats.filter_not_too_old, (running, finished))
+        for ref in running:
             if not self._leased.touch(ref.ticket_id, cell, ref.attempt, now_s):
                 self._restore_lease_if_waiting(cell, ref, self._leased, now_s)
         for ref in finished:
@@ -202,7 +202,7 @@ class TicketTable:
                 self._restore_lease_if_waiting(cell, ref, self._finished, now_s)
         # A driver asks again only after it took in the last reply, unless that was lost; and one
         # that was restarted holds nothing.
-        reported = {ref.ticket_id for ref in (*held, *finished)}
+        reported = {ref.ticket_id for ref in (*running, *finished)}
         for ticket_id, lease in self._leased.pop_unreported(cell, reported):
             self._waiting[ticket_id] = lease.newest_attempt
 

@@ -48,22 +48,22 @@ class Metric:
         return self.name.endswith("<name>")
 
 
-def _build_metrics_of_source(
-    source: MetricSource, *rows: tuple[str, str, Direction, str]
+def _build_metrics_from_rows(
+    metric_source: MetricSource, *rows: tuple[str, str, Direction, str]
 ) -> Iterator[Metric]:
     for name, unit, direction, meaning in rows:
-        yield Metric(name, unit, meaning, direction, source)
+        yield Metric(name, unit, meaning, direction, metric_source)
 
 
 CATALOGUE: tuple[Metric, ...] = (
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "trainer",
         ("step", "", "up", "batches trained"),
         ("version", "", "-", "the weights after the step, `generation.step`"),
         ("generation", "", "steady", "which start of the trainer wrote the row"),
         ("unix_time_s", "s", "-", "Unix time at which the row was complete"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "batch",
         ("reward/mean", "", "up", "mean reward over episodes; of an episode, over its rows"),
         ("reward/std", "", "-", "standard deviation of the reward over episodes"),
@@ -99,7 +99,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("staleness/max", "steps", "down", "that of the oldest token"),
         ("staleness/mixed_version_rows", "", "-", "rows with tokens of several versions"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "records",
         ("reward/part/<name>", "", "up", "mean over episodes of a part of `Reward(parts=...)`"),
         ("reward/metric/<name>", "", "-",
@@ -121,7 +121,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("generation/slowest_cell_ratio", "", "up",
          "sampled tokens per second of model calls: the slowest cell's / the fastest's"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "loss",
         ("loss", "", "-", "the objective, negated, per sampled token, penalties included"),
         ("grad_norm", "", "steady", "largest norm of the step's gradients, before clipping"),
@@ -166,7 +166,7 @@ CATALOGUE: tuple[Metric, ...] = (
          "optimizer steps of the batch that were not taken: no gradient, or none that is finite"),
         ("step/nonfinite", "", "down", "those of them whose gradient was not finite"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "trainer",
         ("throughput/wall_tokens_per_s", "tokens/s", "up", "`tokens/trained` / `time/step_s`"),
         ("throughput/train_phase_tokens_per_s", "tokens/s", "up",
@@ -202,14 +202,14 @@ CATALOGUE: tuple[Metric, ...] = (
          "most memory that a rank has held so far: of its GPU, else resident"),
         ("disk/free_bytes", "bytes", "up", "free on the storage of the run directory"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "evaluation",
         ("eval/reward", "", "up", "mean reward of the held-out set `valid`, of an evaluated step"),
         ("evaluation/<name>", "", "up",
          "`evaluation/SET/METRIC` of each evaluation set, and its 95 % interval as `_low` and "
          "`_high`: [evaluation sets](evaluation.md)"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "ledger",
         ("tickets/stale_trained", "", "down",
          "tickets of the batch with a token older than the bound"),
@@ -218,12 +218,12 @@ CATALOGUE: tuple[Metric, ...] = (
         ("tickets/filtered", "", "down", "tickets finished and not accepted"),
         ("tickets/failed", "", "down", "tickets dropped because their agent kept failing"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "events",
         ("episode/failures", "", "down",
          "tries of training episodes that raised or took too long since the row before"),
     ),
-    *_build_metrics_of_source(
+    *_build_metrics_from_rows(
         "weights",
         ("weights/group_join_s", "s", "down", "forming groups; near 0 while replicas stay"),
         ("weights/write_s", "s", "down", "by disk: writing"),
@@ -253,12 +253,13 @@ _METRIC_BY_NAME_PATTERN = [
 ]
 
 
-def find_metric(name: str) -> Metric | None:
+def find_metric(metric_name: str) -> Metric | None:
     """The catalogue's entry for a name in a row; None if it has none."""
-    if (metric := _METRIC_BY_NAME.get(name)) is not None:
+    if (metric := _METRIC_BY_NAME.get(metric_name)) is not None:
         return metric
     return next(
-        (metric for pattern, metric in _METRIC_BY_NAME_PATTERN if pattern.fullmatch(name)), None
+        (metric for pattern, metric in _METRIC_BY_NAME_PATTERN if pattern.fullmatch(metric_name)),
+        None,
     )
 
 

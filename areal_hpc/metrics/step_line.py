@@ -19,9 +19,9 @@ MetricRow = Mapping[str, Any]
 """The metrics of one step, by name."""
 
 
-def format_metric(number: float | None, form: str) -> str:
+def format_metric(value: float | None, format_spec: str) -> str:
     """A metric for people; None stands for one that is not finite."""
-    return "not finite" if number is None else format(number, form)
+    return "not finite" if value is None else format(value, format_spec)
 
 
 def format_step_line(row: MetricRow, total: int | None = None) -> str:

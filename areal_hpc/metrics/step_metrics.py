@@ -64,24 +64,24 @@ class PhaseTimer:
         self._records_spans = records_spans
 
     @contextmanager
-    def time_phase(self, name: str) -> Iterator[None]:
-        """Time the block under `name`; repeated blocks add up."""
+    def time_phase(self, phase_name: str) -> Iterator[None]:
+        """Time the block under `phase_name`; repeated blocks add up."""
         began = time.perf_counter()
         try:
-            with time_span(name) if self._records_spans else nullcontext():
+            with time_span(phase_name) if self._records_spans else nullcontext():
                 yield
         finally:
-            self._add(name, time.perf_counter() - began)
+            self._add(phase_name, time.perf_counter() - began)
 
-    def add_seconds(self, name: str, seconds: float) -> None:
-        """Count time that was measured elsewhere, and ends now, under `name`."""
-        self._add(name, seconds)
+    def add_seconds(self, phase_name: str, seconds: float) -> None:
+        """Count time that was measured elsewhere, and ends now, under `phase_name`."""
+        self._add(phase_name, seconds)
         if self._records_spans:
             now = time.time()
-            record_span(name, now - seconds, now)
+            record_span(phase_name, now - seconds, now)
 
-    def _add(self, name: str, seconds: float) -> None:
-        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
+    def _add(self, phase_name: str, seconds: float) -> None:
+        self.seconds[phase_name] = self.seconds.get(phase_name, 0.0) + seconds
 
     def build_metrics(self) -> dict[str, float]:
         """`time/<phase>_s` for every phase seen."""

@@ -19,12 +19,12 @@ TENSORBOARD_GROUPS_IN_FRONT = ("reward", "eval", "evaluation")
 """Groups of metrics that TensorBoard shall show before all others."""
 
 
-def format_tensorboard_tag(name: str) -> str:
+def format_tensorboard_tag(metric_name: str) -> str:
     """A metric's name in TensorBoard, which sorts groups by their names, digits first."""
-    group, slash, rest = name.partition("/")
+    group, slash, rest = metric_name.partition("/")
     if slash and group in TENSORBOARD_GROUPS_IN_FRONT:
         return f"{TENSORBOARD_GROUPS_IN_FRONT.index(group) + 1}_{group}/{rest}"
-    return name
+    return metric_name
 
 
 def replace_non_finite_by_none(line: FlatRow) -> FlatRow:

@@ -94,36 +94,44 @@ def _strip_none(annotation: Any) -> Any:
         annotation = kinds[0]
 
 
-def _get_type_within(annotation: Any, part: int | str) -> Any:
+def _get_type_within(annotation: Any, key_or_index: int | str) -> Any:
     """The type of what stands under a key of a section or a mapping, or at a place of a list."""
     kinds = get_args(annotation)
     if section := get_section_class(annotation) if not kinds else None:
-        field = section.model_fields.get(str(part))
+        field = section.model_fields.get(str(key_or_index))
         return field.annotation if field else Any
     if get_origin(annotation) is dict:
         return kinds[1]
-    if isinstance(part, int) and kinds:
-        return kinds[part] if part < len(kinds) and kinds[-1] is not Ellipsis else kinds[0]
+    if isinstance(key_or_index, int) and kinds:
+        return (
+            kinds[key_or_index]
+            if key_or_index < len(kinds) and kinds[-1] is not Ellipsis
+            else kinds[0]
+        )
     return Any
 
 
-def _suggest_key(name: str, root: type[BaseConfig], location: tuple[int | str, ...]) -> str:
+def _suggest_key(unknown_key: str, root: type[BaseConfig], location: tuple[int | str, ...]) -> str:
     """What may have been meant by an unknown key: a similar one there, or one of its name."""
     section = _find_section(root, location)
     known = sorted(section.model_fields) if section else []
     prefix = "".join(f"{part}." for part in location)
-    inner = _find_keys_named(section, name, prefix) if section else iter(())
-    meant = [*difflib.get_close_matches(name, known, n=1), *inner, *_find_keys_named(root, name)]
+    inner = _find_keys_named(section, unknown_key, prefix) if section else iter(())
+    meant = [
+        *difflib.get_close_matches(unknown_key, known, n=1),
+        *inner,
+        *_find_keys_named(root, unknown_key),
+    ]
     return f"did you mean {meant[0]}?" if meant else f"choose from {', '.join(known)}"
 
 
-def _find_keys_named(section: type[BaseConfig], name: str, prefix: str = "") -> Iterator[str]:
+def _find_keys_named(section: type[BaseConfig], key_name: str, prefix: str = "") -> Iterator[str]:
     """Dotted keys of a name anywhere in a section, the outermost first."""
-    if name in section.model_fields:
-        yield f"{prefix}{name}"
+    if key_name in section.model_fields:
+        yield f"{prefix}{key_name}"
     for key, field in section.model_fields.items():
         if inner := get_section_class(field.annotation):
-            yield from _find_keys_named(inner, name, f"{prefix}{key}{get_key_separator(field)}")
+            yield from _find_keys_named(inner, key_name, f"{prefix}{key}{get_key_separator(field)}")
 
 
 def _find_section(

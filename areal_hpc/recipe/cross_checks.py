@@ -19,7 +19,7 @@ from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """What no single key can tell: values that do not fit together."""
     yield from _find_training_conflicts(recipe)
-    yield from _find_agent_and_task_conflicts(recipe)
+    yield from _find_workflow_and_evaluation_problems(recipe)
     yield from _find_rollout_conflicts(recipe)
     yield from _find_sandbox_conflicts(recipe)
     yield from _find_served_teacher_conflicts(recipe)
@@ -145,7 +145,7 @@ def _find_training_conflicts(recipe: Recipe) -> Iterator[Problem]:
         )
 
 
-def _find_agent_and_task_conflicts(recipe: Recipe) -> Iterator[Problem]:
+def _find_workflow_and_evaluation_problems(recipe: Recipe) -> Iterator[Problem]:
     rollout, evaluation = recipe.rollout, recipe.evaluation
     online, key = rollout.agent.mode == "online", "rollout.workflow"
     if not online and not rollout.workflow:

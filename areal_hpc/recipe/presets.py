@@ -163,11 +163,11 @@ def apply_preset(tree: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def drop_values_of_former_preset(
-    tree: Mapping[str, Any], name: str, root: type[BaseConfig]
+    tree: Mapping[str, Any], preset_name: str, root: type[BaseConfig]
 ) -> Mapping[str, Any]:
     """A resolved recipe's tree without what its preset set, where another one takes its place."""
     before = PRESETS.get(str(_get_by_dotted_key(tree, PRESET_KEY)), PRESETS["default"]).values
-    after = PRESETS[name].values if name in PRESETS else {}
+    after = PRESETS[preset_name].values if preset_name in PRESETS else {}
     for key in dict.fromkeys([*before, *after]):
         if _get_by_dotted_key(tree, key) == before.get(key, get_default(root, key)):
             tree = _copy_without_key(tree, key)

@@ -104,7 +104,7 @@ def describe_user_error(error: BaseException) -> str:
     return "\n".join([said, *lines])
 
 
-def format_name_suggestion(name: str, known: Iterable[str]) -> str:
+def format_name_suggestion(name: str, known_names: Iterable[str]) -> str:
     """`; did you mean 'this'?` if one of the known names is like it; else nothing."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.7)
+    near = difflib.get_close_matches(name, list(known_names), n=1, cutoff=0.7)
     return f"; did you mean {near[0]!r}?" if near else ""

@@ -180,14 +180,14 @@ async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
     return await task.judge(sandbox)
 
 
-def parse_verdict(name: str, content: bytes) -> Reward:
+def parse_verdict(file_name: str, content: bytes) -> Reward:
     """The reward of a file `reward.json` or `reward.txt`.
 
     Raises:
         ValueError: It holds none.
     """
     try:
-        told = json.loads(content) if name.endswith(".json") else float(content)
+        told = json.loads(content) if file_name.endswith(".json") else float(content)
         values = told if isinstance(told, dict) else {"reward": told}
         if not values:
             raise ValueError("it is empty")
@@ -196,12 +196,12 @@ def parse_verdict(name: str, content: bytes) -> Reward:
         shown = parts if isinstance(told, dict) else {}
         return Reward(parts.get("reward", mean), parts=shown, metrics={"no_verdict": 0.0})
     except (ValueError, InvalidRewardError, RecursionError) as error:
-        raise ValueError(f"{name} holds no reward: {error}") from error
+        raise ValueError(f"{file_name} holds no reward: {error}") from error
 
 
-def build_no_verdict_reward(why: str) -> Reward:
+def build_no_verdict_reward(reason: str) -> Reward:
     """The reward of an episode whose tests gave none."""
-    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {why}"[:_MAX_NOTE_BYTES])
+    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_BYTES])
 
 
 def build_archive(
@@ -249,8 +249,8 @@ def _clear_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _name_member(place: str) -> str:
-    return str(PurePosixPath(place)).lstrip("/") or "."
+def _name_member(member_path: str) -> str:
+    return str(PurePosixPath(member_path)).lstrip("/") or "."
 
 
 def _build_script_command(script: str) -> str:

@@ -130,13 +130,13 @@ def read_labels(path: Path) -> list[LabeledReply]:
     return labeled
 
 
-def _format_agreement(found: Agreement, threshold: float) -> list[str]:
+def _format_agreement(agreement: Agreement, threshold: float) -> list[str]:
     return [
-        f"replies                   {found.count}",
-        f"judge minus label, mean   {found.mean_difference:+.3f}",
-        f"distance, mean            {found.mean_abs_difference:.3f}",
-        f"rank correlation          {found.rank_correlation:.3f}",
-        f"kappa, good from {threshold:g}      {found.kappa:.3f}",
+        f"replies                   {agreement.count}",
+        f"judge minus label, mean   {agreement.mean_difference:+.3f}",
+        f"distance, mean            {agreement.mean_abs_difference:.3f}",
+        f"rank correlation          {agreement.rank_correlation:.3f}",
+        f"kappa, good from {threshold:g}      {agreement.kappa:.3f}",
     ]
 
 

@@ -92,7 +92,7 @@ class LlmJudge:
         }
         self._cache = _GradeCache(str(cache) if cache else ":memory:")
         self._max_concurrent = max_concurrent
-        self._calls: _EventLoopCalls | None = None
+        self._event_loop_client: _EventLoopClient | None = None
 
     async def __call__(self, question: str, reply: str, reference: str = "") -> Grade:
         """The grade of a reply; `reference` is a good answer, if there is one.
@@ -106,21 +106,21 @@ class LlmJudge:
         key = hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()
         if (known := await asyncio.to_thread(self._cache.find, key)) is not None:
             return known
-        calls = self._get_calls_of_running_loop()
-        if (under_way := calls.under_way.get(key)) is None:  # samples of a group may be alike
-            under_way = calls.under_way[key] = asyncio.create_task(
-                self._ask_until_graded_and_cache(key, given, calls)
+        loop_client = self._get_client_of_running_loop()
+        if (under_way := loop_client.under_way.get(key)) is None:  # samples of a group may be alike
+            under_way = loop_client.under_way[key] = asyncio.create_task(
+                self._ask_until_graded_and_cache(key, given, loop_client)
             )
-            under_way.add_done_callback(lambda _: calls.under_way.pop(key, None))
+            under_way.add_done_callback(lambda _: loop_client.under_way.pop(key, None))
         return await asyncio.shield(under_way)  # another episode may wait for it too
 
     async def _ask_until_graded_and_cache(
-        self, key: str, given: Mapping[str, str], calls: "_EventLoopCalls"
+        self, key: str, judged_fields: Mapping[str, str], event_loop_client: "_EventLoopClient"
     ) -> Grade:
         text = ""
         for _ in range(self._max_tries):
-            async with calls.slots:
-                text = await self._request_reply_text(given, calls.client)
+            async with event_loop_client.slots:
+                text = await self._request_reply_text(judged_fields, event_loop_client.client)
             if (grade := self._read_grade(text)) is not None:
                 await asyncio.to_thread(self._cache.keep, key, grade)
                 return grade
@@ -130,11 +130,13 @@ class LlmJudge:
             hint="use a judging model that follows a JSON schema, or a plainer rubric",
         )
 
-    async def _request_reply_text(self, given: Mapping[str, str], client: AsyncOpenAI) -> str:
+    async def _request_reply_text(
+        self, judged_fields: Mapping[str, str], client: AsyncOpenAI
+    ) -> str:
         told = _INSTRUCTIONS.format(rubric=self._rubric, max_grade=self._max_grade)
         messages: Any = [
             {"role": "system", "content": told},
-            {"role": "user", "content": json.dumps(given, ensure_ascii=False)},
+            {"role": "user", "content": json.dumps(judged_fields, ensure_ascii=False)},
         ]
         base_url, _, _ = self._endpoint
         try:
@@ -158,18 +160,20 @@ class LlmJudge:
             return None
         return Grade(said.grade / self._max_grade, said.explanation[:MAX_EXPLANATION_CHARS])
 
-    def _get_calls_of_running_loop(self) -> "_EventLoopCalls":
+    def _get_client_of_running_loop(self) -> "_EventLoopClient":
         """The client of the running event loop: agents in processes of their own begin others."""
         loop = asyncio.get_running_loop()
-        if self._calls is None or self._calls.loop is not loop:
+        if self._event_loop_client is None or self._event_loop_client.loop is not loop:
             base_url, api_key, timeout_s = self._endpoint
             client = AsyncOpenAI(base_url=base_url, api_key=api_key, timeout=timeout_s)
-            self._calls = _EventLoopCalls(loop, client, asyncio.Semaphore(self._max_concurrent), {})
-        return self._calls
+            self._event_loop_client = _EventLoopClient(
+                loop, client, asyncio.Semaphore(self._max_concurrent), {}
+            )
+        return self._event_loop_client
 
 
 @dataclass(frozen=True, slots=True)
-class _EventLoopCalls:
+class _EventLoopClient:
     """Calls of a judge that belong to one event loop."""
 
     loop: asyncio.AbstractEventLoop

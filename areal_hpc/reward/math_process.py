@@ -63,11 +63,11 @@ def limit_memory_and_disable_core_dumps(more_bytes: int) -> None:
         resource.setrlimit(which, (most, most))
 
 
-def judge_reply(answer: str, said: str) -> bytes:
+def judge_reply(answer: str, reply_text: str) -> bytes:
     """Whether what was said ends in the right answer."""
     from math_verify import verify
 
-    given = _parse_answer(said)
+    given = _parse_answer(reply_text)
     if not given:
         return DIFFERENT
     right = _parse_right_answer(answer)
@@ -89,7 +89,7 @@ def _parse_answer(text: str) -> Any:
     return parse(text, parsing_timeout=None)
 
 
-def _is_far_larger(huge: Any, number: Any) -> bool:
+def _is_far_larger(huge: Any, plain_number: Any) -> bool:
     """A tower of powers or a factorial beside a plain number, told apart without computing it.
 
     Only this: within a larger expression, such as a remainder, it may not have to be computed.
@@ -97,9 +97,9 @@ def _is_far_larger(huge: Any, number: Any) -> bool:
     from sympy import Number
 
     return (
-        isinstance(number, Number)
+        isinstance(plain_number, Number)
         and bound_log2(huge) > MAX_LOG2
-        and not bound_log2(number) > MAX_LOG2
+        and not bound_log2(plain_number) > MAX_LOG2
     )
 
 

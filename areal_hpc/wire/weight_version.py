@@ -55,17 +55,17 @@ class GenerationFork:
 
 
 def compute_staleness_steps(
-    current: WeightVersion, sampled: WeightVersion, forks: Sequence[GenerationFork]
+    current: WeightVersion, sampled: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> int:
     """Training steps between the weights that sampled a token and the current ones.
 
     Steps of an abandoned generation that were never saved do not count: they are measured from
-    the last ancestor both generations share. `forks` has every generation of the run.
+    the last ancestor both generations share. `generation_forks` has every generation of the run.
     """
     shared_step = min(
         (
             fork.base_step
-            for fork in forks
+            for fork in generation_forks
             if sampled.generation < fork.generation <= current.generation
         ),
         default=sampled.step,

@@ -5,7 +5,7 @@ import os
 import numpy as np
 import pytest
 
-from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id
+from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id_in_evaluation
 from areal_hpc.metrics.step_line import (
     describe_step_time_shares,
     estimate_remaining_s,
@@ -110,7 +110,7 @@ def test_an_evaluation_tells_of_as_many_tasks_as_its_sets_have(
     reporter = EvaluationReporter(paths, sets)
     paths.data_dir.mkdir()
     paths.evaluation_tasks("held").write_text('{"n": 1}\n' * 20)
-    done = EvaluatedTicket(get_ticket_id(sets[0].number, 3), 1, [1.0])
+    done = EvaluatedTicket(get_ticket_id_in_evaluation(sets[0].number, 3), 1, [1.0])
     append_evaluated_ticket(paths, STEP_OF_LOADED_WEIGHTS, done)
     reporter.show_progress("train")
     assert bound > 20

@@ -158,16 +158,16 @@ def resolve_evaluation_sets(
 
 def _resolve_set(
     evaluation: EvaluationConfig,
-    name: str,
-    number: int,
+    set_name: str,
+    set_number: int,
     config: EvaluationSetConfig,
     dataset_key: str,
 ) -> EvaluationSet:
     agent = config if config.workflow else evaluation
-    key = f"evaluation.sets.{name}"
+    key = f"evaluation.sets.{set_name}"
     return EvaluationSet(
-        name=name,
-        number=number,
+        name=set_name,
+        number=set_number,
         dataset=config.dataset,
         dataset_key=dataset_key,
         workflow=agent.workflow,

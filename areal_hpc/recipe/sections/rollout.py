@@ -142,13 +142,15 @@ class RolloutConfig(BaseConfig):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_in_agent_defaults(cls, given: Any) -> Any:
+    def _fill_in_agent_defaults(cls, section: Any) -> Any:
         """A recipe as it was written, with the defaults of its workflow."""
         own = AGENT_DEFAULTS_BY_WORKFLOW.get(
-            str(given.get("workflow")) if isinstance(given, dict) else ""
+            str(section.get("workflow")) if isinstance(section, dict) else ""
         )
-        agent = given.get("agent") or {} if own else None
-        return {**given, "agent": {**own, **agent}} if own and isinstance(agent, dict) else given
+        agent = section.get("agent") or {} if own else None
+        return (
+            {**section, "agent": {**own, **agent}} if own and isinstance(agent, dict) else section
+        )
 
     @model_validator(mode="after")
     def _check_failed_episodes(self) -> RolloutConfig:

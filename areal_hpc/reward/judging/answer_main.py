@@ -23,12 +23,12 @@ MAX_ITEMS = 100_000
 class AnswerProgram:
     """The names that an answer defines, and its objects that the tests know by number."""
 
-    def __init__(self, source: str) -> None:
+    def __init__(self, answer_source: str) -> None:
         self.names: dict[str, Any] = {"__name__": "answer", "__builtins__": __builtins__}
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         """By `id`, which nothing else gets while the list holds the object."""
-        exec(compile(source, "answer.py", "exec"), self.names)
+        exec(compile(answer_source, "answer.py", "exec"), self.names)
 
     def get_or_assign_number(self, value: Any) -> int:
         """The number of an object; the same for the same one."""

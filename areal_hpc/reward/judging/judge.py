@@ -55,7 +55,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
     return outcome
 
 
-def _build_program_files(main: str, name: str, source: str) -> dict[str, bytes]:
+def _build_program_files(main: str, file_name: str, source_code: str) -> dict[str, bytes]:
     """The program, the codec, and what it works on, in the order of its command line."""
     scripts = {script: (_FOLDER / script).read_bytes() for script in (main, "literals.py")}
-    return {**scripts, name: source.encode(errors="replace")}
+    return {**scripts, file_name: source_code.encode(errors="replace")}

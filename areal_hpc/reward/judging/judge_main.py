@@ -100,11 +100,11 @@ class AnswerClient:
             self._update_in_place(mine, literals.decode(changed, self._make_remote))
         return literals.decode(reply["value"], self._make_remote)
 
-    def _resolve_answer_name(self, name: str) -> Any:
+    def _resolve_answer_name(self, module_name: str) -> Any:
         """The library's own module for a name of it: an answer's `math` judges nothing."""
-        if name in sys.stdlib_module_names:
-            return importlib.import_module(name)
-        return RemoteObject(self, name)
+        if module_name in sys.stdlib_module_names:
+            return importlib.import_module(module_name)
+        return RemoteObject(self, module_name)
 
     @staticmethod
     def _update_in_place(mine: Any, changed: Any) -> None:
@@ -122,8 +122,8 @@ class AnswerClient:
             return value._target
         raise TypeError(f"{type(value).__name__} is no value that an answer can be given")
 
-    def _make_remote(self, number: int) -> RemoteObject:
-        return RemoteObject(self, int(number))
+    def _make_remote(self, object_number: int) -> RemoteObject:
+        return RemoteObject(self, int(object_number))
 
     @staticmethod
     def _raise_if_failed(reply: dict[str, Any]) -> None:

@@ -10,7 +10,11 @@ from areal_hpc.evaluation.set_metrics import (
     build_metric_row,
     estimate_metrics,
 )
-from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, get_ticket_id, split_ticket_id
+from areal_hpc.evaluation.ticket_numbers import (
+    TICKETS_PER_SET,
+    get_ticket_id_in_evaluation,
+    split_ticket_id,
+)
 
 SAMPLES = SetSamples(
     [[1.0, 0.0, 0.0, 0.2], [0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]],
@@ -59,5 +63,8 @@ def test_a_recipe_may_not_ask_for(name: str) -> None:
 
 
 def test_tickets_of_the_first_set_are_numbered_as_its_tasks() -> None:
-    assert get_ticket_id(0, 17) == 17
-    assert split_ticket_id(get_ticket_id(3, TICKETS_PER_SET - 1)) == (3, TICKETS_PER_SET - 1)
+    assert get_ticket_id_in_evaluation(0, 17) == 17
+    assert split_ticket_id(get_ticket_id_in_evaluation(3, TICKETS_PER_SET - 1)) == (
+        3,
+        TICKETS_PER_SET - 1,
+    )

@@ -1,4 +1,4 @@
-from areal_hpc.evaluation.ticket_numbers import get_ticket_id
+from areal_hpc.evaluation.ticket_numbers import get_ticket_id_in_evaluation
 from areal_hpc.ledger.evaluation import EvaluationSetPart, EvaluationState
 from areal_hpc.wire.ledger import TicketRef
 
@@ -62,7 +62,11 @@ def test_sets_have_ticket_ranges_of_their_own_and_end_one_by_one() -> None:
     )
     assert (evaluation.n_tasks_left, evaluation.n_episodes) == (3, 7)
     refs = evaluation.lease_tickets("a", 9, 0.0)
-    assert [ref.ticket_id for ref in refs] == [0, get_ticket_id(1, 0), get_ticket_id(1, 1)]
+    assert [ref.ticket_id for ref in refs] == [
+        0,
+        get_ticket_id_in_evaluation(1, 0),
+        get_ticket_id_in_evaluation(1, 1),
+    ]
     assert evaluation.record_rewards(refs[1], [1.0, 0.0, 0.5], ["4", "", "5"])
     assert not evaluation.record_rewards(refs[2], [1.0]), "a ticket has three samples"
     assert list(evaluation.build_finished_results()) == []
