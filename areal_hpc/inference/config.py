@@ -19,7 +19,7 @@ from areal_hpc.inference.server.command import (
     compute_replica_seed,
 )
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.jobs.node.gpus import DEVICES_DIR, list_device_files, parse_visible_devices
+from areal_hpc.jobs.node.gpus import DEVICES_DIR, list_device_files, parse_visible_device_ids
 from areal_hpc.jobs.node.topology import get_advertised_host, get_task_log_dir
 from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import RunPaths
@@ -98,4 +98,4 @@ def resolve_device(
     """The device named in the recipe, or the GPU if this node has one that is not hidden."""
     if config.device != "auto":
         return config.device
-    return "cuda" if list_device_files(dev) and parse_visible_devices(environ) != () else "cpu"
+    return "cuda" if list_device_files(dev) and parse_visible_device_ids(environ) != () else "cpu"

@@ -201,19 +201,19 @@ class Caretaker:
 
     def _build_status(
         self,
-        name: str,
+        job_name: str,
         submission: Submission | None,
         queued: Mapping[str, QueuedJob],
         is_alive: bool,
     ) -> JobStatus:
         if submission is None:
-            return JobStatus(name, None, None, (), is_alive)
+            return JobStatus(job_name, None, None, (), is_alive)
         found = queued.get(submission.job_id)
-        exits = read_task_exits(self._paths.job(name)).values()
+        exits = read_task_exits(self._paths.job(job_name)).values()
         own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
         owner_id = self._paths.root.stat().st_uid
         by_person = found is not None and was_cancelled_by_person(found, self._queue, owner_id)
-        return JobStatus(name, submission, found, own, is_alive, by_person)
+        return JobStatus(job_name, submission, found, own, is_alive, by_person)
 
     def _submit_again_or_note_refusal(self, job: JobStatus) -> None:
         """Submit a job; one that Slurm does not take keeps no other one from being submitted.

@@ -28,7 +28,7 @@ class ProcessConfig(BaseConfig):
 
     def build_process_spec(
         self,
-        name: str,
+        process_name: str,
         *,
         tasks: Literal["all", "first", "others"] = "all",
         restarts: int = 0,
@@ -40,7 +40,7 @@ class ProcessConfig(BaseConfig):
     ) -> ProcessSpec:
         """The process with this configuration; `ProcessSpec` explains the arguments."""
         return ProcessSpec(
-            name,
+            process_name,
             self.ROLE,
             self.ENTRY,
             replace_private_values_by_references(

@@ -126,7 +126,7 @@ class StepTask:
             if starts.is_superseded(self._starts_dir, self._start):
                 self._is_superseded = True
                 return TaskExit(STOPPED_EXIT_CODE, reason="superseded by a later start of this job")
-            beat = Path(self._step.heartbeat).read_bytes()
+            beat = Path(self._step.heartbeat_path).read_bytes()
         except FileNotFoundError:  # a launcher that ended took its note away: no beat
             beat = self._last_beat
         except OSError as error:  # the launcher cannot write either, where storage is away

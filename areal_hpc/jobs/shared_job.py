@@ -206,13 +206,13 @@ class SharedCell:
             log.warning("shared storage does not respond: %s", error)
             return False
 
-    def _is_cell_over_or_idle(self, number: int, oldest: float) -> bool:
-        """True if a cell is over, or has said since `oldest` that it has nothing to do."""
-        if self._read_exit(self._cell_ranks[number][0]):
+    def _is_cell_over_or_idle(self, cell_index: int, since: float) -> bool:
+        """True if a cell is over, or has said since `since` that it has nothing to do."""
+        if self._read_exit(self._cell_ranks[cell_index][0]):
             return True
-        note = JobPaths(self._paths.root.parent / self._job.cells[number].name).idle_note
+        note = JobPaths(self._paths.root.parent / self._job.cells[cell_index].name).idle_note
         with contextlib.suppress(FileNotFoundError):
-            return note.read_text() == self._incarnation and note.stat().st_mtime >= oldest
+            return note.read_text() == self._incarnation and note.stat().st_mtime >= since
         return False
 
     def _read_exit(self, rank: int) -> TaskExit | None:

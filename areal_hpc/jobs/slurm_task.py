@@ -330,9 +330,9 @@ class SlurmTask:
             _wait_until_or_give_up(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
         return outcome
 
-    def _end_or_requeue_job(self, own: TaskExit) -> TaskExit:
+    def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:
         # The way out depends on Slurm alone: on a full or silent disk it goes on all the same.
-        gathered = self._gather_task_exits(own)
+        gathered = self._gather_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
         with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
@@ -343,11 +343,11 @@ class SlurmTask:
         decision = decide_restart_of_cells(groups, counts)
         crashes = list_decisive_crashes(outcomes, decision)
         stopped = [one for one in outcomes if one.exit_code == STOPPED_EXIT_CODE]
-        decisive = next(iter(crashes), stopped[0] if own.is_crash and stopped else own)
+        decisive = next(iter(crashes), stopped[0] if own_exit.is_crash and stopped else own_exit)
         if self._is_preempted and not crashes:
             decisive = msgspec.structs.replace(decisive, reason=PREEMPTED_REASON)
         if decision == "done":
-            return own
+            return own_exit
         if decision == "fail":
             self._events.record(
                 "job_failed",
@@ -390,10 +390,12 @@ class SlurmTask:
         log.error("%s", reason)
         self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
-    def _gather_task_exits(self, own: TaskExit) -> dict[int, TaskExit]:
+    def _gather_task_exits(self, own_exit: TaskExit) -> dict[int, TaskExit]:
         """Exit statuses of the tasks by rank, as far as they come in time."""
-        found: dict[int, TaskExit] = {self._position.rank: own}
-        own_patience_s = TASK_EXIT_TIMEOUT_S if own.exit_code == 0 else self._slurm.margin_s / 2
+        found: dict[int, TaskExit] = {self._position.rank: own_exit}
+        own_patience_s = (
+            TASK_EXIT_TIMEOUT_S if own_exit.exit_code == 0 else self._slurm.margin_s / 2
+        )
         give_up_at = max(self._kill_at, time.monotonic()) + own_patience_s
 
         def all_are_there() -> bool:
@@ -408,11 +410,11 @@ class SlurmTask:
 
 
 @contextmanager
-def _swallow_and_log_storage_errors(what: str) -> Iterator[None]:
+def _swallow_and_log_storage_errors(files_description: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        log.error("%s could not be read or written: %s", what, error)
+        log.error("%s could not be read or written: %s", files_description, error)
 
 
 def _wait_until_or_give_up(condition: Callable[[], bool], give_up_at: float) -> None:

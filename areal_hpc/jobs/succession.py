@@ -95,9 +95,9 @@ def _find_slurm_user_id() -> int | None:
         return None
 
 
-def record_as_current_job(slurm: SlurmLaunchInfo, own: Submission) -> None:
+def record_as_current_job(slurm: SlurmLaunchInfo, successor: Submission) -> None:
     """Record that a successor is the job from now on."""
-    placed = msgspec.structs.replace(own, successor=0, submitted_at=time.time())
+    placed = msgspec.structs.replace(successor, successor=0, submitted_at=time.time())
     try:
         record_submission(Path(slurm.submissions), placed)
     except OSError as error:  # commands see in the queue which of the jobs runs

@@ -33,38 +33,38 @@ class ProcessStarter:
         self,
         launch: LaunchFile,
         position: TaskPosition,
-        part: JobPart,
+        job_part: JobPart,
         build_environment: Callable[[], Mapping[str, str]],
     ) -> None:
         self._launch = launch
         self._position = position
-        self._part = part
+        self._part = job_part
         self._build_environment = build_environment
         self._surroundings: Mapping[str, str] = {}
         self._recipe_variables: dict[str, Mapping[str, str]] = {}
         self._begun_logs: set[Path] = set()
 
-    def prepare_processes(self, part: JobPart) -> list[ManagedProcess]:
+    def prepare_processes(self, job_part: JobPart) -> list[ManagedProcess]:
         """Write the files of all processes that this task runs for a part of the job."""
-        self._get_log_dir(part).mkdir(parents=True, exist_ok=True)
-        self._get_job_paths(part).root.mkdir(exist_ok=True)
-        return [self._prepare_process(spec, part) for spec in part.list_processes_of_task()]
+        self._get_log_dir(job_part).mkdir(parents=True, exist_ok=True)
+        self._get_job_paths(job_part).root.mkdir(exist_ok=True)
+        return [self._prepare_process(spec, job_part) for spec in job_part.list_processes_of_task()]
 
-    def _get_log_dir(self, part: JobPart) -> Path:
-        folder = Path(self._launch.log_dir) / part.name
+    def _get_log_dir(self, job_part: JobPart) -> Path:
+        folder = Path(self._launch.log_dir) / job_part.name
         if self._launch.slurm is None:
             return folder
         return folder / format_restart_dir(get_slurm_restart_count(os.environ))
 
-    def _get_job_paths(self, part: JobPart) -> JobPaths:
-        return JobPaths(self._launch.paths.root.parent / part.name)
+    def _get_job_paths(self, job_part: JobPart) -> JobPaths:
+        return JobPaths(self._launch.paths.root.parent / job_part.name)
 
-    def _prepare_process(self, spec: ProcessSpec, part: JobPart) -> ManagedProcess:
-        suffix = f"-{part.position.rank}" if part.position.num_tasks > 1 else ""
-        config_path = self._get_job_paths(part).process_config(f"{spec.name}{suffix}")
+    def _prepare_process(self, spec: ProcessSpec, job_part: JobPart) -> ManagedProcess:
+        suffix = f"-{job_part.position.rank}" if job_part.position.num_tasks > 1 else ""
+        config_path = self._get_job_paths(job_part).process_config(f"{spec.name}{suffix}")
         # Agent arguments may hold keys of other services.
         write_atomic_private(config_path, msgspec.json.encode(spec.config))
-        log_path = self._get_log_dir(part) / f"{spec.name}{suffix}.log"
+        log_path = self._get_log_dir(job_part) / f"{spec.name}{suffix}.log"
         if self._launch.slurm is not None and log_path not in self._begun_logs:
             self._begun_logs.add(log_path)
             node, job_id = os.environ["SLURMD_NODENAME"], os.environ["SLURM_JOB_ID"]

@@ -110,7 +110,7 @@ class _RunSubmission:
 
     def __init__(self, ready: PreparedRun, say: Callable[[str], None]) -> None:
         self._ready = ready
-        self._say = say
+        self._print_line = say
         self.chains = _record_live_jobs_and_cancel_duplicates(ready, say)
         """Each job, first the number of the job itself, then those of its successors."""
         self.job_ids: list[str] = []
@@ -122,9 +122,11 @@ class _RunSubmission:
         chain = self.chains.setdefault(request.job, [])
         with record_submission_refusal(request.job, self._ready.paths):
             if not chain:
-                submitted = submit_held_job(request, launch, run_task, self._say)
+                submitted = submit_held_job(request, launch, run_task, self._print_line)
                 self._record_submitted_job(request, submitted)
-                self._say(f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}")
+                self._print_line(
+                    f"job      {request.job:<10} {submitted.job_id:<9} {request.shape}"
+                )
             self._submit_successors(request, launch.paths.script)
 
     def _submit_successors(self, request: JobRequest, script: Path) -> None:
@@ -135,11 +137,14 @@ class _RunSubmission:
         while len(chain) <= request.successors:
             place += 1
             self._record_submitted_job(
-                request, submit_held_successor(request, script, tuple(chain), place, self._say)
+                request,
+                submit_held_successor(request, script, tuple(chain), place, self._print_line),
             )
         if len(chain) > before:
             numbers = ", ".join(chain[before:])
-            self._say(f"         {request.job:<10} {numbers}: each starts if those before it fail")
+            self._print_line(
+                f"         {request.job:<10} {numbers}: each starts if those before it fail"
+            )
 
     def _record_submitted_job(self, request: JobRequest, submitted: SubmittedJob) -> None:
         self.job_ids.append(submitted.job_id)

@@ -35,7 +35,7 @@ def build_requests_of_run(
     recipe: Recipe,
     working_folder: Path,
     after: Sequence[str] = (),
-    place: RunContext | None = None,
+    run_context: RunContext | None = None,
     plan: PlanStages | None = None,
 ) -> list[JobRequest]:
     """Requests to Slurm for all that is left of a run; nothing is written.
@@ -47,12 +47,14 @@ def build_requests_of_run(
         RecipeError: Jobs do not fit the nodes; every misfit at once.
     """
     paths = RunPaths(recipe.run_dir.resolve())
-    place = place or build_run_context(recipe, paths, get_interpreters(recipe), working_folder)
+    run_context = run_context or build_run_context(
+        recipe, paths, get_interpreters(recipe), working_folder
+    )
     planned = (plan or plan_run)(recipe, paths, None)
     stages = [one for one in planned if not one.done_marker.exists()]
     jobs = [job for stage in stages for job in stage.jobs]
     slurm = add_cpu_and_memory_options(recipe, jobs)
-    requests = {request.job: request for request in build_job_requests(jobs, slurm, place)}
+    requests = {request.job: request for request in build_job_requests(jobs, slurm, run_context)}
     if problems := _find_short_time_limit_problems(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
     dependency = build_afterok_dependency(after)
@@ -61,7 +63,7 @@ def build_requests_of_run(
             requests[job.name] = requests[job.name].with_dependency(dependency)
         leading = name_unknown_job_ids(stage.leader.name, recipe.cluster.slurm.successors)
         dependency = (
-            f"aftercorr:{leading[0]}" if place.is_array else build_chain_dependency(leading)
+            f"aftercorr:{leading[0]}" if run_context.is_array else build_chain_dependency(leading)
         )
     return list(requests.values())
 

@@ -107,7 +107,7 @@ def build_array_requests(
 ) -> list[JobRequest]:
     """Requests of every array; nothing is written."""
     place = _build_array_context(sweep, working_folder)
-    return build_requests_of_run(sweep.runs[0], working_folder, after, place=place)
+    return build_requests_of_run(sweep.runs[0], working_folder, after, run_context=place)
 
 
 def _build_array_context(sweep: Sweep, working_folder: Path) -> RunContext:

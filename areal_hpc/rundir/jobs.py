@@ -127,7 +127,7 @@ class AllocationStepStart(Struct, frozen=True):
     """Which start of the job this is: `<job id>.<restart>.<number>`."""
     start_number: int
     """Of the job, from 1, over all launches of the run."""
-    heartbeat: str
+    heartbeat_path: str
     """A file that the launcher writes again and again: without a change the job stops."""
     interface: str = ""
     """Network interface whose address other nodes use; empty: where the host's name leads."""

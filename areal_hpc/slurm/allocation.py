@@ -63,7 +63,7 @@ def read_allocation(environ: Mapping[str, str]) -> Allocation:
     return Allocation(job_id, parse_node_shares(shown), scontrol.parse_job_facts(shown).ends_at)
 
 
-def parse_node_shares(shown: str) -> tuple[NodeShare, ...]:
+def parse_node_shares(scontrol_line: str) -> tuple[NodeShare, ...]:
     """The nodes in one line of `scontrol show job --details --oneliner`, in Slurm's order. Pure."""
     return tuple(
         NodeShare(
@@ -72,7 +72,7 @@ def parse_node_shares(shown: str) -> tuple[NodeShare, ...]:
             int(memory),
             sum(map(int, _GPUS_PATTERN.findall(gres))),
         )
-        for nodes, cpu_ids, memory, gres in _NODES_PATTERN.findall(shown)
+        for nodes, cpu_ids, memory, gres in _NODES_PATTERN.findall(scontrol_line)
         for name in expand_node_list(nodes)
     )
 
@@ -89,10 +89,10 @@ def expand_node_list(nodelist: str) -> list[str]:
     return [node for part in parts for node in _expand_part(part)]
 
 
-def _expand_part(part: str) -> list[str]:
-    before, bracket, rest = part.partition("[")
+def _expand_part(hostlist_part: str) -> list[str]:
+    before, bracket, rest = hostlist_part.partition("[")
     if not bracket:
-        return [part]
+        return [hostlist_part]
     spans, _, after = rest.partition("]")
     numbers: list[str] = []
     for span in spans.split(","):

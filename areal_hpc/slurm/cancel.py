@@ -20,7 +20,7 @@ def cancel_jobs_and_wait(
     *,
     label: str,
     grace_s: float,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> int:
     """Cancel every job, and return when Slurm has none of them left: how many there were.
 
@@ -29,20 +29,20 @@ def cancel_jobs_and_wait(
     again, or was submitted meanwhile, is cancelled when it is seen: `job_ids` is asked at each look
     for every id that was ever given out. `label` is what the jobs' names or comments hold.
 
-    If it ends otherwise, an interruption included, `say` is told which jobs may be left.
+    If it ends otherwise, an interruption included, `print_line` is told which jobs may be left.
 
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long, or Slurm refused.
     """
-    cancellation = _Cancellation(job_ids, label, grace_s, say)
+    cancellation = _Cancellation(job_ids, label, grace_s, print_line)
     try:
         cancellation.wait_until_none_is_left()
     except BaseException:  # boundary: whoever gives up has to know what is left
         if cancellation.left is None:
-            say("Slurm has not said which jobs are there")
+            print_line("Slurm has not said which jobs are there")
         else:
             left = ", ".join(cancellation.left) or "none"
-            say(f"jobs that were there when Slurm was last asked: {left}")
+            print_line(f"jobs that were there when Slurm was last asked: {left}")
         raise
     return len(cancellation.seen)
 
@@ -55,12 +55,12 @@ class _Cancellation:
         job_ids: Callable[[], Sequence[str]],
         label: str,
         grace_s: float,
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
     ) -> None:
         self._job_ids = job_ids
         self._label = label
         self._grace_s = grace_s
-        self._say = say
+        self._print_line = print_line
         self._queue = QueuePoller()
         self._signaled: set[str] = set()
         self._began_at = time.monotonic()
@@ -126,7 +126,7 @@ class _Cancellation:
         _call_scancel(fresh, "--signal=TERM")
         self._signaled |= set(fresh)
         waiting = f"waiting {self._grace_s:.0f} s for their checkpoints"
-        self._say(f"sent SIGTERM to {len(fresh)} jobs; {waiting}")
+        self._print_line(f"sent SIGTERM to {len(fresh)} jobs; {waiting}")
 
     def _pause(self, silence: SlurmTimeoutError, silent_since: float, pause_s: float) -> None:
         """Wait for Slurm to answer."""
@@ -137,7 +137,9 @@ class _Cancellation:
                 hint="the run is marked as cancelled; repeat the command when `scontrol ping` "
                 "succeeds",
             ) from silence
-        self._say(f"slurmctld has not responded for {outage_s:.0f} s; next try in {pause_s:.0f} s")
+        self._print_line(
+            f"slurmctld has not responded for {outage_s:.0f} s; next try in {pause_s:.0f} s"
+        )
         time.sleep(pause_s)
 
 

@@ -142,7 +142,7 @@ def parse_sacct(text: str) -> list[QueuedJob]:
         state = parse_state(cells[1])
         if not step:
             jobs.append(_parse_sacct_row(name, state, cells))
-        elif jobs and state.is_failure and state.name not in jobs[-1].bad_steps:
+        elif jobs and state.is_over_without_success and state.name not in jobs[-1].bad_steps:
             jobs[-1] = replace(jobs[-1], bad_steps=(*jobs[-1].bad_steps, state.name))
     return jobs
 

@@ -96,10 +96,10 @@ def submit_again(
     return new_id
 
 
-def redirect_dependents_to_new_id(number: JobIdChange) -> None:
+def redirect_dependents_to_new_id(job_id_change: JobIdChange) -> None:
     """Jobs that wait for the job's success would be cancelled at the end of its old number."""
     waiting = scontrol.read_pending_dependencies()
-    for old_id in number.old_ids:
+    for old_id in job_id_change.old_ids:
         array = old_id.partition("_")[0]
         others: list[str] = []
         if any(f"afterok:{array}_*" in one for one in waiting.values()):
@@ -107,7 +107,7 @@ def redirect_dependents_to_new_id(number: JobIdChange) -> None:
                 others = [one for one in scontrol.list_array_members(array) if one != old_id]
         for waiting_id, dependency in waiting.items():
             changed = rewrite_dependency(
-                dependency, old_id, number.job_id, waiting_id=waiting_id, others=others
+                dependency, old_id, job_id_change.job_id, waiting_id=waiting_id, other_tasks=others
             )
             if changed != dependency:
                 scontrol.update_waiting_job(waiting_id, "Dependency", changed)
@@ -119,23 +119,24 @@ def rewrite_dependency(
     new_id: str,
     *,
     waiting_id: str = "",
-    others: Sequence[str] = (),
+    other_tasks: Sequence[str] = (),
 ) -> str:
     """A dependency in sbatch's words, with a job's new number in the place of an old one. Pure.
 
     A member of an array that waits for what corresponds to it (`aftercorr`) waits for the member of
-    its own index alone; who waits for all of an array goes on waiting for the `others` of `old_id`.
+    its own index alone; who waits for all of an array goes on waiting for the
+    `other_tasks` of `old_id`.
     """
     array, _, member = old_id.partition("_")
     names_it = (None, "*", member) if member else (None,)
 
-    def renamed(found: re.Match[str]) -> str:
-        kind, number, index = found.groups()
+    def renamed(match: re.Match[str]) -> str:
+        kind, number, index = match.groups()
         if number != array or index not in names_it:
-            return found[0]
+            return match[0]
         if kind == "aftercorr":
-            return f"afterok:{new_id}" if get_array_index(waiting_id) == member else found[0]
-        awaited = [*others, new_id] if index == "*" else [new_id]
+            return f"afterok:{new_id}" if get_array_index(waiting_id) == member else match[0]
+        awaited = [*other_tasks, new_id] if index == "*" else [new_id]
         return ",".join(f"afterok:{one}" for one in awaited)
 
     return _AFTER_SUCCESS_PATTERN.sub(renamed, dependency)

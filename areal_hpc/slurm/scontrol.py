@@ -50,9 +50,9 @@ def get_own_job_id(environ: Mapping[str, str]) -> str:
     return f"{array}_{member}" if array and member else environ["SLURM_JOB_ID"]
 
 
-def parse_job_facts(shown: str) -> JobFacts:
+def parse_job_facts(scontrol_line: str) -> JobFacts:
     """Read one line of `scontrol show job --oneliner`."""
-    facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", shown))
+    facts = dict(re.findall(r"(?:^|\s)(\w+)=(\S*)", scontrol_line))
     excluded = facts.get("ExcNodeList", "")
     return JobFacts(
         state=facts.get("JobState", ""),

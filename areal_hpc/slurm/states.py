@@ -37,7 +37,7 @@ class JobState:
         return self.name == "CANCELLED"
 
     @property
-    def is_failure(self) -> bool:
+    def is_over_without_success(self) -> bool:
         """True of a job that is over without success."""
         return self.phase is JobPhase.OVER and self.name != "COMPLETED"
 

@@ -5,7 +5,7 @@ import os
 import shlex
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
@@ -49,7 +49,10 @@ class StepJobHandle:
         self._allocation, self._step_name = job_id, step_name
         # In a session of its own: a Ctrl-C in the terminal is the launcher's to handle.
         self._srun = subprocess.Popen(
-            command, env=build_step_environment(os.environ), start_new_session=True
+            # without what srun would take for wishes about the step
+            command,
+            env=strip_job_variables(os.environ),
+            start_new_session=True,
         )
 
     @property
@@ -101,8 +104,3 @@ class StepJobHandle:
         )
         rows = (line.split(maxsplit=1) for line in shown.splitlines())
         return [row[0] for row in rows if row[1:] == [self._step_name]]
-
-
-def build_step_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """The launcher's environment without what srun would take for wishes about the step."""
-    return strip_job_variables(environ)

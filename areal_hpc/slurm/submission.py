@@ -42,9 +42,9 @@ class JobIdentity:
     """Place among the successors of the job, from 1; 0 for the job itself."""
 
     @classmethod
-    def create(cls, name: str, comment: str, successor: int = 0) -> "JobIdentity":
+    def create(cls, job_name: str, comment: str, successor: int = 0) -> "JobIdentity":
         """An identity with a token that no other submission has."""
-        return cls(name, comment, secrets.token_hex(4), successor)
+        return cls(job_name, comment, secrets.token_hex(4), successor)
 
     def build_sbatch_options(self) -> list[str]:
         """Options of sbatch, which go before those of the script."""

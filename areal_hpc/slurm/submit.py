@@ -229,7 +229,7 @@ def submit_held_successor(
     request: JobRequest,
     script: Path,
     awaited: Sequence[str],
-    place: int,
+    successor_number: int,
     report_outage: Callable[[str], None],
 ) -> SubmittedJob:
     """Hand a successor of a job to Slurm, held: its script once more, after `awaited` have failed.
@@ -239,7 +239,7 @@ def submit_held_successor(
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     options = build_options_to_start_after_failure(awaited, request.dependency)
-    return _submit_held(request, script, report_outage, options, place)
+    return _submit_held(request, script, report_outage, options, successor_number)
 
 
 def submit_held_array(
@@ -311,14 +311,14 @@ _JOB_COUNT_LIMIT = "SubmitJob"
 """Part of Slurm's names of limits of the number of jobs."""
 
 
-def is_temporary_refusal(said: str) -> bool:
+def is_temporary_refusal(sbatch_error: str) -> bool:
     """True if the same job may be accepted later, once others have ended. Pure.
 
     Slurm has one sentence for all limits of a QOS, and may name the limit beside it.
     """
-    if named := _NAMED_LIMIT_PATTERN.findall(said):
+    if named := _NAMED_LIMIT_PATTERN.findall(sbatch_error):
         return any(_JOB_COUNT_LIMIT in name for name in named)
-    return any(words in said.lower() for words in _TEMPORARY_REFUSAL_MESSAGES)
+    return any(words in sbatch_error.lower() for words in _TEMPORARY_REFUSAL_MESSAGES)
 
 
 def _build_refusal_error(

@@ -275,14 +275,18 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
     told = {(start.job_id, start.end) for start in evidence.past}
     for start in evidence.past:
-        if start.state.is_failure:
+        if start.state.is_over_without_success:
             # Accounting keeps what a job waited for, also when it has run since.
             known = replace(start, reason="") if start.nodes else start
             yield _build_state_event(names.get(start.job_id, start.job_id), known)
     ends: dict[str, float | None] = {}
     for job in evidence.run.jobs:
         queued = job.queued
-        if queued and queued.state.is_failure and (queued.job_id, queued.end) not in told:
+        if (
+            queued
+            and queued.state.is_over_without_success
+            and (queued.job_id, queued.end) not in told
+        ):
             yield _build_state_event(job.name, queued)
         if queued and not job.is_alive:  # else its end is that of its time limit
             ends[job.name] = queued.end

@@ -159,9 +159,9 @@ def _kill_devcluster_node(arguments: argparse.Namespace) -> int:
 
 
 def _restore_devcluster_node(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import restore_node
+    from areal_hpc.slurm.devcluster.cluster import power_cycle_node
 
-    restore_node(_get_devcluster_paths(arguments), arguments.node, arguments.timeout_s)
+    power_cycle_node(_get_devcluster_paths(arguments), arguments.node, arguments.timeout_s)
     print(f"{arguments.node} is up")
     return 0
 

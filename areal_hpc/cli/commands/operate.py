@@ -134,7 +134,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 
     try:
         ended = cancel_jobs_and_wait(
-            find_jobs, label=get_experiment_label(paths), grace_s=grace_s, say=say
+            find_jobs, label=get_experiment_label(paths), grace_s=grace_s, print_line=say
         )
     except KeyboardInterrupt:
         say(f"interrupted; the run is marked as cancelled: {format_next_command('cancel', paths)}")

@@ -73,7 +73,7 @@ def _add_judge_command(commands: CommandGroup) -> None:
 
 
 def _make_repair_tasks(arguments: argparse.Namespace) -> int:
-    from areal_hpc.dataset.harbor.repair_tasks import write_repair_tasks
+    from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
 
     made = write_repair_tasks(arguments.out, arguments.count, arguments.seed)
     print(f"made {len(made)} tasks in {arguments.out}")

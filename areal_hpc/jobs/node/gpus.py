@@ -29,7 +29,7 @@ class VisibleGpus:
 
 def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> VisibleGpus:
     """The GPUs that the variable names; if it is not set, those with a device file."""
-    named = parse_visible_devices(environ)
+    named = parse_visible_device_ids(environ)
     if named is not None:
         return VisibleGpus(
             named, f"{VISIBLE_DEVICES_VARIABLE}={environ[VISIBLE_DEVICES_VARIABLE]!r}"
@@ -38,7 +38,7 @@ def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> Vi
     return VisibleGpus(tuple(map(str, range(len(list_device_files(dev))))), f"{dev}/nvidia[0-9]*")
 
 
-def parse_visible_devices(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+def parse_visible_device_ids(environ: Mapping[str, str]) -> tuple[str, ...] | None:
     """The GPUs that the variable names, each once; None if it is not set, which hides none."""
     if VISIBLE_DEVICES_VARIABLE not in environ:
         return None
@@ -51,21 +51,22 @@ def list_device_files(dev: Path = DEVICES_DIR) -> list[Path]:
     return sorted(dev.glob("nvidia[0-9]*"))
 
 
-def select_gpus(
-    visible: VisibleGpus, wanted: WantedGpus, numa_nodes: Mapping[str, int]
+def filter_and_order_gpus(
+    visible: VisibleGpus, wanted_gpus: WantedGpus, numa_node_by_gpu: Mapping[str, int]
 ) -> VisibleGpus:
     """Those of the visible GPUs that a run may use, in the order in which it takes them. Pure.
 
-    GPUs of one NUMA node stand together where `numa_nodes` tells them: a replica or neighboring
-    ranks then cross no socket that they need not. GPUs that the recipe lists keep its order.
+    GPUs of one NUMA node stand together where `numa_node_by_gpu` tells them: a replica or
+    neighboring ranks then cross no socket that they need not. GPUs that the recipe lists keep
+    its order.
 
     Raises:
         RecipeError: One that the recipe names is not visible, or there are fewer than it wants.
     """
-    if wanted == "none":
+    if wanted_gpus == "none":
         return VisibleGpus((), "cluster.gpus=none")
-    if isinstance(wanted, tuple):
-        names = tuple(map(str, wanted))
+    if isinstance(wanted_gpus, tuple):
+        names = tuple(map(str, wanted_gpus))
         if hidden := [name for name in names if name not in visible.ids]:
             raise RecipeError(
                 f"cluster.gpus names GPUs {', '.join(hidden)}; this machine shows "
@@ -74,16 +75,17 @@ def select_gpus(
                 hint="name some of those that it shows, or use cluster.gpus=auto",
             )
         return VisibleGpus(names, f"cluster.gpus=[{', '.join(names)}]")
-    ordered = tuple(sorted(visible.ids, key=lambda one: numa_nodes.get(one, -1)))
-    if wanted == "auto":
+    ordered = tuple(sorted(visible.ids, key=lambda one: numa_node_by_gpu.get(one, -1)))
+    if wanted_gpus == "auto":
         return VisibleGpus(ordered, visible.source)
-    if wanted > len(ordered):
+    if wanted_gpus > len(ordered):
         raise RecipeError(
-            f"cluster.gpus={wanted}; this machine shows {len(ordered)} GPUs ({visible.source})",
+            f"cluster.gpus={wanted_gpus}; "
+            f"this machine shows {len(ordered)} GPUs ({visible.source})",
             key="cluster.gpus",
             hint=f"use cluster.gpus={len(ordered) or 'none'}",
         )
-    return VisibleGpus(ordered[:wanted], f"cluster.gpus={wanted} of {visible.source}")
+    return VisibleGpus(ordered[:wanted_gpus], f"cluster.gpus={wanted_gpus} of {visible.source}")
 
 
 def read_numa_nodes(

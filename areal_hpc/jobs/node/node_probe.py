@@ -80,15 +80,17 @@ def parse_gpu_errors(listed: str) -> dict[str, int]:
 
 
 def compare_gpus_with_driver(
-    asked: list[str], seen: dict[str, int], complaint: str
+    slurm_gpus: list[str], seen: dict[str, int], complaint: str
 ) -> list[NodeProblem]:
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
         return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
-    if len(seen) < len(asked):
-        return [NodeProblem(f"the driver shows {len(seen)} GPUs, Slurm allocated {len(asked)}")]
+    if len(seen) < len(slurm_gpus):
+        return [
+            NodeProblem(f"the driver shows {len(seen)} GPUs, Slurm allocated {len(slurm_gpus)}")
+        ]
     # With device control groups the driver lists those of the job alone, counted from 0.
-    own = seen if len(seen) == len(asked) else seen.keys() & set(asked)
+    own = seen if len(seen) == len(slurm_gpus) else seen.keys() & set(slurm_gpus)
     return [
         NodeProblem(f"its GPU {index} has {errors} uncorrected memory errors")
         for index, errors in seen.items()

@@ -52,9 +52,9 @@ def get_advertised_host() -> str:
     return os.environ.get("AREAL_HPC_HOST", LOOPBACK_ADDRESS)
 
 
-def get_task_log_dir(otherwise: Path) -> Path:
+def get_task_log_dir(default_dir: Path) -> Path:
     """The folder of this task's logs, as the supervisor chose it; a lone process says its own."""
-    return Path(os.environ.get("AREAL_HPC_LOG_DIR", otherwise))
+    return Path(os.environ.get("AREAL_HPC_LOG_DIR", default_dir))
 
 
 def get_job_start_number() -> int:
@@ -101,10 +101,10 @@ def find_interface(address: str) -> str:
     return ""
 
 
-def _resolve_unless_loopback(name: str) -> str:
+def _resolve_unless_loopback(host_name: str) -> str:
     """The first address of a host that is not loopback; empty if there is none."""
     try:
-        found = socket.getaddrinfo(name, None, socket.AF_INET, socket.SOCK_STREAM)
+        found = socket.getaddrinfo(host_name, None, socket.AF_INET, socket.SOCK_STREAM)
     except socket.gaierror:
         return ""
     addresses = (str(entry[4][0]) for entry in found)

@@ -91,14 +91,14 @@ class ForkServerClient:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGTERM)
 
-    def signal_session(self, number: int) -> None:
+    def signal_session(self, signal_number: int) -> None:
         """Signal the process and all that it started; one that has not begun will not."""
         if self.poll() is not None:
             return  # the server has killed whatever was left
         if self.pid is None:
             self._server.kill()
         else:
-            _signal_process_group(self.pid, number)
+            _signal_process_group(self.pid, signal_number)
 
     def wait(self) -> int:
         """Wait for the end of the killed process; its exit code. A server that hangs is killed."""
@@ -133,9 +133,9 @@ class ExecutedProcess:
         self.terminate = self._process.terminate
         self.wait = self._process.wait
 
-    def signal_session(self, number: int) -> None:
+    def signal_session(self, signal_number: int) -> None:
         """Signal the process and all that it started, also when it has ended itself."""
-        _signal_process_group(self._process.pid, number)
+        _signal_process_group(self._process.pid, signal_number)
 
 
 def _start_process_in_own_session(
@@ -154,9 +154,9 @@ def _start_process_in_own_session(
         )
 
 
-def _signal_process_group(pid: int, number: int) -> None:
+def _signal_process_group(pid: int, signal_number: int) -> None:
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(pid, number)
+        os.killpg(pid, signal_number)
 
 
 @dataclass(slots=True)
@@ -201,10 +201,10 @@ class ManagedProcess:
         """True from its start until its end is known."""
         return self.process is not None and self.process.poll() is None
 
-    def signal_session(self, number: int) -> None:
+    def signal_session(self, signal_number: int) -> None:
         """Signal the process and all that it started."""
         if self.process is not None:
-            self.process.signal_session(number)
+            self.process.signal_session(signal_number)
 
     def made_progress(self) -> bool:
         """True if this start got further than every one before it."""

@@ -34,7 +34,7 @@ class NativeCallThread(threading.Thread):
         super().__init__(target=work, name=name, daemon=True)
 
 
-def start_native_call(work: Callable[[], ResultT], name: str) -> Future[ResultT]:
+def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[ResultT]:
     """Run `work` in a daemon thread of its own; its result, if it comes to that."""
     future: Future[ResultT] = Future()
 

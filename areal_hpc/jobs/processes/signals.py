@@ -55,13 +55,13 @@ class StopRequest:
         return self._event.wait(timeout_s)
 
 
-def _notify_watcher(writer: socket.socket, number: int) -> None:
+def _notify_watcher(writer: socket.socket, signal_number: int) -> None:
     """Tell the watcher from a Python-level handler too: uvloop takes the wake-up descriptor.
 
     Setting the event here could deadlock: the main thread may hold its lock in `wait`.
     """
     with contextlib.suppress(BlockingIOError):  # full: the watcher has plenty to read
-        writer.send(bytes((number,)))
+        writer.send(bytes((signal_number,)))
 
 
 class StopEvent(threading.Event):
@@ -70,7 +70,7 @@ class StopEvent(threading.Event):
     signal_name = ""
     """`SIGINT` for Ctrl-C; empty if no signal did."""
 
-    def set_by_signal(self, number: int) -> None:
+    def set_by_signal(self, signal_number: int) -> None:
         """A signal asks for the stop; the first one counts."""
-        self.signal_name = self.signal_name or signal.Signals(number).name
+        self.signal_name = self.signal_name or signal.Signals(signal_number).name
         self.set()

@@ -236,7 +236,7 @@ class HeldAllocation:
         step = AllocationStepStart(
             incarnation=f"{job_id}.{start.number}",
             start_number=start.number,
-            heartbeat=str(paths.allocation),
+            heartbeat_path=str(paths.allocation),
             interface=network.interface,
         )
         launch = build_launch_file(spec, self._recipe, self._ready)

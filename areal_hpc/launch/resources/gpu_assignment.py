@@ -7,7 +7,12 @@ from collections.abc import Iterator, Mapping
 from itertools import islice, product
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.jobs.node.gpus import VisibleGpus, find_visible_gpus, read_numa_nodes, select_gpus
+from areal_hpc.jobs.node.gpus import (
+    VisibleGpus,
+    filter_and_order_gpus,
+    find_visible_gpus,
+    read_numa_nodes,
+)
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -22,7 +27,7 @@ def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
     Raises:
         RecipeError: `cluster.gpus` asks for what is not visible.
     """
-    return select_gpus(find_visible_gpus(environ), recipe.cluster.gpus, read_numa_nodes())
+    return filter_and_order_gpus(find_visible_gpus(environ), recipe.cluster.gpus, read_numa_nodes())
 
 
 def find_gpu_problems(recipe: Recipe, environ: Mapping[str, str]) -> list[Problem]:

@@ -114,7 +114,7 @@ class RunContext:
 
 
 def build_job_requests(
-    jobs: Sequence[JobSpec], slurm: SlurmConfig, place: RunContext
+    jobs: Sequence[JobSpec], slurm: SlurmConfig, run_context: RunContext
 ) -> list[JobRequest]:
     """Requests to Slurm, job by job.
 
@@ -126,7 +126,9 @@ def build_job_requests(
         options = slurm.get_options_of_job(job.name)
         try:
             requests.append(
-                _build_job_request(job, compute_resources(job, options), options, slurm, place)
+                _build_job_request(
+                    job, compute_resources(job, options), options, slurm, run_context
+                )
             )
         except RecipeError as error:
             problems += [problem for problem in error.problems if problem not in problems]
@@ -179,18 +181,22 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
 
 
 def _build_job_request(
-    job: JobSpec, shape: JobResources, options: JobOptions, slurm: SlurmConfig, place: RunContext
+    job: JobSpec,
+    shape: JobResources,
+    options: JobOptions,
+    slurm: SlurmConfig,
+    run_context: RunContext,
 ) -> JobRequest:
     contained = build_container_command(
         slurm.container,
         job.role,
-        place.pythons[job.role],
-        places=(place.run_dir, *place.mounted),
-        working_folder=place.working_folder,
+        run_context.pythons[job.role],
+        places=(run_context.run_dir, *run_context.mounted),
+        working_folder=run_context.working_folder,
         with_gpus=bool(shape.gpus_per_node),
     )
-    folder = JobPaths(place.jobs_dir / job.name).submitit_dir
-    excluded = ",".join(filter(None, (options.exclude, *place.excluded_nodes)))
+    folder = JobPaths(run_context.jobs_dir / job.name).submitit_dir
+    excluded = ",".join(filter(None, (options.exclude, *run_context.excluded_nodes)))
     srun_args = [*contained.srun_args, *(options.srun_flags or ())]
     if shape.gpus_per_node and shape.tasks_per_node > 1 and not _sets_task_placement(srun_args):
         # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
@@ -201,8 +207,8 @@ def _build_job_request(
         srun_args.insert(0, f"--cpus-per-task={options.cpus_per_task}")
     gres = (options.gres or "gpu:{count}").replace("{count}", str(shape.gpus_per_node))
     asked = {
-        "job_name": f"{place.name}-{job.name}",
-        "comment": " ".join(filter(None, (str(place.run_dir), options.comment))),
+        "job_name": f"{run_context.name}-{job.name}",
+        "comment": " ".join(filter(None, (str(run_context.run_dir), options.comment))),
         "nodes": shape.nodes,
         "ntasks_per_node": shape.tasks_per_node,
         "time": shape.time_limit_minutes,
@@ -212,16 +218,16 @@ def _build_job_request(
         "exclusive": options.exclusive or None,
         "signal_delay_s": slurm.signal_before_end_s,
         "stderr_to_stdout": True,
-        "setup": _build_setup_lines(options, folder, place) or None,
+        "setup": _build_setup_lines(options, folder, run_context) or None,
         "srun_args": srun_args,
-        "additional_parameters": _build_additional_parameters(options, slurm, place),
+        "additional_parameters": _build_additional_parameters(options, slurm, run_context),
     }
     asked |= {name: getattr(options, name) for name in _SAME_NAMED_OPTIONS}
     given = {name: value for name, value in asked.items() if value is not None}
     # submitit's own wckey would be refused where keys are enforced.
     parameters = given | {"wckey": None}
     return JobRequest(
-        job.name, place.run_dir, shape, folder, contained.python, parameters, slurm.successors
+        job.name, run_context.run_dir, shape, folder, contained.python, parameters, slurm.successors
     )
 
 
@@ -231,12 +237,12 @@ def _sets_task_placement(srun_args: Sequence[str]) -> bool:
 
 
 def _build_additional_parameters(
-    options: JobOptions, slurm: SlurmConfig, place: RunContext
+    options: JobOptions, slurm: SlurmConfig, run_context: RunContext
 ) -> dict[str, Any]:
     """Options that submitit has no name for."""
     asked: dict[str, Any] = {
         "requeue" if slurm.requeue else "no-requeue": True,
-        "chdir": str(place.working_folder),
+        "chdir": str(run_context.working_folder),
     }
     for name in ("reservation", "licenses"):
         if (value := getattr(options, name)) is not None:
@@ -247,10 +253,10 @@ def _build_additional_parameters(
     return asked
 
 
-def _build_setup_lines(options: JobOptions, folder: Path, place: RunContext) -> list[str]:
+def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:
     """Shell lines before the tasks start."""
     lines = list(options.setup or ())
-    if not place.is_array:  # a job that submits this script again gets another number
+    if not run_context.is_array:  # a job that submits this script again gets another number
         link = shlex.quote(str(folder)) + '/"$SLURM_JOB_ID"_submitted.pkl'
         lines += [
             "unset SLURM_ARRAY_JOB_ID SLURM_ARRAY_TASK_ID",

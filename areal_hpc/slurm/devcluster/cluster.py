@@ -28,11 +28,15 @@ CANCEL_POLL_S = 0.05
 
 
 def start_cluster(
-    paths: DevclusterPaths, asked: Mapping[str, Any], within_s: float, say: Callable[[str], None]
+    paths: DevclusterPaths,
+    requested_settings: Mapping[str, Any],
+    timeout_s: float,
+    print_line: Callable[[str], None],
 ) -> None:
     """Start whatever of the cluster does not run, and return when all nodes take jobs.
 
-    A cluster that exists must have the settings `asked`. `say` is told of each part that is up.
+    A cluster that exists must have the `requested_settings`. `print_line` is told of each part
+    that is up.
 
     Raises:
         RecipeError: Commands are missing, or a cluster with other settings exists.
@@ -41,17 +45,17 @@ def start_cluster(
     _prepare_state_dir(paths)
     with host.lock_host(), _lock_state(paths):
         began = time.monotonic()
-        deadline = began + within_s
-        made = _load_or_create_plan(paths, asked)
+        deadline = began + timeout_s
+        made = _load_or_create_plan(paths, requested_settings)
         nodes.ensure_bridge(made)
         for daemon in made.daemons:
             daemons.start_daemon(made, daemon, deadline)
-            say(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
+            print_line(f"{daemon.name:<10} up at {time.monotonic() - began:5.1f} s")
         for node in made.nodes:
             if nodes.find_slurmd_process(paths, node) is None:
                 nodes.restart_node(made, node)
         nodes.wait_until_up(made, made.nodes, deadline)
-        say(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
+        print_line(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
 
 
 def _prepare_state_dir(paths: DevclusterPaths) -> None:
@@ -80,11 +84,13 @@ def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
         yield
 
 
-def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> DevclusterPlan:
+def _load_or_create_plan(
+    paths: DevclusterPaths, requested_settings: Mapping[str, Any]
+) -> DevclusterPlan:
     """The cluster that exists, or a new one whose files are written."""
     if paths.made_of.exists():
         settings, facts = parse_plan_inputs(paths.made_of.read_text())
-        for key, value in asked.items():
+        for key, value in requested_settings.items():
             if getattr(settings, key) != value:
                 raise RecipeError(
                     f"expected {key}={getattr(settings, key)}, as the cluster in {paths.root} "
@@ -92,7 +98,9 @@ def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> De
                     hint="areal-hpc devcluster down, or name another --state-dir",
                 )
     else:
-        settings = DevclusterSettings(**{"namespaces": host.can_create_namespaces(), **asked})
+        settings = DevclusterSettings(
+            **{"namespaces": host.can_create_namespaces(), **requested_settings}
+        )
         host.require_commands(settings)
         facts = host.inspect_host(settings)
     made = plan_devcluster(settings, facts, paths)
@@ -100,21 +108,21 @@ def _load_or_create_plan(paths: DevclusterPaths, asked: Mapping[str, Any]) -> De
     return made
 
 
-def _write_config_files(made: DevclusterPlan) -> None:
-    paths = made.paths
+def _write_config_files(plan: DevclusterPlan) -> None:
+    paths = plan.paths
     paths.made_of.write_text(
-        dump_plan_inputs(made.settings, made.facts)
+        dump_plan_inputs(plan.settings, plan.facts)
     )  # first: `down` goes by it
     folders = [paths.config_dir, paths.log_dir, paths.pid_dir, paths.munge_dir, paths.gpu_dir]
     folders += [paths.spool_dir, paths.controller_state]
-    for folder in (*folders, *(paths.spool_dir / node.name for node in made.nodes)):
+    for folder in (*folders, *(paths.spool_dir / node.name for node in plan.nodes)):
         folder.mkdir(exist_ok=True)
     paths.munge_dir.chmod(0o755)  # munged refuses one that others can write to
     paths.database_dir.mkdir(mode=0o700, exist_ok=True)
-    for number in range(made.settings.gpus_per_node):
+    for number in range(plan.settings.gpus_per_node):
         with contextlib.suppress(FileExistsError):
             (paths.gpu_dir / f"gpu{number}").symlink_to("/dev/null")
-    for path, text in made.files.items():
+    for path, text in plan.files.items():
         path.touch(mode=0o600)
         path.write_text(text)
         path.chmod(0o600 if path.name == "slurmdbd.conf" else 0o644)  # slurmdbd insists
@@ -149,24 +157,24 @@ def stop_and_remove_cluster(paths: DevclusterPaths) -> bool:
     return True
 
 
-def _cancel_all_jobs(made: DevclusterPlan) -> None:
+def _cancel_all_jobs(plan: DevclusterPlan) -> None:
     """Cancel all jobs. An srun or salloc in some terminal ends with its job, but not with us."""
-    if not daemons.is_running(made, made.daemons[-1]):
+    if not daemons.is_running(plan, plan.daemons[-1]):
         return  # scancel would ask a slurmctld that is gone, again and again
     with contextlib.suppress(subprocess.TimeoutExpired):
         for partition in ("scavenger", "priority"):
-            processes.run_command(("scancel", f"--partition={partition}"), made.environ)
+            processes.run_command(("scancel", f"--partition={partition}"), plan.environ)
         deadline = time.monotonic() + MAX_CANCEL_S
         while time.monotonic() < deadline:
-            if not processes.run_command(("squeue", "-h", "-t", "R,CG,S"), made.environ).stdout:
+            if not processes.run_command(("squeue", "-h", "-t", "R,CG,S"), plan.environ).stdout:
                 return
             time.sleep(CANCEL_POLL_S)
 
 
-def kill_node(paths: DevclusterPaths, name: str, *, only_slurmd: bool = False) -> None:
+def kill_node(paths: DevclusterPaths, node_name: str, *, only_slurmd: bool = False) -> None:
     """Let a node lose its power; or, `only_slurmd`, let its jobs run on unseen by Slurm."""
     made = read_plan(paths)
-    node = nodes.find_node(made, name)
+    node = nodes.find_node(made, node_name)
     with _lock_state(paths):
         if not only_slurmd:
             nodes.power_off(made, node)
@@ -174,17 +182,17 @@ def kill_node(paths: DevclusterPaths, name: str, *, only_slurmd: bool = False) -
             slurmd.send_signal(signal.SIGKILL)
 
 
-def restore_node(paths: DevclusterPaths, name: str, within_s: float) -> None:
+def power_cycle_node(paths: DevclusterPaths, node_name: str, timeout_s: float) -> None:
     """Start a node anew, losing what still runs there, and return when it takes jobs.
 
     Raises:
-        ClusterError: Not within `within_s`.
+        ClusterError: Not within `timeout_s`.
     """
     made = read_plan(paths)
-    node = nodes.find_node(made, name)
+    node = nodes.find_node(made, node_name)
     with _lock_state(paths):
         nodes.restart_node(made, node)
-        nodes.wait_until_up(made, [node], time.monotonic() + within_s)
+        nodes.wait_until_up(made, [node], time.monotonic() + timeout_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,19 +206,19 @@ class ComponentHealth:
     note: str
 
 
-def list_component_health(made: DevclusterPlan) -> list[ComponentHealth]:
+def list_component_health(plan: DevclusterPlan) -> list[ComponentHealth]:
     """Every daemon, then every node."""
     found = []
-    for daemon in made.daemons:
-        is_well = daemons.is_running(made, daemon) and daemons.is_responding(made, daemon)
-        state = "up" if is_well else "silent" if daemons.is_running(made, daemon) else "off"
+    for daemon in plan.daemons:
+        is_well = daemons.is_running(plan, daemon) and daemons.is_responding(plan, daemon)
+        state = "up" if is_well else "silent" if daemons.is_running(plan, daemon) else "off"
         found.append(ComponentHealth(daemon.name, state, is_well, ""))
-    states = nodes.read_node_states(made)
-    for node in made.nodes:
+    states = nodes.read_node_states(plan)
+    for node in plan.nodes:
         state = states.get(node.name, "unknown")
-        if processes.find_recorded_process(made.paths.process_record_file(node.name)) is None:
+        if processes.find_recorded_process(plan.paths.process_record_file(node.name)) is None:
             note = "without power"
-        elif nodes.find_slurmd_process(made.paths, node) is None:
+        elif nodes.find_slurmd_process(plan.paths, node) is None:
             note = "without slurmd"
         else:
             note = f"{node.address}:{node.port}"

@@ -15,29 +15,29 @@ POLL_S = 0.05
 LOG_TAIL_LINES = 8
 
 
-def is_running(made: DevclusterPlan, daemon: Daemon) -> bool:
+def is_running(plan: DevclusterPlan, daemon: Daemon) -> bool:
     """True if its process is there."""
-    return processes.find_recorded_process(made.paths.process_record_file(daemon.name)) is not None
+    return processes.find_recorded_process(plan.paths.process_record_file(daemon.name)) is not None
 
 
-def is_responding(made: DevclusterPlan, daemon: Daemon) -> bool:
+def is_responding(plan: DevclusterPlan, daemon: Daemon) -> bool:
     """Whether it does its work: it is asked for some."""
     try:
-        return processes.run_command(daemon.ready, made.environ).returncode == 0
+        return processes.run_command(daemon.ready, plan.environ).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
 
-def start_daemon(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
+def start_daemon(plan: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     """Start a daemon that does not run; return when it answers.
 
     Raises:
         ClusterError: It ended, or did not answer by `deadline` (of `time.monotonic`).
     """
-    paths = made.paths
-    if not is_running(made, daemon):
+    paths = plan.paths
+    if not is_running(plan, daemon):
         if daemon.made_first is not None and not daemon.made_first.exists():
-            done = processes.run_command(daemon.make_first, made.environ)
+            done = processes.run_command(daemon.make_first, plan.environ)
             with paths.output_file(daemon.name).open("a") as sink:
                 sink.write(done.stdout + done.stderr)
             if done.returncode:
@@ -46,33 +46,35 @@ def start_daemon(made: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
                 raise build_daemon_error(paths, daemon.name, what)
         processes.spawn_and_record(
             daemon.command,
-            made.environ,
+            plan.environ,
             paths.output_file(daemon.name),
             paths.process_record_file(daemon.name),
         )
-    while not is_responding(made, daemon):
-        if not is_running(made, daemon):
+    while not is_responding(plan, daemon):
+        if not is_running(plan, daemon):
             raise build_daemon_error(paths, daemon.name, "ended while it started")
         if time.monotonic() > deadline:
             raise build_daemon_error(paths, daemon.name, "did not answer before the deadline")
         time.sleep(POLL_S)
 
 
-def stop_daemon(made: DevclusterPlan, daemon: Daemon) -> None:
+def stop_daemon(plan: DevclusterPlan, daemon: Daemon) -> None:
     """End a daemon, if it runs."""
-    if process := processes.find_recorded_process(made.paths.process_record_file(daemon.name)):
+    if process := processes.find_recorded_process(plan.paths.process_record_file(daemon.name)):
         processes.terminate(process, GRACE_S)
 
 
-def build_daemon_error(paths: DevclusterPaths, name: str, what: str) -> ClusterError:
+def build_daemon_error(
+    paths: DevclusterPaths, daemon_or_node_name: str, problem: str
+) -> ClusterError:
     """The error about a daemon or node, with the end of its logs."""
     lines: list[str] = []
-    for path in (paths.log_file(name), paths.output_file(name)):
+    for path in (paths.log_file(daemon_or_node_name), paths.output_file(daemon_or_node_name)):
         if path.exists():
             lines += path.read_text(errors="replace").splitlines()[-LOG_TAIL_LINES:]
     words = "".join(f"\n    {line}" for line in lines) or " none"
     return ClusterError(
-        f"{name} {what}; end of its log:{words}",
+        f"{daemon_or_node_name} {problem}; end of its log:{words}",
         key=str(paths.log_dir),
         hint="fix the cause and repeat; `areal-hpc devcluster down` cleans up",
     )

@@ -39,18 +39,18 @@ class DevclusterPaths:
         self.database_socket = root / "database.socket"
         """How slurmdbd reaches MariaDB; nothing else does."""
 
-    def config_file(self, name: str) -> Path:
+    def config_file(self, template_name: str) -> Path:
         """A rendered template."""
-        return self.config_dir / name
+        return self.config_dir / template_name
 
-    def log_file(self, name: str) -> Path:
+    def log_file(self, daemon_name: str) -> Path:
         """Slurm's own log of a daemon."""
-        return self.log_dir / f"{name}.log"
+        return self.log_dir / f"{daemon_name}.log"
 
-    def output_file(self, name: str) -> Path:
+    def output_file(self, daemon_name: str) -> Path:
         """Output of a daemon."""
-        return self.log_dir / f"{name}.out"
+        return self.log_dir / f"{daemon_name}.out"
 
-    def process_record_file(self, name: str) -> Path:
+    def process_record_file(self, daemon_or_node_name: str) -> Path:
         """Which process of the host a daemon or node is."""
-        return self.pid_dir / f"{name}.json"
+        return self.pid_dir / f"{daemon_or_node_name}.json"

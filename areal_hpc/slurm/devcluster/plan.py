@@ -141,32 +141,34 @@ def count_ports(settings: DevclusterSettings) -> int:
 
 
 def plan_devcluster(
-    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
+    settings: DevclusterSettings, host_facts: HostFacts, paths: DevclusterPaths
 ) -> DevclusterPlan:
     """Decide everything.
 
     Raises:
         RecipeError: The state directory's path is too long for sockets, or the machine too small.
     """
-    _require_sizes_within_limits(settings, facts, paths)
-    nodes = tuple(_plan_node(settings, facts, paths, number) for number in range(settings.nodes))
-    controller_address = f"10.77.{facts.network}.1" if settings.namespaces else LOOPBACK
+    _require_sizes_within_limits(settings, host_facts, paths)
+    nodes = tuple(
+        _plan_node(settings, host_facts, paths, number) for number in range(settings.nodes)
+    )
+    controller_address = f"10.77.{host_facts.network}.1" if settings.namespaces else LOOPBACK
     words = {
         "settings": settings,
-        "facts": facts,
+        "facts": host_facts,
         "paths": paths,
         "nodes": nodes,
         "controller_address": controller_address,
-        "controller_port": facts.first_port,
-        "accounting_port": facts.first_port + 1,
-        "node_memory_mib": _compute_node_memory_mib(settings, facts),
+        "controller_port": host_facts.first_port,
+        "accounting_port": host_facts.first_port + 1,
+        "node_memory_mib": _compute_node_memory_mib(settings, host_facts),
     }
     environ = {"SLURM_CONF": str(paths.slurm_conf)}
     if settings.accounting:
         environ["MYSQL_UNIX_PORT"] = str(paths.database_socket)
     return DevclusterPlan(
         settings=settings,
-        facts=facts,
+        facts=host_facts,
         paths=paths,
         files={
             paths.config_file(name): _TEMPLATES.get_template(f"{name}.j2").render(words)
@@ -174,16 +176,16 @@ def plan_devcluster(
             if (settings.accounting or name not in ACCOUNTING_ONLY_FILES)
             and (settings.namespaces or name not in NAMESPACE_ONLY_FILES)
         },
-        daemons=_plan_daemons(settings, facts, paths),
+        daemons=_plan_daemons(settings, host_facts, paths),
         nodes=nodes,
         environ=environ,
-        bridge=f"areal-dc{facts.network}" if settings.namespaces else "",
+        bridge=f"areal-dc{host_facts.network}" if settings.namespaces else "",
         bridge_address=f"{controller_address}/24" if settings.namespaces else "",
     )
 
 
 def _require_sizes_within_limits(
-    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
+    settings: DevclusterSettings, host_facts: HostFacts, paths: DevclusterPaths
 ) -> None:
     longest = max(paths.munge_socket, paths.database_socket, key=lambda path: len(bytes(path)))
     if len(bytes(longest)) > MAX_SOCKET_PATH_BYTES:
@@ -193,37 +195,37 @@ def _require_sizes_within_limits(
             key="--state-dir",
             hint="name a directory closer to the root",
         )
-    if _compute_node_memory_mib(settings, facts) < settings.cpus_per_node:
+    if _compute_node_memory_mib(settings, host_facts) < settings.cpus_per_node:
         raise RecipeError(
-            f"expected 1 MiB of memory for each CPU of a node, got {facts.memory_mib} MiB "
+            f"expected 1 MiB of memory for each CPU of a node, got {host_facts.memory_mib} MiB "
             f"for {settings.nodes} nodes of {settings.cpus_per_node} CPUs",
             key="--nodes",
             hint="ask for fewer nodes",
         )
 
 
-def _compute_node_memory_mib(settings: DevclusterSettings, facts: HostFacts) -> int:
-    return facts.memory_mib // settings.nodes
+def _compute_node_memory_mib(settings: DevclusterSettings, host_facts: HostFacts) -> int:
+    return host_facts.memory_mib // settings.nodes
 
 
 def _plan_node(
-    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths, number: int
+    settings: DevclusterSettings, host_facts: HostFacts, paths: DevclusterPaths, node_number: int
 ) -> DevclusterNode:
-    name = f"n{number + 1:02d}"
+    name = f"n{node_number + 1:02d}"
     slurmd = ("slurmd", "-D", "-N", name)
     program = (sys.executable, "-I", str(Path(__file__).with_name("node_main.py")))
     if not settings.namespaces:
         order = json.dumps({"slurmd": slurmd})
-        port = facts.first_port + 2 + number
+        port = host_facts.first_port + 2 + node_number
         return DevclusterNode(name, LOOPBACK, port, link="", cgroup="", command=(*program, order))
-    address = f"10.77.{facts.network}.{number + 2}"
-    cgroup = f"areal-dc{facts.network}/{name}" if facts.limits_memory else ""
+    address = f"10.77.{host_facts.network}.{node_number + 2}"
+    cgroup = f"areal-dc{host_facts.network}/{name}" if host_facts.limits_memory else ""
     machine = NodeSetup(
         name=name,
         address=f"{address}/24",
         hosts=str(paths.config_file("hosts")),
         cgroup=cgroup,
-        memory_mib=_compute_node_memory_mib(settings, facts),
+        memory_mib=_compute_node_memory_mib(settings, host_facts),
     )
     order = json.dumps({"slurmd": slurmd, "machine": machine})
     unshare = ("unshare", "--net", "--uts", "--pid", "--mount-proc", "--fork", "--kill-child")
@@ -231,14 +233,14 @@ def _plan_node(
         name,
         address,
         NAMESPACE_SLURMD_PORT,
-        link=f"adc{facts.network}-{name}",
+        link=f"adc{host_facts.network}-{name}",
         cgroup=cgroup,
         command=(*unshare, *program, order),
     )
 
 
 def _plan_daemons(
-    settings: DevclusterSettings, facts: HostFacts, paths: DevclusterPaths
+    settings: DevclusterSettings, host_facts: HostFacts, paths: DevclusterPaths
 ) -> tuple[Daemon, ...]:
     # --force: munged wants a socket that all users reach, and $XDG_RUNTIME_DIR is private.
     munged = Daemon(
@@ -262,22 +264,25 @@ def _plan_daemons(
         "mariadbd",
         ("mariadbd", mariadb_config),
         ready=(
-            *("mariadb-admin", "--no-defaults", f"--user={facts.user}"),
+            *("mariadb-admin", "--no-defaults", f"--user={host_facts.user}"),
             *(f"--socket={paths.database_socket}", "ping"),
         ),
         made_first=paths.database_dir / "mysql",
         make_first=(
             *("mariadb-install-db", mariadb_config, "--skip-test-db"),
-            *("--auth-root-authentication-method=socket", f"--auth-root-socket-user={facts.user}"),
+            *(
+                "--auth-root-authentication-method=socket",
+                f"--auth-root-socket-user={host_facts.user}",
+            ),
         ),
     )
     slurmdbd = Daemon("slurmdbd", ("slurmdbd", "-D"), ready=("sacctmgr", "-n", "list", "cluster"))
     return (munged, mariadbd, slurmdbd, slurmctld)
 
 
-def dump_plan_inputs(settings: DevclusterSettings, facts: HostFacts) -> str:
+def dump_plan_inputs(settings: DevclusterSettings, host_facts: HostFacts) -> str:
     """What must be kept so that a later command makes the same plan."""
-    return json.dumps({"settings": asdict(settings), "facts": asdict(facts)}, indent=2) + "\n"
+    return json.dumps({"settings": asdict(settings), "facts": asdict(host_facts)}, indent=2) + "\n"
 
 
 def parse_plan_inputs(text: str) -> tuple[DevclusterSettings, HostFacts]:

@@ -65,7 +65,7 @@ class JobView:
     def has_failed(self) -> bool:
         """True if it is over and should not be."""
         if self.queued is not None and self.queued.state.phase is not JobPhase.UNKNOWN:
-            return self.queued.state.is_failure
+            return self.queued.state.is_over_without_success
         return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
@@ -119,7 +119,7 @@ class RunJobs:
             for job in self.jobs
             if job.name not in alive
             and not (job.name == "sft" and is_sft_over)
-            and (job.queued is None or job.queued.state.is_failure)
+            and (job.queued is None or job.queued.state.is_over_without_success)
         ]
 
     @property

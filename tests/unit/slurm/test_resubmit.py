@@ -33,5 +33,5 @@ def test_only_the_old_number_of_a_dependency_changes(before: str, after: str) ->
 )
 def test_array_members_keep_their_index(before: str, waiting_id: str, after: str) -> None:
     others = ("12_0", "12_2")
-    changed = rewrite_dependency(before, "12_1", "99_1", waiting_id=waiting_id, others=others)
+    changed = rewrite_dependency(before, "12_1", "99_1", waiting_id=waiting_id, other_tasks=others)
     assert changed == after

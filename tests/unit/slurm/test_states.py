@@ -41,12 +41,12 @@ def test_what_commands_add_to_a_state_is_understood(printed: str, name: str) -> 
 def test_a_state_that_nobody_knows_is_of_no_known_phase(printed: str) -> None:
     state = parse_state(printed)
     assert state.phase is JobPhase.UNKNOWN
-    assert not state.is_failure
+    assert not state.is_over_without_success
     assert "not known" in state.meaning
 
 
 def test_only_what_is_over_without_success_is_a_failure() -> None:
-    failures = {name for name, state in STATE_BY_NAME.items() if state.is_failure}
+    failures = {name for name, state in STATE_BY_NAME.items() if state.is_over_without_success}
     assert {"CANCELLED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "PREEMPTED", "NODE_FAIL"} <= failures
     alive = {name for name, state in STATE_BY_NAME.items() if state.phase is not JobPhase.OVER}
     assert failures.isdisjoint({"COMPLETED", *alive})

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.slurm.allocation import Allocation, NodeShare, parse_node_shares, read_allocation
+from areal_hpc.slurm.scontrol import strip_job_variables
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
-from areal_hpc.slurm.steps import build_step_command, build_step_environment
+from areal_hpc.slurm.steps import build_step_command
 
 SHOWN = (
     "JobId=12 JobState=RUNNING NodeList=n[1-3] NumNodes=3 ReqNodeList=(null) JOB_GRES=gpu:h100:10 "
@@ -131,4 +132,4 @@ def test_srun_is_told_all_and_takes_nothing_from_the_environment() -> None:
     assert {"--jobid=12", "--mem=500M", "--gres=gpu:4"} < set(command)
     assert command[-4:] == ["-u", "-m", "areal_hpc.jobs.supervisor", "/l.json"]
     environ = {"SLURM_NTASKS": "9", "SLURM_CONF": "/c", "CUDA_VISIBLE_DEVICES": "0", "PATH": "/"}
-    assert build_step_environment(environ) == {"SLURM_CONF": "/c", "PATH": "/"}
+    assert strip_job_variables(environ) == {"SLURM_CONF": "/c", "PATH": "/"}

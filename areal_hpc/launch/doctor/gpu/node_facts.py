@@ -14,7 +14,7 @@ from typing import cast
 
 import msgspec
 
-from areal_hpc.jobs.node.gpus import find_visible_gpus, read_numa_nodes, select_gpus
+from areal_hpc.jobs.node.gpus import filter_and_order_gpus, find_visible_gpus, read_numa_nodes
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuFacts, NodeFacts, PythonFacts
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
@@ -45,7 +45,7 @@ def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
         RecipeError: `cluster.gpus` asks for GPUs that are not visible.
     """
     wanted = cast("WantedGpus", plan.gpus)
-    visible = select_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
+    visible = filter_and_order_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
     driver, gpus, driver_error = query_nvidia_driver()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NodeFacts(
