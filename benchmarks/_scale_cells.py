@@ -196,7 +196,7 @@ class SleepingRunner(TicketRunner):
             http_client=None,
             events=events,
             gate=gate,
-            watch=watch,
+            episode_watch=watch,
         )
         self._stores = stores
         self._tempo = tempo
@@ -238,7 +238,7 @@ class SleepingCell(LeaseLoop):
         gate, watch = OpenGate(ledger, tickets.changed.set), IdleWatch(events)
         runner = SleepingRunner(job, services, tickets, gate, watch, events, stores, tempo, tally)
         super().__init__(
-            job, runner=runner, tickets=tickets, services=services, gate=gate, watch=watch
+            job, runner=runner, tickets=tickets, services=services, gate=gate, episode_watch=watch
         )
         self._stores = stores
 

@@ -4,14 +4,14 @@ from typing import Any
 
 from anthropic import AsyncAnthropic
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
+from areal_hpc.agents.math_tools import DEFAULT_MATH_REWARD_PATH, SubprocessRewardFunction
 
 
 class AnthropicMathAgent:
     """Asks once. `request` is what else goes into the model call, such as `temperature`."""
 
     def __init__(
-        self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, max_tokens: int = 1024, **request: Any
+        self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, max_tokens: int = 1024, **request: Any
     ) -> None:
         self.reward = SubprocessRewardFunction(reward_fn_path)
         self.request = {"max_tokens": max_tokens, **request}

@@ -6,7 +6,7 @@ from camel.agents import ChatAgent
 from camel.models import ModelFactory
 from camel.types import ModelPlatformType
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
+from areal_hpc.agents.math_tools import DEFAULT_MATH_REWARD_PATH, SubprocessRewardFunction
 from areal_hpc.client.camel import SessionTokenCounter
 
 
@@ -21,7 +21,7 @@ class CamelMathAgent:
         self,
         tokenizer: str,
         system_message: str = "You are a helpful math assistant.",
-        reward_fn_path: str = GSM8K_REWARD_FN_PATH,
+        reward_fn_path: str = DEFAULT_MATH_REWARD_PATH,
         **request: Any,
     ) -> None:
         self.token_counter = SessionTokenCounter(tokenizer)

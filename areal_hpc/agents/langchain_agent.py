@@ -10,7 +10,7 @@ from pydantic import BaseModel, Field
 
 from areal_hpc.agents.math_tools import (
     CALCULATOR_DESCRIPTION,
-    GSM8K_REWARD_FN_PATH,
+    DEFAULT_MATH_REWARD_PATH,
     SubprocessRewardFunction,
     calculate,
 )
@@ -30,7 +30,7 @@ CALCULATOR_TOOL = StructuredTool.from_function(
 class LangChainMathAgent:
     """Asks once. `model` is what else `ChatOpenAI` takes, such as `temperature`."""
 
-    def __init__(self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, **model: Any) -> None:
+    def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, **model: Any) -> None:
         self.reward = SubprocessRewardFunction(reward_fn_path)
         self.model = model
 

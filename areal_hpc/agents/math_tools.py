@@ -8,7 +8,7 @@ from areal_hpc.recipe.user_functions import import_by_path
 from areal_hpc.reward.countdown import evaluate_expression
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 
-GSM8K_REWARD_FN_PATH = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
+DEFAULT_MATH_REWARD_PATH = "areal_hpc.reward.gsm8k.gsm8k_reward_fn"
 CALCULATOR_DESCRIPTION = (
     "The exact value of an expression of whole numbers, + - * / and parentheses."
 )
@@ -47,7 +47,7 @@ class SubprocessRewardFunction:
         ImportError: There is no such function.
     """
 
-    def __init__(self, reward_fn_path: str = GSM8K_REWARD_FN_PATH) -> None:
+    def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH) -> None:
         self._reward = AsyncRewardWrapper(import_by_path(reward_fn_path))
 
     async def __call__(self, text: str, task: Mapping[str, Any]) -> float:

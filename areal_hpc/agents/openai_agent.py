@@ -11,7 +11,7 @@ from openai import AsyncOpenAI
 from areal_hpc.agents.math_tools import (
     CALCULATOR_DESCRIPTION,
     CALCULATOR_PARAMETERS,
-    GSM8K_REWARD_FN_PATH,
+    DEFAULT_MATH_REWARD_PATH,
     SubprocessRewardFunction,
     call_calculator,
 )
@@ -31,7 +31,7 @@ RETRY_PROMPT = "That is not right. Look for the mistake, and answer again in the
 class OpenAIMathAgent:
     """Asks once. `request` is what else goes into the model call, such as `temperature`."""
 
-    def __init__(self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, **request: Any) -> None:
+    def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, **request: Any) -> None:
         self.reward = SubprocessRewardFunction(reward_fn_path)
         self.request = request
 

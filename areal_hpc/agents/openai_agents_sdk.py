@@ -5,7 +5,7 @@ from typing import Any
 from agents import Agent, ModelSettings, OpenAIProvider, RunConfig, Runner, handoff
 from agents.extensions.handoff_prompt import RECOMMENDED_PROMPT_PREFIX
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
+from areal_hpc.agents.math_tools import DEFAULT_MATH_REWARD_PATH, SubprocessRewardFunction
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.recipe.user_functions import import_by_path
 
@@ -30,7 +30,7 @@ class AgentsSdkWorkflow:
         self,
         agent_builder_path: str,
         agent_builder_kwargs: dict[str, Any] | None = None,
-        reward_fn_path: str = GSM8K_REWARD_FN_PATH,
+        reward_fn_path: str = DEFAULT_MATH_REWARD_PATH,
         max_turns: int = 10,
         use_responses: bool = False,
         **settings: Any,

@@ -8,7 +8,7 @@ import os
 import tempfile
 from typing import Any
 
-from areal_hpc.agents.math_tools import GSM8K_REWARD_FN_PATH, SubprocessRewardFunction
+from areal_hpc.agents.math_tools import DEFAULT_MATH_REWARD_PATH, SubprocessRewardFunction
 from areal_hpc.errors import RecipeError
 
 
@@ -22,7 +22,7 @@ class OpenHandsMathAgent:
     tools: tuple[str, ...] = ()
     """OpenHands' names of what the agent may use."""
 
-    def __init__(self, reward_fn_path: str = GSM8K_REWARD_FN_PATH, **llm: Any) -> None:
+    def __init__(self, reward_fn_path: str = DEFAULT_MATH_REWARD_PATH, **llm: Any) -> None:
         self.sdk = _import_openhands_module("openhands.sdk")
         if self.tools:
             _import_openhands_module("openhands.tools")  # importing it registers them

@@ -67,7 +67,7 @@ def run(
     """
     with prepare_and_lock_run(
         recipe,
-        say=reporter.print_line,
+        print_line=reporter.print_line,
         fresh=fresh,
         sys_path=sys_path,
         known_problems=[
@@ -96,13 +96,13 @@ def run(
 
 @contextmanager
 def open_job_place(
-    recipe: Recipe, ready: PreparedRun, allocation: Allocation | None
+    recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation | None
 ) -> Iterator[JobPlace]:
     """Where jobs run: this machine, or the allocation."""
     if allocation is None:
-        yield ThisMachine(recipe, ready)
+        yield ThisMachine(recipe, prepared_run)
     else:
-        with HeldAllocation(recipe, ready, allocation) as place:
+        with HeldAllocation(recipe, prepared_run, allocation) as place:
             yield place
 
 
@@ -184,18 +184,18 @@ class LocalLauncher:
     def __init__(
         self,
         recipe: Recipe,
-        ready: PreparedRun,
+        prepared_run: PreparedRun,
         reporter: ProgressReporter,
         stop: StopEvent,
-        place: JobPlace,
+        job_place: JobPlace,
     ) -> None:
         self._recipe = recipe
-        self._paths = ready.paths
-        self._log_dir = ready.paths.log_dir(ready.attempt)
+        self._paths = prepared_run.paths
+        self._log_dir = prepared_run.paths.log_dir(prepared_run.attempt)
         self._reporter = reporter
         self._stop = stop
-        self._place = place
-        self._events = EventLog(ready.paths.events, LAUNCHER_ROLE)
+        self._place = job_place
+        self._events = EventLog(prepared_run.paths.events, LAUNCHER_ROLE)
         self._jobs: list[_JobInProgress] = []
 
     def run_stage_jobs(self, stage: JobStage) -> None:

@@ -69,17 +69,19 @@ class JobStage:
 
 
 def plan_run(
-    recipe: Recipe, paths: RunPaths, facts: PlanInputs | None = None
+    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None = None
 ) -> tuple[JobStage, ...]:
     """Decide every job of a run, stage after stage.
 
     Without facts, while no task set is read, jobs have their shape, not their configuration.
     """
-    facts = facts or PlanInputs(1, {}, "python", (), (1,) * len(recipe.train_dataset.sources))
+    plan_inputs = plan_inputs or PlanInputs(
+        1, {}, "python", (), (1,) * len(recipe.train_dataset.sources)
+    )
     reinforcement = JobStage(
         name="train",
-        leader=_plan_trainer_job(recipe, paths, facts),
-        others=_plan_cell_jobs(recipe, paths, facts),
+        leader=_plan_trainer_job(recipe, paths, plan_inputs),
+        others=_plan_cell_jobs(recipe, paths, plan_inputs),
         done_marker=paths.finished_marker,
     )
     if recipe.sft is None:
@@ -111,14 +113,14 @@ def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:
 
 
 def build_job_with_task_per_rank(
-    name: str, recipe: Recipe, processes: list[ProcessSpec]
+    job_name: str, recipe: Recipe, processes: list[ProcessSpec]
 ) -> JobSpec:
     """A job with a task per rank of the trainer, and a GPU per task unless it computes on the CPU.
 
     `trainer.device=auto` means a GPU: who plans does not see the nodes.
     """
     return JobSpec(
-        name,
+        job_name,
         "train",
         processes,
         tasks=recipe.trainer.parallel.world_size,
@@ -126,10 +128,12 @@ def build_job_with_task_per_rank(
     )
 
 
-def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> JobSpec:
+def _plan_trainer_job(recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs) -> JobSpec:
     rollout, evaluation = recipe.rollout, recipe.evaluation
-    sets = [one for one in recipe.evaluation_sets if facts.tasks_by_evaluation_set.get(one.name)]
-    sources = zip(facts.tasks_of_sources, recipe.train_dataset.sources, strict=True)
+    sets = [
+        one for one in recipe.evaluation_sets if plan_inputs.tasks_by_evaluation_set.get(one.name)
+    ]
+    sources = zip(plan_inputs.tasks_of_sources, recipe.train_dataset.sources, strict=True)
     ledger = LedgerJobConfig(
         run_dir=paths.root,
         batch_size=recipe.trainer.batch_size,
@@ -138,12 +142,12 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> Job
         stale_groups=rollout.stale_groups,
         max_concurrent_rollouts=rollout.max_concurrent_rollouts,
         seed=recipe.seed,
-        n_train_tasks=facts.train_tasks,
+        n_train_tasks=plan_inputs.train_tasks,
         task_sources=tuple(TaskSource(n_tasks, source.weight) for n_tasks, source in sources),
-        evaluation_sets=build_ledger_evaluation_sets(sets, facts),
+        evaluation_sets=build_ledger_evaluation_sets(sets, plan_inputs),
         total_steps=recipe.trainer.total_steps,
         curriculum=rollout.curriculum,
-        sys_path=facts.sys_path if rollout.curriculum else (),
+        sys_path=plan_inputs.sys_path if rollout.curriculum else (),
     )
     trainer = TrainerJobConfig(
         run_dir=paths.root,
@@ -154,7 +158,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> Job
         cells=recipe.inference.cells,
         evaluations={
             one.name: EvaluationSetSchedule(
-                one.every_steps, min(one.tasks, facts.tasks_by_evaluation_set[one.name])
+                one.every_steps, min(one.tasks, plan_inputs.tasks_by_evaluation_set[one.name])
             )
             for one in sets
         },
@@ -163,7 +167,7 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> Job
         alerts=recipe.alerts,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
         stop_grace_s=recipe.cluster.stop_grace_s,
-        sys_path=facts.sys_path if recipe.trainer.objective.custom else (),
+        sys_path=plan_inputs.sys_path if recipe.trainer.objective.custom else (),
     )
     return build_job_with_task_per_rank(
         "trainer",
@@ -184,13 +188,13 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> Job
 
 
 def build_ledger_evaluation_sets(
-    sets: Iterable[EvaluationSet], facts: PlanInputs
+    sets: Iterable[EvaluationSet], plan_inputs: PlanInputs
 ) -> dict[str, LedgerEvaluationSet]:
     """Evaluation sets as the ledger is told of them."""
     return {
         one.name: LedgerEvaluationSet(
             number=one.number,
-            n_tasks=facts.tasks_by_evaluation_set[one.name],
+            n_tasks=plan_inputs.tasks_by_evaluation_set[one.name],
             n_samples=one.n_samples,
             metrics=one.metrics,
             pass_reward=one.pass_reward,
@@ -199,18 +203,20 @@ def build_ledger_evaluation_sets(
     }
 
 
-def _plan_cell_jobs(recipe: Recipe, paths: RunPaths, facts: PlanInputs) -> tuple[JobSpec, ...]:
+def _plan_cell_jobs(
+    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs
+) -> tuple[JobSpec, ...]:
     """Those of training, and that of evaluation if it has one."""
     is_apart = recipe.evaluation.separate_cell
     splits: tuple[TaskSplit, ...] = ("train",) if is_apart else ("train", "valid")
     names = map(format_cell_name, range(recipe.inference.cells))
-    cells = [plan_cell_processes(recipe, paths, facts, name, splits) for name in names]
+    cells = [plan_cell_processes(recipe, paths, plan_inputs, name, splits) for name in names]
     size = recipe.inference.cells_per_job
     jobs = [
         build_cell_job(recipe, cells[first : first + size]) for first in range(0, len(cells), size)
     ]
     if is_apart:
-        evaluation = plan_cell_processes(recipe, paths, facts, EVALUATION_CELL, ("valid",))
+        evaluation = plan_cell_processes(recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",))
         jobs.append(build_cell_job(recipe, [evaluation]))
     return tuple(jobs)
 
@@ -234,8 +240,8 @@ def build_cell_job(recipe: Recipe, cells: Sequence[CellSpec]) -> JobSpec:
 def plan_cell_processes(
     recipe: Recipe,
     paths: RunPaths,
-    facts: PlanInputs,
-    name: str,
+    plan_inputs: PlanInputs,
+    cell_name: str,
     splits: tuple[TaskSplit, ...],
     loaded_version: str = "",
 ) -> CellSpec:
@@ -247,11 +253,11 @@ def plan_cell_processes(
     model = get_initial_policy_path(recipe, paths)
     server = InferenceJobConfig(
         run_dir=paths.root,
-        cell=name,
+        cell=cell_name,
         inference=inference,
         model_path=model,
         loaded_version=loaded_version,
-        serve_python=facts.serve_python,
+        serve_python=plan_inputs.serve_python,
         serve_variables=recipe.cluster.serve.variables,
         seed=recipe.seed,
         updates_in_place=recipe.weights.pause_mode == "in_place",
@@ -260,7 +266,7 @@ def plan_cell_processes(
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
         run_dir=paths.root,
-        cell=name,
+        cell=cell_name,
         proxy=recipe.proxy,
         shards=recipe.shards,
         model_path=model,
@@ -268,12 +274,12 @@ def plan_cell_processes(
         context_tokens=inference.context_length,
         tool_call_parser=inference.tool_call_parser,
         reasoning_parser=inference.reasoning_parser,
-        serve_python=facts.serve_python,
+        serve_python=plan_inputs.serve_python,
         online=rollout.agent.mode == "online",
     ).build_process_spec("proxy", tasks="first", restarts=MAX_SERVICE_RESTARTS)
     driver = RolloutJobConfig(
         run_dir=paths.root,
-        cell=name,
+        cell=cell_name,
         rollout=rollout,
         evaluation_sets={
             one.name: DriverEvaluationSet(
@@ -287,9 +293,9 @@ def plan_cell_processes(
         },
         episode_slots=max(1, rollout.max_concurrent_rollouts // inference.cells),
         splits=splits,
-        plays_trials=name == format_cell_name(0) and rollout.trial_tasks > 0,
-        sys_path=facts.sys_path,
+        plays_trials=cell_name == format_cell_name(0) and rollout.trial_tasks > 0,
+        sys_path=plan_inputs.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
     ).build_process_spec("driver", tasks="first", restarts=MAX_SERVICE_RESTARTS, ends_job=True)
     is_spanning = inference.nodes_per_replica > 1
-    return CellSpec(name, [server, *([follower] if is_spanning else []), proxy, driver])
+    return CellSpec(cell_name, [server, *([follower] if is_spanning else []), proxy, driver])

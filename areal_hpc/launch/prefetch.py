@@ -58,7 +58,9 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     return found
 
 
-def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], None]) -> None:
+def prefetch_recipe_files(
+    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
+) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
 
     Raises:
@@ -71,7 +73,7 @@ def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
     for want in list_prefetch_items(recipe):
         try:
             if want.key.endswith(".harbor") and Path(want.name).is_dir():
-                build_images(Path(want.name), want.key, say)
+                build_images(Path(want.name), want.key, print_line)
             folder = _download_if_missing(want)
             files = [
                 _hash_and_verify_file(path, folder, before)
@@ -86,7 +88,7 @@ def prefetch_recipe_files(recipe: Recipe, paths: RunPaths, say: Callable[[str], 
         record.append(entry)
         mib = sum(file["bytes"] for file in files) / 2**20
         where = f"at {folder.name[:12]}" if want.patterns else ""
-        say(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
+        print_line(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
     if problems:
         raise RecipeError.from_problems(problems)
     write_atomic(paths.prefetched, json.dumps(record, indent=2).encode())

@@ -49,7 +49,7 @@ class PreparedRun:
 def prepare_and_lock_run(
     recipe: Recipe,
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     known_problems: Sequence[Problem] = (),
@@ -79,18 +79,18 @@ def prepare_and_lock_run(
         raise RecipeError.from_problems(problems)
     if not joins_live_jobs:
         refuse_live_jobs(paths)
-    if fresh and (kept := archive_run(paths, say)) is not None:
-        say(f"moved    the earlier run to {kept}")
+    if fresh and (kept := archive_run(paths, print_line)) is not None:
+        print_line(f"moved    the earlier run to {kept}")
     made = input_checks.find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
         create_or_secure_run_dir(paths.root, recipe.cluster.readable_by)
         with hold_lock(paths.lock):
-            refuse_live_allocation_launcher(paths, say)
+            refuse_live_allocation_launcher(paths, print_line)
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
             try:
                 ready = _set_up_prepared_run(
-                    recipe, paths, pythons, folders, say, live_jobs, plan or plan_run
+                    recipe, paths, pythons, folders, print_line, live_jobs, plan or plan_run
                 )
             except BaseException:  # boundary: what this launcher has just made goes again
                 if made:
@@ -105,19 +105,19 @@ def _set_up_prepared_run(
     paths: RunPaths,
     pythons: dict[str, str],
     folders: tuple[str, ...],
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     live_jobs: Sequence[LiveJob],
     plan: PlanStages,
 ) -> PreparedRun:
     """Set up what is missing."""
-    setup.report_or_refuse_recipe_changes(recipe, paths, say)
+    setup.report_or_refuse_recipe_changes(recipe, paths, print_line)
     if not is_run_finished(recipe, paths):
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
-    facts = setup.set_up_run_dir(recipe, paths, say, pythons["serve"], folders)
+    facts = setup.set_up_run_dir(recipe, paths, print_line, pythons["serve"], folders)
     for doubt in find_likely_mistakes(recipe):
-        say(f"note     {doubt}")
-    _refuse_prompts_beyond_context(recipe, paths, say)
+        print_line(f"note     {doubt}")
+    _refuse_prompts_beyond_context(recipe, paths, print_line)
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
     attempt = newest if live_jobs else setup.create_attempt_log_dir_and_link_latest(paths)
@@ -129,7 +129,7 @@ def _set_up_prepared_run(
 
 
 def _refuse_prompts_beyond_context(
-    recipe: Recipe, paths: RunPaths, say: Callable[[str], None]
+    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
     """Compare prompts of the task sets that were written with the context length.
 
@@ -146,7 +146,7 @@ def _refuse_prompts_beyond_context(
         found = find_prompt_problems(recipe, model_dir, file, key, context_tokens)
         problems += found.problems
         for note in found.notes:
-            say(f"note     {note}")
+            print_line(f"note     {note}")
     if problems:
         raise RecipeError.from_problems(problems)
 
@@ -194,7 +194,7 @@ def is_run_finished(recipe: Recipe, paths: RunPaths) -> bool:
     return bool(rows) and int(rows[-1]["step"]) >= recipe.trainer.total_steps
 
 
-def archive_run(paths: RunPaths, say: Callable[[str], None]) -> Path | None:
+def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | None:
     """Move an existing run directory aside; its new place, or None when there was none.
 
     Raises:
@@ -205,6 +205,8 @@ def archive_run(paths: RunPaths, say: Callable[[str], None]) -> Path | None:
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
     with hold_lock(paths.lock):
-        refuse_live_allocation_launcher(paths, say)  # the directory would take its note along
+        refuse_live_allocation_launcher(
+            paths, print_line
+        )  # the directory would take its note along
         paths.root.rename(kept)
     return kept

@@ -112,12 +112,13 @@ def _ask_trained_step(paths: RunPaths, checkpoint_step: int) -> int | None:
     return checkpoint_step if is_replaced else status.version_step  # a new trainer goes back
 
 
-def _describe_quarantine_effect(step: int, trained_step: int | None, what: str) -> str:
+def _describe_quarantine_effect(step: int, trained_step: int | None, effect: str) -> str:
     if trained_step is None:
-        return f"the trainer {what} when the run is resumed (no ledger answers now)"
+        return f"the trainer {effect} when the run is resumed (no ledger answers now)"
     if step > trained_step + 1:
-        return f"the trainer {what} when it gets there from step {trained_step}"
+        return f"the trainer {effect} when it gets there from step {trained_step}"
     return (
-        f"the trainer {what} when it is handed that batch next. If it is at work on it right now, "
-        "it goes on as before: areal-hpc audit tells what became of it"
+        f"the trainer {effect} when it is handed that batch next. "
+        "If it is at work on it right now, it goes on as before: "
+        "areal-hpc audit tells what became of it"
     )

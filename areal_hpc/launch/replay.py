@@ -154,7 +154,7 @@ class ReplayRun:
 
     def _train_steps(
         self,
-        name: str,
+        job_name: str,
         recipe: Recipe,
         last_step: int,
         reporter: local_launcher.ProgressReporter,
@@ -172,10 +172,10 @@ class ReplayRun:
             last_step=last_step,
             forks=[(fork.generation, fork.base_step) for fork in self.start.forks],
         )
-        process = config.build_process_spec(name, ends_job=True, uses_gpus=True)
-        job = build_job_with_task_per_rank(name, recipe, [process])
+        process = config.build_process_spec(job_name, ends_job=True, uses_gpus=True)
+        job = build_job_with_task_per_rank(job_name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
-        stage = JobStage(name, job, (), done_marker)
+        stage = JobStage(job_name, job, (), done_marker)
         local_launcher.run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
 
 

@@ -135,7 +135,7 @@ def submit(
         return _read_run_result(paths, "finished")
     for note in (*notes, f"run      {paths.root}"):
         say(note)
-    slurm_launcher.submit(recipe, say=say, after=after, fresh=fresh, sys_path=sys_path)
+    slurm_launcher.submit(recipe, print_line=say, after=after, fresh=fresh, sys_path=sys_path)
     if not wait:
         say(f"next     {format_next_command('status', paths)}\n         squeue --me")
         return _read_run_result(paths, "submitted")
@@ -172,10 +172,10 @@ def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
     """
     stop = StopEvent()
 
-    def request_stop(number: int, frame: FrameType | None) -> None:
+    def request_stop(signal_number: int, frame: FrameType | None) -> None:
         if message and not stop.is_set():
             print(message, file=sys.stderr)
-        stop.set_by_signal(number)
+        stop.set_by_signal(signal_number)
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

@@ -51,7 +51,7 @@ ABSOLUTE_PATH_KEYS = (
 def set_up_run_dir(
     recipe: Recipe,
     paths: RunPaths,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     serve_python: str,
     sys_path: tuple[str, ...],
 ) -> PlanInputs:
@@ -63,7 +63,7 @@ def set_up_run_dir(
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
     sources, task_counts = recipe.train_dataset.sources, paths.task_counts
     if not train.exists() or (sources and not task_counts.exists()):
-        say("data     writing the train set")
+        print_line("data     writing the train set")
         counts = materialize_task_sets(
             recipe.train_dataset.list_sources("train_dataset"), train, check
         )
@@ -72,13 +72,13 @@ def set_up_run_dir(
     for one in recipe.evaluation_sets:
         held_out = paths.evaluation_tasks(one.name)
         if not held_out.exists():
-            say(f"data     writing the {one.name} set")
+            print_line(f"data     writing the {one.name} set")
             materialize_task_sets([(one.dataset, one.dataset_key)], held_out, check)
     if recipe.sft is not None and not sft.exists():
-        say("data     writing the SFT set")
+        print_line("data     writing the SFT set")
         materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
     if recipe.model.tiny is not None and not (paths.tiny_model_dir / "config.json").exists():
-        say("model    making a tiny Qwen3 and its tokenizer")
+        print_line("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
         make_tiny_model(paths.tiny_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes)
     if recipe.model.hub is not None and not paths.tiny_model_dir.exists():
@@ -117,7 +117,7 @@ def create_attempt_log_dir_and_link_latest(paths: RunPaths) -> int:
 
 
 def report_or_refuse_recipe_changes(
-    recipe: Recipe, paths: RunPaths, say: Callable[[str], None]
+    recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
     """Tell what differs from the recipe this run was started with.
 
@@ -140,10 +140,10 @@ def report_or_refuse_recipe_changes(
     if problems:
         raise RecipeError.from_problems(problems)
     for key in changed:
-        say(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
+        print_line(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
     optimizer, steps_key = recipe.trainer.optimizer, "trainer.total_steps"
     if steps_key in changed and optimizer.decay != "constant" and not optimizer.schedule_steps:
-        say(
+        print_line(
             f"note     the learning rate decays over {steps_key}, so it is another one from the "
             f"next step on; trainer.optimizer.schedule_steps={before.get(steps_key)} keeps it"
         )
@@ -199,9 +199,9 @@ def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:
     return tree
 
 
-def is_key_at_or_below(key: str, known: Sequence[str]) -> bool:
+def is_key_at_or_below(key: str, known_keys: Sequence[str]) -> bool:
     """True if a key of a recipe is one of those known, or below one of them."""
-    return any(key == one or key.startswith(f"{one}.") for one in known)
+    return any(key == one or key.startswith(f"{one}.") for one in known_keys)
 
 
 def write_recipe_and_keep_replaced(

@@ -52,7 +52,7 @@ from areal_hpc.wire.fault_points import fault_point
 def submit(
     recipe: Recipe,
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     after: Sequence[str] = (),
     fresh: bool = False,
     sys_path: Sequence[str] = (),
@@ -73,7 +73,7 @@ def submit(
     build_requests_of_run(recipe, Path.cwd(), plan=plan)
     with prepare_and_lock_run(
         recipe,
-        say=say,
+        print_line=print_line,
         fresh=fresh,
         sys_path=sys_path,
         known_problems=(
@@ -84,8 +84,8 @@ def submit(
         joins_live_jobs=joins_live_jobs,
         plan=plan,
     ) as ready:
-        submission = _RunSubmission(ready, say)
-        with cancel_jobs_on_failure(say, submission.job_ids):
+        submission = _RunSubmission(ready, print_line)
+        with cancel_jobs_on_failure(print_line, submission.job_ids):
             dependency = build_afterok_dependency(after)
             for stage in ready.stages:
                 for request, launch in build_requests_of_stage(stage, recipe, ready):
@@ -108,10 +108,10 @@ def submit(
 class _RunSubmission:
     """Submission of what is missing of a run. Jobs that wait or run already are put on record."""
 
-    def __init__(self, ready: PreparedRun, say: Callable[[str], None]) -> None:
-        self._ready = ready
-        self._print_line = say
-        self.chains = _record_live_jobs_and_cancel_duplicates(ready, say)
+    def __init__(self, prepared_run: PreparedRun, print_line: Callable[[str], None]) -> None:
+        self._prepared_run = prepared_run
+        self._print_line = print_line
+        self.chains = _record_live_jobs_and_cancel_duplicates(prepared_run, print_line)
         """Each job, first the number of the job itself, then those of its successors."""
         self.job_ids: list[str] = []
         """Numbers of the jobs that were submitted."""
@@ -120,7 +120,7 @@ class _RunSubmission:
     def submit_missing_job_and_successors(self, request: JobRequest, launch: LaunchFile) -> None:
         """Submit a job, if there is none, and the successors that it has too few of."""
         chain = self.chains.setdefault(request.job, [])
-        with record_submission_refusal(request.job, self._ready.paths):
+        with record_submission_refusal(request.job, self._prepared_run.paths):
             if not chain:
                 submitted = submit_held_job(request, launch, run_task, self._print_line)
                 self._record_submitted_job(request, submitted)
@@ -131,7 +131,7 @@ class _RunSubmission:
 
     def _submit_successors(self, request: JobRequest, script: Path) -> None:
         chain = self.chains[request.job]
-        laid = list_waiting_successors(read_submissions(self._ready.paths.submissions), request.job)
+        laid = list_waiting_successors(read_submissions(self._prepared_run.paths.submissions), request.job)
         place = max((one.successor for one in laid), default=0)
         before = len(chain)
         while len(chain) <= request.successors:
@@ -148,13 +148,13 @@ class _RunSubmission:
 
     def _record_submitted_job(self, request: JobRequest, submitted: SubmittedJob) -> None:
         self.job_ids.append(submitted.job_id)
-        record_job_submission(self._ready, request.job, submitted)
+        record_job_submission(self._prepared_run, request.job, submitted)
         self.chains[request.job].append(submitted.job_id)
         self.to_release += [] if request.stays_held else [submitted.job_id]
 
 
 def _record_live_jobs_and_cancel_duplicates(
-    ready: PreparedRun, say: Callable[[str], None]
+    prepared_run: PreparedRun, print_line: Callable[[str], None]
 ) -> dict[str, list[str]]:
     """Put on record what waits or runs already: number of each job, behind it its successors'.
 
@@ -162,27 +162,29 @@ def _record_live_jobs_and_cancel_duplicates(
     """
     kept: dict[str, str] = {}
     successors: dict[str, list[LiveJob]] = {}
-    for job in ready.live_jobs:  # those on record come first, and the newest of them counts
+    for job in prepared_run.live_jobs:  # those on record come first, and the newest of them counts
         name, job_id = job.submission.job, job.submission.job_id
         place = job.submission.successor
         if not job.is_recorded and name in kept and not place:
-            say(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
+            print_line(f"cancel   {name:<10} {job_id:<9} a second one, which was not on record")
             if (error := try_to_cancel_jobs([job_id])) is not None:
                 raise error
             continue
         if not job.is_recorded:
-            _write_payload_of_array_member(ready.paths, job)
+            _write_payload_of_array_member(prepared_run.paths, job)
             submitted = SubmittedJob(job_id, job.submission.token, place)
-            record_job_submission(ready, name, submitted)
+            record_job_submission(prepared_run, name, submitted)
         state = "held, will be released" if job.is_held else job.queued.state.meaning
-        say(f"kept     {name:<10} {job_id:<9} {f'successor {place}, ' if place else ''}{state}")
+        print_line(
+            f"kept     {name:<10} {job_id:<9} {f'successor {place}, ' if place else ''}{state}"
+        )
         if place:
             successors.setdefault(name, []).append(job)
         else:
             kept[name] = job_id
     for name in successors.keys() - kept.keys():  # it starts whatever ended the job before it
         first = successors[name].pop(0).submission
-        record_job_submission(ready, name, SubmittedJob(first.job_id, first.token))
+        record_job_submission(prepared_run, name, SubmittedJob(first.job_id, first.token))
         kept[name] = first.job_id
     return {
         name: [job_id, *(job.submission.job_id for job in successors.get(name, ()))]
@@ -200,7 +202,7 @@ def _write_payload_of_array_member(paths: RunPaths, job: LiveJob) -> None:
 
 
 def prepare_run_and_write_scripts(
-    recipe: Recipe, *, say: Callable[[str], None], fresh: bool = False
+    recipe: Recipe, *, print_line: Callable[[str], None], fresh: bool = False
 ) -> list[Path]:
     """Put what is left of a run in place, and submit nothing; the scripts of its jobs.
 
@@ -209,7 +211,7 @@ def prepare_run_and_write_scripts(
         ClusterError: Jobs of the run wait or run.
     """
     build_requests_of_run(recipe, Path.cwd())
-    with prepare_and_lock_run(recipe, say=say, fresh=fresh) as ready:
+    with prepare_and_lock_run(recipe, print_line=print_line, fresh=fresh) as ready:
         return [
             write_job_files(request, launch, run_task).script
             for stage in ready.stages
@@ -218,13 +220,17 @@ def prepare_run_and_write_scripts(
 
 
 @contextlib.contextmanager
-def cancel_jobs_on_failure(say: Callable[[str], None], job_ids: Sequence[str]) -> Iterator[None]:
+def cancel_jobs_on_failure(
+    print_line: Callable[[str], None], job_ids: Sequence[str]
+) -> Iterator[None]:
     """Cancel the jobs if the context fails. It adds to their numbers as it submits them."""
     try:
         yield
     except BaseException:  # boundary: half a run would wait for its other half
         if (error := try_to_cancel_jobs(job_ids)) is not None:
-            say(f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}")
+            print_line(
+                f"jobs {', '.join(job_ids)} stay in the queue, held: {error.problems[0].message}"
+            )
         raise
 
 
@@ -258,13 +264,13 @@ def release_submitted_jobs(job_ids: Sequence[str], *runs: RunPaths) -> None:
         ) from error
 
 
-def record_job_submission(ready: PreparedRun, job: str, submitted: SubmittedJob) -> None:
+def record_job_submission(prepared_run: PreparedRun, job: str, submitted: SubmittedJob) -> None:
     """Write down that a job was submitted."""
-    paths = ready.paths
+    paths = prepared_run.paths
     submission = Submission(
         job=job,
         job_id=submitted.job_id,
-        attempt=ready.attempt,
+        attempt=prepared_run.attempt,
         submitted_at=time.time(),
         script=str(paths.job(job).script),
         token=submitted.token,

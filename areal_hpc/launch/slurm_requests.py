@@ -69,14 +69,14 @@ def build_requests_of_run(
 
 
 def build_requests_of_stage(
-    stage: JobStage, recipe: Recipe, ready: PreparedRun
+    stage: JobStage, recipe: Recipe, prepared_run: PreparedRun
 ) -> Iterator[tuple[JobRequest, LaunchFile]]:
     """Each job of a stage: the request to Slurm, and what its supervisors are told."""
-    place = build_run_context(recipe, ready.paths, ready.pythons, Path.cwd())
+    place = build_run_context(recipe, prepared_run.paths, prepared_run.pythons, Path.cwd())
     slurm = add_cpu_and_memory_options(recipe, stage.jobs)
     requests = build_job_requests(stage.jobs, slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
-        yield request, build_launch_file(spec, stage, request, recipe, ready)
+        yield request, build_launch_file(spec, stage, request, recipe, prepared_run)
 
 
 def build_run_context(
@@ -95,17 +95,17 @@ def build_run_context(
 
 
 def build_launch_file(
-    spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, ready: PreparedRun
+    spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, prepared_run: PreparedRun
 ) -> LaunchFile:
     """Launch facts for the supervisors of a job under Slurm."""
-    cluster, paths = recipe.cluster, ready.paths
+    cluster, paths = recipe.cluster, prepared_run.paths
     network = cluster.slurm.network
     return LaunchFile(
         job=_add_caretaker(spec, stage, paths),
         job_dir=str(paths.job(spec.name).root),
-        log_dir=str(paths.log_dir(ready.attempt)),
+        log_dir=str(paths.log_dir(prepared_run.attempt)),
         events=str(paths.events),
-        pythons=ready.pythons,
+        pythons=prepared_run.pythons,
         variables=build_role_variables(recipe, network.build_environment_variables()),
         recipe=str(paths.recipe),
         umask=UMASKS[cluster.readable_by],
@@ -121,15 +121,15 @@ def build_launch_file(
             interface=network.interface,
             progress=str(stage.progress or paths.metrics),
             done_marker=str(stage.done_marker),
-            prerequisite=_get_prerequisite_marker_path(stage, ready),
+            prerequisite=_get_prerequisite_marker_path(stage, prepared_run),
             idle_timeout_s=cluster.idle_timeout_s,
         ),
     )
 
 
-def _get_prerequisite_marker_path(stage: JobStage, ready: PreparedRun) -> str:
+def _get_prerequisite_marker_path(stage: JobStage, prepared_run: PreparedRun) -> str:
     """The done marker of the stage before, if that is to be run too; else empty."""
-    before = ready.stages[: ready.stages.index(stage)]
+    before = prepared_run.stages[: prepared_run.stages.index(stage)]
     return str(before[-1].done_marker) if before else ""
 
 

@@ -124,7 +124,7 @@ def _build_array_context(sweep: Sweep, working_folder: Path) -> RunContext:
 def submit_sweep(
     sweep: Sweep,
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     after: Sequence[str] = (),
     fresh: bool = False,
 ) -> None:
@@ -136,53 +136,60 @@ def submit_sweep(
     """
     with ExitStack() as stack:
         ready = [
-            stack.enter_context(prepare_and_lock_run(run, say=say, fresh=fresh))
+            stack.enter_context(prepare_and_lock_run(run, print_line=print_line, fresh=fresh))
             for run in sweep.runs
         ]
-        submitted = _submit_arrays_of_all_jobs(sweep, ready, build_afterok_dependency(after), say)
+        submitted = _submit_arrays_of_all_jobs(
+            sweep, ready, build_afterok_dependency(after), print_line
+        )
         release_submitted_jobs(submitted, *(one.paths for one in ready))
 
 
 def _submit_arrays_of_all_jobs(
-    sweep: Sweep, ready: Sequence[PreparedRun], dependency: str, say: Callable[[str], None]
+    sweep: Sweep,
+    prepared_runs: Sequence[PreparedRun],
+    dependency: str,
+    print_line: Callable[[str], None],
 ) -> list[str]:
     """Submit every job of every run, held; the numbers of those that are to be released."""
     to_release: list[str] = []
     submitted: list[str] = []
-    with cancel_jobs_on_failure(say, submitted):
-        for stages in zip(*(one.stages for one in ready), strict=True):
+    with cancel_jobs_on_failure(print_line, submitted):
+        for stages in zip(*(one.stages for one in prepared_runs), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):
-                jobs, request = _submit_array_of_job(sweep, ready, stages, specs, dependency, say)
+                jobs, request = _submit_array_of_job(
+                    sweep, prepared_runs, stages, specs, dependency, print_line
+                )
                 submitted += [job.job_id for job in jobs]
                 to_release += [] if request.stays_held else [job.job_id for job in jobs]
-                for one, job in zip(ready, jobs, strict=True):
+                for one, job in zip(prepared_runs, jobs, strict=True):
                     files = one.paths.job(specs[0].name)
                     write_member_payload(request.folder, job.job_id, files, run_task)
                     record_job_submission(one, specs[0].name, job)
                 first, last = jobs[0].job_id, jobs[-1].job_id
                 leading = leading or first.partition("_")[0]
-                say(f"array    {specs[0].name:<9} {first} to {last}, {request.shape}")
+                print_line(f"array    {specs[0].name:<9} {first} to {last}, {request.shape}")
             dependency = f"aftercorr:{leading}"  # each run's jobs wait for that run's
     return to_release
 
 
 def _submit_array_of_job(
     sweep: Sweep,
-    ready: Sequence[PreparedRun],
+    prepared_runs: Sequence[PreparedRun],
     stages: Sequence[JobStage],
     specs: Sequence[JobSpec],
     dependency: str,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
 ) -> tuple[list[SubmittedJob], JobRequest]:
     """Submit the same job of every run, held; the jobs, and the request for all of them."""
     slurm = add_cpu_and_memory_options(sweep.base, specs[:1])
     request = build_job_requests(specs[:1], slurm, _build_array_context(sweep, Path.cwd()))[0]
     alone, launches = [], []
-    for run, one, stage, spec in zip(sweep.runs, ready, stages, specs, strict=True):
+    for run, one, stage, spec in zip(sweep.runs, prepared_runs, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())
         alone += build_job_requests([spec], add_cpu_and_memory_options(run, [spec]), place)
         launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
-    with record_submission_refusal(request.job, *(one.paths for one in ready)):
-        return submit_held_array(asked, alone, launches, run_task, say), request
+    with record_submission_refusal(request.job, *(one.paths for one in prepared_runs)):
+        return submit_held_array(asked, alone, launches, run_task, print_line), request

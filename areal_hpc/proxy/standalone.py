@@ -59,8 +59,8 @@ class StandaloneProxyConfig(BaseConfig):
         return upstreams
 
 
-def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
-    """Serve until a stop signal; `say` is told where the proxy listens, as soon as it does.
+def run(config: StandaloneProxyConfig, print_line: Callable[[str], None]) -> None:
+    """Serve until a stop signal; `print_line` is told where the proxy listens, as soon as it does.
 
     Raises:
         RecipeError: The model directory lacks a tokenizer or a chat template.
@@ -69,11 +69,11 @@ def run(config: StandaloneProxyConfig, say: Callable[[str], None]) -> None:
     os.umask(UMASKS["owner"])
     raise_open_file_limit()
     stop = StopRequest.install()
-    run_in_uvloop_thread_until_done(_serve_standalone(config, stop, say))
+    run_in_uvloop_thread_until_done(_serve_standalone(config, stop, print_line))
 
 
 async def _serve_standalone(
-    config: StandaloneProxyConfig, stop: StopRequest, say: Callable[[str], None]
+    config: StandaloneProxyConfig, stop: StopRequest, print_line: Callable[[str], None]
 ) -> None:
     model = ServedModel.load(
         config.tokenizer.resolve().name,
@@ -93,7 +93,7 @@ async def _serve_standalone(
     service = ProxyService(config.proxy, model, config.serve_python, admin_key, recorder, source)
     try:
         listener = _open_listener(config.host, config.port)
-        say(_render_welcome(config, listener.getsockname()[1]))
+        print_line(_render_welcome(config, listener.getsockname()[1]))
         for replica in await source.fetch_replicas():
             if replica.state == "failed":
                 log.warning("no server answers at %s yet; calls wait for one", replica.url)

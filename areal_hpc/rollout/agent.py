@@ -210,6 +210,6 @@ def _list_classes(module: ModuleType) -> list[str]:
     ]
 
 
-def _format_name_suggestion(name: str, names: Iterable[str]) -> str:
-    found = difflib.get_close_matches(name, list(names), n=1, cutoff=0.8)
+def _format_name_suggestion(unknown_name: str, names: Iterable[str]) -> str:
+    found = difflib.get_close_matches(unknown_name, list(names), n=1, cutoff=0.8)
     return f"; did you mean {found[0]!r}?" if found else ""

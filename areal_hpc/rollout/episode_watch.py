@@ -62,9 +62,11 @@ class EpisodeWatch:
         return max((one.age_s for one in self._running.values()), default=0.0)
 
     @contextmanager
-    def follow_episode(self, task_name: str, facts: dict[str, Any]) -> Iterator[RunningEpisode]:
+    def follow_episode(
+        self, task_name: str, ticket_facts: dict[str, Any]
+    ) -> Iterator[RunningEpisode]:
         """Within the context an episode is under way, whose agent runs in the task of that name."""
-        self._running[task_name] = episode = RunningEpisode(facts)
+        self._running[task_name] = episode = RunningEpisode(ticket_facts)
         try:
             yield episode
         finally:

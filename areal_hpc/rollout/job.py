@@ -53,7 +53,9 @@ def run(config: dict[str, Any]) -> None:
     uvloop.run(_drive_cell(job, agents))
 
 
-def build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]) -> Agent | None:
+def build_agent(
+    execution_config: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]
+) -> Agent | None:
     """The agent that a recipe names, in processes of its own if it asks for them; None without.
 
     Raises:
@@ -61,8 +63,10 @@ def build_agent(how: AgentExecutionConfig, workflow: str, kwargs: dict[str, Any]
     """
     if not workflow:
         return None
-    if how.mode == "subproc":
-        return SubprocessAgent(workflow, kwargs, how.subproc_max_workers, how)
+    if execution_config.mode == "subproc":
+        return SubprocessAgent(
+            workflow, kwargs, execution_config.subproc_max_workers, execution_config
+        )
     return load_agent(workflow, kwargs)
 
 
@@ -100,7 +104,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         http_client=http_client,
         events=events,
         gate=gate,
-        watch=watch,
+        episode_watch=watch,
         sandboxes=sandboxes,
     )
     loop = LeaseLoop(
@@ -109,7 +113,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         tickets=tickets,
         services=services,
         gate=gate,
-        watch=watch,
+        episode_watch=watch,
         job_start=get_job_start_number(),
     )
 
@@ -137,13 +141,15 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         await services.close()
 
 
-def _collect_driver_metrics(tickets: LeasedTickets, watch: EpisodeWatch) -> dict[str, float]:
+def _collect_driver_metrics(
+    tickets: LeasedTickets, episode_watch: EpisodeWatch
+) -> dict[str, float]:
     return {
         "tickets_held": len(tickets.held),
         "free_episode_slots": tickets.free_episode_slots,
-        "slowest_episode_s": watch.oldest_running_age_s,
-        "episodes_ended_total": watch.ended,
-        "episodes_failed_total": watch.failed,
+        "slowest_episode_s": episode_watch.oldest_running_age_s,
+        "episodes_ended_total": episode_watch.ended,
+        "episodes_failed_total": episode_watch.failed,
     }
 
 

@@ -34,8 +34,8 @@ class LeaseLoop:
     for the truth. A driver with work under way asks briefly and waits here, where it hears
     at once of a ticket that ended; an idle one lets the ledger keep its request.
 
-    Nothing is leased while no replica of the cell serves. `tickets`, `gate` and `watch` are shared
-    with `runner`.
+    Nothing is leased while no replica of the cell serves. `tickets`, `gate` and `episode_watch`
+    are shared with `runner`.
     """
 
     def __init__(
@@ -46,13 +46,13 @@ class LeaseLoop:
         tickets: LeasedTickets,
         services: ServiceClients,
         gate: ReplicaGate,
-        watch: EpisodeWatch,
+        episode_watch: EpisodeWatch,
         job_start: int = 0,
     ) -> None:
         self._cell, self._splits, self._job_start = job.cell, job.splits, job_start
         self._runner, self._tickets = runner, tickets
         self._ledger, self._proxy = services.ledger, services.proxy
-        self._gate, self._watch = gate, watch
+        self._gate, self._watch = gate, episode_watch
         self._seal: asyncio.Task[None] | None = None
         self._clock = LedgerClockOffsetRecorder()
 

@@ -22,10 +22,10 @@ ReplyT = TypeVar("ReplyT")
 class ServiceClient:
     """Calls that outlast a restart of the peer, which comes back at another address."""
 
-    def __init__(self, directory: Path, name: str, service_key: str) -> None:
+    def __init__(self, directory: Path, service_name: str, service_key: str) -> None:
         self._directory = directory
-        self._name = name
-        self._client = AsyncWireClient("", RequestSigner(service_key, name))
+        self._name = service_name
+        self._client = AsyncWireClient("", RequestSigner(service_key, service_name))
         self._endpoint: rendezvous.ServiceEndpoint | None = None
         self._answered_at = time.monotonic()
 

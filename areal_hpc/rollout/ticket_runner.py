@@ -83,7 +83,7 @@ class TicketRunner:
         http_client: Any,
         events: EventLog,
         gate: ReplicaGate,
-        watch: EpisodeWatch,
+        episode_watch: EpisodeWatch,
         sandboxes: AgentSandboxes | None = None,
     ) -> None:
         self._cell, self._rollout = job.cell, job.rollout
@@ -353,9 +353,9 @@ class TicketRunner:
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
     def _record_ticket_event(
-        self, event: str, grant: TicketGrant, reason: str, **facts: Any
+        self, event: str, grant: TicketGrant, reason: str, **event_fields: Any
     ) -> None:
-        self._events.record(event, **_build_ticket_facts(grant), **facts, reason=reason)
+        self._events.record(event, **_build_ticket_facts(grant), **event_fields, reason=reason)
 
 
 def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:

@@ -34,7 +34,7 @@ async def play_trial_episode(
     rollout: RolloutConfig,
     agent: Agent,
     task: dict[str, Any],
-    number: int,
+    episode_number: int,
     proxy: ServiceClient,
     http_client: Any,
     sandboxes: AgentSandboxes | None = None,
@@ -49,9 +49,9 @@ async def play_trial_episode(
     """
     limits, is_workflow = resolve_limits(rollout, task), isinstance(agent, RolloutWorkflow)
     session = StartSessionRequest(
-        f"trial-{number}",
+        f"trial-{episode_number}",
         sampling=SamplingDefaults(**rollout.sampling.model_dump()),
-        seed=derive_episode_seed(number, 0, 0),
+        seed=derive_episode_seed(episode_number, 0, 0),
         export=rollout.agent.build_export_settings(is_workflow),
         disposable=True,
         limits=SessionLimits(limits.max_turns, limits.max_tokens),
@@ -128,7 +128,7 @@ async def _retry_trial_until_decided(
     rollout: RolloutConfig,
     agent: Agent,
     task: dict[str, Any],
-    number: int,
+    episode_number: int,
     proxy: ServiceClient,
     http_client: Any,
     events: EventLog,
@@ -138,14 +138,14 @@ async def _retry_trial_until_decided(
     failures = 0
     while True:
         outcome = await play_trial_episode(
-            rollout, agent, task, number, proxy, http_client, sandboxes
+            rollout, agent, task, episode_number, proxy, http_client, sandboxes
         )
         if outcome.status == "ok":
             return outcome
         problem = outcome.error.problems[0] if outcome.error else Problem("")
         events.record(
             f"episode_{outcome.status}",
-            trial=number,
+            trial=episode_number,
             kind=outcome.error.kind if outcome.error else outcome.status,
             message=problem.message,
             at=problem.key,

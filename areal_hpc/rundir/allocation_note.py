@@ -51,7 +51,7 @@ def find_live_allocation(paths: RunPaths) -> AllocationNote | None:
 
 
 def refuse_live_allocation_launcher(
-    paths: RunPaths, say: Callable[[str], None], watch_s: float = 2.5 * HEARTBEAT_PERIOD_S
+    paths: RunPaths, print_line: Callable[[str], None], watch_s: float = 2.5 * HEARTBEAT_PERIOD_S
 ) -> None:
     """Make sure that no launcher in an allocation works in a run directory.
 
@@ -63,7 +63,7 @@ def refuse_live_allocation_launcher(
     """
     if (first := find_live_allocation(paths)) is None:
         return
-    say(f"waiting  a launcher in allocation {first.job_id} was here within the last minute")
+    print_line(f"waiting  a launcher in allocation {first.job_id} was here within the last minute")
     give_up_at = time.monotonic() + watch_s
     while time.monotonic() < give_up_at:
         time.sleep(min(watch_s / 10, 1.0))

@@ -35,9 +35,9 @@ def read_newest_number(directory: Path) -> int:
     )
 
 
-def get_number_path(directory: Path, number: int, suffix: str = "") -> Path:
+def get_number_path(directory: Path, start_number: int, suffix: str = "") -> Path:
     """The file of one start, or one beside it: `0003`, `0003.stop`."""
-    return directory / f"{number:04d}{suffix}"
+    return directory / f"{start_number:04d}{suffix}"
 
 
 def make_generation_check(directory: Path, generation: int) -> Callable[[], None]:

@@ -11,7 +11,7 @@ from msgspec import Struct, field
 from areal_hpc.errors import IdleError, LostPeerError
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jsonl import append_line, read_lines
-from areal_hpc.rundir.paths import HELD_NOTES_DIR, JobPaths, RunPaths
+from areal_hpc.rundir.paths import HELD_JOB_NOTES_SUBDIR, JobPaths, RunPaths
 
 STOPPED_EXIT_CODE = 143
 """The task was told to stop: neither success nor failure."""
@@ -346,5 +346,6 @@ def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
 def list_jobs_held_while_idle(jobs_dir: Path) -> list[JobPaths]:
     """The jobs that gave their nodes back and wait to be released."""
     return [
-        JobPaths(jobs_dir / note.name) for note in sorted((jobs_dir / HELD_NOTES_DIR).glob("*"))
+        JobPaths(jobs_dir / note.name)
+        for note in sorted((jobs_dir / HELD_JOB_NOTES_SUBDIR).glob("*"))
     ]

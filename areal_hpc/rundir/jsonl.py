@@ -104,11 +104,11 @@ def read_tail(path: Path, size_bytes: int) -> bytes:
     return content if whole_bytes <= size_bytes else content.partition(b"\n")[2]
 
 
-def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[RecordT]:
+def decode_lines(content: bytes, kind: type[RecordT], file_name: str = "") -> list[RecordT]:
     """The records in a piece of a file, whose last line may be without its newline.
 
-    `source` names the file in the warning about a line that holds anything but `kind`; without it
-    such lines are left out silently, for a piece that may begin within a line.
+    `file_name` names the file in the warning about a line that holds anything but `kind`; without
+    it such lines are left out silently, for a piece that may begin within a line.
     """
     records = []
     *lines, last = content.split(b"\n")
@@ -117,8 +117,8 @@ def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[
             if line:
                 records.append(msgspec.json.decode(line, type=kind))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if source:
-                _warn_of_unreadable_line(source, number, str(error), line[:80])
+            if file_name:
+                _warn_of_unreadable_line(file_name, number, str(error), line[:80])
     # Empty, still being written, or cut short by a crash: nobody was told that it is there.
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
         records.append(msgspec.json.decode(last, type=kind))
@@ -126,6 +126,8 @@ def decode_lines(content: bytes, kind: type[RecordT], source: str = "") -> list[
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn_of_unreadable_line(source: str, number: int, reason: str, start: bytes) -> None:
+def _warn_of_unreadable_line(file_name: str, line_number: int, reason: str, start: bytes) -> None:
     """Name an unreadable line once in the life of this process: files are read again and again."""
-    log.warning("%s line %d cannot be read and is left out (%s): %r", source, number, reason, start)
+    log.warning(
+        "%s line %d cannot be read and is left out (%s): %r", file_name, line_number, reason, start
+    )

@@ -12,15 +12,15 @@ ROLES = ("serve", "train", "agents")
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
 SERVICE_KEY_FILE = "rendezvous/services.key"
-HELD_NOTES_DIR = "held"
+HELD_JOB_NOTES_SUBDIR = "held"
 """The folder of notes of the jobs that wait to be released, below that of all jobs."""
 
 
 class _PathDescriptor:
     """A fixed name in a folder; as an attribute of the folder's object, the path to it."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, relative_path: str) -> None:
+        self.name = relative_path
 
     def __get__(self, folder: _Folder, kind: type[_Folder]) -> Path:
         return folder.root / self.name
@@ -141,13 +141,13 @@ class RunPaths(_Folder):
         """The JSON-lines task set of one split (`train`, `valid` or `sft`)."""
         return self.data_dir / f"{split}.jsonl"
 
-    def job(self, name: str) -> JobPaths:
+    def job(self, job_name: str) -> JobPaths:
         """The folder of one job."""
-        return JobPaths(self.jobs_dir / name)
+        return JobPaths(self.jobs_dir / job_name)
 
-    def tracker(self, name: str) -> TrackerPaths:
+    def tracker(self, tracker_name: str) -> TrackerPaths:
         """The folder of one tracker."""
-        return TrackerPaths(self.trackers_dir / name)
+        return TrackerPaths(self.trackers_dir / tracker_name)
 
     def manifest(self, step: int) -> Path:
         """The batch manifest consumed by the step that ends at version `step`."""
@@ -184,9 +184,9 @@ class RunPaths(_Folder):
         """What the trainer found of tokens of the batch that led to `step`."""
         return self.annotations_dir / f"{format_step_dir(step)}.msgpack"
 
-    def export_dir(self, name: str) -> Path:
+    def export_dir(self, export_name: str) -> Path:
         """A model in Hugging Face format, under a name such as `step_00000040`."""
-        return self.root / "export" / name
+        return self.root / "export" / export_name
 
     def reference(self, step: int) -> Path:
         """The policy of `step`, in Hugging Face format, as the reference of later ones."""
@@ -203,9 +203,9 @@ class RunPaths(_Folder):
         names = (re.fullmatch(r"attempt_(\d+)", entry.name) for entry in self.logs_dir.iterdir())
         return sorted(int(match[1]) for match in names if match)
 
-    def provenance_copy(self, attempt: int, name: str) -> Path:
+    def provenance_copy(self, attempt: int, file_name: str) -> Path:
         """What a launch leaves of the code that it started with."""
-        return self.provenance_dir / f"attempt_{attempt:02d}.{name}"
+        return self.provenance_dir / f"attempt_{attempt:02d}.{file_name}"
 
     def replaced_recipe(self, attempt: int) -> Path:
         """The recipe of the launches before `attempt`, where that one changed it."""
@@ -247,7 +247,7 @@ class JobPaths(_Folder):
     @property
     def hold_note(self) -> Path:
         """Exists while the job has given its nodes back; holds its id."""
-        return self.root.parent / HELD_NOTES_DIR / self.root.name
+        return self.root.parent / HELD_JOB_NOTES_SUBDIR / self.root.name
 
     def process_config(self, process: str) -> Path:
         """The configuration of one process of the job."""
@@ -273,17 +273,17 @@ class TrackerPaths(_Folder):
     unfinished_part = _PathDescriptor(".unfinished")
     """A part in the writing."""
 
-    def get_part(self, number: int) -> Path:
+    def get_part(self, part_number: int) -> Path:
         """A part, from 1."""
-        return self.root / f"part_{number:06d}"
+        return self.root / f"part_{part_number:06d}"
 
     def list_parts(self) -> list[Path]:
         """Every part, in order."""
         return sorted(self.root.glob("part_*"))
 
-    def get_rows_file(self, part: Path) -> Path:
+    def get_rows_file(self, part_dir: Path) -> Path:
         """The rows that a part holds, one a line."""
-        return part / "rows.jsonl"
+        return part_dir / "rows.jsonl"
 
 
 def get_process_error_path(config: Path) -> Path:
@@ -291,10 +291,10 @@ def get_process_error_path(config: Path) -> Path:
     return config.with_suffix(".error")
 
 
-def find_runs(place: Path) -> list[RunPaths]:
-    """The runs of a file root, of an experiment's directory, or the one at `place`."""
+def find_runs(dir_with_runs: Path) -> list[RunPaths]:
+    """The runs of a file root, of an experiment's directory, or the one at `dir_with_runs`."""
     for levels in ("", "*/", "*/*/"):
-        if found := sorted(place.glob(f"{levels}{RECIPE_FILE}")):
+        if found := sorted(dir_with_runs.glob(f"{levels}{RECIPE_FILE}")):
             return [RunPaths(path.parent.resolve()) for path in found]
     return []
 

@@ -78,52 +78,55 @@ class ServiceEndpoint(msgspec.Struct, frozen=True):
     started_at: float
 
 
-def publish_endpoint(directory: Path, name: str, url: str) -> ServiceEndpoint:
-    """Tell the run that service `name` listens at `url`."""
-    endpoint = ServiceEndpoint(name, url, socket.gethostname(), os.getpid(), time.time())
-    write_atomic_private(directory / f"{name}.json", msgspec.json.encode(endpoint))
+def publish_endpoint(directory: Path, service_name: str, url: str) -> ServiceEndpoint:
+    """Tell the run that service `service_name` listens at `url`."""
+    endpoint = ServiceEndpoint(service_name, url, socket.gethostname(), os.getpid(), time.time())
+    write_atomic_private(directory / f"{service_name}.json", msgspec.json.encode(endpoint))
     return endpoint
 
 
-def find_endpoint(directory: Path, name: str) -> ServiceEndpoint | None:
-    """The endpoint of `name`, or None while it has not been published."""
+def find_endpoint(directory: Path, service_name: str) -> ServiceEndpoint | None:
+    """The endpoint of `service_name`, or None while it has not been published."""
     try:
-        return msgspec.json.decode((directory / f"{name}.json").read_bytes(), type=ServiceEndpoint)
+        return msgspec.json.decode(
+            (directory / f"{service_name}.json").read_bytes(), type=ServiceEndpoint
+        )
     except FileNotFoundError:
         return None
 
 
 def await_endpoint(
     directory: Path,
-    name: str,
+    service_name: str,
     timeout_s: float,
     *,
     is_cancelled: Callable[[], bool] = lambda: False,
     poll_s: float = 0.1,
 ) -> ServiceEndpoint:
-    """Wait until `name` is published.
+    """Wait until `service_name` is published.
 
     Raises:
         ClusterError: It did not appear in time, or `is_cancelled` became true.
     """
     give_up_at = time.monotonic() + timeout_s
-    while (endpoint := find_endpoint(directory, name)) is None:
+    while (endpoint := find_endpoint(directory, service_name)) is None:
         if is_cancelled():
-            raise ClusterError(f"stopped while waiting for {name}")
+            raise ClusterError(f"stopped while waiting for {service_name}")
         if time.monotonic() >= give_up_at:
             raise ClusterError(
-                f"{name} did not start within {timeout_s:.0f} s (no endpoint file in {directory})",
-                hint=f"read the log of {name} in logs/latest",
+                f"{service_name} did not start within {timeout_s:.0f} s "
+                f"(no endpoint file in {directory})",
+                hint=f"read the log of {service_name} in logs/latest",
             )
         time.sleep(poll_s)
     return endpoint
 
 
-def remove_own_endpoint(directory: Path, name: str) -> None:
+def remove_own_endpoint(directory: Path, service_name: str) -> None:
     """Remove the service's file when it stops on purpose; a successor's file stays."""
-    endpoint = find_endpoint(directory, name)
+    endpoint = find_endpoint(directory, service_name)
     if endpoint and (endpoint.host, endpoint.pid) == (socket.gethostname(), os.getpid()):
-        (directory / f"{name}.json").unlink(missing_ok=True)
+        (directory / f"{service_name}.json").unlink(missing_ok=True)
 
 
 def ensure_admin_key(path: Path) -> str:
@@ -144,32 +147,33 @@ def ensure_service_key(path: Path) -> str:
     return _ensure_key(path, "a service key")
 
 
-def read_user_key(path: Path, name: str) -> str:
+def read_user_key(path: Path, key_description: str) -> str:
     """A key that others gave to the user, from a file that only the user can read.
 
     Raises:
         RecipeError: The file cannot be read, or others may read it, or it holds no key.
     """
     try:
-        key = _read_private_text(path, name)
+        key = _read_private_text(path, key_description)
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no text"
         raise RecipeError(
-            f"{name} cannot be read: {why}", key=str(path), hint="name another file"
+            f"{key_description} cannot be read: {why}", key=str(path), hint="name another file"
         ) from error
     if not 1 <= len(key) <= MAX_KEY_CHARS or not key.isascii() or not key.isprintable():
         raise RecipeError(
-            f"expected {name} of 1 to {MAX_KEY_CHARS} printable ASCII characters, got {len(key)}",
+            f"expected {key_description} of 1 to {MAX_KEY_CHARS} printable ASCII characters, "
+            f"got {len(key)}",
             key=str(path),
             hint="write the key into it, alone",
         )
     return key
 
 
-def _ensure_key(path: Path, name: str) -> str:
+def _ensure_key(path: Path, key_description: str) -> str:
     if not path.exists():
         _create_key(path)
-    return _read_key(path, name)
+    return _read_key(path, key_description)
 
 
 def _create_key(path: Path) -> None:
@@ -185,11 +189,11 @@ def _create_key(path: Path) -> None:
     fsync_path(path.parent)
 
 
-def _read_key(path: Path, name: str) -> str:
-    key = _read_private_text(path, name)
+def _read_key(path: Path, key_description: str) -> str:
+    key = _read_private_text(path, key_description)
     if not MIN_KEY_CHARS <= len(key) <= MAX_KEY_CHARS or not key.isascii():
         raise RecipeError(
-            f"expected {name} of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} ASCII "
+            f"expected {key_description} of {MIN_KEY_CHARS} to {MAX_KEY_CHARS} ASCII "
             f"characters, got {len(key)}",
             key=str(path),
             hint="remove the file: a key is made when it is missing",
@@ -197,7 +201,7 @@ def _read_key(path: Path, name: str) -> str:
     return key
 
 
-def _read_private_text(path: Path, name: str) -> str:
+def _read_private_text(path: Path, key_description: str) -> str:
     """The text of a file that nobody else may read, up to one character too many."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     with os.fdopen(descriptor) as stream:
@@ -213,5 +217,5 @@ def _read_private_text(path: Path, name: str) -> str:
                 f"expected mode 0600, got {stat.S_IMODE(status.st_mode):04o}: others may read it"
             )
         if problem:
-            raise RecipeError(f"{name} is not safe: {problem}", key=str(path), hint=hint)
+            raise RecipeError(f"{key_description} is not safe: {problem}", key=str(path), hint=hint)
         return stream.read(MAX_KEY_CHARS + 1).strip()

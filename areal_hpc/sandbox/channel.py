@@ -132,31 +132,33 @@ class CommandChannel:
         self._socket.close()
         self.servers_end.close()
 
-    async def _wait_for_end_and_kill_if_cut_off(self, number: int, command: RunningCommand) -> None:
+    async def _wait_for_end_and_kill_if_cut_off(
+        self, command_number: int, command: RunningCommand
+    ) -> None:
         was_killed = False
         while command.exit_code is None:
             if self.closed.is_set():
                 raise EOFError
             if command.is_cut_off and not was_killed:
                 was_killed = True
-                await self._send_frame(number, KILL_FRAME)
+                await self._send_frame(command_number, KILL_FRAME)
             await command.changed.wait()
             command.changed.clear()
 
-    async def _kill_and_wait(self, number: int, command: RunningCommand) -> None:
+    async def _kill_and_wait(self, command_number: int, command: RunningCommand) -> None:
         try:
             async with asyncio.timeout(KILL_GRACE_S):
-                await self._send_frame(number, KILL_FRAME)
-                await self._wait_for_end_and_kill_if_cut_off(number, command)
+                await self._send_frame(command_number, KILL_FRAME)
+                await self._wait_for_end_and_kill_if_cut_off(command_number, command)
         except TimeoutError:  # the server was stopped, by what it started
             raise EOFError from None
 
     async def _begin_command_and_feed_input(
-        self, number: int, command: RunningCommand, begin: bytes, stdin: bytes
+        self, command_number: int, command: RunningCommand, begin_frame: bytes, stdin: bytes
     ) -> None:
         """Begin the command and send its input, as fast as it reads."""
         with contextlib.suppress(EOFError):
-            await self._send_frame(number, BEGIN_FRAME, begin)
+            await self._send_frame(command_number, BEGIN_FRAME, begin_frame)
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
@@ -164,11 +166,11 @@ class CommandChannel:
                     await command.has_read.wait()
                     command.has_read.clear()
                 command.on_its_way += len(piece)
-                await self._send_frame(number, INPUT_FRAME, bytes(piece))
-            await self._send_frame(number, INPUT_FRAME)
+                await self._send_frame(command_number, INPUT_FRAME, bytes(piece))
+            await self._send_frame(command_number, INPUT_FRAME)
 
-    async def _send_frame(self, number: int, kind: bytes, content: bytes = b"") -> None:
-        frame = FRAME_HEADER_STRUCT.pack(number, kind, len(content)) + content
+    async def _send_frame(self, command_number: int, kind: bytes, content: bytes = b"") -> None:
+        frame = FRAME_HEADER_STRUCT.pack(command_number, kind, len(content)) + content
         # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
         if not await asyncio.shield(asyncio.ensure_future(self._write_frame(frame))):
             raise EOFError

@@ -114,29 +114,29 @@ class CommandServer:
             del self._received[: FRAME_HEADER_STRUCT.size + size]
             self._handle_frame(number, kind, content)
 
-    def _handle_frame(self, number: int, kind: bytes, content: bytes) -> None:
+    def _handle_frame(self, command_number: int, kind: bytes, content: bytes) -> None:
         if kind == BEGIN_FRAME:
             request = json.loads(content)
             if request["operation"] == "end":
-                self._end_commands(number)
+                self._end_commands(command_number)
             else:
-                self._begin_command(number, request)
+                self._begin_command(command_number, request)
             return
-        command = self._commands.get(number)
+        command = self._commands.get(command_number)
         if command is None:  # it has ended meanwhile
             return
         if kind == KILL_FRAME:
             kill_session(command.pid)
         elif content and command.stdin < 0:  # it reads no more
-            self._send_frame(number, INPUT_TAKEN_FRAME, struct.pack("!I", len(content)))
+            self._send_frame(command_number, INPUT_TAKEN_FRAME, struct.pack("!I", len(content)))
         elif content:
             command.backlog.append(content)
-            self._write_input_when_writable(number, command)
+            self._write_input_when_writable(command_number, command)
         else:
             command.is_input_over = True
             self._close_input_once_written(command)
 
-    def _begin_command(self, number: int, request: dict[str, Any]) -> None:
+    def _begin_command(self, command_number: int, request: dict[str, Any]) -> None:
         inner, outer = [], []
         for is_input in (True, False, False):
             reading, writing = os.pipe()
@@ -148,9 +148,11 @@ class CommandServer:
             for one in (*inner, *outer):
                 os.close(one)
             self._send_frame(
-                number, STDERR_FRAME, f"sandbox: no process could be started: {error}".encode()
+                command_number,
+                STDERR_FRAME,
+                f"sandbox: no process could be started: {error}".encode(),
             )
-            self._send_frame(number, EXIT_CODE_FRAME, b"126")
+            self._send_frame(command_number, EXIT_CODE_FRAME, b"126")
             return
         if pid == 0:
             become_command_process(request, inner, self._request)
@@ -159,15 +161,15 @@ class CommandServer:
         for one in outer:
             os.set_blocking(one, False)
         command = Command(pid, outer[0], {outer[1]: STDOUT_FRAME, outer[2]: STDERR_FRAME})
-        self._commands[number] = command
+        self._commands[command_number] = command
         for stream in command.streams:
             self._selector.register(
                 stream,
                 selectors.EVENT_READ,
-                self._bind_arguments(self._forward_output, number, command, stream),
+                self._bind_arguments(self._forward_output, command_number, command, stream),
             )
 
-    def _end_commands(self, number: int) -> None:
+    def _end_commands(self, command_number: int) -> None:
         """Kill all that runs, also what commands left behind; the host waits only so long."""
         while below := list_children(os.getpid()):
             for pid in below:
@@ -175,21 +177,21 @@ class CommandServer:
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)  # children of those become this process's own
             self._report_ended_commands()
-        self._send_frame(number, EXIT_CODE_FRAME, b"0")
+        self._send_frame(command_number, EXIT_CODE_FRAME, b"0")
 
     @staticmethod
     def _bind_arguments(function: Callable[..., Any], *arguments: Any) -> Callable[[], Any]:
         return lambda: function(*arguments)
 
-    def _write_input_when_writable(self, number: int, command: Command) -> None:
+    def _write_input_when_writable(self, command_number: int, command: Command) -> None:
         if command.stdin >= 0 and command.stdin not in self._selector.get_map():
             self._selector.register(
                 command.stdin,
                 selectors.EVENT_WRITE,
-                self._bind_arguments(self._write_next_input_piece, number, command),
+                self._bind_arguments(self._write_next_input_piece, command_number, command),
             )
 
-    def _write_next_input_piece(self, number: int, command: Command) -> None:
+    def _write_next_input_piece(self, command_number: int, command: Command) -> None:
         piece = command.backlog.popleft()
         try:
             taken = os.write(command.stdin, piece)
@@ -199,7 +201,7 @@ class CommandServer:
             taken = len(piece) + sum(map(len, command.backlog))
             command.backlog.clear()
             command.is_input_over = True
-        self._send_frame(number, INPUT_TAKEN_FRAME, struct.pack("!I", taken))
+        self._send_frame(command_number, INPUT_TAKEN_FRAME, struct.pack("!I", taken))
         if taken < len(piece):
             command.backlog.appendleft(piece[taken:])
         if not command.backlog:
@@ -211,14 +213,14 @@ class CommandServer:
             os.close(command.stdin)
             command.stdin = -1
 
-    def _forward_output(self, number: int, command: Command, stream: int) -> bool:
+    def _forward_output(self, command_number: int, command: Command, stream: int) -> bool:
         """Pass on what is there; false if that is nothing."""
         try:
             piece = os.read(stream, CHUNK_BYTES)
         except BlockingIOError:
             return False
         if piece:
-            self._send_frame(number, command.streams[stream], piece)
+            self._send_frame(command_number, command.streams[stream], piece)
             return True
         self._selector.unregister(stream)
         os.close(stream)
@@ -252,8 +254,8 @@ class CommandServer:
                 numbers[pid], EXIT_CODE_FRAME, str(code if code >= 0 else 128 - code).encode()
             )
 
-    def _send_frame(self, number: int, kind: bytes, content: bytes) -> None:
-        self._write_to_host(FRAME_HEADER_STRUCT.pack(number, kind, len(content)) + content)
+    def _send_frame(self, command_number: int, kind: bytes, content: bytes) -> None:
+        self._write_to_host(FRAME_HEADER_STRUCT.pack(command_number, kind, len(content)) + content)
 
     def _write_to_host(self, data: bytes) -> None:
         rest = memoryview(data)

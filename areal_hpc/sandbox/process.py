@@ -40,7 +40,7 @@ STARTUP_ALLOWANCE_S = 5.0
 _POLL_INTERVAL_S = 0.05
 _MOMENTARY_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory")
 """What bubblewrap says where the node has no process or memory left now (EAGAIN, ENOMEM)."""
-_LAUNCHER = Path(__file__).with_name("launcher.py")
+_LAUNCHER_PATH = Path(__file__).with_name("launcher.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +163,15 @@ class SandboxedProcess:
             timed_out or code in (128 + signal.SIGXCPU, -signal.SIGXCPU),
         )
 
-    def require_begun(self, said: str = "") -> None:
-        """Raise if the program never began, now that it has ended; `said` is what was printed.
+    def require_begun(self, printed_text: str = "") -> None:
+        """Raise if the program never began, now that it has ended; `printed_text` is its output.
 
         Raises:
             RecipeError: This machine cannot isolate it.
             ClusterError: It did not start, for another reason.
         """
         if not self._has_begun:
-            raise _explain_failed_start(self._isolation, said)
+            raise _explain_failed_start(self._isolation, printed_text)
 
     def kill(self) -> None:
         """End it now, with all that it started, and close what is open of it. May be repeated."""
@@ -261,7 +261,7 @@ def _make_program_folder(files: Mapping[str, bytes]) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as name:
         folder, own = Path(name), Path(name) / "own"
         own.mkdir()
-        for one, content in {**files, _LAUNCHER.name: _LAUNCHER.read_bytes()}.items():
+        for one, content in {**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()}.items():
             (folder / one).write_bytes(content)
             (folder / one).chmod(0o644)
         for path, mode in ((folder, 0o755), (own, 0o777)):
@@ -270,14 +270,16 @@ def _make_program_folder(files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _build_unisolated_command(
-    own: str, names: Iterable[str], limits: ProgramLimits, report_fd: int, as_nobody: bool
+    program_file: str, names: Iterable[str], limits: ProgramLimits, report_fd: int, as_nobody: bool
 ) -> list[str]:
     """The command line without isolation, in a folder of `_make_program_folder`."""
     python, _ = _require_sandbox_python(as_nobody)
     # Here the kernel counts all processes of the user.
     request = asdict(limits) | {"report_fd": report_fd}
     request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
-    launcher, *scripts = (str(Path(own).parent / name) for name in (_LAUNCHER.name, *names))
+    launcher, *scripts = (
+        str(Path(program_file).parent / name) for name in (_LAUNCHER_PATH.name, *names)
+    )
     return [python, "-I", "-S", launcher, json.dumps(request), python, *scripts]
 
 
@@ -303,14 +305,14 @@ def _build_isolated_command(
         return descriptor
 
     report_fd = descriptors[0]
-    contents = {**files, _LAUNCHER.name: _LAUNCHER.read_bytes()}
+    contents = {**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()}
     scripts = {name: pass_content(content) for name, content in contents.items()}
     program_filter = build_seccomp_filter()
     request = json.dumps(asdict(limits) | {"report_fd": report_fd})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     return build_bwrap_command(
         str(get_bwrap_runnable_by_all(bwrap) if as_nobody else bwrap),
-        [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER.name}", request, python, *places],
+        [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
         scripts=scripts,
         python_prefix=prefix,
         scratch_bytes=limits.scratch_bytes,
@@ -339,18 +341,18 @@ def _count_user_threads(user: int) -> int:
     return sum(count())
 
 
-def _explain_failed_start(isolation: Isolation, said: str) -> ClusterError | RecipeError:
-    why = " ".join(said.split())[-500:] or "it ended without a word"
-    is_of_this_moment = any(sign in said for sign in _MOMENTARY_SIGNS)
-    if isolation == "bwrap" and "bwrap:" in said and not is_of_this_moment:
+def _explain_failed_start(isolation: Isolation, printed_text: str) -> ClusterError | RecipeError:
+    why = " ".join(printed_text.split())[-500:] or "it ended without a word"
+    is_of_this_moment = any(sign in printed_text for sign in _MOMENTARY_SIGNS)
+    if isolation == "bwrap" and "bwrap:" in printed_text and not is_of_this_moment:
         return _build_isolation_error(why)
     kind = SandboxStartError if is_of_this_moment else ClusterError
     return kind(f"a sandboxed program did not start: {why}")
 
 
-def _build_isolation_error(why: str) -> RecipeError:
+def _build_isolation_error(reason: str) -> RecipeError:
     return RecipeError(
-        f"programs that the model wrote cannot be isolated on this machine: {why}",
+        f"programs that the model wrote cannot be isolated on this machine: {reason}",
         key="reward.isolation",
         hint="allow user namespaces (sysctl user.max_user_namespaces), or set "
         "reward.isolation=none: then such a program can do all that you can",

@@ -20,7 +20,7 @@ def check_isolation() -> None:
 
 
 def run_program(
-    source: str,
+    program_source: str,
     stdin: str = "",
     limits: ProgramLimits | None = None,
     isolation: Isolation | None = None,
@@ -36,7 +36,7 @@ def run_program(
         RecipeError: This machine cannot isolate it.
         ClusterError: It could not be started.
     """
-    files = {"program.py": source.encode(errors="replace")}
+    files = {"program.py": program_source.encode(errors="replace")}
     process = SandboxedProcess(
         files,
         limits or ProgramLimits(),

@@ -29,10 +29,10 @@ class Runtime(Protocol):
         ...
 
 
-def build_isolation_error(program: str, hint: str, why: str) -> RecipeError:
+def build_isolation_error(program: str, hint: str, reason: str) -> RecipeError:
     """The error of a runtime whose program cannot isolate on this machine."""
     return RecipeError(
-        f"{program} cannot isolate on this machine: {why}",
+        f"{program} cannot isolate on this machine: {reason}",
         key=ISOLATION_KEY,
         hint=hint,
     )

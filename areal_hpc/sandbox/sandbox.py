@@ -348,8 +348,8 @@ class Sandbox:
             return resident
         return max(resident, read_memory_file_bytes(processes))
 
-    def _end_as_lost(self, why: str) -> None:
-        self._why_lost = self._why_lost or why
+    def _end_as_lost(self, reason: str) -> None:
+        self._why_lost = self._why_lost or reason
         self._kill()
 
     def _kill(self) -> None:

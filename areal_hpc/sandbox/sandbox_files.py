@@ -60,12 +60,12 @@ def remove_all(path: str) -> None:
         Path(path).rmdir()
 
 
-def copy_to_end(source: int, target: int) -> None:
+def copy_to_end(source_fd: int, target_fd: int) -> None:
     """Copy from one descriptor to another, to the end."""
-    while piece := os.read(source, CHUNK_BYTES):
+    while piece := os.read(source_fd, CHUNK_BYTES):
         rest = memoryview(piece)
         while rest:
-            rest = rest[os.write(target, rest) :]
+            rest = rest[os.write(target_fd, rest) :]
 
 
 def require_regular_file(descriptor: int, path: str) -> None:

@@ -59,14 +59,14 @@ class SessionForwarder:
             await _close_writer(upward)
 
 
-async def _copy_until_closed(source: asyncio.StreamReader, target: asyncio.StreamWriter) -> None:
+async def _copy_until_closed(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Move bytes until one side ends; the other is told that no more will come."""
     with contextlib.suppress(OSError):
-        while piece := await source.read(_PIECE_BYTES):
-            target.write(piece)
-            await target.drain()
-        if target.can_write_eof():
-            target.write_eof()
+        while piece := await reader.read(_PIECE_BYTES):
+            writer.write(piece)
+            await writer.drain()
+        if writer.can_write_eof():
+            writer.write_eof()
 
 
 async def _close_writer(writer: asyncio.StreamWriter) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.rundir import checkpoint_index, checkpoints, rendezvous
 from areal_hpc.rundir.paths import (
-    HELD_NOTES_DIR,
+    HELD_JOB_NOTES_SUBDIR,
     JobPaths,
     RunPaths,
     format_restart_dir,
@@ -22,7 +22,7 @@ RUN, JOB = RunPaths(Path("run")), JobPaths(Path("job"))
 FIXED = {one.name for kind in (RunPaths, JobPaths) for one in vars(kind).values() if
          type(one).__name__ == "_PathDescriptor"}  # fmt: skip
 NAMES = {part for name in FIXED for part in name.split("/")} | {
-    HELD_NOTES_DIR, checkpoints.COMPLETE_MARKER_FILE, checkpoints.TRAINER_STATE_FILE,
+    HELD_JOB_NOTES_SUBDIR, checkpoints.COMPLETE_MARKER_FILE, checkpoints.TRAINER_STATE_FILE,
     checkpoint_index.CHECKPOINT_INDEX_FILE,
     RUN.export_dir("x").parent.name, rendezvous.LEDGER_SERVICE, rendezvous.RANK_STORE_SERVICE,
     rendezvous.EVALUATION_CELL,

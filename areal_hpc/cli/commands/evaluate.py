@@ -95,7 +95,9 @@ def _run_or_submit_evaluation(
     with catch_stop_signals() as stop:
         if arguments.submit:
             say = partial(print, flush=True)
-            submit_evaluation(target, sets, say=say, wait_until=stop if arguments.wait else None)
+            submit_evaluation(
+                target, sets, print_line=say, wait_until=stop if arguments.wait else None
+            )
         else:
             run_evaluation(target, sets, stop)
 

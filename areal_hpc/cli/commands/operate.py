@@ -180,7 +180,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     if is_run_finished(recipe, paths):
         print("this run is finished; for more steps set trainer.total_steps=...")
         return 0
-    slurm_launcher.submit(recipe, say=say, joins_live_jobs=True)
+    slurm_launcher.submit(recipe, print_line=say, joins_live_jobs=True)
     print(f"next     {format_next_command('status', paths)}")
     return 0
 

@@ -133,7 +133,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
             return 0
         say(f"run      {paths.root}")
         for script in slurm_launcher.prepare_run_and_write_scripts(
-            recipe, say=say, fresh=arguments.fresh
+            recipe, print_line=say, fresh=arguments.fresh
         ):
             print(f"sbatch   {script}")
         return 0
@@ -164,7 +164,7 @@ def _submit_sweep(arguments: argparse.Namespace) -> int:
         return 0
     for run in sweep.runs:
         print(f"run      {run.run_dir.resolve()}", flush=True)
-    submit_sweep(sweep, say=say, after=arguments.after, fresh=arguments.fresh)
+    submit_sweep(sweep, print_line=say, after=arguments.after, fresh=arguments.fresh)
     first = RunPaths(sweep.runs[0].run_dir.resolve())
     print(f"next     squeue --me\n         {format_next_command('status', first)}")
     return 0

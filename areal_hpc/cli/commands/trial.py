@@ -43,7 +43,7 @@ def _run_trial(arguments: argparse.Namespace) -> int:
         return run_trial(
             load_recipe(arguments.recipe, arguments.overrides),
             tasks=arguments.tasks,
-            say=partial(print, flush=True),
+            print_line=partial(print, flush=True),
             recorded_run=run and parse_run_dir(run).root,
             base_url=arguments.base_url,
         )

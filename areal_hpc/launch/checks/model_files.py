@@ -245,11 +245,11 @@ def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[
 
 
 def _find_parallel_size_problems(
-    config: Mapping[str, Any], where: str, recipe: Recipe
+    config: Mapping[str, Any], config_file: str, recipe: Recipe
 ) -> Iterator[Problem]:
     """Is it a network that can be trained, and does it split as the recipe asks?"""
     try:
-        arch = parse_architecture(config, where)
+        arch = parse_architecture(config, config_file)
     except RecipeError as error:
         yield from error.problems
         return

@@ -66,7 +66,7 @@ def find_server_option_problems(recipe: Recipe, python: str) -> Iterator[Problem
 
 
 def find_option_problems(
-    arguments: Sequence[str], reading: CommandReading, known: Sequence[str]
+    arguments: Sequence[str], reading: CommandReading, known_options: Sequence[str]
 ) -> Iterator[Problem]:
     """What is wrong with options, as SGLang read them. Pure."""
     if reading.complaint:
@@ -77,7 +77,7 @@ def find_option_problems(
         )
     options = [word.partition("=")[0] for word in reading.unknown if word.startswith("-")]
     for option in options:
-        near = difflib.get_close_matches(option, known, n=1)
+        near = difflib.get_close_matches(option, known_options, n=1)
         hint = f"did you mean {near[0]}?" if near else "leave it out"
         yield Problem(f"SGLang has no option {option}", EXTRA_ARGS_KEY, hint)
     if reading.unknown and not options:

@@ -125,7 +125,11 @@ def _find_foreign_agent_problems(
 
 
 def _find_user_code_load_problems(
-    python: str, request: Mapping[str, Any], environ: Mapping[str, str], key: str, what: str
+    python: str,
+    request: Mapping[str, Any],
+    environ: Mapping[str, str],
+    key: str,
+    code_description: str,
 ) -> Iterator[Problem]:
     """Run the program that imports user code; it prints what is wrong as its last line."""
     try:
@@ -139,7 +143,7 @@ def _find_user_code_load_problems(
             env=environ,
         )
     except subprocess.TimeoutExpired:
-        message = f"{what} did not finish loading within {USER_CODE_TIMEOUT_S} s"
+        message = f"{code_description} did not finish loading within {USER_CODE_TIMEOUT_S} s"
         yield Problem(message, key, "move slow work out of module imports and constructors")
         return
     if answer.returncode == 0:
@@ -148,5 +152,5 @@ def _find_user_code_load_problems(
         message, key, hint = json.loads(answer.stdout.splitlines()[-1])
     except (IndexError, ValueError):
         last = (answer.stderr.strip().splitlines() or ["no output"])[-1]
-        message, hint = f"{what} cannot be loaded: {last}", ""
+        message, hint = f"{code_description} cannot be loaded: {last}", ""
     yield Problem(message, key, hint)

@@ -25,19 +25,19 @@ class CheckResult:
     """One way out; empty if all is well."""
 
 
-def ok(name: str, finding: str) -> CheckResult:
+def ok(check_name: str, finding: str) -> CheckResult:
     """All is well."""
-    return CheckResult(name, CheckStatus.OK, finding)
+    return CheckResult(check_name, CheckStatus.OK, finding)
 
 
-def warn(name: str, finding: str, hint: str) -> CheckResult:
+def warn(check_name: str, finding: str, hint: str) -> CheckResult:
     """Worth knowing."""
-    return CheckResult(name, CheckStatus.WARN, finding, hint)
+    return CheckResult(check_name, CheckStatus.WARN, finding, hint)
 
 
-def fail(name: str, finding: str, hint: str) -> CheckResult:
+def fail(check_name: str, finding: str, hint: str) -> CheckResult:
     """A run would not work."""
-    return CheckResult(name, CheckStatus.FAIL, finding, hint)
+    return CheckResult(check_name, CheckStatus.FAIL, finding, hint)
 
 
 def format_checks(checks: Sequence[CheckResult]) -> list[str]:

@@ -10,8 +10,8 @@ from areal_hpc.launch.doctor.gpu.fact_judgments import (
 )
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport
 from areal_hpc.launch.doctor.gpu.step_judgments import (
-    MIN_NVLINK_BYTES_PER_S,
-    MIN_PCIE_BYTES_PER_S,
+    MIN_NVLINK_ALLREDUCE_BYTES_PER_S,
+    MIN_PCIE_ALLREDUCE_BYTES_PER_S,
     MIN_RDMA_BYTES_PER_S,
     MIN_TCP_BYTES_PER_S,
     judge_engine,
@@ -24,10 +24,10 @@ NODE_LINK_HINT = "nvidia-smi topo -m; is P2P disabled (NCCL_P2P_DISABLE, ACS in 
 NETWORK_HINT = "NCCL_DEBUG=INFO says which adapters it takes; cluster.slurm.network names others"
 
 
-def check_gpu_nodes(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_gpu_nodes(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Facts of every node, then the measured steps in the order in which a run needs them."""
-    assert subject.gpus is not None
-    plan, report = subject.gpus.plan, subject.gpus.report
+    assert doctor_subject.gpus is not None
+    plan, report = doctor_subject.gpus.plan, doctor_subject.gpus.report
     yield from _judge_facts_of_nodes(report, plan)
     yield from _judge_collectives(report)
     yield judge_step(report.step)
@@ -50,7 +50,11 @@ def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[Che
 
 def _judge_collectives(report: GpuReport) -> Iterator[CheckResult]:
     """Rates within the first node, and between nodes where there are several."""
-    floor = MIN_NVLINK_BYTES_PER_S if report.nodes[0].has_nvlink else MIN_PCIE_BYTES_PER_S
+    floor = (
+        MIN_NVLINK_ALLREDUCE_BYTES_PER_S
+        if report.nodes[0].has_nvlink
+        else MIN_PCIE_ALLREDUCE_BYTES_PER_S
+    )
     is_rehearsal = report.device == "cpu"
     yield judge_rates(
         "all-reduce", report.node_rates, None if is_rehearsal else floor, NODE_LINK_HINT

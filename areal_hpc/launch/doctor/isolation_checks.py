@@ -8,7 +8,7 @@ from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.sandbox.run import check_isolation
 
 
-def check_program_isolation(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_program_isolation(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """An empty program in a sandbox, on this machine; only rewards that run programs need one."""
     try:
         check_isolation()

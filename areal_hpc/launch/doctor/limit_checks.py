@@ -41,19 +41,19 @@ class AccountingLimit:
         return sum(1 + one.successors for one in self.requests)
 
 
-def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether user, account and QOS have room for all jobs of the recipe, and for their time."""
-    enforced = subject.slurm_answer.settings.get("AccountingStorageEnforce", "").split(",")
+    enforced = doctor_subject.slurm_answer.settings.get("AccountingStorageEnforce", "").split(",")
     if not {"limits", "safe"}.intersection(enforced):
         yield ok("job limits", "this cluster enforces none")
         return
     queued = len(run_slurm_command("squeue", "--me", "--noheader", "--array").splitlines())
-    limits = list(_find_limits_of_jobs(subject.job_requests))
+    limits = list(_find_limits_of_jobs(doctor_subject.job_requests))
     for limit in limits:
         if limit.max_jobs is not None:
             yield judge_job_limit(
                 *(limit.owner, limit.max_jobs, limit.wanted_jobs, queued),
-                is_requeued=subject.slurm.requeue or subject.slurm.successors > 0,
+                is_requeued=doctor_subject.slurm.requeue or doctor_subject.slurm.successors > 0,
             )
         for request in limit.requests:
             asked = request.shape.time_limit_minutes
@@ -69,10 +69,12 @@ def check_accounting_limits(subject: DoctorSubject) -> Iterator[CheckResult]:
         yield ok("job limits", "none for your account and QOS")
 
 
-def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_qos_preemption(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
-    settings = subject.slurm_answer.settings
-    names = {options.qos for options in list_options_by_job_kind(subject.slurm).values()} - {None}
+    settings = doctor_subject.slurm_answer.settings
+    names = {options.qos for options in list_options_by_job_kind(doctor_subject.slurm).values()} - {
+        None
+    }
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
     for row in _query_sacctmgr_table("qos", ("name", "preemptmode", "gracetime")):
@@ -86,20 +88,22 @@ def check_qos_preemption(subject: DoctorSubject) -> Iterator[CheckResult]:
 
 
 def judge_job_limit(
-    owner: str, max_jobs: int, wanted: int, queued: int, *, is_requeued: bool
+    owner: str, max_jobs: int, wanted_jobs: int, queued_jobs: int, *, is_requeued: bool
 ) -> CheckResult:
-    """Whether a limit lets `wanted` jobs in beside the `queued` that are there already. Pure."""
-    found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted}"
-    if wanted > max_jobs:
+    """Whether a limit lets `wanted_jobs` in beside the `queued_jobs` already there. Pure."""
+    found = f"{owner} allows {max_jobs} jobs at a time; the recipe submits {wanted_jobs}"
+    if wanted_jobs > max_jobs:
         hint = (
             "fewer cells, several of them in one job (inference.cells_per_job), fewer "
             "cluster.slurm.successors, or another QOS"
         )
         return fail("job limits", f"{found}: sbatch refuses some, and so none is submitted", hint)
-    if wanted + queued > max_jobs:
-        there = f"{found}, and {queued} of yours are there"
-        return warn("job limits", there, f"submit when {wanted + queued - max_jobs} have ended")
-    if not is_requeued and wanted == max_jobs:
+    if wanted_jobs + queued_jobs > max_jobs:
+        there = f"{found}, and {queued_jobs} of yours are there"
+        return warn(
+            "job limits", there, f"submit when {wanted_jobs + queued_jobs - max_jobs} have ended"
+        )
+    if not is_requeued and wanted_jobs == max_jobs:
         return warn(
             "job limits",
             f"{found}; with slurm.requeue=false a job must submit its successor while it counts "
@@ -146,22 +150,22 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
 
 
 def _build_limits(
-    owner: str, number: str, time: str, requests: Sequence[JobRequest]
+    owner: str, max_jobs_text: str, max_wall_text: str, requests: Sequence[JobRequest]
 ) -> Iterator[AccountingLimit]:
     """A limit as sacctmgr writes it; nothing if it is none, or concerns no job."""
-    max_jobs = int(number) if number.isdigit() else None
-    max_minutes = parse_minutes(time)
+    max_jobs = int(max_jobs_text) if max_jobs_text.isdigit() else None
+    max_minutes = parse_minutes(max_wall_text)
     if requests and (max_jobs is not None or max_minutes is not None):
         yield AccountingLimit(owner, max_jobs, max_minutes, tuple(requests))
 
 
 def _query_sacctmgr_table(
-    entity: str, columns: Sequence[str], *where: str
+    entity: str, columns: Sequence[str], *conditions: str
 ) -> list[Mapping[str, str]]:
     """Rows of `sacctmgr show`, by column."""
     shown = run_slurm_command(
         *("sacctmgr", "--noheader", "--parsable2", "show", entity),
-        *(("where", *where) if where else ()),
+        *(("where", *conditions) if conditions else ()),
         f"format={','.join(columns)}",
     )
     lines = (line.split("|") for line in shown.splitlines())

@@ -21,20 +21,20 @@ def list_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:
     return found
 
 
-def read_partition(name: str) -> dict[str, str]:
+def read_partition(partition_name: str) -> dict[str, str]:
     """Facts of a partition by Slurm's names for them.
 
     Raises:
         ClusterError: Slurm does not know it, or does not answer.
     """
-    shown = run_slurm_command("scontrol", "show", "partition", name, "--oneliner")
+    shown = run_slurm_command("scontrol", "show", "partition", partition_name, "--oneliner")
     return dict(re.findall(r"(\w+)=(\S+)", shown))
 
 
-def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """The partitions that jobs go to."""
     limits: dict[str, int] = {}
-    slurm = subject.slurm
+    slurm = doctor_subject.slurm
     for options in list_options_by_job_kind(slurm).values():
         asked = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in (options.partition or "").split(","):
@@ -55,26 +55,39 @@ def check_partitions(subject: DoctorSubject) -> Iterator[CheckResult]:
         )
 
 
-def _judge_partition(name: str, facts: Mapping[str, str], time_limit_minutes: int) -> CheckResult:
-    what = f"{facts.get('TotalNodes', '?')} nodes, at most {facts.get('MaxTime', '?')}"
-    if facts.get("State") != "UP":
+def _judge_partition(
+    partition_name: str, partition_facts: Mapping[str, str], time_limit_minutes: int
+) -> CheckResult:
+    nodes, max_time = (partition_facts.get(key, "?") for key in ("TotalNodes", "MaxTime"))
+    what = f"{nodes} nodes, at most {max_time}"
+    if partition_facts.get("State") != "UP":
         return fail(
-            f"partition {name}", f"is {facts.get('State')}", "sinfo -s; name one that is up"
+            f"partition {partition_name}",
+            f"is {partition_facts.get('State')}",
+            "sinfo -s; name one that is up",
         )
-    most_min = parse_minutes(facts.get("MaxTime", ""))
+    most_min = parse_minutes(partition_facts.get("MaxTime", ""))
     if most_min is not None and time_limit_minutes > most_min:
         hint = f"cluster.slurm.time_limit_minutes={most_min}; the run continues in the next job"
-        return fail(f"partition {name}", f"{what}; jobs ask for {time_limit_minutes} min", hint)
-    return ok(f"partition {name}", f"up, {what}, PreemptMode={facts.get('PreemptMode', '?')}")
+        return fail(
+            f"partition {partition_name}", f"{what}; jobs ask for {time_limit_minutes} min", hint
+        )
+    return ok(
+        f"partition {partition_name}",
+        f"up, {what}, PreemptMode={partition_facts.get('PreemptMode', '?')}",
+    )
 
 
-def judge_preemption(name: str, facts: Mapping[str, str]) -> CheckResult:
+def judge_preemption(partition_name: str, partition_facts: Mapping[str, str]) -> CheckResult:
     """What happens to a job of the partition that a job of higher priority displaces.
 
-    `facts` are those of `scontrol show partition`.
+    `partition_facts` are those of `scontrol show partition`.
     """
-    what, mode = f"preemption {name}", facts.get("PreemptMode", "OFF").split(",")[0]
-    grace = facts.get("GraceTime", "0")
+    what, mode = (
+        f"preemption {partition_name}",
+        partition_facts.get("PreemptMode", "OFF").split(",")[0],
+    )
+    grace = partition_facts.get("GraceTime", "0")
     grace_s = int(grace) if grace.isdigit() else 0
     if mode in ("OFF", "DISABLED"):
         return ok(what, "jobs there are not preempted")
@@ -96,10 +109,10 @@ def judge_preemption(name: str, facts: Mapping[str, str]) -> CheckResult:
 
 
 def judge_resubmission(
-    name: str, facts: Mapping[str, str], *, is_requeued: bool, successors: int
+    partition_name: str, partition_facts: Mapping[str, str], *, is_requeued: bool, successors: int
 ) -> CheckResult:
     """Whether jobs of the partition may submit jobs, and what else brings them back. Pure."""
-    from_nodes, what = facts.get("AllocNodes", "ALL"), f"resubmission {name}"
+    from_nodes, what = partition_facts.get("AllocNodes", "ALL"), f"resubmission {partition_name}"
     if from_nodes == "ALL":
         return ok(what, "jobs may submit jobs")
     if successors:
@@ -119,12 +132,12 @@ def judge_resubmission(
     )
 
 
-def check_requeue(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_requeue(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """How a job that ended early gets another start."""
     yield judge_requeue(
-        is_requested=subject.slurm.requeue,
-        default=subject.slurm_answer.settings.get("JobRequeue", ""),
-        successors=subject.slurm.successors,
+        is_requested=doctor_subject.slurm.requeue,
+        default=doctor_subject.slurm_answer.settings.get("JobRequeue", ""),
+        successors=doctor_subject.slurm.successors,
     )
 
 

@@ -10,20 +10,20 @@ from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.launch.input_checks import find_input_problems
 
 
-def check_role_interpreters(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_role_interpreters(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """The Python of each role. Those within containers are not to be seen here."""
-    assert subject.recipe is not None
-    if subject.slurm.container.kind == "none":
-        yield from check_interpreters(get_interpreters(subject.recipe))
+    assert doctor_subject.recipe is not None
+    if doctor_subject.slurm.container.kind == "none":
+        yield from check_interpreters(get_interpreters(doctor_subject.recipe))
 
 
-def check_recipe_inputs(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_recipe_inputs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """What the recipe refers to, apart from interpreters."""
-    assert subject.recipe is not None
-    pythons = get_interpreters(subject.recipe)
+    assert doctor_subject.recipe is not None
+    pythons = get_interpreters(doctor_subject.recipe)
     problems = [
         problem
-        for problem in find_input_problems(subject.recipe, pythons, (str(Path.cwd()),))
+        for problem in find_input_problems(doctor_subject.recipe, pythons, (str(Path.cwd()),))
         if not problem.key.endswith(".python")
     ]
     for problem in problems:

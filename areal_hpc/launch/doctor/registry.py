@@ -56,30 +56,32 @@ CHECKS = (
 """Every check, in the order in which results are listed. A new one is added here."""
 
 
-def run_checks(subject: DoctorSubject, checks: Sequence[DoctorCheck] = CHECKS) -> list[CheckResult]:
+def run_checks(
+    doctor_subject: DoctorSubject, checks: Sequence[DoctorCheck] = CHECKS
+) -> list[CheckResult]:
     """Results of all checks whose facts there are. One that raises has failed, and no other."""
     results: list[CheckResult] = []
     for check in checks:
-        if all(_has_fact(subject, fact) for fact in check.needs):
-            results += _run_check(check, subject)
+        if all(_has_fact(doctor_subject, fact) for fact in check.needs):
+            results += _run_check(check, doctor_subject)
     return results
 
 
-def _has_fact(subject: DoctorSubject, fact: Fact) -> bool:
+def _has_fact(doctor_subject: DoctorSubject, fact: Fact) -> bool:
     match fact:
         case "slurm":
-            return not subject.slurm_answer.outage
+            return not doctor_subject.slurm_answer.outage
         case "recipe":
-            return subject.recipe is not None
+            return doctor_subject.recipe is not None
         case "file root":
-            return subject.fileroot is not None
+            return doctor_subject.fileroot is not None
         case "gpus":
-            return subject.gpus is not None
+            return doctor_subject.gpus is not None
 
 
-def _run_check(check: DoctorCheck, subject: DoctorSubject) -> Iterator[CheckResult]:
+def _run_check(check: DoctorCheck, doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     try:
-        yield from check.run(subject)
+        yield from check.run(doctor_subject)
     except ArealError as error:
         for problem in error.problems:
             yield fail(check.name, problem.message, problem.hint)

@@ -17,14 +17,14 @@ from areal_hpc.slurm.submit import render_script
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
 
-def check_slurm_answers(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Slurm's commands and its controller, which those who only `run` can do without."""
     missing = [name for name in REQUIRED_COMMANDS if shutil.which(name) is None]
-    outage = subject.slurm_answer.outage
+    outage = doctor_subject.slurm_answer.outage
     if not missing and not outage:
-        version = subject.slurm_answer.settings.get("SLURM_VERSION", "?")
+        version = doctor_subject.slurm_answer.settings.get("SLURM_VERSION", "?")
         yield ok("slurm", f"{version} answers: {', '.join(REQUIRED_COMMANDS)}")
-    elif not subject.involves_slurm:
+    elif not doctor_subject.involves_slurm:
         yield ok("slurm", f"none here ({outage}); `areal-hpc run` works without it")
     elif missing:
         hint = "run this on a login node of the cluster; module load slurm on some"
@@ -34,9 +34,9 @@ def check_slurm_answers(subject: DoctorSubject) -> Iterator[CheckResult]:
         yield fail("slurm", outage, hint)
 
 
-def check_accounting(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_accounting(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether Slurm remembers jobs that are over."""
-    kind = subject.slurm_answer.settings.get("AccountingStorageType", "")
+    kind = doctor_subject.slurm_answer.settings.get("AccountingStorageType", "")
     if kind.endswith("slurmdbd") and shutil.which("sacct"):
         yield ok("accounting", "on: sacct tells what happened to jobs of long ago")
         return
@@ -47,18 +47,18 @@ def check_accounting(subject: DoctorSubject) -> Iterator[CheckResult]:
     )
 
 
-def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
     asked: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for job, text in _render_scripts(subject).items():
+        for job, text in _render_scripts(doctor_subject).items():
             path = Path(folder) / f"{job}.sbatch"
             path.write_text(text)
             asked[job] = (str(path),)
         if not asked:
             asked = {
                 job: (*get_sbatch_flags(options), "--wrap=true")
-                for job, options in list_options_by_job_kind(subject.slurm).items()
+                for job, options in list_options_by_job_kind(doctor_subject.slurm).items()
             }
         for job, arguments in asked.items():
             try:
@@ -74,10 +74,10 @@ def check_sbatch_accepts(subject: DoctorSubject) -> Iterator[CheckResult]:
                 yield ok(f"job {job}", "sbatch accepts the job (--test-only)")
 
 
-def _render_scripts(subject: DoctorSubject) -> dict[str, str]:
+def _render_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
     """The script of one job of each kind; none without a recipe."""
     scripts: dict[str, str] = {}
-    for request in subject.job_requests:
+    for request in doctor_subject.job_requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
         is_first_cell = is_training_cell_job(request.job) and not any(
             map(is_training_cell_job, scripts)
@@ -96,9 +96,9 @@ def get_sbatch_flags(options: JobOptions) -> tuple[str, ...]:
     return (*told, *(options.sbatch_flags or ()))
 
 
-def check_container(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """What starts containers, and the images, where jobs run in some."""
-    container = subject.slurm.container
+    container = doctor_subject.slurm.container
     if container.kind == "none":
         return
     if container.kind == "apptainer":
@@ -111,7 +111,7 @@ def check_container(subject: DoctorSubject) -> Iterator[CheckResult]:
     else:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"
         yield fail("pyxis", "srun has no --container-image", hint)
-    yield judge_commands_in_container(subject.slurm)
+    yield judge_commands_in_container(doctor_subject.slurm)
     for image in {container.train, container.serve}:
         if image.startswith("/") and Path(image).exists():
             yield ok("image", image)

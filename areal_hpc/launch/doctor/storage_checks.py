@@ -45,10 +45,10 @@ cat question > .answer && hostname >> .answer && mv .answer answer
 """
 
 
-def check_storage(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_storage(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Look at the file root from this node, in a folder that is removed again."""
-    assert subject.fileroot is not None
-    fileroot = subject.fileroot.expanduser().resolve()
+    assert doctor_subject.fileroot is not None
+    fileroot = doctor_subject.fileroot.expanduser().resolve()
     try:
         fileroot.mkdir(parents=True, exist_ok=True)
         folder = fileroot / f".doctor.{socket.gethostname()}.{os.getpid()}"
@@ -69,16 +69,16 @@ def check_storage(subject: DoctorSubject) -> Iterator[CheckResult]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def check_nodes_see_file_root(subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Whether other nodes see the file root; nobody else has to where Slurm is not meant."""
-    assert subject.fileroot is not None
-    fileroot = subject.fileroot.expanduser().resolve()
-    is_answering = not subject.slurm_answer.outage
-    if subject.asks_node and is_answering:
+    assert doctor_subject.fileroot is not None
+    fileroot = doctor_subject.fileroot.expanduser().resolve()
+    is_answering = not doctor_subject.slurm_answer.outage
+    if doctor_subject.asks_node and is_answering:
         yield check_storage_from_node(
-            fileroot, subject.slurm.get_options_of_job("trainer"), subject.say
+            fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.say
         )
-    elif (subject.involves_slurm or is_answering) and fileroot.exists():
+    elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
         yield _check_file_system(fileroot)
 
 
@@ -182,7 +182,7 @@ def _check_quota() -> Iterator[CheckResult]:
 def check_storage_from_node(
     fileroot: Path,
     options: JobOptions,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     patience_s: float = JOB_TIMEOUT_S,
 ) -> CheckResult:
     """Submit the job, wait for its answer, and leave neither job nor file."""
@@ -206,7 +206,9 @@ def check_storage_from_node(
     except ClusterError as error:
         shutil.rmtree(folder, ignore_errors=True)
         return fail("shared", error.problems[0].message, "areal-hpc doctor without --check-node")
-    say(f"job {job_id.strip()} was submitted; waiting up to {patience_s:.0f} s for its answer")
+    print_line(
+        f"job {job_id.strip()} was submitted; waiting up to {patience_s:.0f} s for its answer"
+    )
     try:
         return _await_job_answer(folder, job_id.strip(), token, patience_s)
     finally:

@@ -67,7 +67,7 @@ class DoctorSubject:
         return build_requests_of_run(self.recipe, Path.cwd()) if self.recipe is not None else []
 
 
-def parse_scontrol_config(shown: str) -> dict[str, str]:
+def parse_scontrol_config(scontrol_output: str) -> dict[str, str]:
     """Keys and values in the output of `scontrol show config`. Pure."""
-    pairs = (line.partition("=") for line in shown.splitlines() if " = " in line)
+    pairs = (line.partition("=") for line in scontrol_output.splitlines() if " = " in line)
     return {name.strip(): value.strip() for name, _, value in pairs}

@@ -27,21 +27,23 @@ LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
 def plan_evaluation_of(set_names: Collection[str]) -> PlanStages:
     """The plan of an evaluation on these sets."""
 
-    def plan(recipe: Recipe, paths: RunPaths, facts: PlanInputs | None) -> tuple[JobStage, ...]:
-        known = facts or PlanInputs(1, {}, "python", ())
+    def plan(
+        recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs | None
+    ) -> tuple[JobStage, ...]:
+        known = plan_inputs or PlanInputs(1, {}, "python", ())
         return (plan_evaluation(recipe, paths, known, set_names),)
 
     return plan
 
 
 def plan_evaluation(
-    recipe: Recipe, paths: RunPaths, facts: PlanInputs, set_names: Collection[str]
+    recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs, set_names: Collection[str]
 ) -> JobStage:
     """The job `evaluation`: a cell that serves what it loads, and the ledger on its first task."""
     sets = [
         one
         for one in recipe.evaluation_sets
-        if one.name in set_names and facts.tasks_by_evaluation_set.get(one.name)
+        if one.name in set_names and plan_inputs.tasks_by_evaluation_set.get(one.name)
     ]
     ledger = LedgerJobConfig(
         run_dir=paths.root,
@@ -51,13 +53,15 @@ def plan_evaluation(
         max_concurrent_rollouts=recipe.rollout.max_concurrent_rollouts,
         seed=recipe.seed,
         n_train_tasks=1,
-        evaluation_sets=build_ledger_evaluation_sets(sets, facts),
+        evaluation_sets=build_ledger_evaluation_sets(sets, plan_inputs),
         evaluates={
-            one.name: min(one.tasks, facts.tasks_by_evaluation_set[one.name]) for one in sets
+            one.name: min(one.tasks, plan_inputs.tasks_by_evaluation_set[one.name]) for one in sets
         },
         total_steps=1,
     ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS)
-    cell = plan_cell_processes(recipe, paths, facts, EVALUATION_CELL, ("valid",), LOADED_VERSION)
+    cell = plan_cell_processes(
+        recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION
+    )
     job = build_cell_job(recipe, [cell])
     # The agents' Python: there is no trainer, and its environment need not be there.
     processes = [replace(ledger, role="agents"), *job.processes]

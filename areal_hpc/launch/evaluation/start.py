@@ -131,7 +131,7 @@ def run_evaluation(
     target.put_in_place(reporter.print_line)
     with prepare_and_lock_run(
         recipe,
-        say=reporter.print_line,
+        print_line=reporter.print_line,
         known_problems=_find_gpu_problems(recipe),
         plan=plan_evaluation_of([one.name for one in sets]),
     ) as ready:
@@ -145,7 +145,7 @@ def submit_evaluation(
     target: EvaluationTarget,
     sets: Sequence[EvaluationSet],
     *,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     wait_until: StopEvent | None = None,
 ) -> None:
     """Submit a job for what is left of the sets; wait for it, until that event, if there is one.
@@ -157,8 +157,8 @@ def submit_evaluation(
         RunInterruptedError: The event was set. The job goes on.
     """
     plan = plan_evaluation_of([one.name for one in sets])
-    target.put_in_place(say)
-    slurm_launcher.submit(target.recipe, say=say, plan=plan)
+    target.put_in_place(print_line)
+    slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
     if wait_until is not None:
         reporter = EvaluationReporter(target.paths, sets)
         submitted_run.watch_submitted_run(

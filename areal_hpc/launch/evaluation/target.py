@@ -45,7 +45,7 @@ class EvaluationTarget:
         """The directory of the evaluation."""
         return RunPaths(self.recipe.run_dir.resolve())
 
-    def put_in_place(self, say: Callable[[str], None]) -> None:
+    def put_in_place(self, print_line: Callable[[str], None]) -> None:
         """Export the checkpoint unless that was done, and link the run's own tasks.
 
         Raises:
@@ -58,37 +58,39 @@ class EvaluationTarget:
             create_or_secure_run_dir(self.paths.root, readers)
             _link_tasks(self.run, self.recipe, self.paths)
             if not self.model.exists():
-                _export_checkpoint(self.run, self.step, self.model, self.recipe, say)
+                _export_checkpoint(self.run, self.step, self.model, self.recipe, print_line)
 
 
 def find_target(
-    place: Path,
+    run_or_model_dir: Path,
     *,
     step: int | None,
     recipe: Path | None,
     overrides: Sequence[str] = (),
     site: Path | None = None,
 ) -> EvaluationTarget:
-    """What is at `place`: a run directory, or a model that a `recipe` says how to evaluate.
+    """What a directory holds: a run, or a model that a `recipe` says how to evaluate.
 
     Raises:
         RecipeError: There is neither, the run has no such checkpoint, or a recipe is missing.
     """
-    run = RunPaths(place.resolve())
+    run = RunPaths(run_or_model_dir.resolve())
     if run.recipe.exists():
         if recipe is not None:
             raise RecipeError("a run has its own recipe", key="--recipe", hint="give key=value")
         return _find_checkpoint(run, step, overrides, site)
-    if not (place / MODEL_CONFIG_FILE).is_file():
+    if not (run_or_model_dir / MODEL_CONFIG_FILE).is_file():
         raise RecipeError(
-            f"there is no run and no model at {place}",
+            f"there is no run and no model at {run_or_model_dir}",
             hint=f"give a run directory, or a model's, which has a {MODEL_CONFIG_FILE}",
         )
     if recipe is None or step is not None:
         key = "--step" if recipe is not None else "--recipe"
         message = "a model has no steps" if recipe is not None else "no recipe says how to play it"
-        raise RecipeError(message, key=key, hint=f"areal-hpc eval {place} --recipe RECIPE.yaml")
-    model = place.resolve()
+        raise RecipeError(
+            message, key=key, hint=f"areal-hpc eval {run_or_model_dir} --recipe RECIPE.yaml"
+        )
+    model = run_or_model_dir.resolve()
     trial = "eval-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
     asked = [f"trial_name={trial}", *overrides, *_ONE_CELL, f"model.path={json.dumps(str(model))}"]
     return EvaluationTarget(load_recipe(recipe, asked, site), model)
@@ -153,9 +155,9 @@ def _link_tasks(run: RunPaths, recipe: Recipe, paths: RunPaths) -> None:
 
 
 def _export_checkpoint(
-    run: RunPaths, step: int | None, target: Path, recipe: Recipe, say: Callable[[str], None]
+    run: RunPaths, step: int | None, target: Path, recipe: Recipe, print_line: Callable[[str], None]
 ) -> None:
-    say(f"export   step {step} to {target}")
+    print_line(f"export   step {step} to {target}")
     python = get_interpreter("train", recipe.cluster.train.python)
     command = [python, "-m", "areal_hpc", "export", str(run.root)]
     ended = subprocess.run(

@@ -46,22 +46,23 @@ class AllocationEndError(ClusterError):
     """The allocation is over, or about to be; the run can go on in another."""
 
 
-def limit_gpus_per_node(allocation: Allocation, wanted: WantedGpus) -> Allocation:
+def limit_gpus_per_node(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
     """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
 
     Raises:
         RecipeError: It names some.
     """
-    if wanted == "auto":
+    if wanted_gpus == "auto":
         return allocation
-    if isinstance(wanted, tuple):
+    if isinstance(wanted_gpus, tuple):
         raise RecipeError(
-            f"cluster.gpus=[{', '.join(map(str, wanted))}] names GPUs; in an allocation Slurm "
+            f"cluster.gpus=[{', '.join(map(str, wanted_gpus))}] names GPUs; in an allocation Slurm "
             "chooses those of each step",
             key="cluster.gpus",
-            hint=f"use cluster.gpus={len(wanted)}, that many of each node, or cluster.gpus=auto",
+            hint=f"use cluster.gpus={len(wanted_gpus)}, that many of each node, "
+            "or cluster.gpus=auto",
         )
-    most = 0 if wanted == "none" else wanted
+    most = 0 if wanted_gpus == "none" else wanted_gpus
     nodes = tuple(replace(node, gpus=min(node.gpus, most)) for node in allocation.nodes)
     return replace(allocation, nodes=nodes)
 
@@ -108,8 +109,8 @@ def _find_memory_shortages(
 def format_placement(step: StepPlacement) -> str:
     """Nodes of a job, and what it has of each."""
 
-    def count(number: int, thing: str) -> str:
-        return f"{number} {thing}{'' if number == 1 else 's'}"
+    def count(number: int, noun: str) -> str:
+        return f"{number} {noun}{'' if number == 1 else 's'}"
 
     parts = [f"{count(step.tasks_per_node, 'task')} of {count(step.cpus_per_task, 'CPU')}"]
     parts += [count(step.gpus_per_node, "GPU")] if step.gpus_per_node else []
@@ -164,9 +165,9 @@ def _build_step_command(
 class HeldAllocation:
     """Starts jobs as steps, beats for them, and watches the end of the allocation."""
 
-    def __init__(self, recipe: Recipe, ready: PreparedRun, allocation: Allocation) -> None:
+    def __init__(self, recipe: Recipe, prepared_run: PreparedRun, allocation: Allocation) -> None:
         self._recipe = recipe
-        self._ready = ready
+        self._prepared_run = prepared_run
         self._allocation = allocation
         self._clock = SlurmClock()
         self._ends_at = allocation.ends_at
@@ -192,7 +193,7 @@ class HeldAllocation:
     ) -> None:
         self._is_over.set()
         self._heart.join()
-        self._ready.paths.allocation.unlink(missing_ok=True)
+        self._prepared_run.paths.allocation.unlink(missing_ok=True)
 
     def _write_heartbeats_and_refresh_end(self) -> None:
         while not self._is_over.wait(HEARTBEAT_PERIOD_S):
@@ -211,8 +212,8 @@ class HeldAllocation:
         self._beat += 1
         steps = list(self._running.values())
         note = AllocationNote(self._allocation.job_id, self._beat, steps)
-        self._ready.paths.jobs_dir.mkdir(exist_ok=True)
-        write_allocation_note(self._ready.paths, note)
+        self._prepared_run.paths.jobs_dir.mkdir(exist_ok=True)
+        write_allocation_note(self._prepared_run.paths, note)
 
     def prepare_stage(self, stage: JobStage) -> Iterable[str]:
         """Choose the nodes of every job."""
@@ -226,7 +227,7 @@ class HeldAllocation:
         Raises:
             OSError: The shared storage refused to take what the job is told.
         """
-        paths, placement = self._ready.paths, self._placed[spec.name]
+        paths, placement = self._prepared_run.paths, self._placed[spec.name]
         job, job_id = paths.job(spec.name), self._allocation.job_id
         network = self._recipe.cluster.slurm.network
         for folder in (job.starts_dir, job.steps_dir):
@@ -239,7 +240,7 @@ class HeldAllocation:
             heartbeat_path=str(paths.allocation),
             interface=network.interface,
         )
-        launch = build_launch_file(spec, self._recipe, self._ready)
+        launch = build_launch_file(spec, self._recipe, self._prepared_run)
         launch = msgspec.structs.replace(
             launch,
             step=step,
@@ -249,7 +250,7 @@ class HeldAllocation:
         )
         write_launch_and_clear_old_exits(launch)
         command = _build_step_command(
-            spec, placement, step_name, job_id, self._recipe, paths, self._ready.pythons
+            spec, placement, step_name, job_id, self._recipe, paths, self._prepared_run.pythons
         )
         self._running[spec.name] = StepNote(spec.name, step_name, placement.nodes)
         return StepJobHandle(launch, job_id, step_name, command)
@@ -266,7 +267,7 @@ class HeldAllocation:
             )
         if self._ends_at is None:
             return
-        jobs = map(self._ready.paths.job, self._placed)
+        jobs = map(self._prepared_run.paths.job, self._placed)
         lead_s = self._recipe.cluster.stop_grace_s + REQUEUE_MARGIN_S
         lead_s += max(map(read_checkpoint_duration_s, jobs), default=0.0)
         if self._clock.now() >= self._ends_at - lead_s:

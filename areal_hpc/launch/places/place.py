@@ -40,15 +40,15 @@ class JobPlace(Protocol):
         """
 
 
-def build_launch_file(spec: JobSpec, recipe: Recipe, ready: PreparedRun) -> LaunchFile:
+def build_launch_file(spec: JobSpec, recipe: Recipe, prepared_run: PreparedRun) -> LaunchFile:
     """What a foreground launcher tells the supervisors of any job."""
-    cluster, paths = recipe.cluster, ready.paths
+    cluster, paths = recipe.cluster, prepared_run.paths
     return LaunchFile(
         job=spec,
         job_dir=str(paths.job(spec.name).root),
-        log_dir=str(paths.log_dir(ready.attempt)),
+        log_dir=str(paths.log_dir(prepared_run.attempt)),
         events=str(paths.events),
-        pythons=ready.pythons,
+        pythons=prepared_run.pythons,
         variables=build_role_variables(recipe),
         recipe=str(paths.recipe),
         umask=UMASKS[cluster.readable_by],

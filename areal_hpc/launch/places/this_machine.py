@@ -34,9 +34,9 @@ def find_gpu_shortages_of_machine(recipe: Recipe) -> list[Problem]:
 class ThisMachine:
     """The launcher's own machine, whose GPUs are shared out among jobs."""
 
-    def __init__(self, recipe: Recipe, ready: PreparedRun) -> None:
+    def __init__(self, recipe: Recipe, prepared_run: PreparedRun) -> None:
         self._recipe = recipe
-        self._ready = ready
+        self._prepared_run = prepared_run
         self._gpus: GpuAssignment = {}
 
     def prepare_stage(self, stage: JobStage) -> Iterable[str]:
@@ -48,8 +48,8 @@ class ThisMachine:
     def submit_job(self, spec: JobSpec) -> JobHandle:
         """Start a job of the stage."""
         launch = msgspec.structs.replace(
-            build_launch_file(spec, self._recipe, self._ready),
-            launcher_lock=str(self._ready.paths.lock),
+            build_launch_file(spec, self._recipe, self._prepared_run),
+            launcher_lock=str(self._prepared_run.paths.lock),
             gpus=self._gpus[spec.name],
         )
         return submit_local(launch, run_task)

@@ -25,7 +25,7 @@ OWN_PACKAGE = "areal_hpc"
 
 
 @dataclass(frozen=True, slots=True)
-class UserCode:
+class UserCodeArchive:
     """The user's code at a launch."""
 
     packages: list[str]
@@ -38,7 +38,7 @@ class UserCode:
     """A zip file of them."""
 
 
-def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCode | None:
+def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | None:
     """The packages that a recipe's names lie in; None if they are all ours.
 
     They are looked for in `folders` first, where the run's processes find them; nothing is
@@ -64,7 +64,7 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCode | None:
     digest = hashlib.sha256()
     for name in sorted(contents):
         digest.update(f"{name}\0{hashlib.sha256(contents[name]).hexdigest()}\n".encode())
-    return UserCode(
+    return UserCodeArchive(
         [package for package, _ in found],
         len(contents),
         left_out,

@@ -152,14 +152,14 @@ def count_update_groups(recipe: Recipe) -> int:
 
 
 def _format_trainer_lines(
-    memory: TrainerMemory, split: ParallelConfig, arch: Architecture, of: str
+    memory: TrainerMemory, parallel: ParallelConfig, arch: Architecture, network_name: str
 ) -> Iterator[str]:
-    sizes = " ".join(f"{name}={getattr(split, name)}" for name in PARALLEL_NAMES)
+    sizes = " ".join(f"{name}={getattr(parallel, name)}" for name in PARALLEL_NAMES)
     stage = f"highest use on pipeline stage {memory.stage}"
-    yield f"  trainer  {split.world_size} ranks, {sizes}; {stage}"
-    if arch.layers % split.pp:
-        layers = " + ".join(map(str, divide_layers_over_stages(arch.layers, split.pp)))
-        yield f"    {arch.layers} layers on {split.pp} stages: {layers}"
+    yield f"  trainer  {parallel.world_size} ranks, {sizes}; {stage}"
+    if arch.layers % parallel.pp:
+        layers = " + ".join(map(str, divide_layers_over_stages(arch.layers, parallel.pp)))
+        yield f"    {arch.layers} layers on {parallel.pp} stages: {layers}"
     for name in (
         "parameters", "gradients", "optimizer", "activations", "logits", "communicators"
     ):  # fmt: skip
@@ -171,7 +171,7 @@ def _format_trainer_lines(
             f"frozen network takes {memory.scoring / GIB:.2f}"
         )
     yield f"    {'reserve':<13} {RESERVE_BYTES / GIB:8.2f}"
-    yield f"    {'total':<13} {memory.total / GIB:8.2f}{of}"
+    yield f"    {'total':<13} {memory.total / GIB:8.2f}{network_name}"
 
 
 def _format_serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:

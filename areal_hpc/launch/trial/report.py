@@ -15,9 +15,9 @@ MAX_SHOWN_CHARS = 1200
 LABEL_WIDTH = 11
 
 
-def format_trial(number: int, outcome: EpisodeOutcome, session: Session) -> Iterator[str]:
+def format_trial(episode_number: int, outcome: EpisodeOutcome, session: Session) -> Iterator[str]:
     """Lines: what was said in one episode, and what it would be in training."""
-    yield f"--- task {number} {'-' * 60}"
+    yield f"--- task {episode_number} {'-' * 60}"
     for call, one in enumerate(session.tree, start=1):
         yield from _format_interaction(call, one)
     if outcome.status == "ok":
@@ -50,19 +50,21 @@ def format_trial_summary(
         )
 
 
-def _format_interaction(call: int, one: Interaction) -> Iterator[str]:
-    tools = json.loads(one.context or b"null")
+def _format_interaction(call_number: int, interaction: Interaction) -> Iterator[str]:
+    tools = json.loads(interaction.context or b"null")
     if tools and tools[0]:
         names = ", ".join(tool["function"]["name"] for tool in tools[0])
         yield _format_labeled_line("tools", names)
-    for message in one.new_messages:
+    for message in interaction.new_messages:
         yield from _format_message(message)
-    yield from _format_message(one.reply)
-    reuse = {"reused": "prompt re-used", "retokenized": "prompt tokenized again"}.get(one.reuse)
+    yield from _format_message(interaction.reply)
+    reuse = {"reused": "prompt re-used", "retokenized": "prompt tokenized again"}.get(
+        interaction.reuse
+    )
     facts = [
-        f"call {call}: {one.prompt_tokens} prompt tokens",
-        f"{one.num_output_tokens} of the reply",
-        f"ended by {one.finish_reason}",
+        f"call {call_number}: {interaction.prompt_tokens} prompt tokens",
+        f"{interaction.num_output_tokens} of the reply",
+        f"ended by {interaction.finish_reason}",
         *([reuse] if reuse else []),
     ]
     yield f"{'':<{LABEL_WIDTH}}[{', '.join(facts)}]"

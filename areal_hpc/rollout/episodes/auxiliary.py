@@ -41,28 +41,28 @@ KNOWN_AUXILIARY_CALL_PATTERNS = (
 """A call that looks like none of these counts as the task's."""
 
 
-def load_auxiliary_rule_unless_keep(name: str) -> AuxiliaryRule | None:
+def load_auxiliary_rule_unless_keep(rule_name: str) -> AuxiliaryRule | None:
     """The rule that a recipe names; None for `keep`, by which no conversation is auxiliary.
 
     Raises:
         RecipeError: The user's function cannot be imported.
     """
-    if name == "keep":
+    if rule_name == "keep":
         return None
-    if name == "drop":
+    if rule_name == "drop":
         return describe_known_auxiliary_call
-    function = load_user_function(name, AUXILIARY_RULE_KEY)
+    function = load_user_function(rule_name, AUXILIARY_RULE_KEY)
 
     def ask_user(conversation: RecordedConversation) -> str:
         try:
             answer = function(msgspec.to_builtins(conversation))
         except Exception as error:  # boundary: the function is the user's code
             raise AgentError(
-                f"{name} raised {describe_user_error(error)}", key=AUXILIARY_RULE_KEY
+                f"{rule_name} raised {describe_user_error(error)}", key=AUXILIARY_RULE_KEY
             ) from error
         if answer is not None and not isinstance(answer, str):
             raise AgentError(
-                f"{name} returned {answer!r:.200} ({type(answer).__name__}), expected why the "
+                f"{rule_name} returned {answer!r:.200} ({type(answer).__name__}), expected why the "
                 "conversation is auxiliary, or None",
                 key=AUXILIARY_RULE_KEY,
                 hint="return a str or None",

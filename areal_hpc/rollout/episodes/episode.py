@@ -142,15 +142,15 @@ async def _play_in_session(
     agent: Agent,
     proxy: ServiceClient,
     http_client: Any,
-    free: EpisodeSandbox | None,
+    sandbox: EpisodeSandbox | None,
 ) -> EpisodeOutcome:
     """Play an episode in a session of its own."""
     session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
     incarnation = proxy.peer_started_at
     try:
-        if free is not None:
+        if sandbox is not None:
             lifetime_s = spec.timeout_s + CANCEL_GRACE_S
-            await free.put_into_task_and_open_endpoint(
+            await sandbox.put_into_task_and_open_endpoint(
                 spec.data, f"{proxy.url}/v1", session.api_key, lifetime_s
             )
         returned = await _run_agent(spec, session, agent, proxy.url, http_client)
@@ -291,12 +291,12 @@ def parse_agent_rewards(returned: object) -> dict[str | None, Reward]:
     return {key: _parse_one_agent_reward(value, f" for {key}") for key, value in returned.items()}
 
 
-def _parse_one_agent_reward(value: object, place: str) -> Reward:
+def _parse_one_agent_reward(value: object, location_text: str) -> Reward:
     try:
         return parse_reward(value)
     except InvalidRewardError as refusal:
         raise AgentError(
-            f"the agent returned {value!r:.200} ({type(value).__name__}){place}, "
+            f"the agent returned {value!r:.200} ({type(value).__name__}){location_text}, "
             "expected a finite float, or an areal_hpc.Reward",
             kind=BAD_REWARD_KIND,
         ) from refusal

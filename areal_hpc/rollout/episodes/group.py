@@ -29,28 +29,30 @@ class GroupResult:
 
 
 async def run_group_until_enough_succeed(
-    episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]], wanted: int, least: int
+    episodes: Sequence[Coroutine[Any, Any, EpisodeOutcome]],
+    wanted_successes: int,
+    min_successes: int,
 ) -> GroupResult:
-    """Run episodes until the first `wanted` ended well; the rest is cancelled.
+    """Run episodes until the first `wanted_successes` ended well; the rest is cancelled.
 
     Each ends well, or raises AgentError when it failed for good.
 
     Raises:
-        AgentError: Fewer than `least` can still end well.
+        AgentError: Fewer than `min_successes` can still end well.
         RecipeError: There is no such task.
     """
     tasks = [asyncio.create_task(episode) for episode in episodes]
     pending, failed = set(tasks), list[AgentError]()
     try:
-        while pending and len(tasks) - len(pending) - len(failed) < wanted:
+        while pending and len(tasks) - len(pending) - len(failed) < wanted_successes:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
             failed += [_get_agent_error(task) for task in done if task.exception() is not None]
-            if len(tasks) - len(failed) < least:
+            if len(tasks) - len(failed) < min_successes:
                 raise failed[-1]
     finally:
         await _cancel_and_await_all(tasks)
     good = [task for task in tasks if task not in pending and task.exception() is None]
-    outcomes = [task.result() for task in good[:wanted]]
+    outcomes = [task.result() for task in good[:wanted_successes]]
     return GroupResult(outcomes, len(tasks) - len(failed) - len(outcomes), failed)
 
 

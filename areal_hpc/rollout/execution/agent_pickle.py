@@ -32,16 +32,19 @@ agent = load_agent_pickle(__file__)
 '''
 
 
-def get_import_path(thing: object) -> str | None:
+def get_import_path(function_or_class: object) -> str | None:
     """The dotted path by which another process can import a class or function; None without."""
-    module, name = getattr(thing, "__module__", None), getattr(thing, "__qualname__", None)
+    module, name = (
+        getattr(function_or_class, "__module__", None),
+        getattr(function_or_class, "__qualname__", None),
+    )
     if not module or not name or module == "__main__" or "." in name:
         return None
     try:
         found = getattr(importlib.import_module(module), name, None)
     except ImportError:
         return None
-    return f"{module}.{name}" if found is thing else None
+    return f"{module}.{name}" if found is function_or_class else None
 
 
 def save_agent_as_module(
@@ -70,14 +73,14 @@ def save_agent_as_module(
     return f"{module}.agent"
 
 
-def pickle_agent(thing: Any) -> bytes:
+def pickle_agent(agent: Any) -> bytes:
     """An object by value where its code has no name, else by reference.
 
     Raises:
         RecipeError: It holds something that cannot travel.
     """
     try:
-        data: bytes = cloudpickle.dumps(thing)
+        data: bytes = cloudpickle.dumps(agent)
     except Exception as error:  # boundary: any object of the user's may refuse
         raise RecipeError(
             f"the workflow cannot be pickled ({type(error).__name__}: {error})",

@@ -148,7 +148,7 @@ def make_agent_sandboxes(
     how: AgentExecutionConfig, warm: int | None = None, *, has_started: bool = False
 ) -> AgentSandboxes | None:
     """The sandboxes that a recipe describes; None if agents get none."""
-    if how.isolation is None:
+    if execution_config.isolation is None:
         return None
     runtime = make_runtime(how.isolation)
     ready = how.sandbox.warm if warm is None else warm

@@ -43,7 +43,7 @@ class LineProcess:
     Args:
         command: Its command line; standard input and output are the link.
         environ: Its environment.
-        name: What errors call it.
+        process_name: What errors call it.
         max_answer_bytes: A longer answer is an error.
 
     Raises:
@@ -55,10 +55,10 @@ class LineProcess:
         self,
         command: Sequence[str],
         environ: Mapping[str, str],
-        name: str,
+        process_name: str,
         max_answer_bytes: int,
     ) -> None:
-        self._name, self._max_answer_bytes = name, max_answer_bytes
+        self._name, self._max_answer_bytes = process_name, max_answer_bytes
         self._received = bytearray()
         self._is_asked = False
         with contextlib.ExitStack() as opened:

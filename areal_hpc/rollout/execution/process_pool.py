@@ -181,16 +181,16 @@ def serve_calls(link_fd: int, parent: int) -> None:
         _serve_calls(calls, link, parent)
 
 
-def _serve_calls(calls: IO[bytes], link: socket.socket, parent: int) -> None:
+def _serve_calls(call_stream: IO[bytes], link: socket.socket, parent_pid: int) -> None:
     die_with_parent(signal.SIGKILL)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
-    if os.getppid() != parent:
+    if os.getppid() != parent_pid:
         return
     link.sendall(_READY)
     while True:
         kept = frozenset(list_descendants(os.getpid()))
-        call = _read_call(calls)
+        call = _read_call(call_stream)
         if not call:
             return
         try:

@@ -46,16 +46,18 @@ class SubprocessAgent:
         workflow: Any,
         kwargs: Mapping[str, Any],
         size: int,
-        how: AgentExecutionConfig | None = None,
+        execution_config: AgentExecutionConfig | None = None,
     ) -> None:
         self._workflow = workflow
         self._kwargs = dict(kwargs)
-        self._how = how
-        named = how.variables if how is not None else ()
+        self._how = execution_config
+        named = execution_config.variables if execution_config is not None else ()
         self._pool = ProcessPool(size, select_agent_variables(os.environ, named))
         self._foreign = (
-            OtherPythonAgentPool(how.python, workflow, kwargs, size, how.variables)
-            if how is not None and how.python
+            OtherPythonAgentPool(
+                execution_config.python, workflow, kwargs, size, execution_config.variables
+            )
+            if execution_config is not None and execution_config.python
             else None
         )
 
@@ -138,7 +140,7 @@ def _check_agent_builds(workflow: Any, kwargs: Mapping[str, Any]) -> None:
 def _run_episode_in_child(
     workflow: Any,
     kwargs: Mapping[str, Any],
-    how: AgentExecutionConfig | None,
+    execution_config: AgentExecutionConfig | None,
     data: dict[str, Any],
     variables: Mapping[str, str],
 ) -> Any:

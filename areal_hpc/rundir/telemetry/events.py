@@ -36,13 +36,13 @@ class EventLog:
         self._path = path
         self._role = role
 
-    def record(self, event: str, **facts: Any) -> None:
+    def record(self, event: str, **event_fields: Any) -> None:
         """Note that `event` happened now.
 
         Nothing ends for want of an event: on a full or silent disk it is in the process's log.
         """
         self._emit_line(
-            {"time": round(time.time(), 3), "role": self._role, "event": event, **facts}
+            {"time": round(time.time(), 3), "role": self._role, "event": event, **event_fields}
         )
 
     def _emit_line(self, line: dict[str, Any]) -> None:

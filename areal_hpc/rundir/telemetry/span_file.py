@@ -21,7 +21,7 @@ _WHOLE_READ_BYTES = 1 << 16
 """Parts of a file below this are not searched further."""
 
 
-def read_span_lines(newest: Path, begin: float, end: float) -> list[SpanLine]:
+def read_span_lines(newest: Path, from_time: float, to_time: float) -> list[SpanLine]:
     """Lines of a process's two files that may matter between two Unix times, oldest first.
 
     Those that say which process wrote what follows, and how clocks differed, are among them.
@@ -32,8 +32,8 @@ def read_span_lines(newest: Path, begin: float, end: float) -> list[SpanLine]:
             if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 continue
             with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
-                lines += _select(content, stream.name, begin - MAX_CLOCK_ERROR_S)
-    last = end + MAX_CLOCK_ERROR_S
+                lines += _select(content, stream.name, from_time - MAX_CLOCK_ERROR_S)
+    last = to_time + MAX_CLOCK_ERROR_S
     return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
 
 
@@ -51,19 +51,21 @@ def _open_files(newest: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
     return opened
 
 
-def _select(content: mmap.mmap, source: str, since: float) -> Iterator[SpanLine]:
+def _select(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLine]:
     """The lines from a time on, after that of the process that wrote the first of them."""
     position = _find_first_since(content, since)
     start = content.rfind(_START_MARK, 0, position)
     if start >= 0:
-        yield from _decode(content[start : content.find(b"\n", start) + 1], source)
-    yield from _decode(content[position:], source)
+        yield from _decode_readable_lines(
+            content[start : content.find(b"\n", start) + 1], file_name
+        )
+    yield from _decode_readable_lines(content[position:], file_name)
 
 
-def _decode(part: bytes, source: str) -> list[SpanLine]:
+def _decode_readable_lines(content: bytes, file_name: str) -> list[SpanLine]:
     with contextlib.suppress(msgspec.DecodeError):
-        return _DECODER.decode_lines(part)
-    return decode_lines(part, SpanLine, source)  # type: ignore[arg-type]  # a union is no type
+        return _DECODER.decode_lines(content)
+    return decode_lines(content, SpanLine, file_name)  # type: ignore[arg-type]  # a union is no type
 
 
 def _find_first_since(content: mmap.mmap, since: float) -> int:

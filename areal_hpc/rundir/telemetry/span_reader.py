@@ -75,7 +75,7 @@ class _ProcessLines:
 
 
 def read_spans(
-    paths: RunPaths, begin: float = -math.inf, end: float = math.inf
+    paths: RunPaths, from_time: float = -math.inf, to_time: float = math.inf
 ) -> list[ProcessSpans]:
     """The processes with spans between two Unix times of the ledger's node, by name and begin.
 
@@ -83,23 +83,25 @@ def read_spans(
         OSError: A file may not be read.
     """
     pieces = [
-        one for name in list_span_files(paths) for one in _read_pieces(paths, name, begin, end)
+        one
+        for name in list_span_files(paths)
+        for one in _read_pieces(paths, name, from_time, to_time)
     ]
     by_node = _collect_samples_of_nodes(pieces)
     found = []
     for piece in pieces:
         clock = NodeClock(piece.samples or by_node.get(piece.start.node, []))
         process = _correct(piece, clock, is_known=piece.start.node in by_node)
-        spans = [one for one in process.spans if one.end >= begin and one.begin <= end]
+        spans = [one for one in process.spans if one.end >= from_time and one.begin <= to_time]
         if spans:
             found.append(replace(process, spans=spans))
     return sorted(found, key=lambda one: (one.name, one.begin))
 
 
-def split_process_name(name: str) -> tuple[str, str]:
+def split_process_name(process_name: str) -> tuple[str, str]:
     """Job and process of a name such as `cell-0-proxy`, or `trainer-ledger-0` of a task. Pure."""
-    match = _PROCESS_NAME_PATTERN.fullmatch(name)
-    return (match["job"], match["process"]) if match else ("", name)
+    match = _PROCESS_NAME_PATTERN.fullmatch(process_name)
+    return (match["job"], match["process"]) if match else ("", process_name)
 
 
 def list_span_files(paths: RunPaths) -> list[str]:
@@ -108,20 +110,22 @@ def list_span_files(paths: RunPaths) -> list[str]:
     return sorted(names)
 
 
-def _read_pieces(paths: RunPaths, name: str, begin: float, end: float) -> Iterator[_ProcessLines]:
+def _read_pieces(
+    paths: RunPaths, process_name: str, from_time: float, to_time: float
+) -> Iterator[_ProcessLines]:
     """The starts of one process, oldest first. One whose beginning is lost begins with a span."""
     piece: _ProcessLines | None = None
-    for line in read_span_lines(paths.spans(name), begin, end):
+    for line in read_span_lines(paths.spans(process_name), from_time, to_time):
         if isinstance(line, ProcessStart):
             if piece is not None:
                 if _are_same_process(piece.start, line):
                     continue
                 yield piece
-            piece = _ProcessLines(name, line)
+            piece = _ProcessLines(process_name, line)
             continue
         if piece is None:
             at = line.begin if isinstance(line, Span) else line.at
-            piece = _ProcessLines(name, ProcessStart(at, "", 0))
+            piece = _ProcessLines(process_name, ProcessStart(at, "", 0))
         match line:
             case Span():
                 piece.spans.append(line)
@@ -135,9 +139,13 @@ def _read_pieces(paths: RunPaths, name: str, begin: float, end: float) -> Iterat
         yield piece
 
 
-def _are_same_process(start: ProcessStart, other: ProcessStart) -> bool:
+def _are_same_process(start: ProcessStart, other_start: ProcessStart) -> bool:
     """True for what begins two files of one process."""
-    return (start.node, start.pid, start.began_at) == (other.node, other.pid, other.began_at)
+    return (start.node, start.pid, start.began_at) == (
+        other_start.node,
+        other_start.pid,
+        other_start.began_at,
+    )
 
 
 def _collect_samples_of_nodes(pieces: Iterable[_ProcessLines]) -> dict[str, list[ClockSample]]:

@@ -134,15 +134,15 @@ class SpanLog:
             else:
                 self._lost += 1
 
-    def enter_state(self, name: str) -> None:
+    def enter_state(self, state_name: str) -> None:
         """The process is in this state from now on; an empty name ends the one before."""
         now = time.time()
         with self._lock:
             if self._state is not None:
-                if self._state.name == name:
+                if self._state.name == state_name:
                     return
                 self.add(_build_span(self._state, now))
-            self._state = Span(name, now, now) if name else None
+            self._state = Span(state_name, now, now) if state_name else None
 
     def begin(self, span: Span) -> int:
         """Something is under way from now on; the number by which it ends."""
@@ -151,10 +151,10 @@ class SpanLog:
             self._open[self._opened] = span
             return self._opened
 
-    def end(self, number: int, span: Span) -> None:
+    def end(self, span_number: int, span: Span) -> None:
         """What had this number is over, as this span says."""
         with self._lock:
-            self._open.pop(number, None)
+            self._open.pop(span_number, None)
         self.add(span)
 
     def close(self, timeout_s: float = 1.0) -> None:
@@ -228,11 +228,11 @@ def _continues(last: Span, line: Span) -> bool:
     return same and 0 <= line.begin - last.end <= MERGE_GAP_S
 
 
-def _build_span(span: Span, end: float) -> Span:
+def _build_span(span: Span, end_time: float) -> Span:
     return Span(
         span.name,
         round(span.begin, TIME_DIGITS),
-        round(max(span.begin, end), TIME_DIGITS),
+        round(max(span.begin, end_time), TIME_DIGITS),
         span.lane,
         span.facts,
     )
@@ -263,29 +263,33 @@ def log_spans_of_process(path: Path) -> Iterator[None]:
         _active = None
 
 
-def record_span(name: str, begin: float, end: float, lane: str = "", **facts: Any) -> None:
+def record_span(
+    span_name: str, begin_time: float, end_time: float, lane: str = "", **span_fields: Any
+) -> None:
     """Note what this process did between two Unix times."""
     if _active is not None:
-        _active.add(_build_span(Span(name, begin, begin, lane, facts), end))
+        _active.add(
+            _build_span(Span(span_name, begin_time, begin_time, lane, span_fields), end_time)
+        )
 
 
 @contextmanager
-def time_span(name: str, lane: str = "", **facts: Any) -> Iterator[dict[str, Any]]:
+def time_span(span_name: str, lane: str = "", **span_fields: Any) -> Iterator[dict[str, Any]]:
     """Note the time of the block; it may add facts to those that it is given."""
     begin, began_s = time.time(), time.perf_counter()
-    span = Span(name, begin, begin, lane, facts)
+    span = Span(span_name, begin, begin, lane, span_fields)
     number = _active.begin(span) if _active is not None else 0
     try:
-        yield facts
+        yield span_fields
     finally:
         if _active is not None:
             _active.end(number, _build_span(span, begin + time.perf_counter() - began_s))
 
 
-def enter_state(name: str) -> None:
+def enter_state(state_name: str) -> None:
     """Note that this process is in a state from now on."""
     if _active is not None:
-        _active.enter_state(name)
+        _active.enter_state(state_name)
 
 
 def record_clock_sample(offset_s: float, error_s: float) -> None:

@@ -95,9 +95,9 @@ class RootTree:
         else:
             os.link(source, path, follow_symlinks=False)
 
-    def _resolve_and_make_folder(self, parts: list[str]) -> str:
+    def _resolve_and_make_folder(self, path_parts: list[str]) -> str:
         """The folder of this machine that a path in the image means; it is made."""
-        place, pending, links = list[str](), list(reversed(parts)), 0
+        place, pending, links = list[str](), list(reversed(path_parts)), 0
         while pending:
             part = pending.pop()
             if part in ("..", ".", "/"):
@@ -107,7 +107,7 @@ class RootTree:
             if Path(path).is_symlink():
                 links += 1
                 if links > _MAX_LINKS:
-                    raise ValueError(f"too many links at {'/'.join(parts)}")
+                    raise ValueError(f"too many links at {'/'.join(path_parts)}")
                 pending += reversed(PurePosixPath(Path(path).readlink()).parts)
                 continue
             if not Path(path).is_dir():
@@ -123,8 +123,8 @@ class RootTree:
                 _remove(entry.path)
 
 
-def _is_in_own_folder(parts: list[str]) -> bool:
-    return parts[0] in _SKIPPED_FOLDERS and len(parts) > 1
+def _is_in_own_folder(path_parts: list[str]) -> bool:
+    return path_parts[0] in _SKIPPED_FOLDERS and len(path_parts) > 1
 
 
 def _remove(path: str) -> None:

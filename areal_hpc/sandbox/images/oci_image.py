@@ -46,7 +46,7 @@ def read_image(archive: Path) -> OciImage | None:
     try:
         with tarfile.open(archive, "r:") as file:
             blobs = _Blobs(archive, file)
-            return _read_manifest(archive, blobs) if blobs.is_image else None
+            return _read_manifest(archive, blobs) if blobs.has_oci_layout else None
     except tarfile.ReadError:  # compressed, or no tar at all
         return None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -90,7 +90,7 @@ class _Blobs:
             self._members = {one.name.removeprefix("./"): one for one in file.getmembers()}
 
     @property
-    def is_image(self) -> bool:
+    def has_oci_layout(self) -> bool:
         """The archive is one of an image."""
         return {_LAYOUT_FILE, _INDEX_FILE} <= self._members.keys()
 
@@ -153,10 +153,10 @@ def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
     )
 
 
-def _choose_manifest_digest(archive: Path, found: list[dict[str, Any]]) -> str:
+def _choose_manifest_digest(archive: Path, manifests: list[dict[str, Any]]) -> str:
     """The one for this machine, or that says nothing of machines."""
     wanted = _ARCHITECTURES.get(platform.machine(), platform.machine())
-    for one in found:
+    for one in manifests:
         place = one.get("platform", {})
         if place.get("architecture", wanted) == wanted and place.get("os", "linux") == "linux":
             return str(one["digest"])
@@ -172,9 +172,9 @@ def _get_tarfile_mode_of_layer(archive: Path, media_type: str) -> str:
     raise _build_image_error(archive, f"layers of type {media_type} cannot be read")
 
 
-def _build_image_error(archive: Path, why: str) -> RecipeError:
+def _build_image_error(archive: Path, reason: str) -> RecipeError:
     return RecipeError(
-        f"{archive} is an image that cannot be used: {why}",
+        f"{archive} is an image that cannot be used: {reason}",
         key=str(archive),
         hint="write it with `podman save --format oci-archive`",
     )

@@ -151,9 +151,9 @@ def _unpack_tar(archive: Path, folder: Path, lock: int) -> None:
         )
 
 
-def _build_space_error(archive: Path, folder: Path, why: str) -> ClusterError:
+def _build_space_error(archive: Path, folder: Path, reason: str) -> ClusterError:
     return ClusterError(
-        f"{archive} cannot be unpacked into {folder.parent}: {why[-300:]}",
+        f"{archive} cannot be unpacked into {folder.parent}: {reason[-300:]}",
         hint="free some space there, or set TMPDIR on the nodes",
     )
 

@@ -21,9 +21,9 @@ _RUNTIMES: dict[str, Callable[[], Runtime]] = {
 }
 
 
-def make_runtime(name: str) -> Runtime:
+def make_runtime(isolation_name: str) -> Runtime:
     """The runtime that `rollout.agent.isolation` names."""
-    return _RUNTIMES[name]()
+    return _RUNTIMES[isolation_name]()
 
 
 def find_installed_runtimes() -> list[str]:

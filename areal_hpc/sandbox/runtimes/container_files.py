@@ -85,14 +85,14 @@ def build_scratch_archive(
 
 def _add_member(
     archive: tarfile.TarFile,
-    name: str,
+    member_path: str,
     content: bytes | None = None,
     *,
     mode: int = 0o755,
     target: str = "",
 ) -> None:
     """Add a file, a link, or a folder if it has neither content nor target."""
-    member = tarfile.TarInfo(name)
+    member = tarfile.TarInfo(member_path)
     member.mode = mode if content is None else 0o644
     member.type = tarfile.SYMTYPE if target else tarfile.DIRTYPE
     member.linkname = target

@@ -155,10 +155,15 @@ def _link_and_list_system_mounts(rootfs: Path) -> Iterator[dict[str, Any]]:
             yield _build_bind_mount(os.path.realpath(name), name)
 
 
-def _build_bind_mount(source: str, place: str) -> dict[str, Any]:
-    return {"destination": place, "type": "bind", "source": source, "options": ["bind", "ro"]}
+def _build_bind_mount(host_path: str, mount_path: str) -> dict[str, Any]:
+    return {
+        "destination": mount_path,
+        "type": "bind",
+        "source": host_path,
+        "options": ["bind", "ro"],
+    }
 
 
-def _build_tmpfs_mount(place: str, size_bytes: int) -> dict[str, Any]:
+def _build_tmpfs_mount(mount_path: str, size_bytes: int) -> dict[str, Any]:
     options = [f"size={size_bytes}", "mode=1777"]
-    return {"destination": place, "type": "tmpfs", "source": "tmpfs", "options": options}
+    return {"destination": mount_path, "type": "tmpfs", "source": "tmpfs", "options": options}

@@ -44,7 +44,7 @@ def export_checkpoint(
     checkpoint: Checkpoint,
     model_path: Path,
     target_dir: Path,
-    say: Callable[[str], None],
+    print_line: Callable[[str], None],
     *,
     file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
@@ -57,7 +57,7 @@ def export_checkpoint(
     """
 
     def progress(done_bytes: int, total_bytes: int) -> None:
-        say(f"wrote {done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB")
+        print_line(f"wrote {done_bytes / 2**20:,.1f} of {total_bytes / 2**20:,.1f} MiB")
 
     try:
         with open_stored_tensors(checkpoint.path) as stored:

@@ -127,13 +127,18 @@ class Cell:
                 http_client=http_client,
                 events=events,
                 gate=gate,
-                watch=watch,
+                episode_watch=watch,
                 sandboxes=self.sandboxes,
             )
             if meanwhile is not None:
                 group.create_task(meanwhile())
             loop = LeaseLoop(
-                job, runner=runner, tickets=leased, services=services, gate=gate, watch=watch
+                job,
+                runner=runner,
+                tickets=leased,
+                services=services,
+                gate=gate,
+                episode_watch=watch,
             )
             await loop.run()
             if self.sandboxes is not None:

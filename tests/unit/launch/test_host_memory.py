@@ -120,7 +120,7 @@ def test_a_run_is_refused_before_anything_is_written(
     with pytest.raises(RecipeError, match=r"of host memory a node \(checkpoint"):
         run(recipe, reporter=PlainReporter(paths, 1, 0), stop=StopEvent())
     with pytest.raises(RecipeError) as caught:
-        submit(recipe, say=said.append)
+        submit(recipe, print_line=said.append)
     keys = [problem.key for problem in caught.value.problems]
     assert keys[:2] == ["cluster.slurm.jobs.trainer.mem", "cluster.slurm.jobs.cell.mem"]
     assert not paths.root.exists()

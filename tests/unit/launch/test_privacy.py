@@ -36,7 +36,7 @@ def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
     recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])
     before = os.umask(0)
     try:
-        prepare_run_and_write_scripts(recipe, say=lambda line: None)
+        prepare_run_and_write_scripts(recipe, print_line=lambda line: None)
         assert os.umask(0) == 0, "the caller's own is what it was"
     finally:
         os.umask(before)

@@ -51,20 +51,20 @@ class GpuExamination:
 
 
 def measure_steps_on_node(
-    plan: GpuCheckPlan, facts: NodeFacts, folder: Path, say: Callable[[str], None]
+    plan: GpuCheckPlan, node_facts: NodeFacts, folder: Path, print_line: Callable[[str], None]
 ) -> GpuReport:
     """Run every step on this node, in a folder of its own."""
-    gpus = list_rank_gpus(plan, facts.visible_gpus)
+    gpus = list_rank_gpus(plan, node_facts.visible_gpus)
 
-    def measure(name: str, run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
+    def measure(step_name: str, run: Callable[[], MeasuredT]) -> MeasuredT | Unmeasured:
         if not gpus:
             return NOT_MEASURED_WITHOUT_GPU
-        say(f"{name} ...")
+        print_line(f"{step_name} ...")
         return measure_or_explain_failure(run)
 
     return GpuReport(
         device=plan.device,
-        nodes=(facts,),
+        nodes=(node_facts,),
         node_rates=measure(
             "all-reduce", lambda: measure_collectives(plan, gpus, folder / "collectives")
         ),

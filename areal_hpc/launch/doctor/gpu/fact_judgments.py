@@ -13,59 +13,67 @@ MIN_MEMLOCK_BYTES = 1 << 30
 GIB = 2**30
 
 
-def judge_facts(facts: NodeFacts, hca: str, *, is_one_of_several: bool) -> Iterator[CheckResult]:
+def judge_facts(
+    node_facts: NodeFacts, hca: str, *, is_one_of_several: bool
+) -> Iterator[CheckResult]:
     """All judgments of one node; `hca` names adapters that the site promises."""
-    yield judge_gpus(facts)
-    yield judge_driver(facts)
-    for python in facts.pythons:
-        yield judge_python(python, facts)
-    yield judge_nccl(facts.pythons)
-    yield judge_rdma(facts, hca, is_one_of_several=is_one_of_several)
-    yield judge_memlock(facts)
-    yield judge_nvcc(facts)
+    yield judge_gpus(node_facts)
+    yield judge_driver(node_facts)
+    for python in node_facts.pythons:
+        yield judge_python(python, node_facts)
+    yield judge_nccl(node_facts.pythons)
+    yield judge_rdma(node_facts, hca, is_one_of_several=is_one_of_several)
+    yield judge_memlock(node_facts)
+    yield judge_nvcc(node_facts)
 
 
-def judge_gpus(facts: NodeFacts) -> CheckResult:
+def judge_gpus(node_facts: NodeFacts) -> CheckResult:
     """GPUs that the driver lists, and those that this process may use."""
-    if facts.driver_error:
+    if node_facts.driver_error:
         hint = "nvidia-smi must work; on Slurm drain the node, else load the driver or reboot"
-        return fail("GPUs", f"the driver reports an error: {facts.driver_error}", hint)
-    if not facts.gpus and not facts.visible_gpus:
+        return fail("GPUs", f"the driver reports an error: {node_facts.driver_error}", hint)
+    if not node_facts.gpus and not node_facts.visible_gpus:
         return fail(
             "GPUs",
-            f"none: no nvidia-smi lists one, {facts.visible_source} shows none",
+            f"none: no nvidia-smi lists one, {node_facts.visible_source} shows none",
             "run it on a node with NVIDIA GPUs, or by a job: --nodes 1 --site SITE; "
             "rehearse the steps with --device cpu",
         )
-    if not facts.visible_gpus:
+    if not node_facts.visible_gpus:
         hint = "ask Slurm for GPUs (--gres=gpu:8), or unset CUDA_VISIBLE_DEVICES"
-        found = f"{len(facts.gpus)} in the node, none visible here ({facts.visible_source})"
+        found = (
+            f"{len(node_facts.gpus)} in the node, none visible here ({node_facts.visible_source})"
+        )
         return fail("GPUs", found, hint)
-    kinds = sorted({f"{gpu.name} with {gpu.memory_mib / 1024:.0f} GiB" for gpu in facts.gpus})
-    links = ", joined by NVLink" if facts.has_nvlink else ""
-    found = f"{len(facts.visible_gpus)} visible: {' and '.join(kinds) or 'of unknown kind'}{links}"
+    kinds = sorted({f"{gpu.name} with {gpu.memory_mib / 1024:.0f} GiB" for gpu in node_facts.gpus})
+    links = ", joined by NVLink" if node_facts.has_nvlink else ""
+    found = (
+        f"{len(node_facts.visible_gpus)} visible: {' and '.join(kinds) or 'of unknown kind'}{links}"
+    )
     if len(kinds) > 1:
         return warn("GPUs", found, "a run waits for its slowest GPU: use nodes of one kind")
     return ok("GPUs", found)
 
 
-def judge_driver(facts: NodeFacts) -> CheckResult:
+def judge_driver(node_facts: NodeFacts) -> CheckResult:
     """The driver's version against what the torch builds need."""
     needs = [
-        (find_min_driver_branch(python.cuda), python) for python in facts.pythons if python.cuda
+        (find_min_driver_branch(python.cuda), python)
+        for python in node_facts.pythons
+        if python.cuda
     ]
     floor, python = max(needs, default=(MIN_DRIVER_BY_CUDA[13], None), key=lambda one: one[0])
     reason = f"CUDA {python.cuda} of the Python of role {python.role}" if python else "CUDA 13"
-    if not facts.driver:
+    if not node_facts.driver:
         hint = f"install NVIDIA's driver {floor} or newer, or use another node"
         return fail("driver", f"none; {reason} needs {floor} or newer", hint)
-    if int(facts.driver.partition(".")[0]) < floor:
+    if int(node_facts.driver.partition(".")[0]) < floor:
         return fail(
             "driver",
-            f"{facts.driver}; {reason} needs {floor} or newer",
+            f"{node_facts.driver}; {reason} needs {floor} or newer",
             "ask the administrators for a newer driver, or make environments for an older CUDA",
         )
-    return ok("driver", f"{facts.driver}, at least {floor} is needed")
+    return ok("driver", f"{node_facts.driver}, at least {floor} is needed")
 
 
 def find_min_driver_branch(cuda: str) -> int:
@@ -75,7 +83,7 @@ def find_min_driver_branch(cuda: str) -> int:
     return MIN_DRIVER_BY_CUDA.get(int(major), known) if major.isdigit() else known
 
 
-def judge_python(python: PythonFacts, facts: NodeFacts) -> CheckResult:
+def judge_python(python: PythonFacts, node_facts: NodeFacts) -> CheckResult:
     """Whether a role's environment sees all GPUs that are visible."""
     name, key = f"torch {python.role}", f"cluster.{python.role}.python"
     if python.error:
@@ -89,10 +97,10 @@ def judge_python(python: PythonFacts, facts: NodeFacts) -> CheckResult:
         )
     seen = len(python.gpus)
     found = f"torch {python.torch} for CUDA {python.cuda} sees {seen} GPUs"
-    if seen < len(facts.visible_gpus):
+    if seen < len(node_facts.visible_gpus):
         return fail(
             name,
-            f"{found} of {len(facts.visible_gpus)}",
+            f"{found} of {len(node_facts.visible_gpus)}",
             f"{python.python} -c 'import torch; torch.cuda.init()' says why; in a container, was "
             "it started with --nv?",
         )
@@ -111,12 +119,12 @@ def judge_nccl(pythons: Sequence[PythonFacts]) -> CheckResult:
     return ok("NCCL", told)
 
 
-def judge_rdma(facts: NodeFacts, hca: str, *, is_one_of_several: bool) -> CheckResult:
+def judge_rdma(node_facts: NodeFacts, hca: str, *, is_one_of_several: bool) -> CheckResult:
     """Whether NCCL can use RDMA between nodes."""
-    devices = f"{len(facts.rdma_devices)} adapters in /dev/infiniband"
-    if facts.rdma_devices and facts.has_ibverbs:
+    devices = f"{len(node_facts.rdma_devices)} adapters in /dev/infiniband"
+    if node_facts.rdma_devices and node_facts.has_ibverbs:
         return ok("RDMA", f"{devices}, libibverbs there")
-    if facts.rdma_devices:
+    if node_facts.rdma_devices:
         return fail(
             "RDMA",
             f"{devices}, but no libibverbs: NCCL takes TCP, 10 to 50 times slower",
@@ -134,22 +142,22 @@ def judge_rdma(facts: NodeFacts, hca: str, *, is_one_of_several: bool) -> CheckR
     return ok("RDMA", "no adapter in /dev/infiniband; one node needs none")
 
 
-def judge_memlock(facts: NodeFacts) -> CheckResult:
+def judge_memlock(node_facts: NodeFacts) -> CheckResult:
     """Whether processes may lock the memory that RDMA needs."""
-    limit = facts.memlock_bytes
+    limit = node_facts.memlock_bytes
     if limit is None:
         return ok("memlock", "unlimited")
     found = f"a process may lock {limit / GIB:.3g} GiB"
-    if not facts.rdma_devices or limit >= MIN_MEMLOCK_BYTES:
+    if not node_facts.rdma_devices or limit >= MIN_MEMLOCK_BYTES:
         return ok("memlock", found)
     hint = "ulimit -l unlimited; under Slurm PropagateResourceLimitsExcept=MEMLOCK in slurm.conf"
     return fail("memlock", f"{found}: NCCL's connections over RDMA fail", hint)
 
 
-def judge_nvcc(facts: NodeFacts) -> CheckResult:
+def judge_nvcc(node_facts: NodeFacts) -> CheckResult:
     """Whether SGLang can compile the kernels that it compiles at its first start."""
-    if facts.nvcc:
-        return ok("nvcc", facts.nvcc)
+    if node_facts.nvcc:
+        return ok("nvcc", node_facts.nvcc)
     return warn(
         "nvcc",
         "none on PATH, in CUDA_HOME or /usr/local/cuda: SGLang cannot compile kernels at run time",

@@ -62,10 +62,10 @@ def list_rank_gpus(plan: GpuCheckPlan, visible: Sequence[str]) -> tuple[str, ...
 
 
 def measure_collectives(
-    plan: GpuCheckPlan, gpus: Sequence[str], folder: Path, place: RankPlace = RankPlace()
+    plan: GpuCheckPlan, gpus: Sequence[str], folder: Path, rank_place: RankPlace = RankPlace()
 ) -> CollectiveRates | Unmeasured:
     """Run this node's ranks of an all-reduce. The node of rank 0 has the figures."""
-    ranks = place.ranks or len(gpus)
+    ranks = rank_place.ranks or len(gpus)
     if ranks < 2:
         return Unmeasured("one GPU has nobody to exchange with", is_failure=False)
     order = CollectivesOrder(
@@ -75,9 +75,9 @@ def measure_collectives(
         rendezvous_dir=str(folder / "stores"),
         report=str(folder / "rates.json"),
     )
-    order_path = _write_order(folder / f"order.{place.node}.json", order)
-    _run_ranks(plan, COLLECTIVES_MODULE, order_path, gpus, place, COLLECTIVES_TIMEOUT_S)
-    if place.first_rank:
+    order_path = _write_order(folder / f"order.{rank_place.node}.json", order)
+    _run_ranks(plan, COLLECTIVES_MODULE, order_path, gpus, rank_place, COLLECTIVES_TIMEOUT_S)
+    if rank_place.first_rank:
         return Unmeasured("the figures are on the first node", is_failure=False)
     return _read_report(order.report, CollectiveRates)
 
@@ -113,26 +113,26 @@ def measure_step(
 def _run_ranks(
     plan: GpuCheckPlan,
     module: str,
-    order: Path,
+    order_file: Path,
     gpus: Sequence[str],
-    place: RankPlace,
+    rank_place: RankPlace,
     timeout_s: float,
 ) -> None:
     """Run a module as this node's ranks, each with a GPU of its own, to the end of all."""
     workers: list[Worker] = []
     try:
         for local_rank, gpu in enumerate(gpus):
-            rank = place.first_rank + local_rank
-            position = {"RANK": rank, "NUM_TASKS": place.ranks or len(gpus)}
-            position |= {"LOCAL_RANK": local_rank, "NODE_RANK": place.node}
+            rank = rank_place.first_rank + local_rank
+            position = {"RANK": rank, "NUM_TASKS": rank_place.ranks or len(gpus)}
+            position |= {"LOCAL_RANK": local_rank, "NODE_RANK": rank_place.node}
             variables = {f"AREAL_HPC_{name}": str(value) for name, value in position.items()}
-            variables |= {"AREAL_HPC_HOST": place.host, VISIBLE_DEVICES_VARIABLE: gpu}
+            variables |= {"AREAL_HPC_HOST": rank_place.host, VISIBLE_DEVICES_VARIABLE: gpu}
             workers.append(
                 Worker(
                     f"rank {rank}",
-                    [plan.pythons["train"], "-m", module, str(order)],
+                    [plan.pythons["train"], "-m", module, str(order_file)],
                     plan.variables["train"] | variables,
-                    order.parent / f"rank-{rank}.log",
+                    order_file.parent / f"rank-{rank}.log",
                 )
             )
         await_workers_and_kill_rest(workers, timeout_s)
@@ -271,9 +271,9 @@ def _get_error_left_by_cell(error: ClusterError, config_path: Path) -> ClusterEr
     return ClusterError(left.read_text()) if left.exists() else error
 
 
-def _write_order(path: Path, order: msgspec.Struct) -> Path:
+def _write_order(path: Path, order_message: msgspec.Struct) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(order))
+    path.write_bytes(msgspec.json.encode(order_message))
     return path
 
 

@@ -94,12 +94,12 @@ def has_nvlink(topology: str) -> bool:
     )
 
 
-def find_nvcc(environ: Mapping[str, str], otherwise: tuple[Path, ...]) -> str:
+def find_nvcc(environ: Mapping[str, str], default_cuda_homes: tuple[Path, ...]) -> str:
     """CUDA's compiler, where those who compile kernels at run time look for it."""
     homes = [Path(environ[name]) for name in ("CUDA_HOME", "CUDA_PATH") if environ.get(name)]
     on_path = shutil.which("nvcc", path=environ.get("PATH"))
     candidates = [*(home / "bin" / "nvcc" for home in homes), *([Path(on_path)] if on_path else [])]
-    candidates += [home / "bin" / "nvcc" for home in otherwise]
+    candidates += [home / "bin" / "nvcc" for home in default_cuda_homes]
     return next((str(path) for path in candidates if os.access(path, os.X_OK)), "")
 
 

@@ -58,37 +58,39 @@ def main() -> None:
 
 
 def _measure_network(
-    order: NodeOrder, task: TaskPosition, all_facts: list[NodeFacts]
+    node_order: NodeOrder, task: TaskPosition, all_facts: list[NodeFacts]
 ) -> CollectiveRates | Unmeasured:
     """This node's part of the all-reduce between all GPUs of all nodes."""
-    gpus = [list_rank_gpus(order.plan, facts.visible_gpus) for facts in all_facts]
+    gpus = [list_rank_gpus(node_order.plan, facts.visible_gpus) for facts in all_facts]
     if not all(gpus):
         return NOT_MEASURED_WITHOUT_GPU
     place = RankPlace(
         node=task.rank,
         first_rank=sum(map(len, gpus[: task.rank])),
         ranks=sum(map(len, gpus)),
-        host=find_own_address(order.plan.interface, os.environ),
+        host=find_own_address(node_order.plan.interface, os.environ),
     )
-    return measure_collectives(order.plan, gpus[task.rank], Path(order.folder, "network"), place)
+    return measure_collectives(
+        node_order.plan, gpus[task.rank], Path(node_order.folder, "network"), place
+    )
 
 
-def _get_facts_path(order: NodeOrder, node: int) -> Path:
-    return Path(order.folder, f"facts.{node}.json")
+def _get_facts_path(node_order: NodeOrder, node: int) -> Path:
+    return Path(node_order.folder, f"facts.{node}.json")
 
 
-def _await_facts(order: NodeOrder, nodes: int) -> list[NodeFacts]:
+def _await_facts(node_order: NodeOrder, nodes: int) -> list[NodeFacts]:
     """Facts of every node, in their order.
 
     Raises:
         ClusterError: Some did not come in time.
     """
     give_up_at = time.monotonic() + FACTS_TIMEOUT_S
-    paths = [_get_facts_path(order, node) for node in range(nodes)]
+    paths = [_get_facts_path(node_order, node) for node in range(nodes)]
     while missing := [path for path in paths if not path.exists()]:
         if time.monotonic() > give_up_at:
             raise ClusterError(
-                f"{len(missing)} of {nodes} nodes left no facts in {order.folder} within "
+                f"{len(missing)} of {nodes} nodes left no facts in {node_order.folder} within "
                 f"{FACTS_TIMEOUT_S:.0f} s"
             )
         time.sleep(POLL_S)

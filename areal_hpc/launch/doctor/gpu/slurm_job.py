@@ -61,7 +61,7 @@ def get_node_failure_path(folder: Path, node: int) -> Path:
 
 
 def examine_nodes_by_slurm_job(
-    plan: GpuCheckPlan, job: GpuJobOptions, say: Callable[[str], None]
+    plan: GpuCheckPlan, job: GpuJobOptions, print_line: Callable[[str], None]
 ) -> GpuReport:
     """Submit the job, wait for its report, and leave neither job nor file.
 
@@ -77,7 +77,7 @@ def examine_nodes_by_slurm_job(
         order.write_bytes(msgspec.json.encode(NodeOrder(plan, str(folder))))
         JobPaths(folder).script.write_text(build_examination_script(plan, job.options, order))
         job_id = run_slurm_command(*words).split(";")[0].strip()
-        say(f"job {job_id} was submitted: {plan.nodes} nodes, minutes once it runs")
+        print_line(f"job {job_id} was submitted: {plan.nodes} nodes, minutes once it runs")
         try:
             return _await_report(folder, job_id)
         finally:
@@ -119,7 +119,7 @@ def build_sbatch_command(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -
     ]
 
 
-def build_examination_script(plan: GpuCheckPlan, options: JobOptions, order: Path) -> str:
+def build_examination_script(plan: GpuCheckPlan, options: JobOptions, order_file: Path) -> str:
     """The job's script: the site's set-up, then a task on each node. Pure."""
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
@@ -127,7 +127,7 @@ def build_examination_script(plan: GpuCheckPlan, options: JobOptions, order: Pat
     else:  # the node is the job's: its only task is not to be bound to one core
         srun.append("--cpu-bind=none")
     srun += options.srun_flags or ()
-    task = [plan.pythons["agents"], "-m", NODE_TASK_MODULE, str(order)]
+    task = [plan.pythons["agents"], "-m", NODE_TASK_MODULE, str(order_file)]
     lines = ["#!/bin/bash", *(options.setup or ()), shlex.join([*srun, *task])]
     return "\n".join(lines) + "\n"
 

@@ -11,10 +11,10 @@ from areal_hpc.trainer.self_test.messages import (
     StepComparison,
 )
 
-MIN_NVLINK_BYTES_PER_S = 100e9
+MIN_NVLINK_ALLREDUCE_BYTES_PER_S = 100e9
 """Of an all-reduce within a node whose GPUs NVLink joins. An A100 has 300 GB/s a direction, an H100
 450; half of them would still be above."""
-MIN_PCIE_BYTES_PER_S = 5e9
+MIN_PCIE_ALLREDUCE_BYTES_PER_S = 5e9
 """Without NVLink: PCIe 4.0 has 32 GB/s a direction, shared by several GPUs."""
 MIN_RDMA_BYTES_PER_S = 5e9
 """Between nodes with RDMA: half of one adapter of 100 Gbit/s."""
@@ -32,11 +32,11 @@ MIN_CHANGE_OVER_GAP = 3.0
 
 
 def judge_rates(
-    name: str, rates: CollectiveRates | Unmeasured, floor_bytes_per_s: float | None, hint: str
+    check_name: str, rates: CollectiveRates | Unmeasured, floor_bytes_per_s: float | None, hint: str
 ) -> CheckResult:
     """Whether collectives are right, and as fast as the links allow; no floor in a rehearsal."""
     if isinstance(rates, Unmeasured):
-        return judge_unmeasured(name, rates)
+        return judge_unmeasured(check_name, rates)
     reduced, ring = rates.all_reduce_bytes_per_s / 1e9, rates.ring_bytes_per_s / 1e9
     found = (
         f"{rates.ranks} ranks over {rates.backend}, {rates.size_bytes >> 20} MiB: "
@@ -44,13 +44,15 @@ def judge_rates(
     )
     if rates.wrong_elements:
         return fail(
-            name,
+            check_name,
             f"{found}; {rates.wrong_elements} elements of the results are wrong",
             "nvidia-smi -q -d ECC; NCCL_P2P_DISABLE=1 tells whether direct copies are at fault",
         )
     if floor_bytes_per_s is not None and not rates.all_reduce_bytes_per_s >= floor_bytes_per_s:
-        return fail(name, f"{found}; expected at least {floor_bytes_per_s / 1e9:g} GB/s", hint)
-    return ok(name, found)
+        return fail(
+            check_name, f"{found}; expected at least {floor_bytes_per_s / 1e9:g} GB/s", hint
+        )
+    return ok(check_name, found)
 
 
 def judge_step(step: StepComparison | Unmeasured) -> CheckResult:
@@ -118,8 +120,8 @@ def judge_update(engine: EngineComparison) -> CheckResult:
     return ok(name, found)
 
 
-def judge_unmeasured(name: str, step: Unmeasured) -> CheckResult:
+def judge_unmeasured(check_name: str, step: Unmeasured) -> CheckResult:
     """A step without figures."""
     if not step.is_failure:
-        return ok(name, f"not measured: {step.reason}")
-    return fail(name, step.reason, step.hint or "attach --json FILE to an issue")
+        return ok(check_name, f"not measured: {step.reason}")
+    return fail(check_name, step.reason, step.hint or "attach --json FILE to an issue")

@@ -24,9 +24,9 @@ class Worker:
     """One process with its log, which does not outlive this one."""
 
     def __init__(
-        self, name: str, argv: Sequence[str], variables: Mapping[str, str], log: Path
+        self, worker_name: str, argv: Sequence[str], variables: Mapping[str, str], log: Path
     ) -> None:
-        self.name, self.log = name, log
+        self.name, self.log = worker_name, log
         self._is_killed = False
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("wb") as output:

@@ -116,33 +116,35 @@ def read_architecture(model_dir: Path) -> Architecture:
     return parse_architecture(json.loads(path.read_bytes()), str(path))
 
 
-def parse_architecture(config: Mapping[str, Any], where: str) -> Architecture:
-    """The network that a parsed `config.json` describes; `where` names the file in errors.
+def parse_architecture(config: Mapping[str, Any], config_file: str) -> Architecture:
+    """The network that a parsed `config.json` describes; `config_file` names the file in errors.
 
     Raises:
         RecipeError: The network is not supported, or not described.
     """
     try:
-        return _validate_and_parse_config(config, where)
+        return _validate_and_parse_config(config, config_file)
     except KeyError as error:
         raise RecipeError(
             f"the configuration has no {error.args[0]}",
-            key=where,
+            key=config_file,
             hint="save it again with save_pretrained",
         ) from None
 
 
-def _validate_and_parse_config(config: Mapping[str, Any], where: str) -> Architecture:
+def _validate_and_parse_config(config: Mapping[str, Any], config_file: str) -> Architecture:
     family = config.get("model_type", "")
     if family not in SUPPORTED_MODEL_TYPES:
         raise RecipeError(
             f"model_type must be one of {', '.join(SUPPORTED_MODEL_TYPES)}, got {family!r}",
-            key=where,
+            key=config_file,
         )
     if config.get("attention_bias") or config.get("mlp_bias"):
-        raise RecipeError(f"attention_bias and mlp_bias are not supported for {family}", key=where)
+        raise RecipeError(
+            f"attention_bias and mlp_bias are not supported for {family}", key=config_file
+        )
     if config.get("use_sliding_window"):
-        raise RecipeError("sliding-window attention is not supported", key=where)
+        raise RecipeError("sliding-window attention is not supported", key=config_file)
     heads = int(config["num_attention_heads"])
     rope = config.get("rope_parameters") or {}
     return Architecture(
@@ -157,18 +159,18 @@ def _validate_and_parse_config(config: Mapping[str, Any], where: str) -> Archite
         norm_eps=float(config["rms_norm_eps"]),
         # transformers 5 moved rope_theta and rope_scaling into rope_parameters.
         rope_theta=float(rope.get("rope_theta") or config.get("rope_theta") or 10_000.0),
-        rope_scaling=_parse_rope_scaling(rope or config.get("rope_scaling") or {}, where),
+        rope_scaling=_parse_rope_scaling(rope or config.get("rope_scaling") or {}, config_file),
         tied=bool(config.get("tie_word_embeddings", False)),
-        experts=_parse_experts(config, where) if family == "qwen3_moe" else None,
+        experts=_parse_experts(config, config_file) if family == "qwen3_moe" else None,
     )
 
 
-def _parse_experts(config: Mapping[str, Any], where: str) -> MoeConfig:
+def _parse_experts(config: Mapping[str, Any], config_file: str) -> MoeConfig:
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise RecipeError(
             "mlp_only_layers and decoder_sparse_step are not supported: every layer must be a "
             "mixture of experts",
-            key=where,
+            key=config_file,
         )
     return MoeConfig(
         # transformers 5 may write num_local_experts for num_experts.
@@ -225,15 +227,17 @@ def find_layout_problems(arch: Architecture, parallel: ParallelConfig) -> Iterat
 
 
 def _parse_rope_scaling(
-    rope: Mapping[str, Any], where: str
+    rope: Mapping[str, Any], config_file: str
 ) -> Llama3RopeScaling | YarnRopeScaling | None:
     kind = rope.get("rope_type") or rope.get("type") or "default"
     if kind == "default":
         return None
     if kind == "yarn":
-        return _parse_yarn(rope, where)
+        return _parse_yarn(rope, config_file)
     if kind != "llama3":
-        raise RecipeError(f"rope type must be default, llama3 or yarn, got {kind!r}", key=where)
+        raise RecipeError(
+            f"rope type must be default, llama3 or yarn, got {kind!r}", key=config_file
+        )
     return Llama3RopeScaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
@@ -242,11 +246,11 @@ def _parse_rope_scaling(
     )
 
 
-def _parse_yarn(rope: Mapping[str, Any], where: str) -> YarnRopeScaling:
+def _parse_yarn(rope: Mapping[str, Any], config_file: str) -> YarnRopeScaling:
     if refused := sorted({"mscale", "mscale_all_dim"}.intersection(rope)):
-        raise RecipeError(f"{' and '.join(refused)} of YaRN are not supported", key=where)
+        raise RecipeError(f"{' and '.join(refused)} of YaRN are not supported", key=config_file)
     if not rope.get("truncate", True):
-        raise RecipeError("truncate=false of YaRN is not supported", key=where)
+        raise RecipeError("truncate=false of YaRN is not supported", key=config_file)
     factor = float(rope["factor"])
     by_paper = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     return YarnRopeScaling(
