@@ -28,13 +28,15 @@ class EngineEndpoint:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @classmethod
-    def from_address(cls, place: EngineEndpoint | EngineAddress | str) -> EngineEndpoint:
+    def from_address(
+        cls, engine_or_address: EngineEndpoint | EngineAddress | str
+    ) -> EngineEndpoint:
         """The engine itself, or one for an address."""
-        if isinstance(place, EngineEndpoint):
-            return place
-        if isinstance(place, str):
-            return cls(place)
-        return cls(place.url, api_key=place.api_key)
+        if isinstance(engine_or_address, EngineEndpoint):
+            return engine_or_address
+        if isinstance(engine_or_address, str):
+            return cls(engine_or_address)
+        return cls(engine_or_address.url, api_key=engine_or_address.api_key)
 
     def get_client(self) -> SGLangClient:
         """The connection pool of the running event loop."""

@@ -92,13 +92,13 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 
-def _open_listener(directory: Path, name: str) -> socket.socket:
+def _open_listener(directory: Path, service_name: str) -> socket.socket:
     """A listening socket: where the cell's crashed proxy listened, so that agents find this one.
 
     An agent keeps the address it was given; its client repeats calls that lost their connection.
     """
     host = get_advertised_host()
-    before = rendezvous.find_endpoint(directory, name)
+    before = rendezvous.find_endpoint(directory, service_name)
     ports = [0]
     if before is not None and urlsplit(before.url).hostname == host:
         ports.insert(0, urlsplit(before.url).port or 0)

@@ -51,14 +51,14 @@ class ProxyMetrics:
         self._ignored_names: set[str] = set()
         self._logged_refusals: set[tuple[str, str, int, str]] = set()
 
-    def _make_counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"areal_hpc_proxy_{name}", text, labels, registry=self._registry)
+    def _make_counter(self, metric_name: str, text: str, *labels: str) -> Counter:
+        return Counter(f"areal_hpc_proxy_{metric_name}", text, labels, registry=self._registry)
 
     def register_gauges(self, store: SessionStore) -> None:
         """Add gauges of what a book holds; they are read when somebody asks for them."""
 
-        def gauge(name: str, text: str, count: Callable[[], int]) -> None:
-            one = Gauge(f"areal_hpc_proxy_{name}", text, registry=self._registry)
+        def gauge(metric_name: str, text: str, count: Callable[[], int]) -> None:
+            one = Gauge(f"areal_hpc_proxy_{metric_name}", text, registry=self._registry)
             one.set_function(count)
 
         sessions, finished = store.sessions, store.finished

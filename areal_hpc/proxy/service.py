@@ -50,7 +50,7 @@ class ProxyService:
         serve_python: str,
         admin_key: str,
         recorder: JournaledRecorder,
-        source: ReplicaSource,
+        replica_source: ReplicaSource,
         sealer: TicketSealer | None = None,
         *,
         verifier: RequestVerifier | None = None,
@@ -70,7 +70,7 @@ class ProxyService:
         limits = limits.model_copy(update={"max_concurrent_calls": most_calls})
         self._limits = limits
         self._recorder = recorder
-        self._router = Router(source)
+        self._router = Router(replica_source)
         self._upstream = SGLangClient()
         self._sealer = sealer
         parsers = None

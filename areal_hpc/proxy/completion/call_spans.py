@@ -17,7 +17,12 @@ def record_interaction_span(session: Session, interaction: Interaction) -> None:
 
 
 def record_call_span(
-    name: str, session: Session, begin: float, end: float, replica: int, **tokens: int
+    span_name: str,
+    session: Session,
+    begin_time: float,
+    end_time: float,
+    replica: int,
+    **tokens: int,
 ) -> None:
     """Note when a replica had a call of an episode."""
     facts = {}
@@ -25,4 +30,4 @@ def record_call_span(
         facts = {"ticket_id": ref.ticket_id, "attempt": ref.attempt}
         facts |= {"eval_step": ref.eval_step} if ref.eval_step >= 0 else {}
         facts["episode"] = session.request.episode
-    record_span(name, begin, end, f"replica {replica}", **facts, **tokens)
+    record_span(span_name, begin_time, end_time, f"replica {replica}", **facts, **tokens)

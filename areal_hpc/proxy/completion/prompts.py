@@ -69,36 +69,36 @@ class PreparedCall(msgspec.Struct, frozen=True):
     is_stored: bool
     """The reply may be asked for again."""
 
-    def build_request(self, choice: int) -> GenerateRequest:
+    def build_request(self, choice_index: int) -> GenerateRequest:
         """One try at generating a choice."""
         return GenerateRequest(
             make_random_id(16),
             self.prompt_json,
-            self._get_choice_sampling(choice),
+            self._get_choice_sampling(choice_index),
             self.top_logprobs,
             self.reasons_first,
             self.records_mask,
         )
 
-    def _get_choice_sampling(self, choice: int) -> SamplingParams:
-        if not choice:
+    def _get_choice_sampling(self, choice_index: int) -> SamplingParams:
+        if not choice_index:
             return self.sampling
-        seed = (self.sampling.sampling_seed or 0) + choice
+        seed = (self.sampling.sampling_seed or 0) + choice_index
         return msgspec.structs.replace(self.sampling, sampling_seed=seed)
 
     def build_interaction(
-        self, choice: int, answer: ReplicaAnswer, said: PartialReply, first_token_at: float
+        self, choice_index: int, answer: ReplicaAnswer, reply: PartialReply, first_token_at: float
     ) -> Interaction:
         """Record of a choice."""
         parent, generation = self.turn.parent, answer.generation
         kept_counts, kept_ids = generation.pack_kept_ids()
         return Interaction(
-            interaction_id=f"{self.answer_id}-{choice}" if choice else self.answer_id,
+            interaction_id=f"{self.answer_id}-{choice_index}" if choice_index else self.answer_id,
             parent_id=parent.interaction_id if parent is not None else None,
             reuse=self.turn.reuse,
             context=self.turn.context,
             new_messages=self.turn.new_messages,
-            reply=said.build_assistant_message(self.prefill),
+            reply=reply.build_assistant_message(self.prefill),
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
@@ -112,7 +112,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             answered_at=time.time(),
             replica=answer.replica,
             cached_tokens=generation.cached_tokens,
-            sampling=encode_recorded_sampling(self._get_choice_sampling(choice)),
+            sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
             ignored=[*self.ignored],
             kept_counts=kept_counts,
             kept_ids=kept_ids,

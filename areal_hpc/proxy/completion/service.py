@@ -96,7 +96,7 @@ class CompletionService:
         finally:
             self.quota.release(session, call.n, reserved_tokens)
 
-    async def _generate_choice(self, prompt: PreparedCall, choice: int) -> ReplicaAnswer:
+    async def _generate_choice(self, prompt: PreparedCall, choice_index: int) -> ReplicaAnswer:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
 
         Sampling it anew would favor short replies: those are broken off more rarely.
@@ -117,7 +117,7 @@ class CompletionService:
                 raise EngineLostError(f"{replica.url} aborted the generation")
             return failover.join_replies(generation)
 
-        return await self._generate_with_failover(prompt, choice, generate)
+        return await self._generate_with_failover(prompt, choice_index, generate)
 
     async def _parse_reply(self, prompt: PreparedCall, text: str) -> PartialReply:
         if self._parsers is None or prompt.parsed_tools is None:
@@ -146,8 +146,10 @@ class CompletionService:
             task.add_done_callback(self._speaking.discard)
         return live
 
-    async def _stream_choice(self, prompt: PreparedCall, choice: int, live: ReplyStream) -> None:
-        """Generate one choice into `live`; what was said is recorded even if nobody reads on."""
+    async def _stream_choice(
+        self, prompt: PreparedCall, choice_index: int, reply_stream: ReplyStream
+    ) -> None:
+        """Generate one choice into `reply_stream`; it is recorded even if nobody reads on."""
         said, reader, failover = PartialReply(), None, ReplyFailover(self._encoder)
         first_token_at = 0.0
         if self._parsers is not None and prompt.parsed_tools is not None:
@@ -158,16 +160,18 @@ class CompletionService:
             first_token_at = first_token_at or time.time()
             part = PartialReply(piece.text) if reader is None else await reader.feed(piece.text)
             said.add(part)
-            live.put(ReplyChunk(choice, part, piece))
+            reply_stream.put(ReplyChunk(choice_index, part, piece))
 
         async def generate(
             replica: ReplicaView, whole: GenerateRequest, timeout_s: float
         ) -> Generation:
-            if live.abandoned:  # while no replica served, say
+            if reply_stream.abandoned:  # while no replica served, say
                 raise ProxyRequestError(503, "the client disconnected before the call began")
             request = failover.build_next_request(whole)
             self.metrics.failovers.inc(request is not whole)
-            live.register_stop_callback(choice, partial(self._upstream.abort, replica, request.rid))
+            reply_stream.register_stop_callback(
+                choice_index, partial(self._upstream.abort, replica, request.rid)
+            )
             try:
                 generation = await self._upstream.generate_streaming(
                     replica, request, timeout_s, take
@@ -175,51 +179,58 @@ class CompletionService:
             except EngineLostError as lost:
                 failover.on_replica_lost(lost.partial, replica, request)
                 raise
-            if generation.finish_reason == ABORT_FINISH_REASON and not live.abandoned:
+            if generation.finish_reason == ABORT_FINISH_REASON and not reply_stream.abandoned:
                 failover.keep_aborted_part(generation, request)
                 raise EngineLostError(f"{replica.url} aborted the generation")
             return failover.join_replies(generation)
 
         try:
             answer = await self._generate_with_failover(
-                prompt, choice, generate, lambda: failover.is_possible and not live.abandoned
+                prompt,
+                choice_index,
+                generate,
+                lambda: failover.is_possible and not reply_stream.abandoned,
             )
             if reader is not None:
                 rest = await reader.feed("", last=True)
                 said.add(rest)
-                live.put(ReplyChunk(choice, rest, EMPTY_CHUNK))
-            if live.abandoned:  # nobody knows how much of it was read: it counts as broken off
+                reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
+            if (
+                reply_stream.abandoned
+            ):  # nobody knows how much of it was read: it counts as broken off
                 broken_off = msgspec.structs.replace(
                     answer.generation, finish_reason=ABORT_FINISH_REASON
                 )
                 answer = msgspec.structs.replace(answer, generation=broken_off)
-            if answer.generation.output_ids or not live.abandoned:
-                live.put(self._record_reply(prompt, choice, answer, said, first_token_at))
+            if answer.generation.output_ids or not reply_stream.abandoned:
+                reply_stream.put(
+                    self._record_reply(prompt, choice_index, answer, said, first_token_at)
+                )
         except Exception as error:  # boundary: raised again where the stream is read
-            if live.abandoned:
+            if reply_stream.abandoned:
                 log.info("a stream failed after its client disconnected: %s", error)
-            live.put(error)
+            reply_stream.put(error)
         finally:
-            live.unregister_stop_callback(choice)
+            reply_stream.unregister_stop_callback(choice_index)
             self.quota.release(prompt.session, 1, prompt.reserved_tokens)
 
     async def _generate_with_failover(
         self,
         prompt: PreparedCall,
-        choice: int,
+        choice_index: int,
         attempt: GenerateOnReplica,
         may_repeat: Callable[[], bool] = lambda: True,
     ) -> ReplicaAnswer:
         """Generate on the session's replica; on another one if that is lost."""
         if not prompt.sampling.active_grammar_names:
-            return await self._try_replicas(prompt, choice, attempt, may_repeat)
+            return await self._try_replicas(prompt, choice_index, attempt, may_repeat)
         with self.grammars.hold_slot_if_new_grammar(prompt.session, prompt.sampling):
-            return await self._try_replicas(prompt, choice, attempt, may_repeat)
+            return await self._try_replicas(prompt, choice_index, attempt, may_repeat)
 
     async def _try_replicas(
         self,
         prompt: PreparedCall,
-        choice: int,
+        choice_index: int,
         attempt: GenerateOnReplica,
         may_repeat: Callable[[], bool],
     ) -> ReplicaAnswer:
@@ -230,7 +241,7 @@ class CompletionService:
             self._router.on_call_started(replica)
             began_at = time.time()
             try:
-                generation = await attempt(replica, prompt.build_request(choice), timeout_s)
+                generation = await attempt(replica, prompt.build_request(choice_index), timeout_s)
                 return ReplicaAnswer(generation, replica.index)
             except EngineLostError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
@@ -256,15 +267,15 @@ class CompletionService:
     def _record_reply(
         self,
         prompt: PreparedCall,
-        choice: int,
+        choice_index: int,
         answer: ReplicaAnswer,
-        said: PartialReply,
+        reply: PartialReply,
         first_token_at: float = 0.0,
     ) -> RecordedReply:
         session = prompt.session
         if session.ended or not self.recorder.holds_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
-        interaction = prompt.build_interaction(choice, answer, said, first_token_at)
+        interaction = prompt.build_interaction(choice_index, answer, reply, first_token_at)
         try:
             self.recorder.record(
                 InteractionAdded(session.session_id, interaction, hidden=not prompt.is_stored)
@@ -279,7 +290,7 @@ class CompletionService:
             prompt.new_json, format_ids_as_json_inside(answer.generation.output_ids)
         )
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
-        return RecordedReply(choice, interaction, answer.generation, said)
+        return RecordedReply(choice_index, interaction, answer.generation, reply)
 
 
 async def _gather_or_cancel(

@@ -75,12 +75,12 @@ class ReplyStream:
         for stop in self._stops.values():
             stop()
 
-    def register_stop_callback(self, choice: int, stop: Callable[[], None]) -> None:
+    def register_stop_callback(self, choice_index: int, stop: Callable[[], None]) -> None:
         """A choice is being generated; `stop` ends that early."""
-        self._stops[choice] = stop
+        self._stops[choice_index] = stop
         if self.abandoned:
             stop()
 
-    def unregister_stop_callback(self, choice: int) -> None:
+    def unregister_stop_callback(self, choice_index: int) -> None:
         """Nothing is left to stop."""
-        self._stops.pop(choice, None)
+        self._stops.pop(choice_index, None)

@@ -38,17 +38,17 @@ class BlockSplitter:
         self._held = ""
         """White space before any text."""
 
-    def add_delta(self, said: PartialReply) -> Iterator[BlockChange]:
+    def add_delta(self, reply: PartialReply) -> Iterator[BlockChange]:
         """What the next part changes."""
-        if said.reasoning:
-            yield from self._extend_block("reasoning", said.reasoning)
-        if said.text:
-            text, self._held = self._held + said.text, ""
+        if reply.reasoning:
+            yield from self._extend_block("reasoning", reply.reasoning)
+        if reply.text:
+            text, self._held = self._held + reply.text, ""
             if text.strip() or (self._open is not None and self._open.kind == "text"):
                 yield from self._extend_block("text", text)
             else:
                 self._held = text
-        for call in said.calls:
+        for call in reply.calls:
             self._held = ""
             yield from self._extend_block("call", call.arguments, call.name, call.call_id)
 
@@ -60,13 +60,13 @@ class BlockSplitter:
             yield "end", self._open, ""
 
     def _extend_block(
-        self, kind: BlockKind, text: str, name: str = "", call_id: str = ""
+        self, kind: BlockKind, text: str, tool_name: str = "", call_id: str = ""
     ) -> Iterator[BlockChange]:
         block = self._open
         if block is None or block.kind != kind or call_id:  # the first part of a call has its id
             if block is not None:
                 yield "end", block, ""
-            block = self._open = ContentBlock(len(self.blocks), kind, "", name, call_id)
+            block = self._open = ContentBlock(len(self.blocks), kind, "", tool_name, call_id)
             self.blocks.append(block)
             yield "begin", block, ""
         if text:
@@ -74,9 +74,9 @@ class BlockSplitter:
             yield "add", block, text
 
 
-def split_into_blocks(said: PartialReply) -> list[ContentBlock]:
+def split_into_blocks(reply: PartialReply) -> list[ContentBlock]:
     """The blocks of a whole reply."""
     reader = BlockSplitter()
-    for _ in (*reader.add_delta(said), *reader.finish()):
+    for _ in (*reader.add_delta(reply), *reader.finish()):
         pass
     return reader.blocks

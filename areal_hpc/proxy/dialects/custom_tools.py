@@ -17,7 +17,7 @@ class CustomFormat(Struct):
 
 
 def build_custom_tool_schema(
-    name: str, description: str | None, form: CustomFormat, hints: set[str]
+    tool_name: str, description: str | None, input_format: CustomFormat, hints: set[str]
 ) -> dict[str, Any]:
     """A function that takes the tool's input; a regular expression holds that to its form.
 
@@ -25,11 +25,11 @@ def build_custom_tool_schema(
     is added to `hints`.
     """
     text: dict[str, Any] = {"type": "string"}
-    if form.type == "grammar" and form.syntax == "regex":
-        text["pattern"] = form.definition
-    elif form.type == "grammar":
+    if input_format.type == "grammar" and input_format.syntax == "regex":
+        text["pattern"] = input_format.definition
+    elif input_format.type == "grammar":
         hints.add("tools[].format")
-        told = f"Its input follows this {form.syntax} grammar:\n{form.definition}"
+        told = f"Its input follows this {input_format.syntax} grammar:\n{input_format.definition}"
         description = f"{description}\n{told}" if description else told
     schema = {
         "type": "object",
@@ -37,7 +37,7 @@ def build_custom_tool_schema(
         "required": ["input"],
         "additionalProperties": False,
     }
-    return build_function_tool(name, description, schema, "pattern" in text or None)
+    return build_function_tool(tool_name, description, schema, "pattern" in text or None)
 
 
 def encode_custom_input(text: str) -> str:

@@ -37,7 +37,7 @@ class Exchange(ABC):
         """The reply's body."""
 
     @abstractmethod
-    def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """Server-sent events of the reply. What tells an end comes after its journal record."""
 
     @abstractmethod

@@ -18,22 +18,22 @@ IgnoredParam = Annotated[Any, Meta(description="Accepted without effect.", extra
 _type_info = cache(inspect.type_info)
 
 
-def list_ignored_params(request: Struct, inside: str = "") -> Iterator[str]:
-    """Names of the hints in a request, or in the object within it that stands under `inside`."""
+def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
+    """Names of the hints in a request, or in the object within it that stands under `prefix`."""
     for name, encode_name, is_hint in _list_fields_of_hints(type(request)):
         value = getattr(request, name)
         if value is None:
             continue
         if isinstance(value, Struct):
-            yield from list_ignored_params(value, f"{inside}{encode_name}.")
+            yield from list_ignored_params(value, f"{prefix}{encode_name}.")
         elif is_hint:
-            yield inside + encode_name
+            yield prefix + encode_name
 
 
 @cache
-def _list_fields_of_hints(form: type[Struct]) -> list[tuple[str, str, bool]]:
+def _list_fields_of_hints(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
     """Of each field that is a hint, or may be an object with hints: both names, whether a hint."""
-    declared = inspect.type_info(form)
+    declared = inspect.type_info(struct_type)
     assert isinstance(declared, inspect.StructType)
     fields = [(one, is_ignored_param(one.type)) for one in declared.fields]
     return [
@@ -43,55 +43,55 @@ def _list_fields_of_hints(form: type[Struct]) -> list[tuple[str, str, bool]]:
     ]
 
 
-def is_ignored_param(form: inspect.Type) -> bool:
+def is_ignored_param(field_type: inspect.Type) -> bool:
     """True for the type of a field that is an `IgnoredParam`."""
-    return isinstance(form, inspect.Metadata) and bool((form.extra or {}).get("hint"))
+    return isinstance(field_type, inspect.Metadata) and bool((field_type.extra or {}).get("hint"))
 
 
-def list_structs(*forms: inspect.Type) -> list[inspect.StructType]:
+def list_structs(*types: inspect.Type) -> list[inspect.StructType]:
     """The objects that a value of these types may be."""
-    return [one for one in _unwrap_types(forms) if isinstance(one, inspect.StructType)]
+    return [one for one in _unwrap_types(types) if isinstance(one, inspect.StructType)]
 
 
-def list_item_types(*forms: inspect.Type) -> tuple[inspect.Type, ...]:
+def list_item_types(*types: inspect.Type) -> tuple[inspect.Type, ...]:
     """Types of the items of lists that a value of these types may be."""
-    return tuple(one.item_type for one in _unwrap_types(forms) if isinstance(one, inspect.ListType))
+    return tuple(one.item_type for one in _unwrap_types(types) if isinstance(one, inspect.ListType))
 
 
-def drop_nulls(body: bytes, form: Any) -> bytes:
+def drop_nulls(body: bytes, request_type: Any) -> bytes:
     """A request without the members that are null, down to where a client's own data begins.
 
     SDKs write null for what they do not ask for, whether or not the server knows the name. Schemas
     and the arguments of tools are data: null means something there.
     """
-    return _drop_nulls_within(body.lstrip(), (_type_info(form),))
+    return _drop_null_members(body.lstrip(), (_type_info(request_type),))
 
 
-def _drop_nulls_within(raw: bytes, forms: tuple[inspect.Type, ...]) -> bytes:
-    structs, items = list_structs(*forms), list_item_types(*forms)
-    if structs and raw[:1] == b"{":
+def _drop_null_members(raw_json: bytes, declared_types: tuple[inspect.Type, ...]) -> bytes:
+    structs, items = list_structs(*declared_types), list_item_types(*declared_types)
+    if structs and raw_json[:1] == b"{":
         members: dict[str, tuple[inspect.Type, ...]] = {}
         for struct in structs:
             for field in struct.fields:
                 members[field.encode_name] = (*members.get(field.encode_name, ()), field.type)
-        found = msgspec.json.decode(raw, type=dict[str, msgspec.Raw])
+        found = msgspec.json.decode(raw_json, type=dict[str, msgspec.Raw])
         kept = {
-            name: msgspec.Raw(_drop_nulls_within(bytes(value), members.get(name, ())))
+            name: msgspec.Raw(_drop_null_members(bytes(value), members.get(name, ())))
             for name, value in found.items()
             if bytes(value) != b"null"
         }
         return msgspec.json.encode(kept)
-    if items and raw[:1] == b"[":
-        listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    if items and raw_json[:1] == b"[":
+        listed = msgspec.json.decode(raw_json, type=list[msgspec.Raw])
         return msgspec.json.encode(
-            [msgspec.Raw(_drop_nulls_within(bytes(r), items)) for r in listed]
+            [msgspec.Raw(_drop_null_members(bytes(r), items)) for r in listed]
         )
-    return raw
+    return raw_json
 
 
-def _unwrap_types(forms: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
+def _unwrap_types(types: tuple[inspect.Type, ...]) -> Iterator[inspect.Type]:
     """The types that a value may have, out of unions and constraints."""
-    for form in forms:
+    for form in types:
         if isinstance(form, inspect.Metadata):
             yield from _unwrap_types((form.type,))
         elif isinstance(form, inspect.UnionType):

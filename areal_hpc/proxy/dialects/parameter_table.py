@@ -11,56 +11,60 @@ from areal_hpc.proxy.dialects.hints import is_ignored_param, list_structs
 from areal_hpc.proxy.dialects.refusals import REFUSED_SAMPLING_OF_OTHER_ENGINES, Refusal
 
 
-def list_effective_params(form: type[msgspec.Struct]) -> list[str]:
+def list_effective_params(request_type: type[msgspec.Struct]) -> list[str]:
     """Names of a request's parameters that have an effect."""
-    return [field.encode_name for field in _get_fields(form) if not is_ignored_param(field.type)]
+    return [
+        field.encode_name
+        for field in _list_request_fields(request_type)
+        if not is_ignored_param(field.type)
+    ]
 
 
-def list_ignored_params_of(form: type[msgspec.Struct]) -> list[str]:
+def list_ignored_params_of(request_type: type[msgspec.Struct]) -> list[str]:
     """Names of the parameters without effect, down to those of messages and tools."""
-    found = _list_ignored_params_within(inspect.type_info(form), "")
+    found = _list_ignored_params_within(inspect.type_info(request_type), "")
     return [*dict.fromkeys(name.removeprefix(".") for name in found)]
 
 
-def list_refused_params(form: type[msgspec.Struct]) -> dict[str, Refusal]:
+def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, Refusal]:
     """The request's own parameters that are refused."""
-    own: Mapping[str, Refusal] = getattr(form, "refused", {})
+    own: Mapping[str, Refusal] = getattr(request_type, "refused", {})
     return dict(own)
 
 
-def _get_fields(form: type[msgspec.Struct]) -> Iterable[inspect.Field]:
-    declared = inspect.type_info(form)
+def _list_request_fields(request_type: type[msgspec.Struct]) -> Iterable[inspect.Field]:
+    declared = inspect.type_info(request_type)
     assert isinstance(declared, inspect.StructType)
     return declared.fields
 
 
-def _list_ignored_params_within(form: inspect.Type, place: str) -> Iterator[str]:
-    for below, suffix in _list_forms_within(form):
+def _list_ignored_params_within(declared_type: inspect.Type, prefix: str) -> Iterator[str]:
+    for below, suffix in _list_object_types_within(declared_type):
         for struct in list_structs(below):
             for field in struct.fields:
-                name = f"{place}{suffix}{field.encode_name}"
+                name = f"{prefix}{suffix}{field.encode_name}"
                 if is_ignored_param(field.type):
                     yield name
                 else:
                     yield from _list_ignored_params_within(field.type, name)
 
 
-def _list_forms_within(form: inspect.Type) -> Iterator[tuple[inspect.Type, str]]:
+def _list_object_types_within(declared_type: inspect.Type) -> Iterator[tuple[inspect.Type, str]]:
     """Types of the objects that a value is or holds, each with what stands before their names."""
-    match form:
+    match declared_type:
         case inspect.Metadata(extra={"items": declared}):
             yield inspect.type_info(declared), "[]."
         case inspect.Metadata(extra={"form": declared}):
             yield inspect.type_info(declared), "."
         case inspect.Metadata():
-            yield from _list_forms_within(form.type)
+            yield from _list_object_types_within(declared_type.type)
         case inspect.UnionType():
-            for one in form.types:
-                yield from _list_forms_within(one)
+            for one in declared_type.types:
+                yield from _list_object_types_within(one)
         case inspect.ListType():
-            yield form.item_type, "[]."
+            yield declared_type.item_type, "[]."
         case inspect.StructType():
-            yield form, "."
+            yield declared_type, "."
 
 
 def _format_names(names: Iterable[str]) -> str:
@@ -76,18 +80,18 @@ def _format_refusals(refusals: Mapping[str, Refusal]) -> Iterator[tuple[str, str
         yield _format_names(names), way_out
 
 
-def render_parameter_table(forms: Mapping[str, type[msgspec.Struct]]) -> str:
+def render_parameter_table(request_type_by_route: Mapping[str, type[msgspec.Struct]]) -> str:
     """What is done with each parameter of the requests, by their routes, as Markdown."""
     lines = ["| route | parameters | what is done with them |", "|---|---|---|"]
 
     def add(*cells: Any) -> None:
         lines.append(f"| {' | '.join(cells)} |")
 
-    for path, form in forms.items():
+    for path, form in request_type_by_route.items():
         route = f"`POST {path}`"
         add(route, _format_names(list_effective_params(form)), "used")
         add(route, _format_names(list_ignored_params_of(form)), "no effect")
-        for names, way_out in _format_refusals(list_refused_params(form)):
+        for names, way_out in _format_refusals(get_refusal_by_param(form)):
             add(route, names, f"refused: {way_out}")
     for names, way_out in _format_refusals(REFUSED_SAMPLING_OF_OTHER_ENGINES):
         add("each that does not use it", names, f"refused: {way_out}")

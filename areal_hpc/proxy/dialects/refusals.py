@@ -78,7 +78,7 @@ REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, Refusal] = {
 """How other engines and providers sample, under names that no dialect honors unless it says so."""
 
 
-def find_refusal(name: str, form: type[msgspec.Struct]) -> Refusal | None:
+def find_refusal(param_name: str, object_type: type[msgspec.Struct]) -> Refusal | None:
     """The refusal of a parameter that an object of a request does not declare, if there is one."""
-    own: Mapping[str, Refusal] = getattr(form, "refused", {})
-    return own.get(name) or REFUSED_SAMPLING_OF_OTHER_ENGINES.get(name)
+    own: Mapping[str, Refusal] = getattr(object_type, "refused", {})
+    return own.get(param_name) or REFUSED_SAMPLING_OF_OTHER_ENGINES.get(param_name)

@@ -21,61 +21,64 @@ _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
 def drop_undeclared_members(
-    body: bytes, form: type[msgspec.Struct], inside: str, unknown: list[str] | None
+    body: bytes,
+    object_type: type[msgspec.Struct],
+    parent_key: str,
+    unknown_params: list[str] | None,
 ) -> bytes:
     """A JSON object without the members that are not declared, down to declared objects in it.
 
-    The names of what was left out are added to `unknown`, as `tools[].defer_loading`; where that is
-    None, only what asks for nothing is left out.
+    The names of what was left out are added to `unknown_params`, as `tools[].defer_loading`; where
+    that is None, only what asks for nothing is left out.
 
     Raises:
         ProxyRequestError: 400: one of them means something, or looks like one that is used, or may
             not be left out.
     """
-    return _drop_undeclared_within(body, inspect.type_info(form), inside, unknown)
+    return _drop_undeclared_within(body, inspect.type_info(object_type), parent_key, unknown_params)
 
 
 def _drop_undeclared_within(
-    raw: bytes, form: inspect.Type, inside: str, unknown: list[str] | None
+    raw_json: bytes, declared_type: inspect.Type, parent_key: str, unknown_params: list[str] | None
 ) -> bytes:
-    structs = list_structs(form)
-    if not structs or raw.lstrip()[:1] != b"{":
-        return raw
+    structs = list_structs(declared_type)
+    if not structs or raw_json.lstrip()[:1] != b"{":
+        return raw_json
     members = {field.encode_name: field for struct in structs for field in struct.fields}
     tags = {struct.tag_field for struct in structs}
     is_closed = all(struct.forbid_unknown_fields for struct in structs)
     kept: dict[str, msgspec.Raw] = {}
-    for name, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
-        place = f"{inside}.{name}" if inside else name
+    for name, value in msgspec.json.decode(raw_json, type=dict[str, msgspec.Raw]).items():
+        place = f"{parent_key}.{name}" if parent_key else name
         if name in members:
             kept[name] = msgspec.Raw(
-                _drop_undeclared_within(bytes(value), members[name].type, place, unknown)
+                _drop_undeclared_within(bytes(value), members[name].type, place, unknown_params)
             )
         elif name in tags or not is_closed:
             kept[name] = value
         elif _refuse_or_say_if_worth_counting(name, place, msgspec.json.decode(value), structs):
-            if unknown is None:
+            if unknown_params is None:
                 raise ProxyRequestError(400, f"the parameter {name!r} is not supported", key=place)
-            unknown.append(_INDEX_PATTERN.sub("[]", place))
+            unknown_params.append(_INDEX_PATTERN.sub("[]", place))
     return msgspec.json.encode(kept)
 
 
 def _refuse_or_say_if_worth_counting(
-    name: str, place: str, value: object, structs: list[inspect.StructType]
+    member_name: str, key: str, value: object, structs: list[inspect.StructType]
 ) -> bool:
     """Whether an undeclared member is worth counting.
 
     Raises:
         ProxyRequestError: 400: it would change the reply, or looks like one that is used.
     """
-    problem = f"the parameter {name!r} is not supported"
+    problem = f"the parameter {member_name!r} is not supported"
     for struct in structs:
-        refusal = find_refusal(name, struct.cls)
+        refusal = find_refusal(member_name, struct.cls)
         if refusal is not None:
             if refusal.is_harmless_value(value):
                 return False
             raise ProxyRequestError(
-                400, f"{problem}, and would change the reply", key=place, hint=refusal.way_out
+                400, f"{problem}, and would change the reply", key=key, hint=refusal.way_out
             )
     used = {
         field.encode_name
@@ -83,7 +86,9 @@ def _refuse_or_say_if_worth_counting(
         for field in one.fields
         if not is_ignored_param(field.type)
     }
-    near = difflib.get_close_matches(name, sorted(used), n=1, cutoff=_MIN_SIMILARITY_TO_REFUSE)
+    near = difflib.get_close_matches(
+        member_name, sorted(used), n=1, cutoff=_MIN_SIMILARITY_TO_REFUSE
+    )
     if near and value is not None:
-        raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=place)
+        raise ProxyRequestError(400, f"{problem}; did you mean {near[0]!r}?", key=key)
     return value is not None

@@ -37,28 +37,33 @@ _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
 def decode_json(
-    body: bytes | msgspec.Raw, form: Any, key: str = "", unknown: list[str] | None = None
+    body: bytes | msgspec.Raw,
+    json_type: Any,
+    key: str = "",
+    unknown_params: list[str] | None = None,
 ) -> Any:
-    """A JSON body, or the part of one that stands under `key`, as the type `form`.
+    """A JSON body, or the part of one that stands under `key`, as the type `json_type`.
 
-    A null stands for absence, under whatever name. What `form` does not declare is left out if it
-    asks for nothing, or if there is a list `unknown` for its name; else it is refused.
+    A null stands for absence, under whatever name. What `json_type` does not declare is left out
+    if it asks for nothing, or if there is a list `unknown_params` for its name; else it is refused.
 
     Raises:
         ProxyRequestError: 400, naming the parameter that is wrong or unknown.
     """
-    decoder = _get_decoder(form)
+    decoder = _get_decoder(json_type)
     try:
         if isinstance(body, bytes):
             body.decode()  # a decoder passes over texts that its form does not ask for
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:  # perhaps of a null, which few requests hold
-            body = drop_nulls(bytes(body), form)
+            body = drop_nulls(bytes(body), json_type)
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:
-            return decoder.decode(drop_undeclared_members(bytes(body), form, key, unknown))
+            return decoder.decode(
+                drop_undeclared_members(bytes(body), json_type, key, unknown_params)
+            )
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -66,14 +71,14 @@ def decode_json(
 
 
 @cache
-def _get_decoder(form: Any) -> msgspec.json.Decoder[Any]:
-    return msgspec.json.Decoder(form)
+def _get_decoder(json_type: Any) -> msgspec.json.Decoder[Any]:
+    return msgspec.json.Decoder(json_type)
 
 
-def _to_request_error(complaint: str, inside: str) -> ProxyRequestError:
-    """The text of a `ValidationError` about what stands under `inside`, as a refusal by name."""
+def _to_request_error(complaint: str, parent_key: str) -> ProxyRequestError:
+    """The text of a `ValidationError` about what is under `parent_key`, as a refusal by name."""
     where = _ERROR_PATH_PATTERN.search(complaint)
-    key = ".".join(part for part in (inside, where[1] if where else "") if part)
+    key = ".".join(part for part in (parent_key, where[1] if where else "") if part)
     named = _FIELD_ERROR_PATTERN.search(complaint)
     if named and named[1] == "unknown" and not key:
         return ProxyRequestError(400, f"the parameter {named[2]!r} is not supported", key=named[2])
@@ -82,9 +87,9 @@ def _to_request_error(complaint: str, inside: str) -> ProxyRequestError:
     return ProxyRequestError(400, complaint, key=key)
 
 
-def get_given_or_default(asked: Given | None, default: Given) -> Given:
+def get_given_or_default(value: Given | None, default: Given) -> Given:
     """Value asked for, if there is one."""
-    return default if asked is None else asked
+    return default if value is None else value
 
 
 def fold_seed_into_engine_range(seed: int | None) -> int | None:
@@ -118,7 +123,7 @@ class TypedObject(Struct):
 
 
 def list_own_tools_with_indices(
-    raw: Sequence[msgspec.Raw], model: ServedModel, dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], model: ServedModel, dropped: list[str]
 ) -> list[tuple[int, msgspec.Raw]]:
     """The tools that a model is told of, each with its place in the list.
 
@@ -128,46 +133,50 @@ def list_own_tools_with_indices(
     Raises:
         ProxyRequestError: 400: there are no others.
     """
-    kinds = [decode_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw)]
+    kinds = [decode_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw_tools)]
     is_hosted = [any(fnmatchcase(kind, one) for one in model.dropped_tools) for kind in kinds]
     if is_hosted and all(is_hosted):
         problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"
         hint = "offer a function that does the same"
         raise ProxyRequestError(400, problem, key="tools[0].type", hint=hint)
     dropped += sorted({kind for kind, hosted in zip(kinds, is_hosted, strict=True) if hosted})
-    return [(i, one) for i, one in enumerate(raw) if not is_hosted[i]]
+    return [(i, one) for i, one in enumerate(raw_tools) if not is_hosted[i]]
 
 
 def build_function_tool(
-    name: str, description: str | None, parameters: dict[str, Any] | None, strict: bool | None
+    function_name: str,
+    description: str | None,
+    parameters: dict[str, Any] | None,
+    strict: bool | None,
 ) -> dict[str, Any]:
     """A tool as chat templates expect it."""
     fields = {"description": description, "parameters": parameters, "strict": strict}
     given = {key: value for key, value in fields.items() if value is not None}
-    return {"type": "function", "function": {"name": name, **given}}
+    return {"type": "function", "function": {"name": function_name, **given}}
 
 
 def parse_tool_choice(
     model: ServedModel,
     tools: Sequence[Mapping[str, Any]],
     mode: str | None,
-    name: str | None,
+    tool_name: str | None,
     *,
     parallel: bool,
 ) -> ToolChoice:
     """Tool choice of a request that offers `tools`.
 
-    Its mode is `none`, `auto` or `required`, None is `auto`; `name` is a tool that must be called.
+    Its mode is `none`, `auto` or `required`, None is `auto`; the tool of a `tool_name` must be
+    called.
 
     Raises:
         ProxyRequestError: 400, naming `tool_choice` or `tools`; also if nobody can tell the calls
             of this model's replies from their text.
     """
-    if name is not None and all(tool["function"]["name"] != name for tool in tools):
-        raise ProxyRequestError(400, f"there is no tool {name!r}", key="tool_choice")
+    if tool_name is not None and all(tool["function"]["name"] != tool_name for tool in tools):
+        raise ProxyRequestError(400, f"there is no tool {tool_name!r}", key="tool_choice")
     if mode == "required" and not tools:
         raise ProxyRequestError(400, "tool_choice needs tools", key="tool_choice")
-    if not tools or (mode == "none" and name is None):
+    if not tools or (mode == "none" and tool_name is None):
         return ToolChoice("none", None, parallel)
     if model.tool_call_parser is None:
         raise ProxyRequestError(
@@ -176,17 +185,17 @@ def parse_tool_choice(
             key="tools",
             hint="set inference.tool_call_parser to the model's format",
         )
-    must_call = mode == "required" or name is not None
-    return ToolChoice("required" if must_call else "auto", name, parallel)
+    must_call = mode == "required" or tool_name is not None
+    return ToolChoice("required" if must_call else "auto", tool_name, parallel)
 
 
 def encode_schema_unless_must_call(
-    schema: Mapping[str, Any] | None, choice: ToolChoice
+    schema: Mapping[str, Any] | None, tool_choice: ToolChoice
 ) -> str | None:
     """The grammar of a reply's text: its schema as JSON.
 
     A reply that must call a tool has no text that it could hold for; the tool's own grammar does.
     """
-    if schema is None or choice.must_call:
+    if schema is None or tool_choice.must_call:
         return None
     return msgspec.json.encode(schema).decode()

@@ -186,22 +186,22 @@ class TokenChunk(Struct, frozen=True):
     top_logprobs: list[TopLogprobs]
 
 
-def decode_generation(where: str, answer: bytes) -> Generation:
-    """A whole answer of the server `where`.
+def decode_generation(server_url: str, answer: bytes) -> Generation:
+    """A whole answer of the server `server_url`.
 
     Raises:
         EngineLostError: It is not a sound answer.
         ProxyRequestError: The server found the request at fault only while it ran.
     """
-    reply = _decode_reply(_reply_decoder, where, answer)
-    return _build_generation(where, reply.text, bytes(reply.output_ids), reply.meta_info)
+    reply = _decode_reply(_reply_decoder, server_url, answer)
+    return _build_generation(server_url, reply.text, bytes(reply.output_ids), reply.meta_info)
 
 
 class ChunkReader:
     """Puts the pieces of one stream together."""
 
-    def __init__(self, where: str, stop: Sequence[str]) -> None:
-        self._where = where
+    def __init__(self, server_url: str, stop: Sequence[str]) -> None:
+        self._where = server_url
         self._stop = stop
         self._text = ""
         self._sent_chars = 0
@@ -305,26 +305,29 @@ def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:
     return longest
 
 
-def _decode_reply(decoder: msgspec.json.Decoder[Decoded], where: str, answer: bytes) -> Decoded:
+def _decode_reply(
+    decoder: msgspec.json.Decoder[Decoded], server_url: str, answer: bytes
+) -> Decoded:
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
-        raise EngineLostError(f"{where} sent an unexpected reply: {error}") from error
+        raise EngineLostError(f"{server_url} sent an unexpected reply: {error}") from error
 
 
-def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
+def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
     reason = meta.finish_reason
     if reason is None:
-        raise EngineLostError(f"{where} ended the reply without a finish reason")
+        raise EngineLostError(f"{server_url} ended the reply without a finish reason")
     if reason.type == ABORT_FINISH_REASON and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
             raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
-        raise EngineLostError(f"{where} aborted the generation: {reason.message}")
+        raise EngineLostError(f"{server_url} aborted the generation: {reason.message}")
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE_BYTES):
-        raise EngineLostError(f"{where}: token ids and log-probabilities differ in length")
+        raise EngineLostError(f"{server_url}: token ids and log-probabilities differ in length")
     spans = [
-        VersionSpan(_pack_version(where, s.version), s.start, s.end) for s in meta.weight_versions
+        VersionSpan(_pack_version(server_url, s.version), s.start, s.end)
+        for s in meta.weight_versions
     ]
     covered = 0
     for span in spans:
@@ -332,7 +335,9 @@ def _build_generation(where: str, text: str, ids_json: bytes, meta: _MetaInfo) -
             break
         covered = span.end
     if covered != len(output_ids):
-        raise EngineLostError(f"{where}: weight versions cover only {covered} tokens of the reply")
+        raise EngineLostError(
+            f"{server_url}: weight versions cover only {covered} tokens of the reply"
+        )
     return Generation(
         text=text,
         output_ids=output_ids,
@@ -364,24 +369,24 @@ def _keep_mask_fields_if_sound(
     return {"kept_ids": kept_ids, "kept_logprobs": kept_logprobs}
 
 
-def _pack_version(where: str, version: str) -> int:
+def _pack_version(server_url: str, version: str) -> int:
     try:
         return (
             0 if version == SGLANG_DEFAULT_WEIGHT_VERSION else WeightVersion.parse(version).packed
         )
     except ValueError as error:
-        raise EngineLostError(f"{where}: {error}") from error
+        raise EngineLostError(f"{server_url}: {error}") from error
 
 
-def _build_error_event_exception(where: str, data: bytes) -> Exception:
+def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
     """The exception for an `error` event; SGLang marks the request's fault by its code."""
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
-        return EngineLostError(f"{where} sent an unexpected reply: {broken}")
+        return EngineLostError(f"{server_url} sent an unexpected reply: {broken}")
     if error.get("code", 400) == 400:
         return ProxyRequestError(400, f"SGLang rejected the request: {error.get('message')}")
-    return EngineLostError(f"{where} aborted the generation: {error.get('message')}")
+    return EngineLostError(f"{server_url} aborted the generation: {error.get('message')}")
 
 
 def extract_error_text(answer: bytes) -> str:

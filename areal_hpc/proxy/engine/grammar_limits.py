@@ -71,12 +71,12 @@ def refuse_costly_grammars_and_stops(sampling: SamplingParams) -> None:
 
 
 @lru_cache(maxsize=256)
-def _find_grammar_problem(name: str, text: str) -> str:
+def _find_grammar_problem(grammar_kind: str, text: str) -> str:
     """Why a grammar is refused; empty if it is not."""
-    if len(text) > MAX_CHARS_BY_KIND[name]:
-        return f"{len(text)} characters (limit {MAX_CHARS_BY_KIND[name]})"
-    if name in ("regex", "ebnf"):
-        return _find_repeat_problem(text, name)
+    if len(text) > MAX_CHARS_BY_KIND[grammar_kind]:
+        return f"{len(text)} characters (limit {MAX_CHARS_BY_KIND[grammar_kind]})"
+    if grammar_kind in ("regex", "ebnf"):
+        return _find_repeat_problem(text, grammar_kind)
     try:
         schema = msgspec.json.decode(text)
         measure = _SchemaMeasure(schema)

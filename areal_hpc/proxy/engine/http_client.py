@@ -25,7 +25,7 @@ class UnreachableError(ConnectionError):
     """A server that cannot be connected to: it has seen nothing of the call."""
 
 
-class _CallDeadlines:
+class _ConnectionTimeouts:
     """Ends of calls. One timer for all: most end long before, and a timer each costs 5 us."""
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class ConnectionPool:
         self._headers = f"HTTP/1.1\r\nhost: {parts.netloc}\r\n{headers}"
         self._connect_timeout_s = connect_timeout_s
         self._loop = asyncio.get_running_loop()
-        self._limits = _CallDeadlines()
+        self._limits = _ConnectionTimeouts()
         self._idle: deque[Connection] = deque()
         """The longest first."""
         self._is_closed = False

@@ -86,10 +86,10 @@ class Connection(asyncio.Protocol):
         if self._change is not None and not self._change.done():
             self._change.set_result(None)
 
-    def fail(self, trouble: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End the call, and the connection with it."""
         self._is_reusable = False
-        self._trouble = trouble
+        self._trouble = error
         self._wake_reader()
 
     def close(self) -> None:

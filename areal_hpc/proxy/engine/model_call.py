@@ -97,7 +97,7 @@ class ServedModel:
     @classmethod
     def load(
         cls,
-        name: str,
+        model_name: str,
         model_dir: Path,
         context_tokens: int | None,
         tool_call_parser: str | None,
@@ -109,10 +109,10 @@ class ServedModel:
             RecipeError: The directory lacks a tokenizer, a chat template, or the limit.
         """
         return cls(
-            name,
+            model_name,
             ChatTemplate.from_model_dir(model_dir),
             TokenEncoder.from_model_dir(model_dir),
-            context_tokens or read_max_context_tokens(model_dir),
+            context_tokens or require_max_position_embeddings(model_dir),
             tool_call_parser,
             reasoning_parser,
         )
@@ -122,17 +122,17 @@ class ServedModel:
         return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))
 
 
-def read_max_context_tokens(model_path: Path) -> int:
+def require_max_position_embeddings(model_dir: Path) -> int:
     """The longest sequence that the model's configuration allows.
 
     Raises:
         RecipeError: The configuration does not say.
     """
-    config = msgspec.json.decode((model_path / "config.json").read_bytes())
+    config = msgspec.json.decode((model_dir / "config.json").read_bytes())
     limit = config.get("max_position_embeddings")
     if not isinstance(limit, int):
         raise RecipeError(
-            f"{model_path / 'config.json'} does not say max_position_embeddings",
+            f"{model_dir / 'config.json'} does not say max_position_embeddings",
             key="inference.context_length",
             hint="set inference.context_length to the longest prompt plus reply",
         )

@@ -28,11 +28,11 @@ class PartialReply(Struct):
     reasoning: str = ""
     calls: list[ToolCallDelta] = field(default_factory=list)
 
-    def add(self, part: PartialReply) -> None:
+    def add(self, next_part: PartialReply) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
-        self.text += part.text
-        self.reasoning += part.reasoning
-        for call in part.calls:
+        self.text += next_part.text
+        self.reasoning += next_part.reasoning
+        for call in next_part.calls:
             if call.index >= len(self.calls):
                 call.call_id = call.call_id or f"call_{secrets.token_hex(12)}"  # as OpenAI's
                 self.calls.append(
@@ -57,7 +57,7 @@ class PartialReply(Struct):
         )
 
 
-def format_tool_call(call_id: str | None, name: str, arguments: str) -> dict[str, Any]:
+def format_tool_call(call_id: str | None, function_name: str, arguments: str) -> dict[str, Any]:
     """A call as chat messages have it."""
-    function = {"name": name, "arguments": arguments}
+    function = {"name": function_name, "arguments": arguments}
     return {"id": call_id, "type": "function", "function": function}

@@ -63,8 +63,8 @@ def choose_home_replica(
 class Router:
     """Follows the replicas and picks one for each session."""
 
-    def __init__(self, source: ReplicaSource) -> None:
-        self._source = source
+    def __init__(self, replica_source: ReplicaSource) -> None:
+        self._source = replica_source
         self._serving: dict[int, ReplicaView] = {}
         self._homes: WeakKeyDictionary[Session, _SessionHome] = WeakKeyDictionary()
         """Of the sessions that the store still has."""

@@ -140,15 +140,21 @@ class ParserProcessClient:
         return await waiting
 
     async def fetch_grammar(
-        self, tools: Sequence[dict[str, Any]], prompt: str, choice: ToolChoice
+        self, tools: Sequence[dict[str, Any]], prompt: str, tool_choice: ToolChoice
     ) -> ParserReply:
         """Which grammar holds the model to a tool choice, and where it begins.
 
         Raises:
             ProxyRequestError: There is none, or the parsers are gone.
         """
-        number, end, must_call = self.allocate_id(), prompt[-PROMPT_END_CHARS:], choice.must_call
-        request = ToolGrammarRequest(number, [*tools], end, must_call, choice.name, choice.parallel)
+        number, end, must_call = (
+            self.allocate_id(),
+            prompt[-PROMPT_END_CHARS:],
+            tool_choice.must_call,
+        )
+        request = ToolGrammarRequest(
+            number, [*tools], end, must_call, tool_choice.name, tool_choice.parallel
+        )
         try:
             reply = await self.send_request(request)
         except ParserLostError as error:

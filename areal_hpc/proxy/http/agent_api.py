@@ -89,7 +89,7 @@ class AgentApi:
         yield Route("GET", "/responses/{response_id}", "session", answer)
         answer = partial(stored.delete_response, self._completions.recorder)
         yield Route("DELETE", "/responses/{response_id}", "session", answer)
-        answer = stored.list_input_items
+        answer = stored.encode_input_items
         yield Route("GET", "/responses/{response_id}/input_items", "session", answer)
 
     async def _forward_generate(self, session: Session, body: GenerateBody) -> bytes:
@@ -107,16 +107,16 @@ class AgentApi:
     def _list_models(self, session: Session) -> bytes:
         return openai_format.format_models(self._model.name, self._model.context_tokens)
 
-    def _show_model(self, session: Session, name: str, query: Mapping[str, str]) -> bytes:
-        return openai_format.format_model(name, self._model.context_tokens)
+    def _show_model(self, session: Session, model_name: str, query: Mapping[str, str]) -> bytes:
+        return openai_format.format_model(model_name, self._model.context_tokens)
 
     def _build_token_counter(self, path: str, dialect: Dialect) -> Handler:
         """Tells how many tokens the model would read for a request in a dialect."""
 
         async def answer(
-            session: Session, request: msgspec.Struct, unknown: Sequence[str]
+            session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
         ) -> RouteResult:
-            call = self._read_call(path, dialect, session, request, unknown).call
+            call = self._read_call(path, dialect, session, request, unknown_params).call
             _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
                 session, call
             )
@@ -131,12 +131,12 @@ class AgentApi:
         dialect: Dialect,
         session: Session,
         request: msgspec.Struct,
-        unknown: Sequence[str],
+        unknown_params: Sequence[str],
     ) -> Exchange:
         """What a request asks for; what it asks for in vain is counted."""
         exchange = dialect.read(request, session, self._model)
         exchange.call = apply_bound_sampling_and_note_ignored(
-            exchange.call, session.request, unknown
+            exchange.call, session.request, unknown_params
         )
         names = exchange.call.ignored_names_and_dropped_tools
         self._completions.metrics.count_ignored_parameters(path, session.client, names)
@@ -146,9 +146,9 @@ class AgentApi:
         """Answers model calls in a dialect."""
 
         async def answer(
-            session: Session, request: msgspec.Struct, unknown: Sequence[str]
+            session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
         ) -> RouteResult:
-            exchange = self._read_call(path, dialect, session, request, unknown)
+            exchange = self._read_call(path, dialect, session, request, unknown_params)
             call, answer_id = exchange.call, exchange.answer_id
             if exchange.streams:
                 live = await self._completions.stream(session, call, answer_id)

@@ -271,7 +271,7 @@ class ProxyApp:
         elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown
-            yield decode_json(body, route.request, unknown=unknown if takes_any else None)
+            yield decode_json(body, route.request, unknown_params=unknown if takes_any else None)
             yield unknown
         elif route.request is not None:
             yield decode_json(body, route.request)
@@ -374,6 +374,6 @@ def _asks_for_websocket(scope: Scope) -> bool:
     return _get_header(scope, b"upgrade").lower() == b"websocket"
 
 
-def _get_header(scope: Scope, name: bytes) -> bytes:
+def _get_header(scope: Scope, header_name: bytes) -> bytes:
     """A header's value; empty if the request has none of that name."""
-    return next((value for one, value in scope["headers"] if one == name), b"")
+    return next((value for one, value in scope["headers"] if one == header_name), b"")

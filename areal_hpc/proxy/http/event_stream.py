@@ -58,14 +58,16 @@ class EventStream:
                 await asyncio.sleep(PING_AFTER_S - silence_s)
 
 
-async def send_events(send: Send, headers: Headers, exchange: Exchange, live: ReplyStream) -> None:
+async def send_events(
+    send: Send, headers: Headers, exchange: Exchange, reply_stream: ReplyStream
+) -> None:
     """Send a reply's events until they end.
 
     Raises:
         Exception: What broke the reply, if nothing has been sent by then.
     """
     stream = EventStream(send, headers, exchange)
-    events = exchange.stream_events(live)
+    events = exchange.stream_events(reply_stream)
     pinger = asyncio.create_task(stream.ping_when_silent())
     try:
         async for block in events:
@@ -75,7 +77,7 @@ async def send_events(send: Send, headers: Headers, exchange: Exchange, live: Re
             raise
         await stream.send(exchange.format_error_event(to_request_error(caught)))
     finally:
-        live.stop_generation()  # after the end there is nothing left to stop
+        reply_stream.stop_generation()  # after the end there is nothing left to stop
         pinger.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await pinger

@@ -73,7 +73,7 @@ class GoogleApi:
                 "session",
                 answer,
                 request,
-                partial(spell_in_camel_case, form=request),
+                partial(spell_in_camel_case, request_type=request),
                 takes_query=True,
                 refused=format_error,
                 ignores_unknown=True,
@@ -103,12 +103,12 @@ class GoogleApi:
         session: Session,
         query: Mapping[str, str],
         request: GenerateContentRequest,
-        unknown: Sequence[str],
+        unknown_params: Sequence[str],
     ) -> RouteResult:
         _read_delivery(query)
         exchange = GenerateContentExchange(request, session, self._model, "whole")
         call = exchange.call = self._apply_bound_sampling_and_count_ignored(
-            _GENERATE, session, exchange.call, unknown
+            _GENERATE, session, exchange.call, unknown_params
         )
         answers = await self._completions.answer(session, call, exchange.answer_id)
         return ModelAnswer(exchange, exchange.format_reply(answers))
@@ -118,11 +118,11 @@ class GoogleApi:
         session: Session,
         query: Mapping[str, str],
         request: GenerateContentRequest,
-        unknown: Sequence[str],
+        unknown_params: Sequence[str],
     ) -> RouteResult:
         exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
         call = exchange.call = self._apply_bound_sampling_and_count_ignored(
-            _STREAM, session, exchange.call, unknown
+            _STREAM, session, exchange.call, unknown_params
         )
         live = await self._completions.stream(session, call, exchange.answer_id)
         return ModelAnswer(exchange, live)
@@ -132,21 +132,25 @@ class GoogleApi:
         session: Session,
         query: Mapping[str, str],
         request: CountTokensRequest,
-        unknown: Sequence[str],
+        unknown_params: Sequence[str],
     ) -> bytes:
         whole = request.build_whole_request()
-        asked = build_model_call(whole, session.request.sampling, self._model)
-        call = self._apply_bound_sampling_and_count_ignored(_COUNT, session, asked, unknown)
+        requested_call = build_model_call(whole, session.request.sampling, self._model)
+        call = self._apply_bound_sampling_and_count_ignored(
+            _COUNT, session, requested_call, unknown_params
+        )
         _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
             session, call
         )
         return msgspec.json.encode({"totalTokens": count})
 
     def _apply_bound_sampling_and_count_ignored(
-        self, verb: str, session: Session, asked: ModelCall, unknown: Sequence[str]
+        self, verb: str, session: Session, requested_call: ModelCall, unknown_params: Sequence[str]
     ) -> ModelCall:
         """A call as its session allows it; what it asks for in vain is counted."""
-        call = apply_bound_sampling_and_note_ignored(asked, session.request, unknown)
+        call = apply_bound_sampling_and_note_ignored(
+            requested_call, session.request, unknown_params
+        )
         route, names = f"/models/{{model}}:{verb}", call.ignored_names_and_dropped_tools
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call
@@ -154,8 +158,8 @@ class GoogleApi:
     def _list_models(self, session: Session) -> bytes:
         return msgspec.json.encode({"models": [build_model_card(self._model.name, self._model)]})
 
-    def _get_model(self, session: Session, name: str, query: Mapping[str, str]) -> bytes:
-        return msgspec.json.encode(build_model_card(name, self._model))
+    def _get_model(self, session: Session, model_name: str, query: Mapping[str, str]) -> bytes:
+        return msgspec.json.encode(build_model_card(model_name, self._model))
 
 
 def _read_delivery(query: Mapping[str, str]) -> Delivery:

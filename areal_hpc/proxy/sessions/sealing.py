@@ -250,5 +250,7 @@ def _build_rows(
     return rows_of, defects
 
 
-def _build_sealed_ticket(ref: TicketRef, shard: str, place: ShardTicket) -> SealedTicket:
-    return SealedTicket(ref, shard, place.rows, place.rewards, place.oldest_version)
+def _build_sealed_ticket(ref: TicketRef, shard: str, shard_ticket: ShardTicket) -> SealedTicket:
+    return SealedTicket(
+        ref, shard, shard_ticket.rows, shard_ticket.rewards, shard_ticket.oldest_version
+    )

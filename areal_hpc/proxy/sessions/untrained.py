@@ -139,16 +139,16 @@ class UntrainedSealer:
 
 
 def _build_sound_rows(
-    name: object, build: Callable[[str], list[TrajectoryRow]], cell: str
+    ticket_or_session: object, build: Callable[[str], list[TrajectoryRow]], cell: str
 ) -> Iterator[TrajectoryRow]:
     """The rows of a ticket or session that a shard can hold; none if they cannot be built."""
     try:
         rows = build(cell)
     except Exception:  # boundary: one episode must not keep the others from being sealed
-        log.exception("the rows of %s cannot be built; it is not kept", name)
+        log.exception("the rows of %s cannot be built; it is not kept", ticket_or_session)
         return
     for row in rows:
         if defect := find_row_defect(row):
-            log.error("a row of %s is not kept: %s", name, defect)
+            log.error("a row of %s is not kept: %s", ticket_or_session, defect)
         else:
             yield row

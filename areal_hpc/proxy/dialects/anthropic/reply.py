@@ -58,15 +58,15 @@ class _MessagesExchange(Exchange):
         (answer,) = answers
         blocks = split_into_blocks(_move_invalid_calls_to_text(answer.said))
         content = [_format_block(block) for block in blocks]
-        ending = {**_build_stop_fields(answer, blocks), "usage": _count_usage(answer)}
+        ending = {**_build_stop_fields(answer, blocks), "usage": _format_usage(answer)}
         return msgspec.json.encode({**self._frame, "content": content, **ending})
 
-    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         reader = BlockSplitter()
-        usage = {"input_tokens": live.prompt_tokens, "output_tokens": 0}
+        usage = {"input_tokens": reply_stream.prompt_tokens, "output_tokens": 0}
         message = {**self._frame, "usage": usage}
         beginning = format_named_event({"type": "message_start", "message": message})
-        async for happened in live:
+        async for happened in reply_stream:
             if isinstance(happened, ReplyChunk):
                 yield beginning + _format_block_changes(
                     reader.add_delta(_move_invalid_calls_to_text(happened.said))
@@ -75,7 +75,7 @@ class _MessagesExchange(Exchange):
                 rest = _format_block_changes(reader.finish())
                 ending = {
                     "delta": _build_stop_fields(happened, reader.blocks),
-                    "usage": _count_usage(happened),
+                    "usage": _format_usage(happened),
                 }
                 end = format_named_event({"type": "message_delta", **ending})
                 yield beginning + rest + end + format_named_event({"type": "message_stop"})
@@ -85,11 +85,11 @@ class _MessagesExchange(Exchange):
         return format_named_event(_build_error_fields(refusal))
 
 
-def _move_invalid_calls_to_text(said: PartialReply) -> PartialReply:
+def _move_invalid_calls_to_text(reply: PartialReply) -> PartialReply:
     """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
     calls: list[ToolCallDelta] = []
-    text = said.text
-    for call in said.calls:
+    text = reply.text
+    for call in reply.calls:
         try:
             is_object = isinstance(msgspec.json.decode(call.arguments), dict)
         except (msgspec.DecodeError, RecursionError):
@@ -99,7 +99,7 @@ def _move_invalid_calls_to_text(said: PartialReply) -> PartialReply:
         else:
             text += f'{{"name": {msgspec.json.encode(call.name).decode()}, '
             text += f'"arguments": {call.arguments}}}'
-    return said if len(calls) == len(said.calls) else PartialReply(text, said.reasoning, calls)
+    return reply if len(calls) == len(reply.calls) else PartialReply(text, reply.reasoning, calls)
 
 
 def _format_block(block: ContentBlock) -> dict[str, Any]:
@@ -165,7 +165,7 @@ def _build_stop_fields(answer: RecordedReply, blocks: Sequence[ContentBlock]) ->
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _count_usage(answer: RecordedReply) -> dict[str, Any]:
+def _format_usage(answer: RecordedReply) -> dict[str, Any]:
     """Anthropic counts what came from the prefix cache apart from the other input."""
     cached_tokens = answer.generation.cached_tokens
     return {

@@ -280,13 +280,13 @@ def _build_misplaced_block_error(message: _InputMessage, i: int, j: int) -> Prox
 
 
 def _parse_tools(
-    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
     """The tools as chat templates expect them. Hints in them are added to `ignored`."""
     unknown = ignored if model.ignores_unknown else None
     tools: list[_InputTool] = [
         decode_json(one, _InputTool, f"tools[{i}]", unknown)
-        for i, one in list_own_tools_with_indices(raw, model, dropped)
+        for i, one in list_own_tools_with_indices(raw_tools, model, dropped)
     ]
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
@@ -296,15 +296,17 @@ def _parse_tools(
 
 
 def _parse_tool_choice(
-    asked: _InputToolChoice | None, tools: Sequence[dict[str, Any]], model: ServedModel
+    tool_choice: _InputToolChoice | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
-    if asked is None:
+    if tool_choice is None:
         return parse_tool_choice(model, tools, None, None, parallel=True)
-    if asked.type == "tool" and asked.name is None:
+    if tool_choice.type == "tool" and tool_choice.name is None:
         raise ProxyRequestError(400, "the tool's name is missing", key="tool_choice.name")
-    mode = "required" if asked.type == "any" else asked.type
-    name = asked.name if asked.type == "tool" else None
-    return parse_tool_choice(model, tools, mode, name, parallel=not asked.disable_parallel_tool_use)
+    mode = "required" if tool_choice.type == "any" else tool_choice.type
+    name = tool_choice.name if tool_choice.type == "tool" else None
+    return parse_tool_choice(
+        model, tools, mode, name, parallel=not tool_choice.disable_parallel_tool_use
+    )
 
 
 def _build_thinking_variables(

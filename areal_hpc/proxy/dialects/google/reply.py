@@ -64,13 +64,13 @@ class GenerateContentExchange(Exchange):
             parts = self._build_parts((*reader.add_delta(answer.said), *reader.finish()))
             said = self._build_candidate(answer.choice, parts, answer.generation)
             candidates.append(said | self._build_candidate_end(answer))
-        return msgspec.json.encode(self._build_response(candidates, self._count_usage(answers)))
+        return msgspec.json.encode(self._build_response(candidates, self._format_usage(answers)))
 
-    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """Each chunk has parts: clients do not keep a turn of which one has none."""
-        readers = [BlockSplitter() for _ in range(live.choices)]
+        readers = [BlockSplitter() for _ in range(reply_stream.choices)]
         answers: list[RecordedReply] = []
-        async for happened in live:
+        async for happened in reply_stream:
             reader = readers[happened.choice]
             if isinstance(happened, ReplyChunk):
                 parts = self._build_parts(reader.add_delta(happened.said))
@@ -83,7 +83,7 @@ class GenerateContentExchange(Exchange):
             said = self._build_candidate(happened.choice, parts) | self._build_candidate_end(
                 happened
             )
-            usage = self._count_usage(answers) if len(answers) == live.choices else None
+            usage = self._format_usage(answers) if len(answers) == reply_stream.choices else None
             yield self._format_stream_element(self._build_response([said], usage))
         if self._is_array:
             yield b"]"
@@ -121,12 +121,15 @@ class GenerateContentExchange(Exchange):
         return parts
 
     def _build_candidate(
-        self, choice: int, parts: list[dict[str, Any]], said: Generation | TokenChunk | None = None
+        self,
+        choice_index: int,
+        parts: list[dict[str, Any]],
+        generated: Generation | TokenChunk | None = None,
     ) -> dict[str, Any]:
         content = {"role": "model", "parts": parts or [{"text": ""}]}
-        fields: dict[str, Any] = {"content": content, "index": choice}
-        if self._with_logprobs and said is not None:
-            fields["logprobsResult"] = self._format_logprobs(said)
+        fields: dict[str, Any] = {"content": content, "index": choice_index}
+        if self._with_logprobs and generated is not None:
+            fields["logprobsResult"] = self._format_logprobs(generated)
         return fields
 
     def _build_candidate_end(self, answer: RecordedReply) -> dict[str, Any]:
@@ -139,9 +142,9 @@ class GenerateContentExchange(Exchange):
             fields["avgLogprobs"] = sum(generation.logprobs) / len(generation.logprobs)
         return fields
 
-    def _format_logprobs(self, said: Generation | TokenChunk) -> dict[str, Any]:
-        chosen = zip(said.output_ids, said.logprobs, strict=True)
-        tops = said.top_logprobs or ()
+    def _format_logprobs(self, generated: Generation | TokenChunk) -> dict[str, Any]:
+        chosen = zip(generated.output_ids, generated.logprobs, strict=True)
+        tops = generated.top_logprobs or ()
         return {
             "chosenCandidates": [self._format_token(token, logprob) for token, logprob in chosen],
             "topCandidates": [
@@ -154,7 +157,7 @@ class GenerateContentExchange(Exchange):
         text = self.model.encoder.decode([token])
         return {"token": text, "tokenId": token, "logProbability": logprob}
 
-    def _count_usage(self, answers: Sequence[RecordedReply]) -> dict[str, int]:
+    def _format_usage(self, answers: Sequence[RecordedReply]) -> dict[str, int]:
         """Google counts what was thought apart from what was said, the prompt with its cache."""
         prompt = answers[0].interaction.prompt_tokens
         said = sum(len(answer.generation.output_ids) for answer in answers)
@@ -211,11 +214,11 @@ def format_error(refusal: ProxyRequestError) -> bytes:
     return msgspec.json.encode(_build_error_status(refusal))
 
 
-def build_model_card(name: str, model: ServedModel) -> dict[str, Any]:
+def build_model_card(model_name: str, model: ServedModel) -> dict[str, Any]:
     """The served model under the name that it was asked for by."""
     return {
-        "name": f"models/{name}",
-        "baseModelId": name,
+        "name": f"models/{model_name}",
+        "baseModelId": model_name,
         "version": "1",
         "displayName": model.name,
         "inputTokenLimit": model.context_tokens,

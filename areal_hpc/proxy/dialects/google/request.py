@@ -196,16 +196,16 @@ def _build_system_message(instruction: Content | None) -> Iterator[Message]:
 
 
 def _build_thinking_variables(
-    asked: _ThinkingConfig | None, model: ServedModel, ignored: list[str]
+    thinking_config: _ThinkingConfig | None, model: ServedModel, ignored: list[str]
 ) -> dict[str, Any] | None:
     """Variables that tell a chat template whether to reason, or how hard."""
-    if asked is None:
+    if thinking_config is None:
         return None
     key, variables = f"{_CONFIG_KEY}.thinkingConfig", {}
-    if isinstance(asked.thinking_level, str):
-        level = asked.thinking_level.lower()
+    if isinstance(thinking_config.thinking_level, str):
+        level = thinking_config.thinking_level.lower()
         variables = build_reasoning_variables(model, f"{key}.thinkingLevel", ignored, effort=level)
-    budget = asked.thinking_budget
+    budget = thinking_config.thinking_budget
     if budget is not None and budget >= 0:
         unheard: list[str] = []
         name, thinks = f"{key}.thinkingBudget", budget > 0
@@ -214,7 +214,7 @@ def _build_thinking_variables(
     return variables or None
 
 
-def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, Any]:
+def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[str, Any]:
     """The sampling parameter that holds a text to its format, if it has one."""
     schema, key = config.response_schema, f"{_CONFIG_KEY}.responseSchema"
     if config.response_json_schema is not None:
@@ -226,9 +226,11 @@ def _build_grammar(config: GenerationConfig, choice: ToolChoice) -> dict[str, An
     kind = config.response_mime_type or ("text/plain" if schema is None else "application/json")
     if kind == "text/x.enum" and isinstance(values := (built or {}).get("enum"), list) and values:
         terms = " | ".join(msgspec.json.encode(str(value)).decode() for value in values)
-        return {} if choice.must_call else {"ebnf": f"root ::= {terms}"}
+        return {} if tool_choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
-        return {"json_schema": encode_schema_unless_must_call(built or _ANY_JSON_SCHEMA, choice)}
+        return {
+            "json_schema": encode_schema_unless_must_call(built or _ANY_JSON_SCHEMA, tool_choice)
+        }
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"
         raise ProxyRequestError(

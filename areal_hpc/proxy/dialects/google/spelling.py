@@ -14,7 +14,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.hints import list_item_types, list_structs
 
 
-def spell_in_camel_case(body: bytes | msgspec.Raw, form: Any) -> bytes:
+def spell_in_camel_case(body: bytes | msgspec.Raw, request_type: Any) -> bytes:
     """A JSON request whose declared names are all in camel case; a client's own data is left alone.
 
     What is not JSON comes back as it is.
@@ -23,10 +23,10 @@ def spell_in_camel_case(body: bytes | msgspec.Raw, form: Any) -> bytes:
         ProxyRequestError: 400, one parameter stands there in both spellings.
     """
     body = bytes(body)
-    if _build_snake_pattern(form).search(body) is None:
+    if _build_snake_pattern(request_type).search(body) is None:
         return body
     try:
-        return _rename_keys_to_camel_case(body, (_get_type_info(form),), "")
+        return _rename_keys_to_camel_case(body, (_get_type_info(request_type),), "")
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body
 
@@ -35,14 +35,14 @@ _get_type_info = cache(inspect.type_info)
 
 
 @cache
-def _build_snake_pattern(form: Any) -> re.Pattern[bytes]:
+def _build_snake_pattern(request_type: Any) -> re.Pattern[bytes]:
     """Finds a declared name in snake case, where a name may stand."""
-    names = "|".join(sorted(_list_snake_names((_get_type_info(form),))))
+    names = "|".join(sorted(_list_snake_names((_get_type_info(request_type),))))
     return re.compile(rf'"(?:{names})"\s*:'.encode())
 
 
-def _list_snake_names(forms: tuple[inspect.Type, ...]) -> set[str]:
-    structs, items = list_structs(*forms), list_item_types(*forms)
+def _list_snake_names(declared_types: tuple[inspect.Type, ...]) -> set[str]:
+    structs, items = list_structs(*declared_types), list_item_types(*declared_types)
     names = {
         field.name for one in structs for field in one.fields if field.name != field.encode_name
     }
@@ -50,29 +50,31 @@ def _list_snake_names(forms: tuple[inspect.Type, ...]) -> set[str]:
     return names.union(*map(_list_snake_names, [items, *below] if items else below))
 
 
-def _rename_keys_to_camel_case(raw: bytes, forms: tuple[inspect.Type, ...], place: str) -> bytes:
-    structs, items = list_structs(*forms), list_item_types(*forms)
-    raw = raw.lstrip()
-    if structs and raw[:1] == b"{":
+def _rename_keys_to_camel_case(
+    raw_json: bytes, declared_types: tuple[inspect.Type, ...], parent_key: str
+) -> bytes:
+    structs, items = list_structs(*declared_types), list_item_types(*declared_types)
+    raw_json = raw_json.lstrip()
+    if structs and raw_json[:1] == b"{":
         fields = [field for one in structs for field in one.fields]
         in_camel_case = {field.name: field.encode_name for field in fields}
         types = {field.encode_name: field.type for field in fields}
         kept: dict[str, msgspec.Raw] = {}
-        for given, value in msgspec.json.decode(raw, type=dict[str, msgspec.Raw]).items():
+        for given, value in msgspec.json.decode(raw_json, type=dict[str, msgspec.Raw]).items():
             name = in_camel_case.get(given, given)
-            where = f"{place}.{name}" if place else name
+            where = f"{parent_key}.{name}" if parent_key else name
             if name in kept:
                 problem = f"{name} is given twice, in two spellings"
                 raise ProxyRequestError(400, problem, key=where)
             below = (types[name],) if name in types else ()
             kept[name] = msgspec.Raw(_rename_keys_to_camel_case(bytes(value), below, where))
         return msgspec.json.encode(kept)
-    if items and raw[:1] == b"[":
-        listed = msgspec.json.decode(raw, type=list[msgspec.Raw])
+    if items and raw_json[:1] == b"[":
+        listed = msgspec.json.decode(raw_json, type=list[msgspec.Raw])
         return msgspec.json.encode(
             [
-                msgspec.Raw(_rename_keys_to_camel_case(bytes(one), items, f"{place}[{i}]"))
+                msgspec.Raw(_rename_keys_to_camel_case(bytes(one), items, f"{parent_key}[{i}]"))
                 for i, one in enumerate(listed)
             ]
         )
-    return raw
+    return raw_json

@@ -78,7 +78,7 @@ class ToolConfig(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 def parse_tools(
-    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> list[dict[str, Any]]:
     """The functions as chat templates expect them.
 
@@ -91,7 +91,7 @@ def parse_tools(
     functions: list[dict[str, Any]] = []
     hosted: dict[str, str] = {}
     hints: set[str] = set()
-    for i, one in enumerate(raw):
+    for i, one in enumerate(raw_tools):
         key = f"tools[{i}]"
         tool: _Tool = decode_json(spell_in_camel_case(one, _Tool), _Tool, key, unknown)
         _refuse_other_tools(tool, key)
@@ -124,26 +124,28 @@ def _refuse_other_tools(tool: _Tool, key: str) -> None:
             )
 
 
-def _build_tool(function: _FunctionDeclaration, place: str) -> dict[str, Any]:
-    schema, key = function.parameters, f"{place}.parameters"
+def _build_tool(function: _FunctionDeclaration, tool_key: str) -> dict[str, Any]:
+    schema, key = function.parameters, f"{tool_key}.parameters"
     if function.parameters_json_schema is not None:
         if schema is not None:
             problem = "parameters and parametersJsonSchema cannot be combined"
             raise ProxyRequestError(400, problem, key=key)
-        schema, key = function.parameters_json_schema, f"{place}.parametersJsonSchema"
+        schema, key = function.parameters_json_schema, f"{tool_key}.parametersJsonSchema"
     built = convert_to_json_schema(schema, key)
     return build_function_tool(function.name, function.description, built, None)
 
 
 def read_tool_choice(
-    asked: ToolConfig | None, tools: Sequence[dict[str, Any]], model: ServedModel
+    tool_config: ToolConfig | None, tools: Sequence[dict[str, Any]], model: ServedModel
 ) -> ToolChoice:
     """The choice that a request makes. Calls follow their schemas unless the mode is AUTO.
 
     Raises:
         ProxyRequestError: 400, naming what cannot hold.
     """
-    config = (asked.function_calling_config if asked else None) or FunctionCallingConfig()
+    config = (
+        tool_config.function_calling_config if tool_config else None
+    ) or FunctionCallingConfig()
     names = config.allowed_function_names or []
     if names and config.mode not in ("ANY", "VALIDATED"):
         problem = f"allowedFunctionNames needs mode ANY or VALIDATED, got {config.mode}"

@@ -37,7 +37,7 @@ class _ChatExchange(ChoiceExchange):
             message["reasoning_content"] = said.reasoning
         if said.calls:
             message["content"] = said.text or None
-            message |= self._format_calls(said.calls)
+            message |= self._build_call_fields(said.calls)
         return {
             "index": answer.choice,
             "finish_reason": self._get_finish_reason(answer),
@@ -46,7 +46,7 @@ class _ChatExchange(ChoiceExchange):
             **self.build_token_id_fields(answer),
         }
 
-    def _format_calls(self, calls: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    def _build_call_fields(self, calls: Sequence[ToolCallDelta]) -> dict[str, Any]:
         """The calls of a message, in the form in which their functions were offered."""
         if self._has_old_functions:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
@@ -75,11 +75,11 @@ class _ChatExchange(ChoiceExchange):
                 chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
         return b"".join(chunks)
 
-    def _note_and_tell_custom_call(self, choice: int, call: ToolCallDelta) -> bool:
+    def _note_and_tell_custom_call(self, choice_index: int, call: ToolCallDelta) -> bool:
         """True for a part of a custom tool's call, which is told once its input is whole."""
         if call.name in self._custom_tools:
-            self._custom_calls.add((choice, call.index))
-        return (choice, call.index) in self._custom_calls
+            self._custom_calls.add((choice_index, call.index))
+        return (choice_index, call.index) in self._custom_calls
 
     def _format_call_delta(self, call: ToolCallDelta) -> dict[str, Any]:
         part: dict[str, Any] = {"function": {"arguments": call.arguments}}
@@ -99,22 +99,24 @@ class _ChatExchange(ChoiceExchange):
         end = self.format_event({**choice, "finish_reason": self._get_finish_reason(answer)})
         return b"".join([*chunks, end])
 
-    def _format_first_chunk(self, choice: int) -> bytes:
+    def _format_first_chunk(self, choice_index: int) -> bytes:
         """The first chunk of a choice, once."""
-        if choice in self._begun:
+        if choice_index in self._begun:
             return b""
-        self._begun.add(choice)
-        return self._format_chunk(choice, {"role": "assistant", "content": ""})
+        self._begun.add(choice_index)
+        return self._format_chunk(choice_index, {"role": "assistant", "content": ""})
 
-    def _format_chunk(self, choice: int, delta: dict[str, Any], logprobs: Any = None) -> bytes:
+    def _format_chunk(
+        self, choice_index: int, delta: dict[str, Any], logprobs: Any = None
+    ) -> bytes:
         return self.format_event(
-            {"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": None}
+            {"index": choice_index, "delta": delta, "logprobs": logprobs, "finish_reason": None}
         )
 
-    def _format_logprobs(self, said: Generation | TokenChunk) -> dict[str, Any] | None:
+    def _format_logprobs(self, generated: Generation | TokenChunk) -> dict[str, Any] | None:
         if not self._with_logprobs:
             return None
-        return {"content": format_logprobs(said, self.model.encoder), "refusal": None}
+        return {"content": format_logprobs(generated, self.model.encoder), "refusal": None}
 
 
 CHAT_DIALECT = Dialect(ChatRequest, _ChatExchange, format_error)

@@ -359,7 +359,10 @@ def _read_tools_and_choice(
 
 
 def build_tool_schemas(
-    raw: Sequence[msgspec.Raw] | None, model: ServedModel, ignored: list[str], dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw] | None,
+    model: ServedModel,
+    ignored: list[str],
+    dropped: list[str],
 ) -> list[dict[str, Any]]:
     """The function schemas as the client wrote them, once they have been checked.
 
@@ -369,7 +372,7 @@ def build_tool_schemas(
         ProxyRequestError: 400, naming what is wrong.
     """
     schemas, hints = list[dict[str, Any]](), set[str]()
-    for i, one in list_own_tools_with_indices(raw or (), model, dropped):
+    for i, one in list_own_tools_with_indices(raw_tools or (), model, dropped):
         if decode_json(one, TypedObject, f"tools[{i}]").type == "custom":
             tool: _CustomTool = decode_json(one, _CustomTool, f"tools[{i}]")
             schemas.append(_build_custom_schema(tool.custom, hints))

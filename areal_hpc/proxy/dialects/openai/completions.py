@@ -104,15 +104,17 @@ class _CompletionExchange(ChoiceExchange):
         choice = _format_choice(answer.choice, "", None, answer.finish_reason)
         return self.format_event({**choice, **self.build_token_id_fields(answer)})
 
-    def _format_logprobs(self, said: Generation | TokenChunk, choice: int) -> dict[str, Any] | None:
+    def _format_logprobs(
+        self, generated: Generation | TokenChunk, choice_index: int
+    ) -> dict[str, Any] | None:
         """The tokens in OpenAI's older shape, if they were asked for."""
         if not self._with_logprobs:
             return None
-        tokens = format_logprobs(said, self.model.encoder)
+        tokens = format_logprobs(generated, self.model.encoder)
         offsets = []
         for token in tokens:
-            offsets.append(self._token_chars[choice])
-            self._token_chars[choice] += len(token["token"])
+            offsets.append(self._token_chars[choice_index])
+            self._token_chars[choice_index] += len(token["token"])
         return {
             "tokens": [token["token"] for token in tokens],
             "token_logprobs": [token["logprob"] for token in tokens],

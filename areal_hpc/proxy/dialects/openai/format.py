@@ -94,10 +94,10 @@ class ChoiceExchange(Exchange):
             {**self.frame, "choices": choices, "usage": format_usage(answers)}
         )
 
-    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The chunks of the completion, its usage if that was asked for, the end mark."""
         answers: list[RecordedReply] = []
-        async for happened in live:
+        async for happened in reply_stream:
             if isinstance(happened, ReplyChunk):
                 yield self.format_delta(happened)
             else:
@@ -128,9 +128,11 @@ def format_usage(answers: Sequence[RecordedReply]) -> dict[str, Any]:
     }
 
 
-def format_logprobs(said: Generation | TokenChunk, encoder: TokenEncoder) -> list[dict[str, Any]]:
+def format_logprobs(
+    generated: Generation | TokenChunk, encoder: TokenEncoder
+) -> list[dict[str, Any]]:
     """Token, log-probability, bytes and likeliest alternatives of each token."""
-    tops: Iterable[TopLogprobs] = said.top_logprobs or [None] * len(said.output_ids)
+    tops: Iterable[TopLogprobs] = generated.top_logprobs or [None] * len(generated.output_ids)
     return [
         {
             **_format_token_logprob(token, logprob, encoder),
@@ -138,7 +140,7 @@ def format_logprobs(said: Generation | TokenChunk, encoder: TokenEncoder) -> lis
                 _format_token_logprob(other, value, encoder) for value, other, _ in top or ()
             ],
         }
-        for token, logprob, top in zip(said.output_ids, said.logprobs, tops, strict=True)
+        for token, logprob, top in zip(generated.output_ids, generated.logprobs, tops, strict=True)
     ]
 
 

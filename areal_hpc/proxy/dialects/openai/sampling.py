@@ -123,7 +123,7 @@ def list_ignored_shared_params(request: SharedCompletionParams) -> list[str]:
 def build_sampling_params(
     request: SharedCompletionParams,
     defaults: SamplingDefaults,
-    choice: ToolChoice,
+    tool_choice: ToolChoice,
     max_new_tokens: int,
 ) -> SamplingParams:
     """The request's parameters; the session's where it is silent.
@@ -148,7 +148,7 @@ def build_sampling_params(
         logit_bias=request.logit_bias or None,
         min_new_tokens=request.min_tokens or 0,
         ignore_eos=bool(request.ignore_eos),
-        **_read_grammar(request, choice),
+        **_read_grammar(request, tool_choice),
     )
 
 
@@ -165,7 +165,7 @@ _GRAMMAR_PARAMS = (
 _get_grammar_params: Callable[[Any], tuple[Any, ...]] = attrgetter(*_GRAMMAR_PARAMS)
 
 
-def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[str, Any]:
+def _read_grammar(request: SharedCompletionParams, tool_choice: ToolChoice) -> dict[str, Any]:
     """The one grammar that a request asks for, under SGLang's name; empty if it asks for none."""
     if _get_grammar_params(request).count(None) == len(_GRAMMAR_PARAMS):
         return {}
@@ -173,7 +173,7 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
     schema = None
     if form is not None and form.type != "text":
         asked = form.json_schema.schema if form.json_schema else {"type": "object"}
-        schema = encode_schema_unless_must_call(asked, choice)
+        schema = encode_schema_unless_must_call(asked, tool_choice)
     found = {
         "response_format": ("json_schema", schema),
         "regex": ("regex", request.regex),
@@ -188,7 +188,7 @@ def _read_grammar(request: SharedCompletionParams, choice: ToolChoice) -> dict[s
         "structured_outputs.grammar": ("ebnf", vllm.grammar),
     }
     names = [name for name, (_, value) in found.items() if value is not None]
-    if len(names) > 1 or (names and choice.must_call):
+    if len(names) > 1 or (names and tool_choice.must_call):
         other = " and ".join(names[1:]) or "tool_choice"
         raise ProxyRequestError(400, f"{names[0]} and {other} cannot be combined", key=names[0])
     return {kind: value for kind, value in found.values() if value is not None}

@@ -113,11 +113,11 @@ def _build_assistant_message(reply: dict[str, Any]) -> Message:
     return normalize_chat_message({"role": "assistant", **reply})
 
 
-def _continues_assistant_message(reply: dict[str, Any], said: dict[str, Any]) -> bool:
+def _continues_assistant_message(reply: dict[str, Any], item_message: dict[str, Any]) -> bool:
     """True if an item belongs to the reply so far: it has one text, and reasoning only first."""
-    if "reasoning_content" in said:
+    if "reasoning_content" in item_message:
         return not reply
-    return "tool_calls" in said or "content" not in reply
+    return "tool_calls" in item_message or "content" not in reply
 
 
 def _require_supported_complete_item(item: InputItem, i: int) -> None:

@@ -86,9 +86,9 @@ def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
     return split_into_blocks(PartialReply(message["content"], reasoning, calls))
 
 
-def is_response_id(name: str) -> bool:
+def is_response_id(reply_id: str) -> bool:
     """Whether a reply's id is that of a Response."""
-    return name.startswith((ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS))
+    return reply_id.startswith((ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS))
 
 
 def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] | None:
@@ -103,8 +103,8 @@ def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] 
     return format_item(interaction.interaction_id, found[0], "completed") if found else None
 
 
-def _find_response_by_number(tree: InteractionTree, number: str) -> Interaction | None:
+def _find_response_by_number(tree: InteractionTree, id_suffix: str) -> Interaction | None:
     for prefix in (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS):
-        if prefix + number in tree:
-            return tree[prefix + number]
+        if prefix + id_suffix in tree:
+            return tree[prefix + id_suffix]
     return None

@@ -63,9 +63,9 @@ class _ResponsesExchange(Exchange):
         (answer,) = answers
         return self._format_and_store_response(answer, split_into_blocks(answer.said))
 
-    async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:
+    async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
-        async for happened in live:
+        async for happened in reply_stream:
             beginning = b""
             if not self._sent:
                 frame = self._build_in_progress_response()
@@ -139,22 +139,24 @@ class _ResponsesExchange(Exchange):
                 *(self._format_item(block, "completed", logprobs) for block in ended),
                 self._format_item(last, status, logprobs),
             ],
-            "usage": self._count_usage(answer),
+            "usage": self._format_usage(answer),
         }
         body = msgspec.json.encode(response)
         if self.call.is_stored:
             self._session.keep_response(self.answer_id, body)
         return body
 
-    def _format_logprobs(self, said: Generation | TokenChunk) -> list[dict[str, Any]]:
-        return format_logprobs(said, self.model.encoder) if self._request.wants_logprobs else []
+    def _format_logprobs(self, generated: Generation | TokenChunk) -> list[dict[str, Any]]:
+        return (
+            format_logprobs(generated, self.model.encoder) if self._request.wants_logprobs else []
+        )
 
     def _format_item(
         self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
         return format_item(self.answer_id, block, status, logprobs, self._tools)
 
-    def _count_usage(self, answer: RecordedReply) -> dict[str, Any]:
+    def _format_usage(self, answer: RecordedReply) -> dict[str, Any]:
         input_tokens = answer.interaction.prompt_tokens
         output_tokens = len(answer.generation.output_ids)
         reasoning = answer.said.reasoning

@@ -60,7 +60,7 @@ def delete_response(
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
-def list_input_items(session: Session, response_id: str, query: Query) -> bytes:
+def encode_input_items(session: Session, response_id: str, query: Query) -> bytes:
     """The items that a Response answered, those of earlier Responses among them.
 
     Raises:
@@ -155,26 +155,26 @@ def _build_input_items(session: Session, interaction: Interaction) -> Iterator[d
     place = 0
     for one in path:
         for message in one.new_messages[begins_with_instructions and one is path[0] :]:
-            yield from _format_input_message(message, f"{number}i{place:03x}")
+            yield from _build_message_items(message, f"{number}i{place:03x}")
             place += 1
         if one is not interaction:
             for block in split_reply_into_blocks(one.reply):
                 yield format_item(one.interaction_id, block, "completed")
 
 
-def _format_input_message(message: Message, number: str) -> Iterator[dict[str, Any]]:
+def _build_message_items(message: Message, id_suffix: str) -> Iterator[dict[str, Any]]:
     role, content = message["role"], message["content"]
     if role == "assistant":
         for block in split_reply_into_blocks(message):
-            yield format_item(ID_PREFIX_WITHOUT_INSTRUCTIONS + number, block, "completed")
+            yield format_item(ID_PREFIX_WITHOUT_INSTRUCTIONS + id_suffix, block, "completed")
     elif role == "tool":
         output = {"call_id": message.get("tool_call_id", ""), "output": content}
         yield {
-            "id": f"fco_{number}",
+            "id": f"fco_{id_suffix}",
             "type": "function_call_output",
             "status": "completed",
         } | output
     else:
         part = {"type": "input_text", "text": content}
-        named = {"id": f"msg_{number}", "type": "message", "status": "completed"}
+        named = {"id": f"msg_{id_suffix}", "type": "message", "status": "completed"}
         yield {**named, "role": role, "content": [part]}

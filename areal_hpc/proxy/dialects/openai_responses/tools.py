@@ -56,13 +56,13 @@ class OfferedTools:
     """Names of the tools whose input is a text."""
 
 
-def qualify_tool_name(namespace: str | None, name: str) -> str:
+def qualify_tool_name(namespace: str | None, tool_name: str) -> str:
     """The name under which the model knows a tool. One that is its own namespace has none."""
-    return f"{namespace}.{name}" if namespace and namespace != name else name
+    return f"{namespace}.{tool_name}" if namespace and namespace != tool_name else tool_name
 
 
 def parse_tools(
-    raw: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
+    raw_tools: Sequence[msgspec.Raw], model: ServedModel, ignored: list[str], dropped: list[str]
 ) -> OfferedTools:
     """The tools of a request. Hints in them are added to `ignored`, types left out to `dropped`.
 
@@ -72,7 +72,7 @@ def parse_tools(
     offered = OfferedTools()
     hints: set[str] = set()
     unknown = ignored if model.ignores_unknown else None
-    for i, one in list_own_tools_with_indices(raw, model, dropped):
+    for i, one in list_own_tools_with_indices(raw_tools, model, dropped):
         tool: AnyTool = decode_json(one, AnyTool, f"tools[{i}]", unknown)
         for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
             hints.update(list_ignored_params(declared, "tools[]."))
