@@ -103,7 +103,7 @@ class Ours:
     def pack(self) -> list[Pack]:
         rows = build_rows(self.read(), CURRENT, [GenerationFork(1, 0)], OBJECTIVE)
         lengths = [len(row.input_ids_T) for row in rows]
-        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=PackParallelism())
+        (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, parallelism=PackParallelism())
         channels = list(rows[0].channels)
         return [
             build_pack([rows[index] for index in part], channels, PackParallelism())
@@ -113,7 +113,7 @@ class Ours:
 
 def padding_waste(lengths: Sequence[int], split: PackParallelism) -> float:
     """Share of all places that hold no token."""
-    (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, split=split)
+    (plan,) = plan_packs(lengths, ranks=1, max_tokens=MAX_TOKENS, parallelism=split)
     sizes = [sum(compute_padded_length(lengths[index], split) for index in part) for part in plan]
     places = sum(-(-size // split.pack_multiple) * split.pack_multiple for size in sizes)
     return 1.0 - sum(lengths) / places

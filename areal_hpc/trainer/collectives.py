@@ -47,11 +47,11 @@ def is_true_on_any_rank(flag: bool) -> bool:
     return bool(all_reduce_max(int(flag)))
 
 
-def all_reduce_max(number: int) -> int:
+def all_reduce_max(value: int) -> int:
     """The largest of the ranks' numbers, on every rank. A collective."""
     if dist.get_world_size() == 1:
-        return number
-    numbers = torch.tensor(number)
+        return value
+    numbers = torch.tensor(value)
     dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
     return int(numbers)
 
@@ -130,9 +130,9 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
         time.sleep(READ_RETRY_S)
 
 
-def _build_error_of_unreadable_storage(trouble: ArealError) -> ClusterError:
+def _build_error_of_unreadable_storage(error: ArealError) -> ClusterError:
     """The error of a rank that cannot read what others can."""
-    problem = trouble.problems[0]
+    problem = error.problems[0]
     return ClusterError(
         f"{problem.message} (other ranks can read it)",
         key=problem.key,
@@ -140,14 +140,14 @@ def _build_error_of_unreadable_storage(trouble: ArealError) -> ClusterError:
     )
 
 
-def raise_on_all_ranks(trouble: Exception | None) -> None:
+def raise_on_all_ranks(error: Exception | None) -> None:
     """All ranks go on, or none does: a rank in trouble raises it. A collective.
 
     Raises:
         OtherRankError: This rank is well, another one is not.
     """
-    if is_true_on_any_rank(trouble is not None):
-        raise trouble or OtherRankError
+    if is_true_on_any_rank(error is not None):
+        raise error or OtherRankError
 
 
 @contextmanager

@@ -358,12 +358,14 @@ class Learner:
             self.state.untrained,
             self._config.optimizer.on_nonfinite,
             section="trainer.optimizer",
-            name=lambda step: f"step {step}{whose}, trained on {self._paths.manifest(step).name}",
+            name_step=lambda step: (
+                f"step {step}{whose}, trained on {self._paths.manifest(step).name}"
+            ),
             hint=hint,
         )
 
     def _take_optimizer_steps(
-        self, parts: Sequence[Sequence[MicroBatch]], factors: Sequence[float], rate: float
+        self, minibatches: Sequence[Sequence[MicroBatch]], factors: Sequence[float], rate: float
     ) -> tuple[ReducedStats, list[float]]:
         """One optimizer step per part: the stats over all ranks and the gradient norms.
 
@@ -374,20 +376,23 @@ class Learner:
         stats = LossStats()
         objective = self._config.objective
         if (
-            len(parts) > 1
+            len(minibatches) > 1
             and objective.proximal == "recompute"
             and not objective.needs_logprobs_before_step
         ):
-            everything = [batch for part in parts for batch in part]
+            everything = [batch for part in minibatches for batch in part]
             stats.add(
                 run_forward_backward(
                     self.policy, everything, self._store_proximal_logprobs, backward=False
                 )
             )
         norms = []
-        for number, (part, factor) in enumerate(zip(parts, factors, strict=True)):
+        for number, (part, factor) in enumerate(zip(minibatches, factors, strict=True)):
             loss = partial(
-                self._compute_loss, part=number, taken=number / len(parts), factor=factor
+                self._compute_loss,
+                minibatch=number,
+                updates_done_share=number / len(minibatches),
+                factor=factor,
             )
             entropy_loss = partial(self._compute_entropy_loss, factor=factor)
             warms_up = self._critic_warms_up
@@ -414,12 +419,17 @@ class Learner:
         return logprobs_N.sum(), _build_engine_mismatch_stats(batch, logprobs_N)
 
     def _compute_loss(
-        self, batch: MicroBatch, logprobs_N: torch.Tensor, part: int, taken: float, factor: float
+        self,
+        batch: MicroBatch,
+        logprobs_N: torch.Tensor,
+        minibatch: int,
+        updates_done_share: float,
+        factor: float,
     ) -> tuple[torch.Tensor, LossStats]:
-        """The loss of a micro-batch of `part`, after the share `taken` of the step's updates."""
+        """The loss of a micro-batch of `minibatch`, after a share of the step's updates."""
         held_N = logprobs_N.detach()
-        proximal_N = self._compute_proximal_logprobs(batch, held_N, taken)
-        self._annotator.note_token_measures(part, batch, held_N, proximal_N)
+        proximal_N = self._select_proximal_logprobs(batch, held_N, updates_done_share)
+        self._annotator.note_token_measures(minibatch, batch, held_N, proximal_N)
         total, sums, weight_max = compute_policy_loss(
             logprobs_N,
             proximal_N,
@@ -435,7 +445,7 @@ class Learner:
             {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
         )
         start_N = batch.channels_N.get(PROXIMAL_CHANNEL)
-        if start_N is None and taken == 0:
+        if start_N is None and updates_done_share == 0:
             stats.add(_build_engine_mismatch_stats(batch, held_N))
         elif (
             start_N is not None and self._config.objective.needs_logprobs_before_step
@@ -452,8 +462,8 @@ class Learner:
         total = -self._config.objective.entropy_coef * scaled_N.sum()
         return total * factor, LossStats({"loss": total.detach().double()})
 
-    def _compute_proximal_logprobs(
-        self, batch: MicroBatch, held_N: torch.Tensor, taken: float
+    def _select_proximal_logprobs(
+        self, batch: MicroBatch, current_logprobs_N: torch.Tensor, updates_done_share: float
     ) -> torch.Tensor:
         """Log-probabilities under the policy that ratios are taken to [N]."""
         match self._config.objective.proximal:
@@ -464,9 +474,11 @@ class Learner:
                     batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
                     batch.channels_N[STALENESS_CHANNEL],
                 )
-                return interpolate_logprobs(held_N, behavior_N, age_N, taken)
+                return interpolate_logprobs(
+                    current_logprobs_N, behavior_N, age_N, updates_done_share
+                )
             case "recompute":
-                return batch.channels_N.get(PROXIMAL_CHANNEL, held_N)
+                return batch.channels_N.get(PROXIMAL_CHANNEL, current_logprobs_N)
 
     def _advance_state(
         self,

@@ -75,7 +75,7 @@ def run_rank(
     paths = RunPaths(job.run_dir)
     set_flight_record_paths(get_task_log_dir(paths.logs_dir))
     try:
-        device = init_process_groups(
+        device = init_process_groups_and_device(
             get_task_position(),
             sizes.parallel,
             sizes.device,
@@ -103,7 +103,7 @@ def run_rank(
         raise SystemExit(STOPPED_EXIT_CODE)
 
 
-def init_process_groups(
+def init_process_groups_and_device(
     task: TaskPosition,
     parallel: ParallelConfig,
     device: Literal["auto", "cpu", "cuda"],
@@ -180,8 +180,8 @@ def destroy_process_groups() -> None:
     dist.destroy_process_group()
 
 
-def _choose_device(wanted: str, local_rank: int) -> torch.device:
-    if wanted == "cpu" or (wanted == "auto" and not torch.cuda.is_available()):
+def _choose_device(device_setting: str, local_rank: int) -> torch.device:
+    if device_setting == "cpu" or (device_setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ClusterError("trainer.device is cuda, and this node shows no GPU")

@@ -105,9 +105,9 @@ class RankProgress:
         """Begin to publish, and on rank 0 to watch."""
         self._thread.start()
 
-    def record_place(self, place: str) -> None:
+    def record_place(self, place_name: str) -> None:
         """This rank has come to a place that all ranks come to."""
-        self._own = PlaceReport(self._own.entered + 1, place)
+        self._own = PlaceReport(self._own.entered + 1, place_name)
 
     def record_detail(self, detail: str) -> None:
         """Where in the place it is."""
@@ -172,10 +172,10 @@ def watch_ranks(progress: RankProgress) -> Iterator[None]:
         _active_progress = None
 
 
-def enter_place(place: str) -> None:
+def enter_place(place_name: str) -> None:
     """Note that this rank has come to a place that all ranks come to."""
     if _active_progress is not None:
-        _active_progress.record_place(place)
+        _active_progress.record_place(place_name)
 
 
 def note_detail(detail: str) -> None:

@@ -79,7 +79,7 @@ def make_micro_batches(
         lengths,
         ranks=parallel_state.get_data_parallel_world_size(),
         max_tokens=max_tokens,
-        split=network.split,
+        parallelism=network.split,
     )
     first_of = np.cumsum([0, *lengths])
     batches = []
@@ -119,7 +119,7 @@ def _move_sampling_mask_to_device(mask: SamplingMask, device: torch.device) -> S
     return SampleableTokens(ids_K, torch.from_numpy(rows_K).to(device, non_blocking=True), starts)
 
 
-class PassProgress:
+class PassErrorContext:
     """Where the passes over some micro-batches are, for an error that ends them."""
 
     def __init__(self, count: int) -> None:
@@ -132,7 +132,7 @@ class PassProgress:
         """The next micro-batch's forward pass begins."""
         self._batch, self._begun, self._is_forward = batch, self._begun + 1, True
 
-    def end_forward(self) -> None:
+    def mark_forward_done(self) -> None:
         """What follows is the next forward pass, or a backward pass."""
         self._is_forward = False
 
@@ -200,14 +200,14 @@ def run_passes(
     network: Network, batches: Sequence[MicroBatch], score: LossFunction, *, backward: bool
 ) -> LossStats:
     """The passes of all micro-batches; `score` is given what the network's last stage gives."""
-    stats, progress, numbers = LossStats(), PassProgress(len(batches)), itertools.count(1)
+    stats, progress, numbers = LossStats(), PassErrorContext(len(batches)), itertools.count(1)
 
     def measure(
         batch: MicroBatch, output: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, dict[str, Any]]:
         total, seen = score(batch, output)
         stats.add(seen)
-        progress.end_forward()
+        progress.mark_forward_done()
         tokens = torch.full((), len(batch.labels_N), dtype=torch.int, device=total.device)
         return total, tokens, {}
 
@@ -218,7 +218,7 @@ def run_passes(
         progress.begin_forward(batch)
         output = model(batch.input_ids_1T, None, None, packed_seq_params=batch.attention)
         if not parallel_state.is_pipeline_last_stage():  # which has its logits to score yet
-            progress.end_forward()
+            progress.mark_forward_done()
         return output, partial(measure, batch)
 
     enter_place("forward and backward passes" if backward else "forward passes")

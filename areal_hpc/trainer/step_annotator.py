@@ -41,39 +41,43 @@ class StepAnnotator:
         self,
         batch: Sequence[TrajectoryRow],
         rows: Sequence[TrainingRow],
-        parts: int,
+        minibatches: int,
         state: TrainerState,
     ) -> None:
         """Choose the rows of a batch that `state` is about to be trained on, in minibatches."""
         chosen = choose_rows_to_annotate(
             batch, self._config.annotate, (state.seed << 32) + state.step
         )
-        self._tokens = TokenAnnotator(batch, rows, chosen, parts) if chosen else None
+        self._tokens = TokenAnnotator(batch, rows, chosen, minibatches) if chosen else None
         self._rows_of_batch = len(batch)
 
     def note_token_measures(
-        self, part: int, batch: MicroBatch, held_N: torch.Tensor, proximal_N: torch.Tensor
+        self,
+        minibatch: int,
+        batch: MicroBatch,
+        current_logprobs_N: torch.Tensor,
+        proximal_N: torch.Tensor,
     ) -> None:
         """Take what a pass found, before the loss is made of it. A collective where that is one."""
         if self._tokens is None:
             return
         found = measure_token_ratios_and_bounds(
-            held_N,
+            current_logprobs_N,
             proximal_N,
             batch.channels_N[BEHAVIOR_LOGPROBS_CHANNEL],
             batch.channels_N[ADVANTAGE_CHANNEL],
             batch.rows,
             self._config.objective,
         )
-        logprobs_N = batch.channels_N.get(PROXIMAL_CHANNEL, held_N)
+        logprobs_N = batch.channels_N.get(PROXIMAL_CHANNEL, current_logprobs_N)
         self._tokens.note_measures(
-            part, batch.tokens_N, logprobs_N, found.ratios_N, found.outside_N, found.clipped_N
+            minibatch, batch.tokens_N, logprobs_N, found.ratios_N, found.outside_N, found.clipped_N
         )
 
-    def note_entropies(self, part: int, batch: MicroBatch, entropies_N: torch.Tensor) -> None:
+    def note_entropies(self, minibatch: int, batch: MicroBatch, entropies_N: torch.Tensor) -> None:
         """Take the entropies of what a pass's tokens were sampled from."""
         if self._tokens is not None:
-            self._tokens.note_entropies(part, batch.tokens_N, entropies_N)
+            self._tokens.note_entropies(minibatch, batch.tokens_N, entropies_N)
 
     def gather_and_write_step(
         self,

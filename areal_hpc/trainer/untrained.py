@@ -22,14 +22,14 @@ def build_nonfinite_records_or_raise(
     on_nonfinite: Literal["skip", "stop"],
     *,
     section: str,
-    name: Callable[[int], str],
+    name_step: Callable[[int], str],
     hint: str,
 ) -> list[UntrainedRecord]:
     """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
 
     Pure, and the same on all ranks, as the norms are. The streak is read from what earlier batches
     left, which checkpoints hold: a resumed run decides as the one that was not interrupted.
-    An error names steps by `name`, keys by the recipe's `section`, and gives `hint`.
+    An error names steps by `name_step`, keys by the recipe's `section`, and gives `hint`.
 
     Raises:
         NonFiniteGradientError: A norm is not finite, and `on_nonfinite` is `stop` or this is the
@@ -44,14 +44,14 @@ def build_nonfinite_records_or_raise(
     key = f"{section}.on_nonfinite"
     if on_nonfinite == "stop":
         raise NonFiniteGradientError(
-            f"{name(step)}: {reason}",
+            f"{name_step(step)}: {reason}",
             key=key,
             hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
-    before = _list_rest_of_streak(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
+    before = _get_rest_of_streak(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
     if {*before} <= {one.step for one in earlier if not one.tickets and not one.quarantine}:
         raise NonFiniteGradientError(
-            f"{name(step)}: {reason}, the same as at {' and '.join(map(name, before))}: "
+            f"{name_step(step)}: {reason}, the same as at {' and '.join(map(name_step, before))}: "
             f"{key}=skip ends after {MAX_CONSECUTIVE_NONFINITE_BATCHES} batches in a row",
             key=key,
             hint=hint,
@@ -70,7 +70,7 @@ def build_damaged_batch_record_or_raise(
     Raises:
         ShardError: This is the last of `MAX_CONSECUTIVE_DAMAGED_BATCHES` such batches.
     """
-    before = _list_rest_of_streak(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
+    before = _get_rest_of_streak(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
     if {*before} <= {one.step for one in earlier if one.quarantine == "damaged"}:
         run = shlex.quote(str(run_dir))
         raise ShardError(
@@ -85,7 +85,7 @@ def build_damaged_batch_record_or_raise(
     return UntrainedRecord(step, reason, quarantine="damaged")
 
 
-def _list_rest_of_streak(step: int, length: int) -> range:
+def _get_rest_of_streak(step: int, length: int) -> range:
     """The steps that make a streak of this length together with `step`."""
     return range(step - length + 1, step)
 

@@ -21,7 +21,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.paths import RunPaths, find_runs
+from areal_hpc.rundir.paths import RunPaths, list_runs
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
 from tests.support.process_commands import command_of
@@ -127,7 +127,7 @@ def test_wandb_holds_each_step_once_and_as_the_metrics_have_it(
 ) -> None:
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, filter="data")
-    paths = find_runs(tmp_path)[0]
+    paths = list_runs(tmp_path)[0]
     lines = paths.metrics.read_text().splitlines(keepends=True)
     command = ("sync", paths.root, "--python", wandb_python, "--project", "samples")
     paths.finished_marker.touch()

@@ -39,7 +39,7 @@ from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.policy import TrainedNetwork, build_policy
-from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups
+from areal_hpc.trainer.process_groups import destroy_process_groups, init_process_groups_and_device
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.sft.sft_job import SftTrainer
 from areal_hpc.wire.fault_points import FAULTS_VARIABLE
@@ -169,7 +169,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     report.unlink(missing_ok=True)
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
-        init_process_groups(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
+        init_process_groups_and_device(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
         with let_first_failed_rank_report():
             found = act(scenario, paths)
         report.write_text(json.dumps(found))

@@ -25,13 +25,15 @@ FloatArray = npt.NDArray[np.float64]
 
 
 def summarize_token_staleness(
-    batch: Sequence[TrajectoryRow], current: WeightVersion, forks: Sequence[GenerationFork]
+    batch: Sequence[TrajectoryRow],
+    current: WeightVersion,
+    generation_forks: Sequence[GenerationFork],
 ) -> dict[str, float]:
     """Number of the batch's tokens, and how old the weights are that sampled them."""
     tokens_of = [count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [
-        compute_staleness_steps(current, WeightVersion.unpack(version), forks)
+        compute_staleness_steps(current, WeightVersion.unpack(version), generation_forks)
         for version in sampled
     ]
     return {
@@ -91,8 +93,8 @@ def summarize_rewards(
     spreads = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
     has_varied = seen.highest - seen.lowest >= min_reward_std
 
-    def count_at(end: float) -> float:
-        near = [bool((abs(group - end) < min_reward_std).all()) for group in groups]
+    def count_at(reward_bound: float) -> float:
+        near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
         return float(np.mean(near)) if has_varied else 0.0
 
     return {

@@ -86,13 +86,13 @@ def deal_rows_into_minibatches(rows: Sequence[TrainingRow], count: int) -> list[
     return [list(rows[hand::count]) for hand in range(min(count, len(rows)))]
 
 
-def compute_padded_length(length: int, split: PackParallelism) -> int:
+def compute_padded_length(length: int, parallelism: PackParallelism) -> int:
     """Tokens a sequence takes in a pack."""
-    return -(-length // split.sequence_multiple) * split.sequence_multiple
+    return -(-length // parallelism.sequence_multiple) * parallelism.sequence_multiple
 
 
 def plan_packs(
-    lengths: Sequence[int], *, ranks: int, max_tokens: int, split: PackParallelism
+    lengths: Sequence[int], *, ranks: int, max_tokens: int, parallelism: PackParallelism
 ) -> list[list[list[int]]]:
     """Sequences by data-parallel rank and micro-batch: `plan[rank][micro_batch]` lists indices.
 
@@ -100,7 +100,7 @@ def plan_packs(
     sequences are placed first, always into the least loaded pack. Packs hold at most `max_tokens`
     tokens, except that a longer sequence gets a pack of its own.
     """
-    sizes = [compute_padded_length(length, split) for length in lengths]
+    sizes = [compute_padded_length(length, parallelism) for length in lengths]
     order = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     needed = -(-sum(sizes) // max_tokens)
     rounds = max(1, -(-needed // ranks))
@@ -112,11 +112,11 @@ def plan_packs(
 
 
 def _assign_sequences_to_least_loaded_packs(
-    order: Sequence[int], sizes: Sequence[int], packs: int
+    sequence_indices: Sequence[int], sizes: Sequence[int], packs: int
 ) -> list[list[int]]:
     loads = np.zeros(packs, dtype=np.int64)
     plan: list[list[int]] = [[] for _ in range(packs)]
-    for index in order:
+    for index in sequence_indices:
         pack = int(loads.argmin())
         plan[pack].append(index)
         loads[pack] += sizes[index]
@@ -124,7 +124,7 @@ def _assign_sequences_to_least_loaded_packs(
 
 
 def build_pack(
-    rows: Sequence[TrainingRow], channels: Sequence[str], split: PackParallelism
+    rows: Sequence[TrainingRow], channels: Sequence[str], parallelism: PackParallelism
 ) -> Pack:
     """Lay rows end to end and keep this context-parallel rank's part.
 
@@ -134,8 +134,12 @@ def build_pack(
     The logits at a token's place predict the next token, so the first token of a sequence is
     never scored, whatever its mask says.
     """
-    lengths = np.array([compute_padded_length(len(row.input_ids_T), split) for row in rows] or [0])
-    lengths[-1] += -int(lengths.sum()) % split.pack_multiple or (0 if rows else split.pack_multiple)
+    lengths = np.array(
+        [compute_padded_length(len(row.input_ids_T), parallelism) for row in rows] or [0]
+    )
+    lengths[-1] += -int(lengths.sum()) % parallelism.pack_multiple or (
+        0 if rows else parallelism.pack_multiple
+    )
     total = int(lengths.sum())
     starts = np.cumsum(lengths) - lengths
     ids_T = np.zeros(total, dtype=np.int64)
@@ -147,9 +151,11 @@ def build_pack(
         scored_T[start : start + size - 1] = row.loss_mask_T[1:] != 0
         for name in channels:
             values[name][start : start + size] = row.channels[name]
-    held = [get_zigzag_positions(int(length), split.cp, split.cp_rank) for length in lengths]
+    held = [
+        get_zigzag_positions(int(length), parallelism.cp, parallelism.cp_rank) for length in lengths
+    ]
     places_T = np.concatenate([start + own for start, own in zip(starts, held, strict=True)])
-    own = slice(None) if split.cp == 1 else places_T  # a slice copies nothing
+    own = slice(None) if parallelism.cp == 1 else places_T  # a slice copies nothing
     targets_N = np.flatnonzero(scored_T[own])
     predicted_N = places_T[targets_N] + 1
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1

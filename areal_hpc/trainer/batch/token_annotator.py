@@ -80,7 +80,7 @@ def split_trained_and_left_out_rows(
 class TokenAnnotator:
     """Collects what the passes of one step find of the tokens of some rows.
 
-    `rows` are those that `batch` became, dealt out to `parts` as minibatches are.
+    `rows` are those that `batch` became, dealt out to `minibatches` as minibatches are.
     """
 
     def __init__(
@@ -88,22 +88,22 @@ class TokenAnnotator:
         batch: Sequence[TrajectoryRow],
         rows: Sequence[TrainingRow],
         chosen: Sequence[int],
-        parts: int,
+        minibatches: int,
     ) -> None:
-        self._batch, self._rows, self._chosen, self._parts = batch, rows, chosen, parts
+        self._batch, self._rows, self._chosen, self._parts = batch, rows, chosen, minibatches
         self._starts: dict[int, int] = {}
         self._size = 0
         for place in chosen:
             self._starts[place] = self._size
             self._size += len(rows[place].input_ids_T)
-        self._places = [self._map_part_tokens_to_columns(part) for part in range(parts)]
+        self._places = [self._map_part_tokens_to_columns(part) for part in range(minibatches)]
         self._found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
         self._entropies: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
-    def _map_part_tokens_to_columns(self, part: int) -> npt.NDArray[np.int64]:
+    def _map_part_tokens_to_columns(self, minibatch: int) -> npt.NDArray[np.int64]:
         """For each token of a part, where it goes; -1 for those of rows that are not chosen."""
         targets = []
-        for place in range(part, len(self._rows), self._parts):
+        for place in range(minibatch, len(self._rows), self._parts):
             size = len(self._rows[place].input_ids_T)
             start = self._starts.get(place)
             targets.append(np.full(size, -1) if start is None else np.arange(start, start + size))
@@ -111,7 +111,7 @@ class TokenAnnotator:
 
     def note_measures(
         self,
-        part: int,
+        minibatch: int,
         tokens_N: npt.NDArray[np.int64],
         logprobs_N: torch.Tensor,
         ratios_N: torch.Tensor,
@@ -119,22 +119,22 @@ class TokenAnnotator:
         clipped_N: torch.Tensor,
     ) -> None:
         """Keep what one micro-batch of a part found of its scored tokens."""
-        places, kept_K = self._pick(part, tokens_N, logprobs_N.device)
+        places, kept_K = self._pick(minibatch, tokens_N, logprobs_N.device)
         values = (logprobs_N, ratios_N, outside_N, clipped_N)
         stacked = torch.stack([one.detach()[kept_K].float() for one in values])
         self._found.append((places, stacked))
 
     def note_entropies(
-        self, part: int, tokens_N: npt.NDArray[np.int64], entropies_N: torch.Tensor
+        self, minibatch: int, tokens_N: npt.NDArray[np.int64], entropies_N: torch.Tensor
     ) -> None:
         """Keep the entropies of one micro-batch's distributions."""
-        places, kept_K = self._pick(part, tokens_N, entropies_N.device)
+        places, kept_K = self._pick(minibatch, tokens_N, entropies_N.device)
         self._entropies.append((places, entropies_N.detach()[kept_K].float()))
 
     def _pick(
-        self, part: int, tokens_N: npt.NDArray[np.int64], device: torch.device
+        self, minibatch: int, tokens_N: npt.NDArray[np.int64], device: torch.device
     ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        places_N = self._places[part][tokens_N]
+        places_N = self._places[minibatch][tokens_N]
         kept_K = np.flatnonzero(places_N >= 0)
         return places_N[kept_K], torch.from_numpy(kept_K).to(device, non_blocking=True)
 
@@ -164,18 +164,18 @@ class TokenAnnotator:
         self,
         measures: FloatArray,
         names: Sequence[tuple[str, int]],
-        untaken: Sequence[str],
+        skip_reasons: Sequence[str],
         objective: ObjectiveConfig,
     ) -> list[RowAnnotation]:
-        """The annotations of the chosen rows; `untaken` says of each part why no step was taken.
+        """The annotations of the chosen rows. Pure.
 
-        Pure. It is empty for a part whose step was taken.
+        `skip_reasons` says of each minibatch why no step was taken; empty where one was.
         """
         found = []
         for place in self._chosen:
             start = self._starts[place]
             own = measures[:, start : start + len(self._rows[place].input_ids_T)]
-            why = untaken[place % self._parts]
+            why = skip_reasons[place % self._parts]
             stored, row = self._batch[place], self._rows[place]
             found.append(_annotate_row(names[place], stored, row, own, objective, why))
         return found
@@ -193,12 +193,12 @@ def name_untaken_step(norm: float, critic_warms_up: bool) -> str:
 
 
 def _annotate_row(
-    name: tuple[str, int],
+    shard_and_row: tuple[str, int],
     stored: TrajectoryRow,
     row: TrainingRow,
     measures: FloatArray,
     objective: ObjectiveConfig,
-    untaken: str,
+    skip_reason: str,
 ) -> RowAnnotation:
     logprobs, entropies, ratios, outside, clipped, seen = measures
     is_sampled_T = stored.loss_mask_T == 1
@@ -220,9 +220,9 @@ def _annotate_row(
 
     taught = advantages_T[is_seen_T]
     return RowAnnotation(
-        shard=name[0],
-        row=name[1],
-        outcome=_name_outcome(is_seen_T, taught, untaken),
+        shard=shard_and_row[0],
+        row=shard_and_row[1],
+        outcome=_name_outcome(is_seen_T, taught, skip_reason),
         advantage=float(taught.mean()) if len(taught) else 0.0,
         advantages=pack(advantages_T, np.float16),
         logprobs=pack(logprobs, np.float32),
@@ -232,9 +232,9 @@ def _annotate_row(
     )
 
 
-def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, untaken: str) -> str:
+def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, skip_reason: str) -> str:
     if not is_seen_T.any():
         return "masked"
     if not np.any(taught != 0):
         return "no advantage"
-    return untaken or "trained"
+    return skip_reason or "trained"

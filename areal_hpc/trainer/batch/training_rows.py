@@ -17,7 +17,7 @@ from areal_hpc.trainer.batch.untrainable import drop_untrainable_from_loss_mask,
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
-from areal_hpc.trainer.objective.loss_aggregation import compute_row_scales
+from areal_hpc.trainer.objective.loss_aggregation import compute_scales_to_token_mean
 from areal_hpc.trainer.objective.reply_credit import compute_reply_credits, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
@@ -136,7 +136,7 @@ def set_rewards_and_drop_unsound_tickets(
         if len(ticket.rewards) != len(stored):
             defect = f"expected {len(stored)} rewards in the manifest, got {len(ticket.rewards)}"
         else:
-            defect = _find_first_defect(rows, ticket, vocab_size)
+            defect = _describe_first_defect(rows, ticket, vocab_size)
         if defect:
             left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
         else:
@@ -144,7 +144,7 @@ def set_rewards_and_drop_unsound_tickets(
     return sound, left_out
 
 
-def _find_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, vocab_size: int) -> str:
+def _describe_first_defect(rows: list[TrajectoryRow], ticket: SealedTicket, vocab_size: int) -> str:
     """Place and defect of a ticket's first unsound row; nothing when all are sound."""
     for number, row in zip(ticket.rows, rows, strict=True):
         # A shard may hold a row without tokens; a forward pass cannot.
@@ -168,16 +168,18 @@ def build_rows_to_score(
 def build_rows(
     batch: Sequence[TrajectoryRow],
     current: WeightVersion,
-    forks: Sequence[GenerationFork],
+    generation_forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
     scores: BatchScores = NO_SCORES,
 ) -> list[TrainingRow]:
     """Rows with the channels that the objective needs."""
     teacher_minus_policy_logprobs = scores.teacher_minus_policy_logprobs
     temperatures = _build_temperatures(batch)
-    held = [version.packed for version in list_versions_of_current_weights(current, forks)]
+    held = [
+        version.packed for version in list_versions_of_current_weights(current, generation_forks)
+    ]
     masks = _build_masks(batch, objective)
-    scales = compute_row_scales(
+    scales = compute_scales_to_token_mean(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
         [(one.ticket_id, one.episode) for one in batch],
         objective,
@@ -210,7 +212,7 @@ def build_rows(
             channels[PROXIMAL_CHANNEL] = scores.start[place]
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_token_staleness(
-                trajectory.versions_T, current, forks
+                trajectory.versions_T, current, generation_forks
             )
         channels |= temperatures[place]
         rows.append(
@@ -302,26 +304,28 @@ def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.ui
 
 
 def list_versions_of_current_weights(
-    current: WeightVersion, forks: Sequence[GenerationFork]
+    current: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""
-    names = {WeightVersion(fork.generation, current.step) for fork in forks} | {current}
+    names = {WeightVersion(fork.generation, current.step) for fork in generation_forks} | {current}
     return [
         name
         for name in sorted(names)
         if name.generation <= current.generation
-        and compute_staleness_steps(current, name, forks) == 0
+        and compute_staleness_steps(current, name, generation_forks) == 0
     ]
 
 
 def _compute_token_staleness(
-    versions_T: npt.NDArray[np.int64], current: WeightVersion, forks: Sequence[GenerationFork]
+    versions_T: npt.NDArray[np.int64],
+    current: WeightVersion,
+    generation_forks: Sequence[GenerationFork],
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in count_tokens_by_version(versions_T):
         ages_T[versions_T == packed] = compute_staleness_steps(
-            current, WeightVersion.unpack(packed), forks
+            current, WeightVersion.unpack(packed), generation_forks
         )
     return ages_T
 

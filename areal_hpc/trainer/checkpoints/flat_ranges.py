@@ -81,11 +81,11 @@ def split_into_matrices(box: Box) -> Iterator[Box]:
         yield Box(indices + box.offsets[split:], (1,) * split + box.sizes[split:])
 
 
-def intersect_boxes(one: Box, other: Box) -> Box | None:
+def intersect_boxes(first: Box, second: Box) -> Box | None:
     """The block that two blocks of a tensor have in common."""
-    starts = tuple(map(max, one.offsets, other.offsets))
+    starts = tuple(map(max, first.offsets, second.offsets))
     stops = tuple(
-        min(a + a_size, b + b_size) for a, a_size, b, b_size in zip(*one, *other, strict=True)
+        min(a + a_size, b + b_size) for a, a_size, b, b_size in zip(*first, *second, strict=True)
     )
     if any(stop <= start for start, stop in zip(starts, stops, strict=True)):
         return None

@@ -68,14 +68,14 @@ class MegatronTensors:
         """Whether there are tensors of the column."""
         return any(name.startswith(_PREFIX_BY_COLUMN[column]) for name in self._stored)
 
-    def find_shape(self, name: str) -> tuple[int, ...] | None:
+    def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
         """The whole tensor's shape; None if there is no such tensor."""
-        stored = self._stored.get(name)
+        stored = self._stored.get(tensor_name)
         return tuple(stored.size) if stored else None
 
-    def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+    def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
         """Put a block of a tensor together from what PyTorch's reader finds of it."""
-        key = _PREFIX_BY_COLUMN[column] + name
+        key = _PREFIX_BY_COLUMN[column] + tensor_name
         stored = self._stored[key]
         wanted = ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes))
         whole = torch.empty(wanted.sizes, dtype=stored.properties.dtype)

@@ -237,7 +237,7 @@ def _list_state_shards(trained: NetworkWithOptimizer) -> list[StateShard]:
 
 
 def _build_shard(
-    shard: OptimizerShard, parts: list[ShardedTensor], prefix: str, has_masters: bool
+    shard: OptimizerShard, sharded_tensors: list[ShardedTensor], prefix: str, has_masters: bool
 ) -> StateShard:
     columns: dict[Column, torch.Tensor] = {
         "exp_avg": shard.moments["exp_avg"],
@@ -247,18 +247,20 @@ def _build_shard(
     if has_masters:
         columns["master"] = shard.master
     # The last number of an id tells data-parallel ranks apart, which here keep a range each.
-    is_kept = not any(parts[0].replica_id[:-1])
+    is_kept = not any(sharded_tensors[0].replica_id[:-1])
     places = [
         place._replace(name=prefix + place.name)
-        for place in _list_tensor_places(parts, shard.start, shard.stop)
+        for place in _list_tensor_places(sharded_tensors, shard.start, shard.stop)
     ]
     return StateShard(places, columns, shard.moments["step"], is_kept)
 
 
-def _list_tensor_places(parts: list[ShardedTensor], start: int, stop: int) -> Iterator[TensorPlace]:
+def _list_tensor_places(
+    sharded_tensors: list[ShardedTensor], start: int, stop: int
+) -> Iterator[TensorPlace]:
     """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
     base = 0
-    for part in parts:
+    for part in sharded_tensors:
         sizes = (1,) * part.prepend_axis_num + tuple(part.local_shape)
         whole = Box(tuple(part.global_offset), sizes)
         own = range(max(start - base, 0), min(stop - base, part.data.numel()))
@@ -273,25 +275,31 @@ def _list_tensor_places(parts: list[ShardedTensor], start: int, stop: int) -> It
         base += part.data.numel()
 
 
-def _check_stored_shape(stored: StoredTensors, place: TensorPlace) -> None:
-    found = stored.find_shape(place.name)
-    if found != place.shape and not (place.may_differ and found and found[1:] == place.shape[1:]):
+def _check_stored_shape(stored: StoredTensors, tensor_place: TensorPlace) -> None:
+    found = stored.find_shape(tensor_place.name)
+    if found != tensor_place.shape and not (
+        tensor_place.may_differ and found and found[1:] == tensor_place.shape[1:]
+    ):
         raise RecipeError(
-            f"the checkpoint has {found or 'nothing'} under {place.name}, expected {place.shape}",
+            f"the checkpoint has {found or 'nothing'} under {tensor_place.name}, "
+            f"expected {tensor_place.shape}",
             key="trainer.objective.critic.model"
-            if place.name.startswith(CRITIC_PREFIX)
+            if tensor_place.name.startswith(CRITIC_PREFIX)
             else "model",
             hint="resume with the model that the run began with",
         )
 
 
 def _read_place(
-    stored: StoredTensors, column: Column, place: TensorPlace, target: torch.Tensor
+    stored: StoredTensors, column: Column, tensor_place: TensorPlace, target: torch.Tensor
 ) -> None:
     """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
-    shape = stored.find_shape(place.name)
+    shape = stored.find_shape(tensor_place.name)
     assert shape is not None
-    if (held := intersect_boxes(place.box, Box((0,) * len(shape), shape))) is not None:
+    if (held := intersect_boxes(tensor_place.box, Box((0,) * len(shape), shape))) is not None:
         stored.read_block(
-            column, place.name, held, target[held.shift_to_coordinates_within(place.box).slices]
+            column,
+            tensor_place.name,
+            held,
+            target[held.shift_to_coordinates_within(tensor_place.box).slices],
         )

@@ -279,14 +279,14 @@ class CheckpointStore:
 
 
 def _write_index_and_trainer_state(
-    partial: Path, held: RankState, state: TrainerState
+    partial: Path, rank_state: RankState, state: TrainerState
 ) -> list[str]:
     """Rank 0 says what the ranks' files hold and what they are of; its files. A collective."""
-    steps = held.all_reduce_optimizer_steps()
-    parts = gather_objects_on_first_rank(held.build_index(dist.get_rank()), RankIndex)
+    steps = rank_state.all_reduce_optimizer_steps()
+    parts = gather_objects_on_first_rank(rank_state.build_index(dist.get_rank()), RankIndex)
     if not parts:
         return []
-    index = merge_rank_indices(parts, held.types, steps[""], steps.get(CRITIC_PREFIX, 0))
+    index = merge_rank_indices(parts, rank_state.types, steps[""], steps.get(CRITIC_PREFIX, 0))
     write_checkpoint_index(partial, index)
     write_trainer_state(partial, state)
     return [CHECKPOINT_INDEX_FILE, TRAINER_STATE_FILE]

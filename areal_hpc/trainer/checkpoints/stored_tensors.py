@@ -46,10 +46,10 @@ class StoredTensors(Protocol):
     def has_column(self, column: Column) -> bool:
         """Whether there is such a column: master weights may be missing."""
 
-    def find_shape(self, name: str) -> tuple[int, ...] | None:
+    def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
         """The whole tensor's shape; None if there is no such tensor."""
 
-    def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+    def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
         """Put a block of a tensor into a target of the block's sizes.
 
         Raises:
@@ -70,14 +70,14 @@ def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
         ShardError: It is damaged, or of a later format.
     """
     stored: StoredTensors
-    stored = (MegatronTensors if is_megatron_format(directory) else RankFileTensors)(directory)
+    stored = (MegatronTensors if is_megatron_format(directory) else AllRanksTensors)(directory)
     try:
         yield stored
     finally:
         stored.close()
 
 
-class RankFileTensors:
+class AllRanksTensors:
     """A checkpoint of format 2: a file of each rank, and an index of them all."""
 
     def __init__(self, directory: Path) -> None:
@@ -103,15 +103,15 @@ class RankFileTensors:
         """Whether its files have the column."""
         return column in self._index.columns
 
-    def find_shape(self, name: str) -> tuple[int, ...] | None:
+    def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
         """The whole tensor's shape; None if there is no such tensor."""
-        found = self._index.tensors.get(name)
+        found = self._index.tensors.get(tensor_name)
         return found.shape if found else None
 
-    def read_block(self, column: Column, name: str, box: Box, target: torch.Tensor) -> None:
+    def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
         """Put a block of a tensor together from the pieces of the ranks' files."""
         assert all(size == 1 for size in box.sizes[:-2]), box
-        for piece in self._pieces[name, box.offsets[:-2]]:
+        for piece in self._pieces[tensor_name, box.offsets[:-2]]:
             own = Box(piece.offsets, piece.sizes)
             if (common := intersect_boxes(own, box)) is not None:
                 place = common.shift_to_coordinates_within(box)
@@ -119,14 +119,14 @@ class RankFileTensors:
                     self._read_part_of_piece(column, piece, common.shift_to_coordinates_within(own))
                 )
 
-    def _read_part_of_piece(self, column: Column, piece: TensorPiece, part: Box) -> torch.Tensor:
+    def _read_part_of_piece(self, column: Column, piece: TensorPiece, box: Box) -> torch.Tensor:
         """A part of a piece, of which what lies between its rows is read along."""
-        first, count = compute_flat_start_and_extent(piece.sizes, part)
+        first, count = compute_flat_start_and_extent(piece.sizes, box)
         type_ = self._index.columns[column]
         offset_bytes = self._index.compute_offset_bytes(piece.rank, column, piece.first + first)
         held = self._open_file(piece.rank).read(offset_bytes, count * BYTES_BY_NUMBER_TYPE[type_])
         flat = torch.frombuffer(held, dtype=TORCH_DTYPE_BY_NUMBER_TYPE[type_])
-        return flat.as_strided(part.sizes, compute_strides(piece.sizes))
+        return flat.as_strided(box.sizes, compute_strides(piece.sizes))
 
     def _open_file(self, rank: int) -> RankFileReader:
         if rank not in self._readers:

@@ -9,7 +9,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.flat_ranges import Box
 from areal_hpc.trainer.checkpoints.stored_tensors import StoredTensors
 from areal_hpc.trainer.model.families.architecture import Architecture
-from areal_hpc.trainer.model.families.weight_map import ParamMap, build_weight_map, to_hf
+from areal_hpc.trainer.model.families.weight_map import ParamMap, list_parameter_maps, to_hf
 from areal_hpc.trainer.model.hf_files import HfSpec
 
 _STORED_NAME_BY_PARAMETER = {
@@ -44,20 +44,20 @@ class CheckpointWeights:
         self._stored = stored
         self._arch = arch
         self._directory = directory
-        for parameter in build_weight_map(arch):
+        for parameter in list_parameter_maps(arch):
             self._require_fitting_shape(parameter)
 
     def list_tensor_specs(self) -> list[HfSpec]:
         """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
         return [
             (tensor.name, tensor.shape, self._stored.weight_dtype)
-            for parameter in build_weight_map(self._arch)
+            for parameter in list_parameter_maps(self._arch)
             for tensor in parameter.hf
         ]
 
     def read_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Every whole tensor by its Hugging Face name; one Megatron parameter is held at a time."""
-        for parameter in build_weight_map(self._arch):
+        for parameter in list_parameter_maps(self._arch):
             whole = self._read_parameter(parameter)
             for spec, tensor in zip(
                 parameter.hf, to_hf(parameter, [whole], self._arch), strict=True

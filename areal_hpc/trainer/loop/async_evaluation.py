@@ -25,20 +25,20 @@ class AsyncEvaluationTracker:
         return self.under_way is not None or bool(due)
 
     def list_replicas_to_update_now(
-        self, found: DiscoveredReplicas, current: WeightVersion
+        self, replicas: DiscoveredReplicas, current: WeightVersion
     ) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
         return (
-            find_outdated_replicas(found, current)
-            if self._choose_version_to_hold(found, current) == current
+            find_outdated_replicas(replicas, current)
+            if self._choose_version_to_hold(replicas, current) == current
             else []
         )
 
-    def may_grant_episodes(self, found: DiscoveredReplicas, current: WeightVersion) -> bool:
+    def may_grant_episodes(self, replicas: DiscoveredReplicas, current: WeightVersion) -> bool:
         """The current version's episodes can be granted: no replica would play them on another."""
-        if self.under_way == current or self._choose_version_to_hold(found, current) != current:
+        if self.under_way == current or self._choose_version_to_hold(replicas, current) != current:
             return False
-        held = _list_served_versions(found)
+        held = _list_served_versions(replicas)
         return bool(held) and all(version in ("", str(current)) for version in held)
 
     def begin_and_list_skipped_steps(self, current: WeightVersion) -> list[int]:
@@ -50,10 +50,10 @@ class AsyncEvaluationTracker:
         self.under_way = current
         return [step for step in due if step != current.step]
 
-    def list_sets_under_way(self) -> dict[str, int]:
+    def count_due_tasks_by_set(self) -> dict[str, int]:
         """The evaluation sets of what is under way, with their tasks: all that were due by then."""
         assert self.under_way is not None
-        return self._schedule.list_evaluation_sets_due_since(self._judged_step, self.under_way.step)
+        return self._schedule.count_tasks_by_set_due_since(self._judged_step, self.under_way.step)
 
     def mark_judged(self) -> None:
         """What was under way has its reward."""
@@ -61,10 +61,10 @@ class AsyncEvaluationTracker:
         self._judged_step, self.under_way = self.under_way.step, None
 
     def _choose_version_to_hold(
-        self, found: DiscoveredReplicas, current: WeightVersion
+        self, replicas: DiscoveredReplicas, current: WeightVersion
     ) -> WeightVersion | None:
         """What the cell is to hold; None: whatever it has."""
-        if self.under_way is not None and not self._are_weights_lost(found):
+        if self.under_way is not None and not self._are_weights_lost(replicas):
             return self.under_way
         return (
             current
@@ -72,12 +72,12 @@ class AsyncEvaluationTracker:
             else None
         )
 
-    def _are_weights_lost(self, found: DiscoveredReplicas) -> bool:
+    def _are_weights_lost(self, replicas: DiscoveredReplicas) -> bool:
         """No replica has the weights that are being judged. A silent cell may have them yet."""
-        held = _list_served_versions(found)
+        held = _list_served_versions(replicas)
         return bool(held) and str(self.under_way) not in held
 
 
-def _list_served_versions(found: DiscoveredReplicas) -> list[str]:
+def _list_served_versions(replicas: DiscoveredReplicas) -> list[str]:
     """The versions that replicas serve; empty for one that is up and serves none."""
-    return [view.version for _, view in found if view.state in ("ready", "serving")]
+    return [view.version for _, view in replicas if view.state in ("ready", "serving")]

@@ -133,8 +133,10 @@ class LedgerClient:
         return self._url
 
 
-def _raise_if_agents_in_trouble(trouble: str) -> None:
+def _raise_if_agents_in_trouble(agent_error: str) -> None:
     """Raise what the ledger says of the agents, if it says anything."""
-    if trouble:
-        has_hint = "\n  try: " in trouble
-        raise AgentError(trouble, hint="" if has_hint else "fix it, and run the same command again")
+    if agent_error:
+        has_hint = "\n  try: " in agent_error
+        raise AgentError(
+            agent_error, hint="" if has_hint else "fix it, and run the same command again"
+        )

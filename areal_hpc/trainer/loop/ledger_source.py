@@ -167,7 +167,7 @@ class LedgerSource(BatchSource):
         )
         return bool(self._targets)
 
-    def divide_receivers(self) -> Shares:
+    def list_receivers_by_sender(self) -> Shares:
         """The replicas that were found to lack the weights, by sender."""
         return self._senders.divide(self._targets)
 
@@ -214,7 +214,7 @@ class LedgerSource(BatchSource):
             AgentError: Agents do nothing but fail.
         """
         step, row = self._record.version.step, self._record.row
-        due = self._schedule.list_due_evaluation_sets(step)
+        due = self._schedule.count_tasks_by_due_set(step)
         if self._async_evaluation or due.keys() <= list_evaluated_sets(row):
             return True
         with self._record.timer.time_phase("eval"):
@@ -251,7 +251,9 @@ class LedgerSource(BatchSource):
         self, evaluation: AsyncEvaluationTracker, version: WeightVersion
     ) -> None:
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""
-        reply = self._ledger.request_evaluation(version.step, evaluation.list_sets_under_way(), 0.0)
+        reply = self._ledger.request_evaluation(
+            version.step, evaluation.count_due_tasks_by_set(), 0.0
+        )
         if reply.metrics is not None:
             evaluation.mark_judged()
             self._record.add_metrics(version.step, dict(reply.metrics))

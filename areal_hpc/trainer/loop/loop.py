@@ -144,7 +144,7 @@ class BatchSource(ABC):
         """What the weights need before anything else is done with them."""
         return "done"
 
-    def divide_receivers(self) -> Shares:
+    def list_receivers_by_sender(self) -> Shares:
         """The replicas that lack the weights, by sender."""
         return []
 
@@ -270,10 +270,10 @@ def _execute_command(
 
 
 def _time_span_on_other_ranks(
-    coordinator: Coordinator | None, name: str
+    coordinator: Coordinator | None, span_name: str
 ) -> AbstractContextManager[object]:
     """Note the time of the block on a rank other than 0, which has its timer for that."""
-    return nullcontext() if coordinator else time_span(name)
+    return nullcontext() if coordinator else time_span(span_name)
 
 
 def _publish_checkpoint_if_written(
@@ -301,7 +301,7 @@ class Coordinator:
         self,
         schedule: Schedule,
         record: StepRecord,
-        source: BatchSource,
+        batch_source: BatchSource,
         stop: StopRequest,
         check_generation: Callable[[], None] = lambda: None,
         read_quarantine: Callable[[int], UntrainedRecord | None] = lambda step: None,
@@ -309,7 +309,7 @@ class Coordinator:
     ) -> None:
         self._schedule = schedule
         self._record = record
-        self.source = source
+        self.source = batch_source
         self._stop = stop
         self._check_generation = check_generation
         self._read_quarantine = read_quarantine
@@ -345,7 +345,7 @@ class Coordinator:
         match self.source.poll_publish_state():
             case "publish":
                 self._check_ownership()
-                return PublishWeightsCommand(self.source.divide_receivers())
+                return PublishWeightsCommand(self.source.list_receivers_by_sender())
             case "wait":
                 return WaitCommand()
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:

@@ -24,7 +24,7 @@ class Schedule:
     evaluations: Mapping[str, EvaluationSetSchedule] = field(default_factory=dict)
     """By the names of evaluation sets; without any nothing is evaluated."""
 
-    def list_due_evaluation_sets(self, step: int) -> dict[str, int]:
+    def count_tasks_by_due_set(self, step: int) -> dict[str, int]:
         """The evaluation sets on which the weights of `step` are judged, each with its tasks."""
         is_end = step in (0, self.total_steps)
         return {
@@ -35,18 +35,16 @@ class Schedule:
 
     def evaluates(self, step: int) -> bool:
         """The weights of `step` are judged on held-out tasks."""
-        return bool(self.list_due_evaluation_sets(step))
+        return bool(self.count_tasks_by_due_set(step))
 
     def list_evaluation_steps(self, after: int, until: int) -> list[int]:
         """The steps above `after`, up to `until`, whose weights are judged, in order."""
         return [step for step in range(after + 1, until + 1) if self.evaluates(step)]
 
-    def list_evaluation_sets_due_since(self, after: int, until: int) -> dict[str, int]:
+    def count_tasks_by_set_due_since(self, after: int, until: int) -> dict[str, int]:
         """The sets that are due at any step above `after`, up to `until`, each with its tasks."""
         steps = self.list_evaluation_steps(after, until)
-        return {
-            name: n for step in steps for name, n in self.list_due_evaluation_sets(step).items()
-        }
+        return {name: n for step in steps for name, n in self.count_tasks_by_due_set(step).items()}
 
     def saves_checkpoint(self, step: int) -> bool:
         """The work up to `step` is made durable without being asked."""

@@ -43,7 +43,7 @@ class WeightSenders:
     own, so a receiver that fails costs the others of no sender more than the wait for it.
 
     Args:
-        place: This rank's among the senders, 0 on rank 0; None of a rank that sends nothing.
+        sender_index: This rank's among the senders, 0 on rank 0; None of a rank that sends nothing.
         senders: How many there are.
         specs: What an update sends.
         make_sender: This rank's end, made when it has something to send for the first time.
@@ -51,12 +51,12 @@ class WeightSenders:
 
     def __init__(
         self,
-        place: int | None,
+        sender_index: int | None,
         senders: int,
         specs: Sequence[TensorSpec],
         make_sender: Callable[[], WeightSender],
     ) -> None:
-        self._place = place
+        self._place = sender_index
         self._specs = specs
         self._make_sender = make_sender
         self._sender: WeightSender | None = None

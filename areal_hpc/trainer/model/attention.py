@@ -34,11 +34,11 @@ class AttentionPlan:
 
 def plan_attention(
     pack: Pack,
-    split: PackParallelism,
+    parallelism: PackParallelism,
     frequencies: torch.Tensor,
     rope_scale: float = 1.0,
 ) -> AttentionPlan:
-    """Index tables and rotary angles of a pack built for `split`, on the frequencies' device.
+    """Index tables and rotary angles of a pack built for `parallelism`, on the frequencies' device.
 
     Sines and cosines are float32, as the engine's are.
     """
@@ -46,7 +46,7 @@ def plan_attention(
     angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
     plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
     return AttentionPlan(
-        layout=plan(pack.lengths, cp=split.cp, cp_rank=split.cp_rank, device=device),
+        layout=plan(pack.lengths, cp=parallelism.cp, cp_rank=parallelism.cp_rank, device=device),
         cos_TD=angles.cos().mul_(rope_scale)[:, None],
         sin_TD=angles.sin().mul_(rope_scale)[:, None],
         scored_N=torch.from_numpy(pack.targets_N).to(device),

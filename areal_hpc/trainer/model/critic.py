@@ -12,7 +12,7 @@ from areal_hpc.trainer.model.families.weight_map import (
     HfTensorSpec,
     ParamMap,
     TpSplit,
-    build_weight_map,
+    list_parameter_maps,
 )
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.memory_estimate import drop_ep_for_dense_network
@@ -37,7 +37,7 @@ class Critic(TrainedNetwork):
     @property
     def weight_map(self) -> list[ParamMap]:
         """What is read from the model directory."""
-        table = [one for one in build_weight_map(self.arch) if one.megatron != OUTPUT_NAME]
+        table = [one for one in list_parameter_maps(self.arch) if one.megatron != OUTPUT_NAME]
         if self.has_stored_head:
             head = HfTensorSpec(HEAD_TENSOR_NAME, (1, self.arch.hidden))
             table.append(ParamMap(OUTPUT_NAME, (head,), TpSplit.WHOLE))

@@ -203,9 +203,11 @@ def _build_header(specs: Sequence[HfSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(stream: BinaryIO, name: str, tensor: torch.Tensor, spec: HfSpec) -> None:
-    if (name, tuple(tensor.shape), tensor.dtype) != spec:
-        raise AssertionError(f"expected {spec}, got {name} {tuple(tensor.shape)} {tensor.dtype}")
+def _write_tensor(stream: BinaryIO, tensor_name: str, tensor: torch.Tensor, spec: HfSpec) -> None:
+    if (tensor_name, tuple(tensor.shape), tensor.dtype) != spec:
+        raise AssertionError(
+            f"expected {spec}, got {tensor_name} {tuple(tensor.shape)} {tensor.dtype}"
+        )
     stream.write(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 

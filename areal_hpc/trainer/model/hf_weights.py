@@ -52,11 +52,11 @@ class HfModelReader:
         self._dir, self._key = model_dir, key
         self._open: dict[str, Any] = {}
 
-    def has_tensor(self, name: str) -> bool:
+    def has_tensor(self, tensor_name: str) -> bool:
         """True if the directory has a tensor of this name."""
-        return name in self._file_of
+        return tensor_name in self._file_of
 
-    def read_tensor(self, tensor: HfTensorSpec, part: Slices = ()) -> torch.Tensor:
+    def read_tensor(self, tensor: HfTensorSpec, slices: Slices = ()) -> torch.Tensor:
         """Some rows or columns of one tensor, or all of it, on the CPU. Reads no more than that.
 
         Raises:
@@ -74,7 +74,7 @@ class HfModelReader:
                 f"{tensor.name} has shape {shape}, config.json says {tensor.shape}",
                 key=self._key,
             )
-        read: torch.Tensor = stored[part or slice(None)]
+        read: torch.Tensor = stored[slices or slice(None)]
         return read
 
 
@@ -147,13 +147,15 @@ def _find_pipeline_stage(parameter: ParamMap, layers: int, stages: int) -> int:
     return 0 if parameter.megatron == EMBEDDING_NAME else stages - 1
 
 
-def _gather_shards(policy: Policy, part: torch.Tensor, parameter: ParamMap) -> list[torch.Tensor]:
+def _gather_shards(
+    policy: Policy, own_shard: torch.Tensor, parameter: ParamMap
+) -> list[torch.Tensor]:
     ranks = count_tp_shards(parameter, policy.split.tp)
     if ranks == 1:
-        return [part]
-    shards = [torch.empty_like(part) for _ in range(ranks)]
+        return [own_shard]
+    shards = [torch.empty_like(own_shard) for _ in range(ranks)]
     group = parallel_state.get_tensor_model_parallel_group()
-    dist.all_gather(shards, part.contiguous(), group=group)
+    dist.all_gather(shards, own_shard.contiguous(), group=group)
     return shards
 
 

@@ -333,9 +333,9 @@ def describe_cheapest_fitting_change(
 
 
 def _list_thriftier_configs(
-    arch: Architecture, config: TrainerConfig, others: Sequence[Architecture] = ()
+    arch: Architecture, config: TrainerConfig, other_networks: Sequence[Architecture] = ()
 ) -> Iterator[tuple[str, TrainerConfig]]:
-    """Changes that take less memory, cheaper ones first; their layouts divide `others`, too."""
+    """Changes that take less memory, cheaper ones first; they divide `other_networks`, too."""
     full = config
     for mode in ("selective", "full"):
         if RECOMPUTE_MODES.index(mode) > RECOMPUTE_MODES.index(config.recompute):
@@ -357,7 +357,7 @@ def _list_thriftier_configs(
         if now.world_size % (tp * cp * pp) == 0 and now.world_size // pp % now.ep == 0
     ]
     for parallel in sorted(layouts, key=lambda one: one.world_size // one.dp):
-        if parallel != now and _can_divide(parallel, arch, others):
+        if parallel != now and _can_divide(parallel, arch, other_networks):
             named = ", ".join(f"{name}: {getattr(parallel, name)}" for name in PARALLEL_NAMES)
             changed = full.model_copy(update={"parallel": parallel})
             yield f"{recompute}trainer.parallel={{{named}}}", changed
@@ -373,9 +373,9 @@ def _list_thriftier_configs(
 
 
 def _can_divide(
-    parallel: ParallelConfig, arch: Architecture, others: Sequence[Architecture]
+    parallel: ParallelConfig, arch: Architecture, other_networks: Sequence[Architecture]
 ) -> bool:
     """Whether the policy and the other networks can be laid out so, as start-up demands."""
     layouts = [(arch, parallel)]
-    layouts += [(other, drop_ep_for_dense_network(other, parallel)) for other in others]
+    layouts += [(other, drop_ep_for_dense_network(other, parallel)) for other in other_networks]
     return not any([*find_layout_problems(*layout)] for layout in layouts)

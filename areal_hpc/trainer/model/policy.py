@@ -38,8 +38,8 @@ from areal_hpc.trainer.model.families.architecture import (
 from areal_hpc.trainer.model.families.weight_map import (
     OUTPUT_NAME,
     ParamMap,
-    build_weight_map,
     compute_padded_vocab_size,
+    list_parameter_maps,
 )
 from areal_hpc.trainer.model.kernels.lm_head import compute_float32_logits
 from areal_hpc.trainer.model.kernels.rms_norm import RMSNorm
@@ -82,7 +82,7 @@ class Network:
     @property
     def weight_map(self) -> list[ParamMap]:
         """Every parameter of the whole network."""
-        return build_weight_map(self.arch)
+        return list_parameter_maps(self.arch)
 
     def get_local_part(self, parameter: ParamMap) -> torch.Tensor | None:
         """This rank's part of a parameter; None when only other ranks hold it."""
@@ -146,7 +146,7 @@ def build_policy(
 ) -> Policy:
     """An uninitialized network on this rank; load weights into it before use.
 
-    Process groups must exist (`process_groups.init_process_groups`).
+    Process groups must exist (`process_groups.init_process_groups_and_device`).
 
     Raises:
         RecipeError: The sizes do not divide by the parallel sizes.

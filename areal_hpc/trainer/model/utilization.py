@@ -16,7 +16,7 @@ import torch.distributed as dist
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture
-from areal_hpc.trainer.model.families.weight_map import build_weight_map
+from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
 from areal_hpc.trainer.model.policy import Policy
 
 FORWARD_AND_BACKWARD_PASSES = 3
@@ -79,7 +79,7 @@ def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_toke
 def _count_active_weights(arch: Architecture) -> float:
     """Weights of the layers' matrices that a token is multiplied by."""
     total = 0.0
-    for parameter in build_weight_map(arch):
+    for parameter in list_parameter_maps(arch):
         if parameter.layer is None:
             continue
         share = 1.0

@@ -50,9 +50,13 @@ def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> Float
     return advantages_K * credit.weights_K
 
 
-def _measure_spread(differences: FloatArray, free: int) -> float:
+def _measure_spread(differences: FloatArray, degrees_of_freedom: int) -> float:
     """The root of their mean square about zero, of so many degrees of freedom; 0 of none."""
-    return float(np.sqrt((differences * differences).sum() / free)) if free else 0.0
+    return (
+        float(np.sqrt((differences * differences).sum() / degrees_of_freedom))
+        if degrees_of_freedom
+        else 0.0
+    )
 
 
 def sums_to_zero(credit: BatchCredit, members_K: BoolArray, objective: ObjectiveConfig) -> bool:

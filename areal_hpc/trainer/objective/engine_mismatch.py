@@ -55,11 +55,13 @@ def _count_by_bin(diff_N: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor
     return diff_N.new_zeros(BINS).index_add_(0, bins_N, counted_N)
 
 
-def estimate_percentile(histogram_B: torch.Tensor, share: float, largest: float) -> float:
-    """The difference that `share` of the tokens do not exceed; at most `largest`, 0 for none."""
-    total = float(histogram_B.sum())
-    if not total or math.isnan(largest):
-        return largest
-    index = int(torch.searchsorted(histogram_B.cumsum(0), share * total))
+def estimate_abs_diff_percentile(
+    log10_histogram_B: torch.Tensor, share: float, max_diff: float
+) -> float:
+    """The difference that `share` of the tokens do not exceed; at most `max_diff`, 0 for none."""
+    total = float(log10_histogram_B.sum())
+    if not total or math.isnan(max_diff):
+        return max_diff
+    index = int(torch.searchsorted(log10_histogram_B.cumsum(0), share * total))
     middle = float(10.0 ** (MIN_EXPONENT + (index + 0.5) / BINS_PER_DECADE))
-    return min(middle, largest)
+    return min(middle, max_diff)

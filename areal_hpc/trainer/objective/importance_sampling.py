@@ -62,17 +62,17 @@ class TokenRowMap:
         return (sums_2R[0] / sums_2R[1].clamp(min=1))[self.row_N].to(values_N.dtype)
 
     def aggregate_rows_at_tokens(
-        self, values_N: torch.Tensor, how: CorrectionAggregate
+        self, values_N: torch.Tensor, aggregate: CorrectionAggregate
     ) -> torch.Tensor:
         """The mean, sum or largest of the row's tokens, at each of them [N].
 
         Of values without a gradient. A collective of `group`. What is not a number stays to be
         seen in its whole row.
         """
-        if how == "mean":
+        if aggregate == "mean":
             return self.compute_row_means(values_N)
         sums_R = self._reduce(values_N, "sum", 0.0)
-        if how == "sum":
+        if aggregate == "sum":
             return sums_R[self.row_N].to(values_N.dtype)
         largest_R = self._reduce(values_N, "amax", -torch.inf)
         # A maximum over ranks may pass over what is not a number; a sum does not.
@@ -80,13 +80,13 @@ class TokenRowMap:
         return largest_R[self.row_N].to(values_N.dtype)
 
     def _reduce(
-        self, values_N: torch.Tensor, how: Literal["sum", "amax"], start: float
+        self, values_N: torch.Tensor, aggregate: Literal["sum", "amax"], start: float
     ) -> torch.Tensor:
         """One number for each row, over all ranks that hold parts of it."""
         found_R = values_N.new_full((self.count,), start, dtype=torch.float64)
-        found_R = found_R.scatter_reduce(0, self.row_N, values_N.detach().double(), how)
+        found_R = found_R.scatter_reduce(0, self.row_N, values_N.detach().double(), aggregate)
         if self.group is not None and self.group.size() > 1:
-            op = dist.ReduceOp.SUM if how == "sum" else dist.ReduceOp.MAX
+            op = dist.ReduceOp.SUM if aggregate == "sum" else dist.ReduceOp.MAX
             dist.all_reduce(found_R, op=op, group=self.group)
         return found_R
 

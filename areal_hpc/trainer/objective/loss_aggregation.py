@@ -20,31 +20,31 @@ from collections.abc import Hashable, Sequence
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
-def compute_row_scales(
-    tokens: Sequence[int], episodes: Sequence[Hashable], objective: ObjectiveConfig
+def compute_scales_to_token_mean(
+    tokens_per_row: Sequence[int], episode_per_row: Sequence[Hashable], objective: ObjectiveConfig
 ) -> list[float] | None:
     """Factor of the terms of each row, relative to the mean over tokens; None if all are 1.
 
     Args:
-        tokens: Trained tokens of each row.
-        episodes: The episode of each row.
+        tokens_per_row: Trained tokens of each row.
+        episode_per_row: The episode of each row.
         objective: Says how terms are aggregated.
     """
     if objective.loss_agg == "token_mean":
         return None
     tokens_of = Counter[Hashable]()
-    for count, episode in zip(tokens, episodes, strict=True):
+    for count, episode in zip(tokens_per_row, episode_per_row, strict=True):
         tokens_of[episode] += count
     sequences = sum(count > 0 for count in tokens_of.values())
-    per_sequence = sum(tokens) / max(1, sequences)
+    per_sequence = sum(tokens_per_row) / max(1, sequences)
     match objective.loss_agg:
         case "seq_mean_token_mean":
-            return [per_sequence / max(1, tokens_of[episode]) for episode in episodes]
+            return [per_sequence / max(1, tokens_of[episode]) for episode in episode_per_row]
         case "seq_mean_token_sum":
-            return [per_sequence] * len(tokens)
+            return [per_sequence] * len(tokens_per_row)
         case "seq_mean_token_sum_norm":
             assert objective.loss_scale_tokens is not None
-            return [per_sequence / objective.loss_scale_tokens] * len(tokens)
+            return [per_sequence / objective.loss_scale_tokens] * len(tokens_per_row)
 
 
 def compute_minibatch_factors(tokens: Sequence[int]) -> list[float]:

@@ -7,7 +7,7 @@ import torch
 from areal_hpc.trainer.objective.engine_mismatch import (
     BINS,
     MISMATCH_SUM_NAMES,
-    estimate_percentile,
+    estimate_abs_diff_percentile,
 )
 from areal_hpc.trainer.objective.policy_loss import LOSS_SUM_NAMES
 
@@ -33,7 +33,7 @@ def build_loss_metrics(
         "kl/behavior": sums["kl"] / tokens,
         "logprob/engine_trainer_max_abs_diff": largest,
         "logprob/engine_trainer_mean_abs_diff": sums["mismatch_abs"] / compared,
-        "logprob/engine_trainer_p99_abs_diff": estimate_percentile(
+        "logprob/engine_trainer_p99_abs_diff": estimate_abs_diff_percentile(
             histograms["mismatch"], 0.99, largest
         ),
         "logprob/engine_trainer_kl": sums["mismatch_kl"] / compared,

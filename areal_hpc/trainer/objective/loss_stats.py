@@ -23,17 +23,17 @@ class LossStats:
     histograms: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Counts by bin in float64."""
 
-    def add(self, other: LossStats) -> None:
+    def add(self, added: LossStats) -> None:
         """Add the statistics of another micro-batch. Nothing waits for the device."""
         self.sums = dict(self.sums) | {
-            name: self.sums.get(name, 0.0) + value for name, value in other.sums.items()
+            name: self.sums.get(name, 0.0) + value for name, value in added.sums.items()
         }
         self.maxima = dict(self.maxima) | {
             name: _take_larger(self.maxima.get(name, value), value)
-            for name, value in other.maxima.items()
+            for name, value in added.maxima.items()
         }
         self.histograms = dict(self.histograms) | {
-            name: counts + self.histograms.get(name, 0) for name, counts in other.histograms.items()
+            name: counts + self.histograms.get(name, 0) for name, counts in added.histograms.items()
         }
 
     def reduce_over_ranks(
@@ -88,14 +88,14 @@ class ReducedStats:
     histograms: dict[str, torch.Tensor]
 
 
-def _take_larger(held: Number, value: Number) -> Number:
+def _take_larger(current: Number, value: Number) -> Number:
     """The larger of two numbers; what is not a number stays to be seen."""
-    pair = (held, value)
+    pair = (current, value)
     device = next((one.device for one in pair if isinstance(one, torch.Tensor)), None)
     if device is not None:
         one, two = (torch.as_tensor(n, dtype=torch.float64, device=device) for n in pair)
         return torch.maximum(one, two)
-    return value if math.isnan(value) else max(held, value)
+    return value if math.isnan(value) else max(current, value)
 
 
 def copy_numbers_to_host(

@@ -123,16 +123,19 @@ def compute_surrogate(
 
 
 def interpolate_logprobs(
-    held_N: torch.Tensor, behavior_N: torch.Tensor, age_N: torch.Tensor, taken: float
+    current_logprobs_N: torch.Tensor,
+    behavior_N: torch.Tensor,
+    age_N: torch.Tensor,
+    updates_done_share: float,
 ) -> torch.Tensor:
     """Proximal log-probabilities on the straight line from the behavior's to those held now.
 
     The policies are taken to move evenly, one version a step. A token sampled `age` versions
-    before the step began, scored when the share `taken` of the step's updates has been made, has
-    its proximal policy at age / (age + taken) of the way. That is exact at both ends: before the
-    first update the weights held are the proximal ones, and a token of age 0 was sampled by them.
-    AReaL's log-linear approximation is this formula with `taken` 1 throughout.
+    before the step began, scored when `updates_done_share` of the step's updates have been made,
+    has its proximal policy at age / (age + share) of the way. That is exact at both ends: before
+    the first update the weights held are the proximal ones, and a token of age 0 was sampled by them.
+    AReaL's log-linear approximation is this formula with `updates_done_share` 1 throughout.
     """
-    if taken == 0:
-        return held_N
-    return torch.lerp(behavior_N, held_N, age_N / (age_N + taken))
+    if updates_done_share == 0:
+        return current_logprobs_N
+    return torch.lerp(behavior_N, current_logprobs_N, age_N / (age_N + updates_done_share))

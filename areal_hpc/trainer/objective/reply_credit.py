@@ -86,10 +86,12 @@ def compute_reply_credits(
     trained; `kl.coef` of them is taken off.
     """
 
-    def measure(place: int, begin: int, end: int) -> float:
+    def measure(row_index: int, first_token: int, end_token: int) -> float:
         if divergences is None:
             return 0.0
-        return objective.kl.coef * float(divergences[place][begin:end].sum(dtype=np.float64))
+        return objective.kl.coef * float(
+            divergences[row_index][first_token:end_token].sum(dtype=np.float64)
+        )
 
     rows_of: dict[tuple[int, int], list[int]] = {}
     for place, row in enumerate(rows):
@@ -149,7 +151,7 @@ def _list_episode_rewards(
         ]
     calls, trained = _list_calls_and_trained_spans(rows)
     order = {name: first + number for number, name in enumerate(calls)}
-    followers = {} if is_credited else _list_followers(calls)
+    followers = {} if is_credited else _map_followers(calls)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}
     if objective.credit == "episode" and not is_credited:
         # The rewards of the manifest, which a shaped reward may differ from.
@@ -176,15 +178,15 @@ def _list_episode_rewards(
 
 def _build_reply_reward(
     row: int,
-    begin: int,
-    end: int,
+    first_token: int,
+    end_token: int,
     reward: float,
     followers: list[int],
     weight: float,
     is_rewarded: bool = True,
 ) -> ReplyReward:
     """The tokens of a row from one to another. Nothing predicts the first one of a row."""
-    tokens_t = np.arange(max(1, begin), max(1, end))
+    tokens_t = np.arange(max(1, first_token), max(1, end_token))
     return ReplyReward(0, row, tokens_t, reward, np.zeros(0), followers, weight, is_rewarded)
 
 
@@ -226,7 +228,7 @@ def _credit_replies(
     for name, penalty in penalties.items():
         if penalty and not is_credited:
             own[name] = (own[name] or 0.0) - penalty
-    followers = _list_followers(calls)
+    followers = _map_followers(calls)
     earned = pass_back_rewards(own, followers, discount, own_is_total=is_credited)
     weights = compute_branch_weight_by_reply(earned, followers)
     for name, span in trained.items():
@@ -262,7 +264,7 @@ def compute_overlong_penalty(tokens: int, overlong: OverlongConfig) -> float:
     return overlong.penalty * min(1.0, max(0.0, beyond))
 
 
-def _list_followers(calls: dict[str, CallRecord]) -> dict[str, list[str]]:
+def _map_followers(calls: dict[str, CallRecord]) -> dict[str, list[str]]:
     """Who follows each call, of those that are known."""
     if any(call.followers for call in calls.values()):
         return {name: [f for f in call.followers if f in calls] for name, call in calls.items()}

@@ -26,10 +26,12 @@ WARM_UP_ROUNDS = 2
 PATTERN_PERIOD = 251
 
 
-def measure_collective_rates(device: torch.device, order: CollectivesOrder) -> CollectiveRates:
+def measure_collective_rates(
+    device: torch.device, collectives_order: CollectivesOrder
+) -> CollectiveRates:
     """Rates on this group of ranks, the same on all of them. A collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    count = order.size_bytes // 4
+    count = collectives_order.size_bytes // 4
     pattern = torch.arange(count, device=device).remainder_(PATTERN_PERIOD).float()
 
     summed = pattern * (rank + 1)
@@ -41,9 +43,11 @@ def measure_collective_rates(device: torch.device, order: CollectivesOrder) -> C
     wrong += int((received != pattern + (rank - 1) % ranks).sum())
 
     reduced = torch.zeros_like(pattern)
-    reduce_s = _measure_median_round_s(lambda: dist.all_reduce(reduced), device, order.rounds)
+    reduce_s = _measure_median_round_s(
+        lambda: dist.all_reduce(reduced), device, collectives_order.rounds
+    )
     ring_s = _measure_median_round_s(
-        lambda: _send_around_ring(pattern, received), device, order.rounds
+        lambda: _send_around_ring(pattern, received), device, collectives_order.rounds
     )
     wrongs = torch.tensor(wrong)
     dist.all_reduce(wrongs)

@@ -66,14 +66,16 @@ class SampledReply(Struct, frozen=True):
     logprobs: list[float]
 
 
-def await_replica(order: EngineOrder, service_key: str) -> ReplicaView:
+def await_replica(engine_order: EngineOrder, service_key: str) -> ReplicaView:
     """The cell's first replica, once it is up.
 
     Raises:
         ClusterError: That took too long.
     """
-    discovery = ReplicaDiscovery(RunPaths(Path(order.run_dir)).rendezvous_dir, 1, service_key)
-    give_up_at = time.monotonic() + order.start_timeout_s
+    discovery = ReplicaDiscovery(
+        RunPaths(Path(engine_order.run_dir)).rendezvous_dir, 1, service_key
+    )
+    give_up_at = time.monotonic() + engine_order.start_timeout_s
     try:
         while time.monotonic() < give_up_at:
             for _, view in discovery.discover():
@@ -82,7 +84,7 @@ def await_replica(order: EngineOrder, service_key: str) -> ReplicaView:
             time.sleep(POLL_S)
     finally:
         discovery.close()
-    raise ClusterError(f"no replica was ready within {order.start_timeout_s:.0f} s")
+    raise ClusterError(f"no replica was ready within {engine_order.start_timeout_s:.0f} s")
 
 
 def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[SampledReply]:
@@ -126,11 +128,11 @@ def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[fl
     ]
 
 
-def publish_to_replica(order: EngineOrder, policy: Policy, service_key: str) -> UpdateReport:
+def publish_to_replica(engine_order: EngineOrder, policy: Policy, service_key: str) -> UpdateReport:
     """Send the policy's weights to the replica, which proves their checksum."""
-    paths, version = RunPaths(Path(order.run_dir)), WeightVersion(1, 1)
+    paths, version = RunPaths(Path(engine_order.run_dir)), WeightVersion(1, 1)
     publisher = Publisher(
-        WeightsConfig(transport=order.transport),
+        WeightsConfig(transport=engine_order.transport),
         paths.rendezvous_dir,
         1,
         service_key,
@@ -149,19 +151,19 @@ def publish_to_replica(order: EngineOrder, policy: Policy, service_key: str) -> 
         publisher.close()
 
 
-def compare_engine_around_update(policy: Policy, order: EngineOrder) -> EngineComparison:
+def compare_engine_around_update(policy: Policy, engine_order: EngineOrder) -> EngineComparison:
     """All of it, on a replica that serves the policy's weights."""
-    service_key = ensure_service_key(RunPaths(Path(order.run_dir)).service_key)
+    service_key = ensure_service_key(RunPaths(Path(engine_order.run_dir)).service_key)
     began = time.monotonic()
-    server = await_replica(order, service_key)
+    server = await_replica(engine_order, service_key)
     start_s = time.monotonic() - began
-    reply_tokens = max(1, min(REPLY_TOKENS, order.context_tokens - PROMPT_TOKENS - 1))
+    reply_tokens = max(1, min(REPLY_TOKENS, engine_order.context_tokens - PROMPT_TOKENS - 1))
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
     gaps = compare_logprobs(policy, first)
     before = [list_scored_logprobs(policy, sample.row) for sample in first]
     take_step_with_fresh_adamw(policy, [sample.row for sample in first], LEARNING_RATE)
     after = [list_scored_logprobs(policy, sample.row) for sample in first]
-    update = publish_to_replica(order, policy, service_key)
+    update = publish_to_replica(engine_order, policy, service_key)
     trouble = "; ".join(map(str, update.failed.values()))
     if not update.ok:
         trouble = trouble or "the replica was not found any more"
@@ -169,8 +171,8 @@ def compare_engine_around_update(policy: Policy, order: EngineOrder) -> EngineCo
     if not trouble:
         updated = compare_logprobs(policy, sample_replies(server, policy.arch.vocab, reply_tokens))
     return EngineComparison(
-        dtype=order.dtype,
-        transport=order.transport,
+        dtype=engine_order.dtype,
+        transport=engine_order.transport,
         start_s=start_s,
         tokens=len(gaps),
         mean_gap=statistics.mean(gaps),

@@ -17,7 +17,7 @@ from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import build_optimizer
-from areal_hpc.trainer.process_groups import init_process_groups
+from areal_hpc.trainer.process_groups import init_process_groups_and_device
 from areal_hpc.trainer.self_test.messages import Device, DTypeName
 from areal_hpc.trainer.step import (
     LossFunction,
@@ -36,14 +36,16 @@ def join_self_test_ranks(
 ) -> torch.device:
     """The trainer's process groups, with this process where the environment says; its device."""
     megatron_cpu.patch_megatron_for_cpu()
-    return init_process_groups(get_task_position(), parallel, device, rendezvous_dir)
+    return init_process_groups_and_device(get_task_position(), parallel, device, rendezvous_dir)
 
 
 def init_single_rank_groups(device: Device) -> torch.device:
     """The trainer's process groups with this process alone in them; its device."""
     megatron_cpu.patch_megatron_for_cpu()
     with tempfile.TemporaryDirectory() as folder:
-        return init_process_groups(TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder))
+        return init_process_groups_and_device(
+            TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder)
+        )
 
 
 def load_policy(

@@ -84,12 +84,12 @@ def _score_by_transformers(model: Any, ids: Sequence[int]) -> torch.Tensor:
 
 
 def find_largest_gap(
-    found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]
+    measured: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]
 ) -> float:
     """Largest difference between numbers at the same place."""
     return max(
         abs(one - other)
-        for ones, others in zip(found, expected, strict=True)
+        for ones, others in zip(measured, expected, strict=True)
         for one, other in zip(ones, others, strict=True)
     )
 

@@ -29,15 +29,15 @@ def read_demonstrations(path: Path) -> list[Conversation]:
     return conversations
 
 
-def _read_demonstration(line: str, where: str) -> Conversation:
+def _read_demonstration(line: str, location: str) -> Conversation:
     problem = "a demonstration is {'messages': [...]} ending with an assistant's message"
     try:
         messages: Conversation = json.loads(line)["messages"]
         is_right = bool(messages) and messages[-1]["role"] == "assistant"
     except (ValueError, TypeError, LookupError) as error:
-        raise RecipeError(f"{problem}: {error!r}", key=where) from error
+        raise RecipeError(f"{problem}: {error!r}", key=location) from error
     if not is_right:
-        raise RecipeError(problem, key=where)
+        raise RecipeError(problem, key=location)
     return messages
 
 

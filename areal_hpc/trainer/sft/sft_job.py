@@ -129,7 +129,7 @@ class SftTrainer:
             self.state.untrained,
             sft.optimizer.on_nonfinite,
             section="sft.optimizer",
-            name=lambda step: f"step {step} of the SFT stage",
+            name_step=lambda step: f"step {step} of the SFT stage",
             hint="lower sft.optimizer.lr and resume",
         )
         self.state = msgspec.structs.replace(

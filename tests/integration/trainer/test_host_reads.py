@@ -55,7 +55,9 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
     assert len(batches) > 1
 
     def loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        return learner._compute_loss(batch, logprobs_N, part=0, taken=0, factor=1.0)
+        return learner._compute_loss(
+            batch, logprobs_N, minibatch=0, updates_done_share=0, factor=1.0
+        )
 
     with OperationLog() as log:
         stats = run_forward_backward(policy, batches, loss, backward=True, measures_entropy=True)

@@ -40,7 +40,7 @@ def join(rank: int, directory: Path, stop: threading.Event) -> Future[object]:
     def run() -> None:
         position = TaskPosition(rank, RANKS, rank, 0)
         try:
-            process_groups.init_process_groups(
+            process_groups.init_process_groups_and_device(
                 position, ParallelConfig(dp=RANKS), "cpu", directory, is_cancelled=stop.is_set
             )
         except Exception as error:

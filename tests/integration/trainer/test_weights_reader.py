@@ -12,7 +12,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights, get_stored_name
 from areal_hpc.trainer.model.families.architecture import Architecture
-from areal_hpc.trainer.model.families.weight_map import build_weight_map
+from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
 
 QWEN3 = Architecture(
     "qwen3", layers=2, hidden=12, heads=8, kv_heads=4, head_dim=2, ffn=20, vocab=13,
@@ -25,7 +25,7 @@ class Stored:
 
     def __init__(self, arch: Architecture, **changes: tuple[int, ...]) -> None:
         self.shapes: dict[str, tuple[int, ...]] = {}
-        for one in build_weight_map(arch):
+        for one in list_parameter_maps(arch):
             stacked = () if one.layer is None else (arch.layers,)
             rows = sum(tensor.shape[0] for tensor in one.hf)
             self.shapes[get_stored_name(one)] = (*stacked, rows, *one.hf[0].shape[1:])

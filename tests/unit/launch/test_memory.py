@@ -24,8 +24,8 @@ from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
     FINAL_NORM_NAME,
     OUTPUT_NAME,
-    build_weight_map,
     get_shard_shape,
+    list_parameter_maps,
 )
 
 MODELS = Path(__file__).parents[2] / "samples" / "models"
@@ -49,7 +49,7 @@ def test_parameters_are_counted_as_in_the_published_models(name: str) -> None:
     assert memory_estimate.count_model_parameters(architecture(name)) == COUNTS[name]
 
 
-weight_map_of = functools.cache(build_weight_map)
+weight_map_of = functools.cache(list_parameter_maps)
 
 
 def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int, int]:

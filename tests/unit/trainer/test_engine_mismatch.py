@@ -5,7 +5,10 @@ import math
 import pytest
 import torch
 
-from areal_hpc.trainer.objective.engine_mismatch import estimate_percentile, measure_engine_mismatch
+from areal_hpc.trainer.objective.engine_mismatch import (
+    estimate_abs_diff_percentile,
+    measure_engine_mismatch,
+)
 
 
 def test_mean_maximum_and_k3_are_those_of_the_tokens_that_are_compared() -> None:
@@ -27,15 +30,17 @@ def test_a_percentile_is_within_four_percent_also_when_parts_are_added_up(scale:
     histogram = parts[0].histogram_B + parts[1].histogram_B
     largest = max(float(part.max_abs_diff) for part in parts)
     expected = float(torch.quantile(diffs, 0.99))
-    assert estimate_percentile(histogram, 0.99, largest) == pytest.approx(expected, rel=0.04)
+    assert estimate_abs_diff_percentile(histogram, 0.99, largest) == pytest.approx(
+        expected, rel=0.04
+    )
 
 
 def test_no_tokens_equal_tokens_and_numbers_that_are_none_are_no_trouble() -> None:
     none = measure_engine_mismatch(torch.zeros(2), torch.zeros(2), torch.zeros(2, dtype=torch.bool))
     assert float(none.sums["compared"]) == 0.0
-    assert estimate_percentile(none.histogram_B, 0.99, 0.0) == 0.0
+    assert estimate_abs_diff_percentile(none.histogram_B, 0.99, 0.0) == 0.0
     equal = measure_engine_mismatch(torch.zeros(2), torch.zeros(2), torch.ones(2, dtype=torch.bool))
-    assert estimate_percentile(equal.histogram_B, 0.99, float(equal.max_abs_diff)) == 0.0
+    assert estimate_abs_diff_percentile(equal.histogram_B, 0.99, float(equal.max_abs_diff)) == 0.0
     odd = torch.tensor([math.nan, -math.inf])
     found = measure_engine_mismatch(odd, torch.zeros(2), torch.ones(2, dtype=torch.bool))
     assert math.isnan(found.sums["mismatch_abs"])

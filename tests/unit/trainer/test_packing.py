@@ -31,7 +31,7 @@ def row(length: int, seed: int = 0) -> TrainingRow:
 def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
     lengths: list[int], ranks: int, max_tokens: int, split: PackParallelism
 ) -> None:
-    plan = plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, split=split)
+    plan = plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, parallelism=split)
     assert len(plan) == ranks
     assert len({len(packs) for packs in plan}) == 1
     assert len(plan[0]) >= 1
@@ -43,7 +43,7 @@ def test_every_sequence_is_packed_once_and_ranks_get_equally_many_packs(
 def test_a_pack_over_the_limit_holds_one_sequence_that_is(
     lengths: list[int], ranks: int, max_tokens: int, split: PackParallelism
 ) -> None:
-    for packs in plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, split=split):
+    for packs in plan_packs(lengths, ranks=ranks, max_tokens=max_tokens, parallelism=split):
         for pack in packs:
             size = sum(compute_padded_length(lengths[index], split) for index in pack)
             assert size <= max_tokens or len(pack) == 1
@@ -51,7 +51,7 @@ def test_a_pack_over_the_limit_holds_one_sequence_that_is(
 
 @given(st.lists(st.integers(1, 60), min_size=8, max_size=40), st.integers(1, 4))
 def test_ranks_carry_about_the_same_load(lengths: list[int], ranks: int) -> None:
-    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, split=PackParallelism())
+    plan = plan_packs(lengths, ranks=ranks, max_tokens=10_000, parallelism=PackParallelism())
     loads = [sum(lengths[index] for pack in packs for index in pack) for packs in plan]
     assert max(loads) - min(loads) <= max(lengths)
 

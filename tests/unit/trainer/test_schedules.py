@@ -72,11 +72,11 @@ def test_each_evaluation_set_has_its_own_steps_and_all_have_the_first_and_the_la
         "final": EvaluationSetSchedule(0, 5),
     }
     schedule = Schedule(7, 3, None, sets)
-    due = [list(schedule.list_due_evaluation_sets(step)) for step in range(8)]
+    due = [list(schedule.count_tasks_by_due_set(step)) for step in range(8)]
     every, two = ["valid", "aime", "final"], ["valid", "aime"]
     assert due == [every, [], ["valid"], ["aime"], ["valid"], [], two, every]
-    assert schedule.list_evaluation_sets_due_since(2, 5) == {"aime": 30, "valid": 8}
-    assert schedule.list_evaluation_sets_due_since(4, 5) == {}
+    assert schedule.count_tasks_by_set_due_since(2, 5) == {"aime": 30, "valid": 8}
+    assert schedule.count_tasks_by_set_due_since(4, 5) == {}
 
 
 @given(st.integers(1, 20), st.integers(1, 8), st.integers(0, 1000))

@@ -22,7 +22,7 @@ def judge(
 ) -> list[UntrainedRecord]:
     return build_nonfinite_records_or_raise(
         norms, step, earlier, on_nonfinite,
-        section="trainer.optimizer", name="batch {}".format, hint="try something",
+        section="trainer.optimizer", name_step="batch {}".format, hint="try something",
     )  # fmt: skip
 
 

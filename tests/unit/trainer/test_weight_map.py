@@ -14,10 +14,10 @@ from areal_hpc.trainer.model.families.architecture import (
     parse_architecture,
 )
 from areal_hpc.trainer.model.families.weight_map import (
-    build_weight_map,
     count_tp_shards,
     get_hf_slices,
     get_shard_shape,
+    list_parameter_maps,
     to_hf,
     to_megatron,
 )
@@ -40,7 +40,7 @@ every_family = pytest.mark.parametrize("arch", FAMILIES)
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @every_family
 def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int) -> None:
-    for parameter in build_weight_map(arch):
+    for parameter in list_parameter_maps(arch):
         tensors = [torch.randn(tensor.shape) for tensor in parameter.hf]
         shards = []
         for rank in range(count_tp_shards(parameter, tp)):
@@ -54,7 +54,7 @@ def test_cutting_and_joining_gives_every_tensor_back(arch: Architecture, tp: int
 
 @every_family
 def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
-    for parameter in build_weight_map(arch):
+    for parameter in list_parameter_maps(arch):
         ranks = count_tp_shards(parameter, 4)
         read = [torch.zeros(tensor.shape) for tensor in parameter.hf]
         for rank in range(ranks):
@@ -65,13 +65,13 @@ def test_ranks_together_read_each_cut_tensor_once(arch: Architecture) -> None:
 
 @every_family
 def test_no_tensor_is_named_twice(arch: Architecture) -> None:
-    names = [tensor.name for parameter in build_weight_map(arch) for tensor in parameter.hf]
+    names = [tensor.name for parameter in list_parameter_maps(arch) for tensor in parameter.hf]
     assert len(names) == len(set(names))
     assert ("lm_head.weight" in names) is not arch.tied
 
 
 def test_experts_have_the_names_that_checkpoints_and_engines_give_them() -> None:
-    names = {tensor.name for parameter in build_weight_map(MIXTURE) for tensor in parameter.hf}
+    names = {tensor.name for parameter in list_parameter_maps(MIXTURE) for tensor in parameter.hf}
     assert {
         "model.layers.1.mlp.gate.weight",
         "model.layers.1.mlp.experts.3.gate_proj.weight",

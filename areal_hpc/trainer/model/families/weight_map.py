@@ -52,7 +52,7 @@ FINAL_NORM_NAME = "decoder.final_layernorm.weight"
 OUTPUT_NAME = "output_layer.weight"
 
 
-def build_weight_map(arch: Architecture) -> list[ParamMap]:
+def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
     """Every parameter of the network, first layer first. A tied head is not listed."""
     words = (arch.vocab, arch.hidden)
     embed = HfTensorSpec("model.embed_tokens.weight", words)
@@ -163,10 +163,10 @@ def _get_rank_slice(size: int, ranks: int, rank: int) -> slice:
 
 
 def to_megatron(
-    parameter: ParamMap, parts: Sequence[torch.Tensor], arch: Architecture, tp: int
+    parameter: ParamMap, hf_slices: Sequence[torch.Tensor], arch: Architecture, tp: int
 ) -> torch.Tensor:
     """One rank's part of the Megatron parameter, from its slices (`get_hf_slices`)."""
-    first, trailing = parts[0], parts[0].shape[1:]
+    first, trailing = hf_slices[0], hf_slices[0].shape[1:]
     match parameter.cut:
         case TpSplit.WHOLE | TpSplit.COLUMNS:
             return first
@@ -174,10 +174,10 @@ def to_megatron(
             rows = get_shard_shape(parameter, arch, tp)[0]
             return torch.cat([first, first.new_zeros((rows - len(first), *trailing))])
         case TpSplit.GATE_UP:
-            return torch.cat(list(parts))
+            return torch.cat(list(hf_slices))
         case TpSplit.QKV:
             kv_heads = arch.kv_heads // count_tp_shards(parameter, tp)
-            by_head = [part.reshape(kv_heads, -1, *trailing) for part in parts]
+            by_head = [part.reshape(kv_heads, -1, *trailing) for part in hf_slices]
             return torch.cat(by_head, 1).reshape(-1, *trailing)
 
 
