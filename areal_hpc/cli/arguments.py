@@ -55,7 +55,7 @@ class CommandGroup:
 
     def add_command(
         self,
-        name: str,
+        command_name: str,
         command: Command,
         shared: Sequence[str] = (),
         *,
@@ -73,13 +73,13 @@ class CommandGroup:
             options["epilog"] = "\n  ".join([f"{head}:", *lines])
         # It keeps the lines of the examples.
         options["formatter_class"] = argparse.RawDescriptionHelpFormatter
-        parser = self._add_parser(name, options)
+        parser = self._add_parser(command_name, options)
         for argument in shared:
             parser.add_argument(argument, **SHARED_ARGUMENTS[argument])
         parser.set_defaults(command=command, parser=parser)
         return parser
 
-    def add_subcommand_group(self, name: str, **options: Any) -> CommandGroup:
+    def add_subcommand_group(self, command_name: str, **options: Any) -> CommandGroup:
         """The commands of `areal-hpc NAME ACTION`; options as for `add_command`."""
         actions = self._add_parser(name, options).add_subparsers(required=True)
         return CommandGroup(actions, tells_help=True)
@@ -91,7 +91,7 @@ class CommandGroup:
         options["description"] = textwrap.fill(description, HELP_WIDTH)
         if not self._tells_help:
             del options["help"]
-        return self._subparsers.add_parser(name, **options)
+        return self._subparsers.add_parser(command_name, **options)
 
 
 def find_subparsers(parser: argparse.ArgumentParser) -> Mapping[str, argparse.ArgumentParser]:

@@ -45,11 +45,11 @@ def exit_on_unknown_command(parser: argparse.ArgumentParser, argv: Sequence[str]
 
 
 def describe_unknown_arguments(
-    rest: Sequence[str], argv: Sequence[str], *, takes_keys: bool
+    unknown_arguments: Sequence[str], argv: Sequence[str], *, takes_keys: bool
 ) -> str:
     """What is wrong with the arguments that a command does not know, and what to write instead."""
-    option = next((item for item in rest if item.startswith("-")), "")
-    message = f"unrecognized arguments: {' '.join(rest)}"
+    option = next((item for item in unknown_arguments if item.startswith("-")), "")
+    message = f"unrecognized arguments: {' '.join(unknown_arguments)}"
     if not (takes_keys and option):
         return message
     name, equals, value = option.lstrip("-").partition("=")
@@ -63,11 +63,11 @@ def describe_unknown_arguments(
     return f"{message}; keys of a recipe are written as key=value, without dashes"
 
 
-def suggest_recipe_keys(name: str) -> list[str]:
+def suggest_recipe_keys(key_name: str) -> list[str]:
     """Keys of a recipe that an option may have meant: of that name, else of a similar one."""
     from areal_hpc.recipe.reference import list_keys
 
-    wanted = name.replace("-", "_")
+    wanted = key_name.replace("-", "_")
     known = list_keys()
     exact = [key for key in known if key == wanted or key.endswith(f".{wanted}")]
     if not exact:

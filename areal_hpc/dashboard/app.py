@@ -30,7 +30,7 @@ from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
 from areal_hpc.dashboard.timeline_page import describe_timeline
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.rundir.paths import RunPaths, find_runs
+from areal_hpc.rundir.paths import RunPaths, list_runs
 
 MEDIA_TYPE_BY_STATIC_FILE = {
     "index.html": "text/html; charset=utf-8",
@@ -70,16 +70,16 @@ JsonObject = dict[str, Any]
 Query = Mapping[str, str]
 
 
-def read_static_file(name: str) -> bytes:
+def read_static_file(file_name: str) -> bytes:
     """A file of the page."""
-    return (resources.files("areal_hpc.dashboard") / "static" / name).read_bytes()
+    return (resources.files("areal_hpc.dashboard") / "static" / file_name).read_bytes()
 
 
 class DashboardApp:
     """The pages of all runs at a place: a file root, an experiment's directory, or one run."""
 
-    def __init__(self, place: Path, secret: str, cache_dir: Path) -> None:
-        self._place, self._secret, self._cache_dir = place, secret, cache_dir
+    def __init__(self, dir_with_runs: Path, secret: str, cache_dir: Path) -> None:
+        self._place, self._secret, self._cache_dir = dir_with_runs, secret, cache_dir
         self._states = RunStateCache()
         self.is_ending: Callable[[], bool] = lambda: False
         """Asked by streams of news, which otherwise have no end."""
@@ -138,7 +138,7 @@ class DashboardApp:
 
     def _find_run(self, query: Query) -> RunPaths:
         name = query.get("run", "")
-        for run in find_runs(self._place):
+        for run in list_runs(self._place):
             if run.run_name == name:
                 return run
         raise RecipeError(f"there is no run {name[:100]!r} in {self._place}", key="run")
@@ -153,7 +153,7 @@ class DashboardApp:
         return index
 
     def _list_runs(self, query: Query) -> JsonObject:
-        runs = [run for run in find_runs(self._place) if run.root.is_dir()]
+        runs = [run for run in list_runs(self._place) if run.root.is_dir()]
         return {
             "place": str(self._place),
             "runs": run_pages.describe_runs(runs, self._states.get_states(runs)),
@@ -190,7 +190,7 @@ class DashboardApp:
     def _describe_trajectory(self, query: Query) -> JsonObject:
         run = self._find_run(query)
         shard, row = run_pages.parse_row_name(query.get("row", ""))
-        related = self._open_refreshed_index(run).list_related_rows(shard, row)
+        related = self._open_refreshed_index(run).select_group_and_task_rows(shard, row)
         found = run_pages.describe_trajectory(run, shard, row) | related
         name_sets([found, *related["group"], *related["task_rows"]], list_set_names(run, []))
         return found | {"annotation": describe_annotation(run, related["group"], found)}
@@ -232,8 +232,8 @@ async def _stream_changes(
             yield ": still here\n\n"
 
 
-def _fingerprint_runs(place: Path) -> list[Any]:
-    return [(run.root, _fingerprint_run_files(run)) for run in find_runs(place)]
+def _fingerprint_runs(dir_with_runs: Path) -> list[Any]:
+    return [(run.root, _fingerprint_run_files(run)) for run in list_runs(dir_with_runs)]
 
 
 def _fingerprint_run_files(run: RunPaths) -> list[Any]:
@@ -256,11 +256,11 @@ def _stat_size_and_mtime(path: Path) -> tuple[int, int] | None:
     return status.st_size, status.st_mtime_ns
 
 
-def _parse_count(query: Query, key: str, default: int, most: int) -> int:
+def _parse_count(query: Query, key: str, default: int, max_count: int) -> int:
     text = query.get(key, str(default))
     if not text.isdecimal() or len(text) > 9:
         raise RecipeError(f"expected a number, got {text[:50]!r}", key=key)
-    return min(int(text), most)
+    return min(int(text), max_count)
 
 
 def _build_json_response(content: Any, status: int = 200) -> Response:

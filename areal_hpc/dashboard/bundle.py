@@ -39,7 +39,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         for row in rows:
             name = f"{row['shard']}/{row['row']}"
             content = run_pages.describe_trajectory(run, row["shard"], row["row"])
-            content |= index.list_related_rows(row["shard"], row["row"])
+            content |= index.select_group_and_task_rows(row["shard"], row["row"])
             name_sets([content, *content["group"], *content["task_rows"]], sets)
             content["annotation"] = describe_annotation(run, content["group"], content)
             _write_json_as_script(
@@ -83,8 +83,12 @@ def _describe_or_explain(describe: Callable[[], dict[str, Any]]) -> dict[str, An
         return {"error": str(error)}
 
 
-def _write_json_as_script(path: Path, name: str, content: Any) -> None:
+def _write_json_as_script(path: Path, variable_name: str, content: Any) -> None:
     """Data as a script, because a page that was opened from a disk may load nothing else."""
     path.write_bytes(
-        b"bundled(" + encode_browser_json(name) + b"," + encode_browser_json(content) + b");\n"
+        b"bundled("
+        + encode_browser_json(variable_name)
+        + b","
+        + encode_browser_json(content)
+        + b");\n"
     )

@@ -38,11 +38,11 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
 
 
 def _describe_set(
-    name: str, results: Sequence[EvaluationResult], first_ticket: int | None
+    set_name: str, results: Sequence[EvaluationResult], first_ticket: int | None
 ) -> JsonObject:
     estimates = [estimate_mean(one.rewards) for one in results]
     return {
-        "name": name,
+        "name": set_name,
         "tasks": results[-1].n_tasks,
         "samples": len(results[-1].list_samples()[0]),
         "first_ticket": first_ticket,

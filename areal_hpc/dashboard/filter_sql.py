@@ -52,15 +52,15 @@ def _join_conditions(word: str, terms: tuple[Expression, ...]) -> tuple[str, lis
     return condition, [value for _, values in compiled for value in values]
 
 
-def _compile_comparison(one: Comparison) -> tuple[str, list[SqlValue]]:
-    column, named = get_column_sql(one.field)
-    wanted: SqlValue = one.wanted
-    if one.sign == "~" or one.field == TEXT_FIELD:
+def _compile_comparison(comparison: Comparison) -> tuple[str, list[SqlValue]]:
+    column, named = get_column_sql(comparison.field)
+    wanted: SqlValue = comparison.wanted
+    if comparison.sign == "~" or comparison.field == TEXT_FIELD:
         wanted = str(wanted).casefold()
-    if one.sign == "~":
-        text = column if one.field == TEXT_FIELD else f"casefold({column})"
+    if comparison.sign == "~":
+        text = column if comparison.field == TEXT_FIELD else f"casefold({column})"
         condition = f"instr({text}, ?) > 0"
     else:
-        condition = f"{column} {_SQL_OPERATOR_BY_SIGN[one.sign]} ?"
+        condition = f"{column} {_SQL_OPERATOR_BY_SIGN[comparison.sign]} ?"
     # A field that a row lacks compares as unequal to everything.
     return f"COALESCE({condition}, 0)", [*named, wanted]

@@ -20,13 +20,13 @@ _NUMBER_TYPE_BY_FIELD = (
 
 
 def describe_annotation(
-    paths: RunPaths, group: Sequence[Mapping[str, Any]], found: Mapping[str, Any]
+    paths: RunPaths, group: Sequence[Mapping[str, Any]], row_description: Mapping[str, Any]
 ) -> JsonObject | None:
     """The annotation of a described row, whose step stands in the row of its `group`.
 
     None for a row that no batch has had, or that was not annotated.
     """
-    shard, row = found["shard"], found["row"]
+    shard, row = row_description["shard"], row_description["row"]
     own = (one for one in group if (one["shard"], one["row"]) == (shard, row))
     step = next((one["step"] for one in own), None)
     if step is None:
@@ -34,7 +34,7 @@ def describe_annotation(
     annotation = find_row_annotation(paths, step, shard, row)
     if annotation is None:
         return None
-    return {"step": step} | build_token_columns(annotation, found["tokens"]["mask"])
+    return {"step": step} | build_token_columns(annotation, row_description["tokens"]["mask"])
 
 
 def build_token_columns(annotation: RowAnnotation, mask: Sequence[int]) -> JsonObject:

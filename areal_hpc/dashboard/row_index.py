@@ -118,7 +118,13 @@ class RowIndex:
             return [f"{place}: {why}" for place, why in self._problems.items()]
 
     def find_page(
-        self, where: str = "", sort: str = "", *, descending: bool = True, offset: int, count: int
+        self,
+        row_filter: str = "",
+        sort: str = "",
+        *,
+        descending: bool = True,
+        offset: int,
+        count: int,
     ) -> RowPage:
         """A page of the rows that match an expression of `areal-hpc shards show --where`.
 
@@ -127,8 +133,10 @@ class RowIndex:
         """
         condition: str = "1"
         values: list[SqlValue] = []
-        if where.strip():
-            condition, values = compile_filter(parse_filter(where, get_field_type, FIELD_NAMES))
+        if row_filter.strip():
+            condition, values = compile_filter(
+                parse_filter(row_filter, get_field_type, FIELD_NAMES)
+            )
         direction = "DESC" if descending else "ASC"
         order = f"id {direction}"
         order_values: list[str] = []
@@ -143,7 +151,7 @@ class RowIndex:
         bound: list[SqlValue] = [*values, *order_values, *order_values]
         with self._lock:
             (total,) = self._database.execute("SELECT COUNT(*) FROM rows").fetchone()
-            if where.strip():  # in one scan, which may read the texts of all rows
+            if row_filter.strip():  # in one scan, which may read the texts of all rows
                 ids = [id_ for (id_,) in self._database.execute(query, bound)]
                 matching, ids = len(ids), ids[offset : offset + count]
             else:
@@ -183,7 +191,7 @@ class RowIndex:
                 )
             return rows
 
-    def list_related_rows(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
+    def select_group_and_task_rows(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
         """The episodes of a row's group, and the rows of its task at other times."""
         with self._lock:
             found = self._select_as_dicts(

@@ -31,7 +31,7 @@ from areal_hpc.view.transcripts.conversation import (
     extract_text,
     format_tool_call,
     get_messages,
-    get_tool_calls,
+    get_raw_tool_calls,
     locate_calls,
 )
 from areal_hpc.wire.row_record import CallRecord
@@ -153,8 +153,8 @@ def _get_finite_number(value: object) -> float | None:
     return float(value) if is_number and math.isfinite(value) else None  # type: ignore[arg-type]
 
 
-def _get_metric_unit_and_meaning(name: str) -> dict[str, str]:
-    metric = find_metric(name)
+def _get_metric_unit_and_meaning(metric_name: str) -> dict[str, str]:
+    metric = find_metric(metric_name)
     return (
         {"unit": metric.unit, "meaning": metric.meaning} if metric else UNKNOWN_METRIC_DESCRIPTION
     )
@@ -205,7 +205,7 @@ def _list_messages(row: TrajectoryRow) -> list[JsonObject]:
             "name": str(message.get("name") or ""),
             "text": extract_text(message.get("content")),
             "reasoning": extract_text(message.get("reasoning_content")),
-            "tool_calls": [format_tool_call(one) for one in get_tool_calls(message)],
+            "tool_calls": [format_tool_call(one) for one in get_raw_tool_calls(message)],
             "call": _describe_call(calls[place]) if place in calls else None,
         }
         for place, message in enumerate(get_messages(row))
@@ -266,13 +266,13 @@ def _parse_tokenizer_file_once(file: Path, _changed_at_ns: int) -> Tokenizer | N
 _ROW_NAME_PATTERN = re.compile(r"(?P<shard>[A-Za-z0-9_.-]{1,200})/(?P<row>\d{1,9})")
 
 
-def parse_row_name(name: str) -> tuple[str, int]:
+def parse_row_name(row_name: str) -> tuple[str, int]:
     """Shard and row of `cell-0-000012.h5/7`.
 
     Raises:
         RecipeError: It is none.
     """
-    match = _ROW_NAME_PATTERN.fullmatch(name)
+    match = _ROW_NAME_PATTERN.fullmatch(row_name)
     if match is None:
-        raise RecipeError(f"expected SHARD/ROW, got {name[:100]!r}", key="row")
+        raise RecipeError(f"expected SHARD/ROW, got {row_name[:100]!r}", key="row")
     return match["shard"], int(match["row"])

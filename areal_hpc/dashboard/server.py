@@ -32,7 +32,7 @@ class DashboardAddress(msgspec.Struct, frozen=True):
         return f"http://{LOOPBACK_ADDRESS}:{self.port}/{self.secret}/"
 
 
-def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) -> None:
+def serve_dashboard(dir_with_runs: Path, port: int | None, tell: Callable[[str], None]) -> None:
     """Serve until Ctrl-C; `tell` hears the lines that say how to get there.
 
     Raises:
@@ -40,9 +40,9 @@ def serve_dashboard(place: Path, port: int | None, tell: Callable[[str], None]) 
     """
     cache_dir = get_cache_dir()
     address, listener = _listen_at_kept_or_free_port(cache_dir, port)
-    app = DashboardApp(place, address.secret, cache_dir)
+    app = DashboardApp(dir_with_runs, address.secret, cache_dir)
     host = socket.gethostname()
-    tell(f"{place}: open {address.url}")
+    tell(f"{dir_with_runs}: open {address.url}")
     tell("from another machine, first:")
     tell(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {getpass.getuser()}@{host}")
     tell("Ctrl-C stops this server, not the runs")

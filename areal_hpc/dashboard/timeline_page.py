@@ -124,21 +124,21 @@ def describe_processes(timeline: Timeline) -> list[JsonObject]:
 
 
 def compute_time_shares_by_name(
-    slices: Sequence[Slice], begin: float, end: float
+    slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[tuple[str, float]]:
     """The share of a stretch of time that went to slices of each name, the largest first. Pure."""
     seconds: dict[str, float] = {}
     for one in slices:
-        inside = min(one.end, end) - max(one.begin, begin)
+        inside = min(one.end, to_time) - max(one.begin, from_time)
         seconds[one.name] = seconds.get(one.name, 0.0) + max(0.0, inside)
     ranked = sorted(seconds.items(), key=lambda one: -one[1])
-    return [(name, spent / (end - begin)) for name, spent in ranked if spent > 0]
+    return [(name, spent / (to_time - from_time)) for name, spent in ranked if spent > 0]
 
 
-def _describe_lanes(track: Track, begin: float, end: float) -> Iterator[JsonObject]:
-    slices = [one for one in track.slices if one.end >= begin and one.begin <= end]
+def _describe_lanes(track: Track, from_time: float, to_time: float) -> Iterator[JsonObject]:
+    slices = [one for one in track.slices if one.end >= from_time and one.begin <= to_time]
     if track.is_of_calls:
-        counts = average_slices_under_way_by_bin(slices, begin, end)
+        counts = average_slices_under_way_by_bin(slices, from_time, to_time)
         yield {"title": f"calls at {track.lane}", "most": max(counts, default=0), "counts": counts}
         return
     lanes = assign_lanes(slices)
@@ -146,22 +146,22 @@ def _describe_lanes(track: Track, begin: float, end: float) -> Iterator[JsonObje
     for lane in range(min(opened, MAX_LANES_PER_TRACK)):
         own = [one for one, its in zip(slices, lanes, strict=True) if its == lane]
         title = "" if lane else track.lane or "states"
-        yield {"title": title, "slices": merge_and_describe_slices(own, begin, end)}
+        yield {"title": title, "slices": merge_and_describe_slices(own, from_time, to_time)}
     if opened > MAX_LANES_PER_TRACK:
         yield {"title": f"and {opened - MAX_LANES_PER_TRACK} more at once", "slices": []}
 
 
 def merge_and_describe_slices(
-    slices: Sequence[Slice], begin: float, end: float
+    slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[tuple[float, float, str, JsonObject]]:
-    """Begin and end, in seconds from `begin`, name and facts of slices that do not overlap. Pure.
+    """Begin, end (seconds from `from_time`), name and facts of slices that do not overlap. Pure.
 
     Neighbors too short to be told apart are one slice, whose facts say how many they are.
     """
-    width_s = (end - begin) / MAX_SLICES_ACROSS_WIDTH
+    width_s = (to_time - from_time) / MAX_SLICES_ACROSS_WIDTH
     found: list[tuple[float, float, str, JsonObject]] = []
     for one in sorted(slices, key=lambda one: one.begin):
-        first, last = one.begin - begin, one.end - begin
+        first, last = one.begin - from_time, one.end - from_time
         if found and last - found[-1][0] < width_s:
             earlier = found[-1]
             count = earlier[3].get("slices", 1) + 1
@@ -173,17 +173,17 @@ def merge_and_describe_slices(
 
 
 def average_slices_under_way_by_bin(
-    slices: Sequence[Slice], begin: float, end: float
+    slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[float]:
     """How many slices are under way on average in each of `BINS` parts of a stretch. Pure."""
-    width_s = (end - begin) / BINS
+    width_s = (to_time - from_time) / BINS
     sums = [0.0] * BINS
-    before, count = begin, 0
-    for at, later in [*iterate_counts_under_way(slices), (end, 0)]:
-        at = min(max(at, begin), end)
-        first, last = int((before - begin) / width_s), int((at - begin) / width_s)
+    before, count = from_time, 0
+    for at, later in [*iterate_counts_under_way(slices), (to_time, 0)]:
+        at = min(max(at, from_time), to_time)
+        first, last = int((before - from_time) / width_s), int((at - from_time) / width_s)
         for place in range(first, min(last, BINS - 1) + 1) if count else ():
-            low, high = begin + place * width_s, begin + (place + 1) * width_s
+            low, high = from_time + place * width_s, from_time + (place + 1) * width_s
             sums[place] += count * max(0.0, min(high, at) - max(low, before))
         before, count = at, later
     return [round(one / width_s, 2) for one in sums]

@@ -54,19 +54,22 @@ class TrackerChoice:
     project: str = ""
 
 
-def choose_tracker(asked: str, python: str, project: str) -> TrackerChoice:
+def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> TrackerChoice:
     """A built-in tracker, or a program of the user's.
 
     Raises:
         RecipeError: It is neither.
     """
-    if asked in BUILT_IN_PROGRAMS:
-        return TrackerChoice(asked, BUILT_IN_PROGRAMS[asked], python, project)
-    path = Path(asked)
+    if tracker_name_or_path in BUILT_IN_PROGRAMS:
+        return TrackerChoice(
+            tracker_name_or_path, BUILT_IN_PROGRAMS[tracker_name_or_path], python, project
+        )
+    path = Path(tracker_name_or_path)
     if path.suffix == ".py" and path.is_file():
         return TrackerChoice(path.stem, path.resolve(), python, project)
     raise RecipeError(
-        f"expected {' or '.join(BUILT_IN_PROGRAMS)}, or a program FILE.py, got {asked!r}",
+        f"expected {' or '.join(BUILT_IN_PROGRAMS)}, or a program FILE.py, "
+        f"got {tracker_name_or_path!r}",
         key="--tracker",
         hint="docs/metrics.md says what a program gets",
     )
@@ -113,10 +116,10 @@ def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
     return [row for row in rows if row["step"] < saved]
 
 
-def read_written_rows(place: TrackerPaths) -> Iterator[dict[str, Any]]:
+def read_written_rows(tracker_paths: TrackerPaths) -> Iterator[dict[str, Any]]:
     """What all parts hold."""
-    for part in place.list_parts():
-        yield from read_lines(place.get_rows_file(part))
+    for part in tracker_paths.list_parts():
+        yield from read_lines(tracker_paths.get_rows_file(part))
 
 
 def find_new_rows(
@@ -133,12 +136,12 @@ def find_new_rows(
             yield {"step": row["step"], **new}
 
 
-def _run_program(tracker: TrackerChoice, part: TrackerProgramInput, folder: Path) -> None:
+def _run_program(tracker: TrackerChoice, program_input: TrackerProgramInput, folder: Path) -> None:
     command = [tracker.python, str(tracker.program), str(folder)]
     try:
         ended = subprocess.run(
             command,
-            input=msgspec.json.encode(part),
+            input=msgspec.json.encode(program_input),
             stdout=subprocess.DEVNULL,
             stderr=subprocess.PIPE,
             timeout=PROGRAM_TIMEOUT_S,

@@ -13,7 +13,7 @@ STEP = "step"
 """The axis of every metric, which is logged beside it: wandb's own counter knows no late values."""
 
 
-def write_offline_run(part: dict[str, Any], folder: str) -> None:
+def write_offline_run(program_input: dict[str, Any], folder: str) -> None:
     """Write rows of metrics as an offline run into a folder."""
     os.environ.update(WANDB_DIR=folder, WANDB_MODE="offline", WANDB_SILENT="true")
     os.environ.update(WANDB_CONSOLE="off", WANDB_CACHE_DIR=folder, WANDB_DATA_DIR=folder)
@@ -22,15 +22,15 @@ def write_offline_run(part: dict[str, Any], folder: str) -> None:
     settings = wandb.Settings(x_disable_stats=True, x_disable_meta=True, disable_git=True)
     run = wandb.init(
         dir=folder,
-        id=part["id"],
-        name=part["name"],
-        project=part["project"] or None,
-        config=part["config"],
+        id=program_input["id"],
+        name=program_input["name"],
+        project=program_input["project"] or None,
+        config=program_input["config"],
         resume="allow",
         settings=settings,
     )
     run.define_metric("*", step_metric=STEP)
-    for row in part["rows"]:
+    for row in program_input["rows"]:
         run.log({name: value for name, value in row.items() if isinstance(value, int | float)})
     run.finish()
 

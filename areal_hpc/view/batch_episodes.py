@@ -15,7 +15,7 @@ from areal_hpc.trainer.batch.episode_metrics import (
     merge_rows_into_episode,
     merge_spans,
 )
-from areal_hpc.view.transcripts.conversation import get_messages, get_tool_calls, locate_calls
+from areal_hpc.view.transcripts.conversation import get_messages, get_raw_tool_calls, locate_calls
 from areal_hpc.wire.ledger import SealedTicket
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -136,12 +136,12 @@ def list_times_between_calls(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
     for (place, before), (_, after) in pairwise(placed):
         if not 0 < before.answered_at <= after.asked_at or place >= len(messages):
             continue
-        names = [_get_tool_name(one) for one in get_tool_calls(messages[place])]
+        names = [_get_tool_name(one) for one in get_raw_tool_calls(messages[place])]
         yield names[0] if names else WITHOUT_TOOL, after.asked_at - before.answered_at
 
 
-def _get_tool_name(called: object) -> str:
-    function = called.get("function") if isinstance(called, dict) else None
+def _get_tool_name(raw_call: object) -> str:
+    function = raw_call.get("function") if isinstance(raw_call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return str(name or "?")[:100]
 

@@ -74,8 +74,8 @@ def fetch_jobs_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[Run
     return [build_run_jobs(paths, snapshot, list_unrecorded_jobs(paths, queued)) for paths in runs]
 
 
-def _format_last_value(advance: RunProgress, name: str) -> str:
-    values = [row[name] for row in advance.snapshot.steps if name in row]
+def _format_last_value(advance: RunProgress, metric_name: str) -> str:
+    values = [row[metric_name] for row in advance.snapshot.steps if metric_name in row]
     return format_metric(values[-1], ".3f") if values else "-"
 
 

@@ -330,7 +330,7 @@ def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
     )
 
 
-def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:
+def _build_state_event(job_name: str, start: QueuedJob) -> FailureEvent:
     """A start of a job that Slurm ended, or saw fail."""
     state = start.state
     out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.bad_steps
@@ -341,17 +341,17 @@ def _build_state_event(name: str, start: QueuedJob) -> FailureEvent:
     reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
     return FailureEvent(
         start.end,
-        f"{name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
+        f"{job_name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
         priority=priority,
         hint=MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
     )
 
 
-def _build_traceback_event(stack: LogTraceback, others: int) -> FailureEvent:
+def _build_traceback_event(stack: LogTraceback, count: int) -> FailureEvent:
     shown = tuple(line for line in stack.lines if '"<frozen ' not in line)
     if len(shown) > MAX_TRACEBACK_LINES:
         shown = (shown[0], "  ...", *shown[-(MAX_TRACEBACK_LINES - 2) :])
-    more = f" (the first of {others} tracebacks)" if others > 1 else ""
+    more = f" (the first of {count} tracebacks)" if count > 1 else ""
     is_oom = mentions_oom(stack.lines[-1])
     return FailureEvent(
         stack.at,

@@ -55,25 +55,32 @@ class LogRecord:
     lines: tuple[str, ...]
 
 
-def list_log_files(paths: RunPaths, attempt: int, wanted: Sequence[str] = ()) -> list[LogFile]:
+def list_log_files(
+    paths: RunPaths, attempt: int, wanted_names: Sequence[str] = ()
+) -> list[LogFile]:
     """The logs of one attempt, in the order of their names.
 
-    `wanted` are jobs (`trainer`, `cells-0-3`), cells (`cell-0`), processes (`proxy`) or both
+    `wanted_names` are jobs (`trainer`, `cells-0-3`), cells (`cell-0`), processes (`proxy`) or both
     (`cell-0/proxy`); empty for all.
     """
-    wanted = [*wanted, *(cell for name in wanted for cell in parse_shared_job_name(name))]
+    wanted_names = [
+        *wanted_names,
+        *(cell for name in wanted_names for cell in parse_shared_job_name(name)),
+    ]
     found = []
     for job_dir in sorted(path for path in paths.log_dir(attempt).glob("*") if path.is_dir()):
         for folder in (job_dir, *(restart_dir for _, restart_dir in list_restart_dirs(job_dir))):
             for path in sorted(folder.glob("*.log")):
-                if _is_wanted(wanted, job_dir.name, path.stem):
+                if _is_wanted(wanted_names, job_dir.name, path.stem):
                     found.append(LogFile(path, job_dir.name, path.stem, _read_node_name(path)))
     return found
 
 
-def _is_wanted(wanted: Sequence[str], job: str, process: str) -> bool:
+def _is_wanted(wanted_names: Sequence[str], job: str, process: str) -> bool:
     names = {process, re.sub(r"-\d+$", "", process)}
-    return not wanted or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(wanted)
+    return not wanted_names or not {job, *names, *(f"{job}/{name}" for name in names)}.isdisjoint(
+        wanted_names
+    )
 
 
 def _read_node_name(path: Path) -> str:
@@ -155,9 +162,9 @@ def read_last_lines(
 class LogFollower:
     """Follower of a run's logs, those of later attempts, restarts and jobs included."""
 
-    def __init__(self, paths: RunPaths, wanted: Sequence[str]) -> None:
+    def __init__(self, paths: RunPaths, wanted_names: Sequence[str]) -> None:
         self._paths = paths
-        self._wanted = wanted
+        self._wanted = wanted_names
         self._stamps: dict[Path, int] = {}
         self._files: dict[Path, LogFile] = {}
         self._refresh_file_list()

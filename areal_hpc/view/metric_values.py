@@ -6,9 +6,9 @@ from typing import Any
 from areal_hpc.metrics.catalogue import find_metric
 
 
-def format_value(name: str, value: float) -> str:
+def format_value(metric_name: str, value: float) -> str:
     """A metric's value with its unit: `41%`, `3.2 s`, `1.5 GiB`, `0.62`."""
-    metric = find_metric(name)
+    metric = find_metric(metric_name)
     match metric.unit if metric else "":
         case "share":
             return f"{value:.1%}" if 0 < abs(value) < 0.1 else f"{value:.0%}"
@@ -20,17 +20,17 @@ def format_value(name: str, value: float) -> str:
             return f"{value:.3g} {unit}" if abs(value) < 1000 else f"{value:.0f} {unit}"
 
 
-def get_number(row: Mapping[str, Any], name: str) -> float | None:
+def get_number(row: Mapping[str, Any], metric_name: str) -> float | None:
     """A metric of a row as a number; None if the row has none."""
-    value = row.get(name)
+    value = row.get(metric_name)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value)
 
 
-def list_numbers(rows: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+def list_numbers(rows: Iterable[Mapping[str, Any]], metric_name: str) -> list[float]:
     """The values that rows have of a metric, in their order."""
-    values = (get_number(row, name) for row in rows)
+    values = (get_number(row, metric_name) for row in rows)
     return [value for value in values if value is not None]
 
 

@@ -47,7 +47,7 @@ def format_shards_jsonl(paths: RunPaths) -> str:
     return "\n".join(lines)
 
 
-def format_tokens(found: FoundRow, tokenizer_json: Path | None = None) -> str:
+def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> str:
     """One row, token by token, decoded if a `tokenizer.json` is given.
 
     Raises:
@@ -55,10 +55,10 @@ def format_tokens(found: FoundRow, tokenizer_json: Path | None = None) -> str:
         ShardError: The shard is damaged.
     """
     tokenizer = _load_tokenizer(tokenizer_json) if tokenizer_json else None
-    trajectory = found.read()
+    trajectory = found_row.read()
     sampled = int(trajectory.loss_mask_T.sum())
     title = (
-        f"{found.shard.path.name} row {found.row}: ticket {trajectory.ticket_id} "
+        f"{found_row.shard.path.name} row {found_row.row}: ticket {trajectory.ticket_id} "
         f"attempt {trajectory.attempt} episode {trajectory.episode} row {trajectory.row}, "
         f"reward {trajectory.reward:g}, temperature {trajectory.temperature:g}, "
         f"{trajectory.num_tokens} tokens, {sampled} sampled"

@@ -231,20 +231,20 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _format_log_line(source: str, line: str) -> str:
+def _format_log_line(process_name: str, line: str) -> str:
     line = escape_controls(line)
     if not sys.stdout.isatty():
-        return f"{source} | {line}"
-    color = ANSI_COLORS[sum(source.encode()) % len(ANSI_COLORS)]
-    return f"\x1b[{color}m{source}\x1b[0m | {line}"
+        return f"{process_name} | {line}"
+    color = ANSI_COLORS[sum(process_name.encode()) % len(ANSI_COLORS)]
+    return f"\x1b[{color}m{process_name}\x1b[0m | {line}"
 
 
 def _compare_runs(arguments: argparse.Namespace) -> int:
-    from areal_hpc.rundir.paths import find_runs
+    from areal_hpc.rundir.paths import list_runs
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.compare import compare_runs
 
-    runs = find_runs(arguments.place)
+    runs = list_runs(arguments.place)
     if not runs:
         raise RecipeError(
             f"there is no run in {arguments.place}",
@@ -288,17 +288,17 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     return 0 if audit.is_clean else ShardError.exit_code
 
 
-def _describe_untrained_batch(part: UntrainedRecord) -> str:
-    tickets = "".join(f", ticket {ticket_id}" for ticket_id in part.tickets)
-    how = f" is quarantined ({part.quarantine})" if part.quarantine else ""
-    return f"untrained: batch {part.step}{tickets}{how}: {part.reason}"
+def _describe_untrained_batch(record: UntrainedRecord) -> str:
+    tickets = "".join(f", ticket {ticket_id}" for ticket_id in record.tickets)
+    how = f" is quarantined ({record.quarantine})" if record.quarantine else ""
+    return f"untrained: batch {record.step}{tickets}{how}: {record.reason}"
 
 
-def _print_first_lines(lines: Sequence[str], most: int | None) -> None:
-    for line in lines[:most]:
+def _print_first_lines(lines: Sequence[str], max_lines: int | None) -> None:
+    for line in lines[:max_lines]:
         print(escape_controls(line))
-    if most is not None and len(lines) > most:
-        print(f"... and {len(lines) - most} more: --tickets lists all")
+    if max_lines is not None and len(lines) > max_lines:
+        print(f"... and {len(lines) - max_lines} more: --tickets lists all")
 
 
 def _list_shards(arguments: argparse.Namespace) -> int:

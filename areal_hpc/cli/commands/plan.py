@@ -51,8 +51,8 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
     yield from [*build_memory_report(recipe), *build_host_memory_report(recipe)]
 
 
-def _format_count(number: int, thing: str) -> str:
-    return f"{number} {thing}{'' if number == 1 else 's'}"
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def _describe_job_without_name(job: JobSpec) -> list[str]:

@@ -132,8 +132,9 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _say_what_was_installed(name: str, folder: Path, is_new: bool) -> None:
-    print(f"{name} {'is installed in' if is_new else 'was there already:'} {folder / name}")
+def _say_what_was_installed(harness_name: str, folder: Path, is_new: bool) -> None:
+    verb = "is installed in" if is_new else "was there already:"
+    print(f"{harness_name} {verb} {folder / harness_name}")
 
 
 def _translate_areal_config(arguments: argparse.Namespace) -> int:

@@ -31,9 +31,9 @@ def _serve_or_bundle_dashboard(arguments: argparse.Namespace) -> int:
     from areal_hpc.dashboard.bundle import write_bundle
     from areal_hpc.dashboard.row_index import get_cache_dir
     from areal_hpc.dashboard.server import serve_dashboard
-    from areal_hpc.rundir.paths import find_runs
+    from areal_hpc.rundir.paths import list_runs
 
-    runs = find_runs(arguments.place)
+    runs = list_runs(arguments.place)
     if not arguments.bundle:
         if not arguments.place.is_dir():
             raise RecipeError(

@@ -204,8 +204,10 @@ def _are_tasks_solved(rows: Sequence[Row]) -> bool:
     return statistics.fmean(list_numbers(rows, "groups/all_best") or [0.0]) >= MIN_SOLVED_SHARE
 
 
-def _format_trend_value(name: str, value: float) -> str:
-    return f"{value:.0%}" if name == DISTINCT_REPLIES_NAME else format_value(name, value)
+def _format_trend_value(metric_name: str, value: float) -> str:
+    return (
+        f"{value:.0%}" if metric_name == DISTINCT_REPLIES_NAME else format_value(metric_name, value)
+    )
 
 
 def _describe_trend(

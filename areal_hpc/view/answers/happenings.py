@@ -39,7 +39,7 @@ def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str
 
 
 def describe_recipe_changes(
-    paths: RunPaths, recipe: Mapping[str, Any], begin: float, end: float
+    paths: RunPaths, recipe: Mapping[str, Any], from_time: float, to_time: float
 ) -> Iterator[str]:
     """Keys that launches between two Unix times changed, with their old and new values.
 
@@ -50,7 +50,7 @@ def describe_recipe_changes(
     changed = [(attempt, at) for attempt, at in launches if paths.replaced_recipe(attempt).exists()]
     recipes = [read_run_recipe(paths.replaced_recipe(attempt)) for attempt, _ in changed]
     for (attempt, at), old, new in zip(changed, recipes, [*recipes, recipe][1:], strict=True):
-        if begin <= at <= end:
+        if from_time <= at <= to_time:
             for key, was, now in list_recipe_changes(old, new):
                 yield f"launch {attempt} changed {key} from {was} to {now}"
 

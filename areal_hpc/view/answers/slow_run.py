@@ -59,7 +59,7 @@ def read_slow_run_evidence(paths: RunPaths) -> SlowRunEvidence:
         episodes,
         _read_times_between_calls(paths, episodes, problems),
         read_recent_events(paths.events),
-        find_cell_nodes(paths),
+        map_cell_to_node(paths),
         problems,
     )
 
@@ -77,7 +77,7 @@ def _read_times_between_calls(
     return [pause for row in rows for pause in list_times_between_calls(row)]
 
 
-def find_cell_nodes(paths: RunPaths) -> dict[str, str]:
+def map_cell_to_node(paths: RunPaths) -> dict[str, str]:
     """The nodes of cells in the newest attempt, as far as logs name them and may be read."""
     try:
         attempts = paths.list_attempts()
@@ -103,7 +103,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]
     findings += [Finding(one.text, one.page) for one in verdicts]
     findings += _describe_storage(parts, step_s)
-    findings += judge.describe_outliers(told=cause)
+    findings += judge.describe_outliers(explained_limit=cause)
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
     headline = (
         f"the run is limited by {parts[0].name}: {parts[0].seconds:.1f} s of the {step_s:.1f} s of "
@@ -121,9 +121,9 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     )
 
 
-def _describe_storage(parts: Sequence[StepPart], step_s: float) -> Iterator[Finding]:
+def _describe_storage(step_parts: Sequence[StepPart], step_s: float) -> Iterator[Finding]:
     """The parts that wait for the storage of the run directory, if they are much together."""
-    waiting = [part for part in parts if part.name in STORAGE_PARTS]
+    waiting = [part for part in step_parts if part.name in STORAGE_PARTS]
     seconds = sum(part.seconds for part in waiting)
     if len(waiting) > 1 and seconds >= MIN_HINT_SHARE * step_s:
         names = ", ".join(part.name for part in waiting)
@@ -133,8 +133,8 @@ def _describe_storage(parts: Sequence[StepPart], step_s: float) -> Iterator[Find
         )
 
 
-def _format_shares(parts: Sequence[StepPart], step_s: float) -> Iterator[str]:
-    for part in parts:
+def _format_shares(step_parts: Sequence[StepPart], step_s: float) -> Iterator[str]:
+    for part in step_parts:
         if part.seconds >= 0.01 * step_s:
             yield f"{part.seconds / step_s:.0%} {part.name}"
 

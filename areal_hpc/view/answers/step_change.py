@@ -126,11 +126,15 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     )
 
 
-def _list_recipe_changes(paths: RunPaths, begin: float | None, end: float | None) -> list[str]:
-    if begin is None or end is None:
+def _list_recipe_changes(
+    paths: RunPaths, from_time: float | None, to_time: float | None
+) -> list[str]:
+    if from_time is None or to_time is None:
         return []
     try:
-        return list(describe_recipe_changes(paths, read_run_recipe(paths.recipe), begin, end))
+        return list(
+            describe_recipe_changes(paths, read_run_recipe(paths.recipe), from_time, to_time)
+        )
     except ArealError as error:
         return [f"recipes of launches: {error}"]
 

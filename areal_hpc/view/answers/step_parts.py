@@ -49,7 +49,7 @@ def split_batch_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> 
     return split if split.total_s > 0 else None
 
 
-def list_mean_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[StepPart]:
+def list_mean_step_parts(rows: Sequence[Row], wait_split: WaitSplit | None) -> list[StepPart]:
     """The mean step's seconds by what they were spent on, the largest part first. Pure."""
 
     def mean_of(*phases: str) -> float:
@@ -58,13 +58,13 @@ def list_mean_step_parts(rows: Sequence[Row], split: WaitSplit | None) -> list[S
 
     waiting = mean_of(WAIT_PHASE)
     parts = {part: mean_of(*phases) for part, phases in PHASES_BY_PART.items()}
-    if split is not None and split.total_s > 0:
-        share = waiting / split.total_s
+    if wait_split is not None and wait_split.total_s > 0:
+        share = waiting / wait_split.total_s
         parts |= {
-            "generation": split.generation_s * share,
-            "tools": split.tools_s * share,
-            "admission": split.no_episode_s * share,
-            "sealing": split.sealing_s * share,
+            "generation": wait_split.generation_s * share,
+            "tools": wait_split.tools_s * share,
+            "admission": wait_split.no_episode_s * share,
+            "sealing": wait_split.sealing_s * share,
         }
     else:
         tools = statistics.fmean(list_numbers(rows, "episode/tool_time_fraction") or [0.0])

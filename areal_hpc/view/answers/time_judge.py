@@ -77,10 +77,11 @@ class TimeJudge:
     split: WaitSplit | None
     step_s: float
 
-    def explain_part(self, part: StepPart) -> PartVerdict:
+    def explain_part(self, step_part: StepPart) -> PartVerdict:
         """What there is to say of a part of the step."""
-        share = f"{part.name}: {part.seconds:.2f} s a step ({part.seconds / self.step_s:.0%})"
-        match part.name:
+        seconds = step_part.seconds
+        share = f"{step_part.name}: {seconds:.2f} s a step ({seconds / self.step_s:.0%})"
+        match step_part.name:
             case "generation":
                 return self._explain_generation(share)
             case "tools":
@@ -219,7 +220,7 @@ class TimeJudge:
         hint = f"a larger {keys}, or faster storage for cluster.fileroot"
         return PartVerdict(text, "writing of checkpoints keeps the ranks waiting", hint)
 
-    def describe_outliers(self, told: str) -> Iterator[Finding]:
+    def describe_outliers(self, explained_limit: str) -> Iterator[Finding]:
         """Who stands out, whatever limits the run; what was told already is left out."""
         run = self.evidence.run
         if (slow := self._find_slow_replica()) is not None:
@@ -235,7 +236,7 @@ class TimeJudge:
                 text, build_page_address("trajectories", run, where=where, sort="seconds")
             )
         receiver = find_replica_slow_at_updates(measure_update_times(self.evidence.events))
-        if receiver is not None and self._name_replica_and_place(receiver) not in told:
+        if receiver is not None and self._name_replica_and_place(receiver) not in explained_limit:
             yield Finding(
                 f"{self._name_replica_and_place(receiver)} takes {receiver.value:.2f} s "
                 f"for an update, the others {receiver.others:.2f} s",
@@ -297,8 +298,8 @@ class TimeJudge:
         total = sum(step_s for _, step_s in pairs)
         return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None
 
-    def _name_replica_and_place(self, one: ReplicaOutlier) -> str:
-        cell, replica = one.name
+    def _name_replica_and_place(self, outlier: ReplicaOutlier) -> str:
+        cell, replica = outlier.name
         place = self._name_cell_with_node(cell)
         return f"replica {replica} of {place}" if replica >= 0 else place
 

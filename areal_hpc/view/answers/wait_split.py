@@ -59,14 +59,16 @@ class _CountChange:
     by: int
 
 
-def split_wait_by_activity(begin: float, end: float, episodes: Sequence[BatchEpisode]) -> WaitSplit:
+def split_wait_by_activity(
+    from_time: float, to_time: float, episodes: Sequence[BatchEpisode]
+) -> WaitSplit:
     """What the episodes of a batch did between two Unix times."""
     changes = sorted(_list_changes(episodes), key=lambda one: one.at)
     most_last = max(1, int(MAX_LAST_EPISODES_SHARE * len(episodes)))
     split, counts, by_cell = WaitSplit(), Counter[str](), Counter[str]()
-    now = begin
+    now = from_time
     for change in changes:
-        until = min(max(change.at, begin), end)
+        until = min(max(change.at, from_time), to_time)
         if until > now:
             _add_seconds_to_split(split, until - now, counts, by_cell, most_last)
             now = until
@@ -74,7 +76,7 @@ def split_wait_by_activity(begin: float, end: float, episodes: Sequence[BatchEpi
         if change.what == "episode":
             by_cell[change.cell] += change.by
     # After the last change no episode is under way, nor will be.
-    split.sealing_s += max(0.0, end - now)
+    split.sealing_s += max(0.0, to_time - now)
     return split
 
 
@@ -90,29 +92,33 @@ def _list_changes(episodes: Iterable[BatchEpisode]) -> Iterator[_CountChange]:
 
 
 def _list_span_changes(
-    what: str, cell: str, spans: Iterable[tuple[float, float]]
+    activity: str, cell: str, spans: Iterable[tuple[float, float]]
 ) -> Iterator[_CountChange]:
     for begin, end in spans:
-        yield _CountChange(begin, what, cell, 1)
-        yield _CountChange(end, what, cell, -1)
+        yield _CountChange(begin, activity, cell, 1)
+        yield _CountChange(end, activity, cell, -1)
 
 
 def _add_seconds_to_split(
-    split: WaitSplit, seconds: float, counts: Counter[str], by_cell: Counter[str], most_last: int
+    wait_split: WaitSplit,
+    seconds: float,
+    counts: Counter[str],
+    by_cell: Counter[str],
+    most_last: int,
 ) -> None:
     """Count a time in which nothing changed."""
-    split.call_seconds += seconds * counts["call"]
-    split.calling_s += seconds * (counts["call"] > 0)
+    wait_split.call_seconds += seconds * counts["call"]
+    wait_split.calling_s += seconds * (counts["call"] > 0)
     under_way = counts["episode"]
     if not under_way:
-        split.no_episode_s += seconds
+        wait_split.no_episode_s += seconds
         return
     # A call may end a moment after the agent closed its session: it counts as if it had not.
     calling = min(1.0, counts["in calls"] / under_way)
-    split.generation_s += seconds * calling
-    split.tools_s += seconds * (1.0 - calling)
+    wait_split.generation_s += seconds * calling
+    wait_split.tools_s += seconds * (1.0 - calling)
     if under_way <= most_last:
-        split.last_s += seconds
+        wait_split.last_s += seconds
     cells = [cell for cell, count in by_cell.items() if count > 0]
     if len(cells) == 1:
-        split.alone_s[cells[0]] = split.alone_s.get(cells[0], 0.0) + seconds
+        wait_split.alone_s[cells[0]] = wait_split.alone_s.get(cells[0], 0.0) + seconds

@@ -149,7 +149,7 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     tickets = []
     for ticket_id in range(position):
         if ticket_id in uses:
-            status, why = _judge_batched(
+            status, why = _judge_and_explain_batched(
                 evidence, rows, consumed, quarantined, uses[ticket_id], shared.get(ticket_id)
             )
         elif ticket_id in evidence.drops:
@@ -177,15 +177,16 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished, episodes)
 
 
-def _pop_never_issued_ids(sealed: dict[int, str], known: int) -> list[Problem]:
-    """Take out the ids that no ledger can have issued, and name them; `known` is above all others.
+def _pop_never_issued_ids(sealed: dict[int, str], next_ticket_id: int) -> list[Problem]:
+    """Take out the ids that no ledger can have issued, and name them.
 
-    Ids are positions of the task stream. Nobody plays a million of them without a trace.
+    `next_ticket_id` is above all known ids, which are positions of the task stream. Nobody plays a
+    million of them without a trace.
     """
     problems = []
     for ticket_id in sorted(sealed):
-        if 0 <= ticket_id < known + MAX_TRACELESS_IDS:
-            known = max(known, ticket_id + 1)
+        if 0 <= ticket_id < next_ticket_id + MAX_TRACELESS_IDS:
+            next_ticket_id = max(next_ticket_id, ticket_id + 1)
         else:
             message = f"holds ticket {ticket_id}, which was never issued"
             problems.append(Problem(message, sealed.pop(ticket_id)))
@@ -248,7 +249,7 @@ def _find_lost_traceless_ids(
     return set(overtaken[: max(0, len(overtaken) - most_in_cells)])
 
 
-def _judge_batched(
+def _judge_and_explain_batched(
     evidence: TicketRecords,
     rows: _ShardRowChecker,
     consumed: Mapping[int, Sequence[UntrainedRecord]],
@@ -285,15 +286,15 @@ def _judge_batched(
 
 
 def _judge_consumed(
-    untrained: Sequence[UntrainedRecord], ticket: SealedTicket, step: int, where: str
+    untrained: Sequence[UntrainedRecord], ticket: SealedTicket, step: int, location: str
 ) -> tuple[TicketStatus, str]:
     """What a checkpoint says of a ticket in a batch that it consumed and that was read."""
     for one in untrained:
         if ticket.ref.ticket_id in one.tickets:
             return TicketStatus.UNSOUND, f"step {step}, {one.reason}"
         if not one.tickets:
-            return TicketStatus.SKIPPED, f"{where}: {one.reason}"
-    return TicketStatus.TRAINED, where
+            return TicketStatus.SKIPPED, f"{location}: {one.reason}"
+    return TicketStatus.TRAINED, location
 
 
 def _judge_sealed(

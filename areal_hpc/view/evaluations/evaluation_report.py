@@ -107,18 +107,18 @@ def write_report(paths: RunPaths, report: EvaluationReport) -> None:
     write_atomic(paths.evaluation_report, content)
 
 
-def read_report(place: Path) -> EvaluationReport:
+def read_report(file_or_dir: Path) -> EvaluationReport:
     """The results in a file, or in the directory of an evaluation.
 
     Raises:
         RecipeError: There are none.
         ShardError: The file is damaged.
     """
-    path = RunPaths(place).evaluation_report if place.is_dir() else place
+    path = RunPaths(file_or_dir).evaluation_report if file_or_dir.is_dir() else file_or_dir
     report = read_json_file(path, EvaluationReport)
     if report is None:
         raise RecipeError(
-            f"there are no results of an evaluation at {place}",
+            f"there are no results of an evaluation at {file_or_dir}",
             key="--compare",
             hint=f"give a step, or a file {path.name} that areal-hpc eval wrote",
         )
@@ -165,18 +165,18 @@ def compare_reports(before: EvaluationReport, after: EvaluationReport) -> list[C
 
 
 def _compare_sets(
-    name: str, before: EvaluatedSet, after: EvaluatedSet, title: str
+    set_name: str, before: EvaluatedSet, after: EvaluatedSet, title: str
 ) -> Iterator[ComparedMetric]:
     if before.tasks_digest != after.tasks_digest:
         raise RecipeError(
-            f"{title} was evaluated on other tasks of {name}: "
+            f"{title} was evaluated on other tasks of {set_name}: "
             f"{len(before.samples)}, this on {len(after.samples)}",
             key="--compare",
             hint="evaluate both on the same tasks",
         )
     if before.pass_reward != after.pass_reward:
         raise RecipeError(
-            f"a sample of {name} passes from a reward of {after.pass_reward} here, and of "
+            f"a sample of {set_name} passes from a reward of {after.pass_reward} here, and of "
             f"{before.pass_reward} in {title}",
             key="evaluation.sets.<name>.pass_reward",
             hint="evaluate both with the same pass_reward",
@@ -190,7 +190,7 @@ def _compare_sets(
         if values[0] and values[1]:
             is_compared = True
             yield ComparedMetric(
-                name,
+                set_name,
                 metric if same == metric else f"{metric} ({same} before)",
                 before.metrics[same].value,
                 after.metrics[metric].value,
@@ -198,18 +198,18 @@ def _compare_sets(
             )
     if not is_compared:
         raise RecipeError(
-            f"{title} has {', '.join(before.metrics) or 'no number'} of {name}, "
+            f"{title} has {', '.join(before.metrics) or 'no number'} of {set_name}, "
             f"this {', '.join(after.metrics) or 'none'}",
             key="--compare",
             hint="evaluate both with the same metrics and n_samples",
         )
 
 
-def _find_same_metric(metric: str, other: EvaluatedSet) -> str | None:
+def _find_same_metric(metric: str, other_set: EvaluatedSet) -> str | None:
     """Its name in another evaluation: a mean is the same of any number of samples."""
-    if metric in other.metrics:
+    if metric in other_set.metrics:
         return metric
-    means = [name for name in other.metrics if name.startswith(MEAN_METRIC)]
+    means = [name for name in other_set.metrics if name.startswith(MEAN_METRIC)]
     return means[0] if means and metric.startswith(MEAN_METRIC) else None
 
 
@@ -225,12 +225,12 @@ def list_left_out(
             yield f"not compared: {', '.join(missing)} of {name}; {before.name} {has}"
 
 
-def _compute_values_by_task(metric: str, one: EvaluatedSet) -> list[float]:
+def _compute_values_by_task(metric: str, evaluated_set: EvaluatedSet) -> list[float]:
     kind, _, k = metric.partition("@")
-    samples = SetSamples(one.samples, one.answers)
+    samples = SetSamples(evaluated_set.samples, evaluated_set.answers)
     asked = metric if kind == "pass" else f"{kind}@k"
     assert kind == "pass" or format_metric_name(asked, samples.n_samples) == metric, k
-    values = compute_task_values(asked, samples, one.pass_reward)
+    values = compute_task_values(asked, samples, evaluated_set.pass_reward)
     return [] if values is None else values.tolist()
 
 

@@ -119,6 +119,6 @@ class AgentFailures:
         return self.causes[key]
 
 
-def _get_count_or_one(event: dict[str, Any], name: str) -> int:
-    count = event.get(name)
+def _get_count_or_one(event: dict[str, Any], field_name: str) -> int:
+    count = event.get(field_name)
     return count if isinstance(count, int) else 1

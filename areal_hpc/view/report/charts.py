@@ -117,10 +117,10 @@ def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
     return [number * width for number in range(first, last + 1)]
 
 
-def _wrap_in_svg(title: str, parts: Sequence[str]) -> str:
+def _wrap_in_svg(title: str, elements: Sequence[str]) -> str:
     return (
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}">'
-        f"{''.join(parts)}</svg>"
+        f"{''.join(elements)}</svg>"
     )
 
 
@@ -147,14 +147,15 @@ def _draw_marks(frame: _Frame, marks: Sequence[float]) -> Iterator[str]:
             yield f'<line class="mark" x1="{at}" y1="{top}" x2="{at}" y2="{HEIGHT - BOTTOM}"/>'
 
 
-def _draw_curve(frame: _Frame, series: Series, number: int) -> Iterator[str]:
-    color = f"s{number % N_SERIES_COLORS + 1}"
+def _draw_curve(frame: _Frame, series: Series, series_index: int) -> Iterator[str]:
+    color = f"s{series_index % N_SERIES_COLORS + 1}"
     placed = [frame.place(x, y) for x, y in thin_out_to_extremes(series.points)]
     line = " ".join(f"{x},{y}" for x, y in placed)
     yield f'<polyline class="curve {color}" points="{line}"/>'
     if len(placed) <= 12:  # a few evaluations, or a single one, which a line does not show
         for x, y in placed:
-            yield f'<circle class="f{number % N_SERIES_COLORS + 1}" cx="{x}" cy="{y}" r="2.4"/>'
+            fill = f"f{series_index % N_SERIES_COLORS + 1}"
+            yield f'<circle class="{fill}" cx="{x}" cy="{y}" r="2.4"/>'
 
 
 def thin_out_to_extremes(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

@@ -25,8 +25,8 @@ from areal_hpc.view.compare import find_differing_keys
 from areal_hpc.view.metric_values import format_value, list_numbers, select_trained_rows
 from areal_hpc.view.report.charts import Chart
 from areal_hpc.view.report.curves import (
+    build_step_time_chart,
     draw_run_curves,
-    draw_step_times,
     get_first_mean_and_last_value,
 )
 from areal_hpc.view.report.efficiency import Efficiency, measure_efficiency
@@ -146,16 +146,16 @@ def name_runs(runs: Sequence[RunPaths]) -> list[str]:
     ]
 
 
-def _describe_run(name: str, paths: RunPaths, progress: RunProgress) -> RunReport:
+def _describe_run(run_name: str, paths: RunPaths, progress: RunProgress) -> RunReport:
     rows = select_trained_rows(progress.snapshot.steps)
     problems: list[str] = []
     recipe = progress.recipe
     return RunReport(
-        name=name,
+        name=run_name,
         path=str(paths.root),
         head=tuple(_list_head_facts(paths, progress, rows)),
         changed_keys=tuple(find_changed_keys(recipe)),
-        step_times=draw_step_times(name, rows),
+        step_times=build_step_time_chart(run_name, rows),
         metrics=tuple(_list_metric_rows(rows)),
         efficiency=measure_efficiency(paths, rows, progress.cell_count),
         audit=tuple(_describe_audit(paths)),

@@ -68,17 +68,17 @@ def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]
                 yield chart
 
 
-def iterate_rows_with_value(rows: Sequence[Row], name: str) -> Iterator[tuple[Row, float]]:
+def iterate_rows_with_value(rows: Sequence[Row], metric_name: str) -> Iterator[tuple[Row, float]]:
     """The rows that have a metric, with its value; of the start of a run its evaluation alone."""
     for row in rows:
-        is_told = row["step"] > 0 or name == EVAL_REWARD_METRIC
-        if is_told and (value := get_number(row, name)) is not None:
+        is_told = row["step"] > 0 or metric_name == EVAL_REWARD_METRIC
+        if is_told and (value := get_number(row, metric_name)) is not None:
             yield row, value
 
 
-def draw_step_times(run: str, rows: Sequence[Row]) -> Chart | None:
+def build_step_time_chart(run_name: str, metric_rows: Sequence[Row]) -> Chart | None:
     """The time of each step of a run by phase."""
-    timed = [row for row in rows if get_number(row, "time/step_s")]
+    timed = [row for row in metric_rows if get_number(row, "time/step_s")]
     if not timed:
         return None
     layers = {
@@ -91,7 +91,7 @@ def draw_step_times(run: str, rows: Sequence[Row]) -> Chart | None:
     steps = [row["step"] for row in timed]
     # Every layer is kept, that a color means the same in all runs.
     series = [Series(name, list(zip(steps, layers[name], strict=True))) for name in layers]
-    return draw_bars(f"{run}: time of a step by phase", "s", series)
+    return draw_bars(f"{run_name}: time of a step by phase", "s", series)
 
 
 def list_restart_steps(rows: Sequence[Row]) -> list[int]:
@@ -104,8 +104,8 @@ def list_restart_steps(rows: Sequence[Row]) -> list[int]:
 
 
 def get_first_mean_and_last_value(
-    rows: Sequence[Row], name: str
+    rows: Sequence[Row], metric_name: str
 ) -> tuple[float, float, float] | None:
     """First, mean and last value of a metric; None if no row has it."""
-    values = [value for _, value in iterate_rows_with_value(rows, name)]
+    values = [value for _, value in iterate_rows_with_value(rows, metric_name)]
     return (values[0], statistics.fmean(values), values[-1]) if values else None

@@ -16,7 +16,7 @@ from areal_hpc.view.transcripts.conversation import (
     extract_text,
     format_tool_call,
     get_messages,
-    get_tool_calls,
+    get_raw_tool_calls,
     locate_calls,
 )
 from areal_hpc.wire.row_record import CallRecord
@@ -95,14 +95,14 @@ def pick_good_bad_and_typical(
             yield sort, one
 
 
-def _build_shown_episode(sort: str, one: BatchEpisode, row: TrajectoryRow) -> ShownEpisode:
+def _build_shown_episode(sort: str, episode: BatchEpisode, row: TrajectoryRow) -> ShownEpisode:
     calls = dict(locate_calls(row.record.calls))
     messages = [
         ShownMessage(
             role=shorten(f"{message.get('role', '?')} {message.get('name') or ''}".strip(), 100),
             text=shorten(extract_text(message.get("content"))),
             reasoning=shorten(extract_text(message.get("reasoning_content"))),
-            tool_calls=tuple(shorten(format_tool_call(it)) for it in get_tool_calls(message)),
+            tool_calls=tuple(shorten(format_tool_call(it)) for it in get_raw_tool_calls(message)),
             facts=_describe_call(calls[place]) if place in calls else "",
         )
         for place, message in enumerate(get_messages(row))
@@ -111,13 +111,13 @@ def _build_shown_episode(sort: str, one: BatchEpisode, row: TrajectoryRow) -> Sh
         left_out = ShownMessage("", f"({len(messages) - MAX_MESSAGES} messages are left out)")
         half = MAX_MESSAGES // 2
         messages = [*messages[:half], left_out, *messages[-half:]]
-    facts = [f"reward {one.reward:g}", f"{int(row.loss_mask_T.sum())} tokens sampled"]
-    if one.is_timed:
-        facts.append(f"{one.record.duration_s:.1f} s")
-    if one.task >= 0:
-        facts.append(f"task {one.task}")
-    facts.append(one.name)
-    return ShownEpisode(sort, one.title, ", ".join(facts), tuple(messages))
+    facts = [f"reward {episode.reward:g}", f"{int(row.loss_mask_T.sum())} tokens sampled"]
+    if episode.is_timed:
+        facts.append(f"{episode.record.duration_s:.1f} s")
+    if episode.task >= 0:
+        facts.append(f"task {episode.task}")
+    facts.append(episode.name)
+    return ShownEpisode(sort, episode.title, ", ".join(facts), tuple(messages))
 
 
 def _describe_call(call: CallRecord) -> str:
@@ -133,8 +133,9 @@ def _describe_call(call: CallRecord) -> str:
     return ", ".join(facts)
 
 
-def shorten(text: str, most: int = MAX_TEXT_CHARS) -> str:
-    """A text without its middle, if it is longer than `most`."""
-    if len(text) <= most:
+def shorten(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
+    """A text without its middle, if it is longer than `max_chars`."""
+    if len(text) <= max_chars:
         return text
-    return f"{text[: most // 2]}\n[... {len(text) - most} characters ...]\n{text[-most // 2 :]}"
+    first, last = text[: max_chars // 2], text[-max_chars // 2 :]
+    return f"{first}\n[... {len(text) - max_chars} characters ...]\n{last}"

@@ -52,8 +52,8 @@ def compare_evaluations(
             )
 
 
-def _name_set(run: str, name: str) -> str:
-    return run if name == VALID_SET_NAME else f"{run}, {name}"
+def _name_set(run_name: str, set_name: str) -> str:
+    return run_name if set_name == VALID_SET_NAME else f"{run_name}, {set_name}"
 
 
 def _compare_if_same_tasks(

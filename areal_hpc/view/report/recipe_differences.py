@@ -45,12 +45,12 @@ def _get_class(holder: type[BaseConfig] | BaseConfig) -> type[BaseConfig]:
     return holder if isinstance(holder, type) else type(holder)
 
 
-def _get_default(holder: type[BaseConfig] | BaseConfig, name: str) -> Any:
-    field = _get_class(holder).model_fields.get(name)
+def _get_default(holder: type[BaseConfig] | BaseConfig, key_name: str) -> Any:
+    field = _get_class(holder).model_fields.get(key_name)
     if field is None:
         return PydanticUndefined
     if isinstance(holder, BaseConfig):
-        return getattr(holder, name)
+        return getattr(holder, key_name)
     return field.get_default(call_default_factory=True, validated_data={})
 
 

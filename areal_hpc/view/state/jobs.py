@@ -196,9 +196,9 @@ def _choose_submissions_and_successors(
     return newest, successors
 
 
-def _get_job_sort_key(name: str) -> tuple[bool, bool, str, list[int]]:
-    numbers = [int(number) for number in re.findall(r"\d+", name)]
-    return name != "sft", name != "trainer", re.sub(r"\d+", "", name), numbers
+def _get_job_sort_key(job_name: str) -> tuple[bool, bool, str, list[int]]:
+    numbers = [int(number) for number in re.findall(r"\d+", job_name)]
+    return job_name != "sft", job_name != "trainer", re.sub(r"\d+", "", job_name), numbers
 
 
 def get_run_state(run: RunJobs) -> str:

@@ -43,8 +43,8 @@ class Columns(Mapping[str, Column]):
         found = dict.fromkeys([*names, *(name for row in rows for name in row)])
         self._columns = {name: _make_column([row.get(name) for row in rows]) for name in found}
 
-    def __getitem__(self, name: str) -> Column:
-        return self._columns[name]
+    def __getitem__(self, column_name: str) -> Column:
+        return self._columns[column_name]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._columns)

@@ -76,8 +76,8 @@ def _sum_hours(rows: Sequence[Mapping[str, Any]], *names: str) -> float:
     return sum(value for value in values if isinstance(value, int | float)) / 3600
 
 
-def _format_hours(idle: float, held: float, unit: str) -> str:
-    return f"{idle:.2f} of {held:.2f} {unit}-hours"
+def _format_hours(idle_hours: float, held_hours: float, unit: str) -> str:
+    return f"{idle_hours:.2f} of {held_hours:.2f} {unit}-hours"
 
 
 def measure_wait_without_cells_s(events: Sequence[Mapping[str, Any]], now: float) -> float | None:

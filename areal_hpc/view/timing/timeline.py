@@ -82,13 +82,13 @@ def select_timed_rows(rows: Iterable[Row], first: float, last: float) -> list[Ro
 
 
 def read_timeline(
-    paths: RunPaths, rows: Sequence[Row], begin: float, end: float, problems: list[str]
+    paths: RunPaths, rows: Sequence[Row], from_time: float, to_time: float, problems: list[str]
 ) -> Timeline:
     """The timeline between two Unix times; `rows` are the metrics of the steps there.
 
     What cannot be read is named in `problems`.
     """
-    processes = read_spans(paths, begin, end)
+    processes = read_spans(paths, from_time, to_time)
     names = {one.name for one in processes}
     tracks = [track for one in processes for track in build_tracks(one)]
     notes = list(describe_clocks(processes))
@@ -104,10 +104,10 @@ def read_timeline(
         for one in trained
         if one.is_timed and one.record.cell not in told
     ]
-    recorded += read_untrained_episodes(paths, begin, end, problems, told)
+    recorded += read_untrained_episodes(paths, from_time, to_time, problems, told)
     tracks += build_tracks_of_records(recorded)
     steps = [place_step_and_phases(row)[0] for row in rows]
-    return Timeline(begin, end, steps, tracks, notes)
+    return Timeline(from_time, to_time, steps, tracks, notes)
 
 
 def describe_clocks(processes: Sequence[ProcessSpans]) -> Iterator[str]:
@@ -131,11 +131,11 @@ def build_tracks(process: ProcessSpans) -> Iterator[Track]:
         yield Track(process.name, lane, slices, process.node)
 
 
-def get_episode_key(facts: Mapping[str, Any]) -> EpisodeKey:
+def get_episode_key(span_fields: Mapping[str, Any]) -> EpisodeKey:
     """The episode that a span is about."""
     return (
-        *(facts.get("ticket_id", -1), facts.get("attempt", -1)),
-        *(facts.get("eval_step", -1), facts.get("episode", -1)),
+        *(span_fields.get("ticket_id", -1), span_fields.get("attempt", -1)),
+        *(span_fields.get("eval_step", -1), span_fields.get("episode", -1)),
     )
 
 
@@ -188,30 +188,43 @@ class RecordedEpisode:
     calls: tuple[CallRecord, ...]
 
 
-def _record_trained_episode(one: BatchEpisode) -> RecordedEpisode:
-    facts = {"step": one.step, "reward": one.reward, "task": one.task, "row": one.name}
-    name = f"ticket {one.ticket_id} episode {one.episode}"
-    span = Slice(name, one.record.started_at, one.record.ended_at, facts)
-    return RecordedEpisode(one.record.cell, span, tuple(one.timed_calls))
+def _record_trained_episode(episode: BatchEpisode) -> RecordedEpisode:
+    facts = {
+        "step": episode.step,
+        "reward": episode.reward,
+        "task": episode.task,
+        "row": episode.name,
+    }
+    name = f"ticket {episode.ticket_id} episode {episode.episode}"
+    span = Slice(name, episode.record.started_at, episode.record.ended_at, facts)
+    return RecordedEpisode(episode.record.cell, span, tuple(episode.timed_calls))
 
 
 def read_untrained_episodes(
-    paths: RunPaths, begin: float, end: float, problems: list[str], told: Container[str] = ()
+    paths: RunPaths,
+    from_time: float,
+    to_time: float,
+    problems: list[str],
+    cells_with_spans: Container[str] = (),
 ) -> Iterator[RecordedEpisode]:
     """Held-out and failed episodes that were under way between two Unix times.
 
-    Shards of the cells `told`, whose spans say as much, are not opened: each look at a long run
+    Shards of the `cells_with_spans`, which say as much, are not opened: each look at a long run
     would read every evaluation.
     """
     for sealed in read_index(paths.index_dir):
         named = parse_shard_name(sealed.file)
-        if not sealed.untrained or (named is not None and named[0] in told):
+        if not sealed.untrained or (named is not None and named[0] in cells_with_spans):
             continue
         try:
             reader = ShardReader(paths.shards_dir / sealed.file)
             for one in sealed.untrained:
                 records = reader.read_records(one.rows)
-                if records and records[0].started_at <= end and begin <= records[0].ended_at:
+                if (
+                    records
+                    and records[0].started_at <= to_time
+                    and from_time <= records[0].ended_at
+                ):
                     yield _record_untrained_episode(
                         one.kind, f"{sealed.file}/{one.rows[0]}", records
                     )
@@ -220,12 +233,12 @@ def read_untrained_episodes(
 
 
 def _record_untrained_episode(
-    kind: str, name: str, records: Sequence[RowRecord]
+    kind: str, shard_name: str, records: Sequence[RowRecord]
 ) -> RecordedEpisode:
     first = records[0]
     calls = {call.id: call for record in records for call in record.calls}
     timed = [one for one in calls.values() if 0 < one.asked_at <= one.answered_at]
-    facts = {"task": first.task_index, "row": name, "cause": first.cause}
+    facts = {"task": first.task_index, "row": shard_name, "cause": first.cause}
     span = Slice(f"{kind} task {first.task_index}", first.started_at, first.ended_at, facts)
     return RecordedEpisode(first.cell, span, tuple(timed))
 
@@ -249,14 +262,14 @@ def build_tracks_of_records(episodes: Sequence[RecordedEpisode]) -> Iterator[Tra
         yield Track(f"{cell}-{DRIVER_ROLE}", EPISODES_LANE, [one.slice for one in own], "", times)
 
 
-def _build_call_slice(name: str, call: CallRecord) -> Slice:
+def _build_call_slice(slice_name: str, call: CallRecord) -> Slice:
     facts = {
         "reply_tokens": call.reply_tokens,
         "prompt_tokens": call.prompt_tokens,
         "cached_tokens": call.cached_tokens,
         "finish": call.finish_reason,
     }
-    return Slice(name, call.asked_at, call.answered_at, facts)
+    return Slice(slice_name, call.asked_at, call.answered_at, facts)
 
 
 def place_step_and_phases(row: Row) -> tuple[Slice, list[Slice]]:

@@ -15,39 +15,39 @@ class TraceWriter:
         self._zero = zero
         self.events: list[TraceEvent] = []
 
-    def name_process(self, pid: int, name: str) -> None:
+    def name_process(self, pid: int, title: str) -> None:
         """Title of a process; processes are shown in the order of their numbers."""
-        self._add_metadata("process_name", pid, 0, name=name)
+        self._add_metadata("process_name", pid, 0, name=title)
         self._add_metadata("process_sort_index", pid, 0, sort_index=pid)
 
-    def name_thread(self, pid: int, tid: int, name: str) -> None:
+    def name_thread(self, pid: int, tid: int, title: str) -> None:
         """Title of a thread."""
-        self._add_metadata("thread_name", pid, tid, name=name)
+        self._add_metadata("thread_name", pid, tid, name=title)
         self._add_metadata("thread_sort_index", pid, tid, sort_index=tid)
 
-    def add_slice(self, pid: int, tid: int, one: Slice) -> None:
+    def add_slice(self, pid: int, tid: int, time_slice: Slice) -> None:
         """A stretch of time on a thread."""
         self.events.append(
             {
                 "ph": "X",
-                "name": one.name,
+                "name": time_slice.name,
                 "pid": pid,
                 "tid": tid,
-                "ts": self._to_microseconds_since_zero(one.begin),
+                "ts": self._to_microseconds_since_zero(time_slice.begin),
                 # Both ends are rounded alike, so that slices that nest still do.
-                "dur": self._to_microseconds_since_zero(one.end)
-                - self._to_microseconds_since_zero(one.begin),
-                "args": dict(one.facts),
+                "dur": self._to_microseconds_since_zero(time_slice.end)
+                - self._to_microseconds_since_zero(time_slice.begin),
+                "args": dict(time_slice.facts),
             }
         )
 
     def add_instant(
-        self, pid: int, tid: int, name: str, at: float, facts: Mapping[str, Any]
+        self, pid: int, tid: int, name: str, at: float, fields: Mapping[str, Any]
     ) -> None:
         """A moment on a thread."""
         event = {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid}
         self.events.append(
-            event | {"ts": self._to_microseconds_since_zero(at), "args": dict(facts)}
+            event | {"ts": self._to_microseconds_since_zero(at), "args": dict(fields)}
         )
 
     def add_count(self, pid: int, name: str, at: float, value: int) -> None:
@@ -58,5 +58,7 @@ class TraceWriter:
     def _to_microseconds_since_zero(self, at: float) -> int:
         return max(0, round((at - self._zero) * 1e6))  # an event may have begun before
 
-    def _add_metadata(self, what: str, pid: int, tid: int, **facts: Any) -> None:
-        self.events.append({"ph": "M", "name": what, "pid": pid, "tid": tid, "args": facts})
+    def _add_metadata(self, metadata_name: str, pid: int, tid: int, **fields: Any) -> None:
+        self.events.append(
+            {"ph": "M", "name": metadata_name, "pid": pid, "tid": tid, "args": fields}
+        )

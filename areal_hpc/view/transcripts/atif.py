@@ -22,10 +22,10 @@ JsonObject = dict[str, Any]
 
 
 def build_atif_trajectory(
-    found: FoundRow, agent: str, agent_version: str, model: str
+    found_row: FoundRow, agent: str, agent_version: str, model: str
 ) -> JsonObject:
     """One row as a trajectory, a JSON object without empty fields."""
-    row = found.read()
+    row = found_row.read()
     record = row.record
     steps = _build_steps(row)
     metrics = [step["metrics"] for step in steps if "metrics" in step]
@@ -34,7 +34,7 @@ def build_atif_trajectory(
     return {
         "schema_version": SCHEMA_VERSION,
         **session,
-        "trajectory_id": f"{found.shard.path.stem}-{found.row}",
+        "trajectory_id": f"{found_row.shard.path.stem}-{found_row.row}",
         "agent": {
             "name": agent,
             "version": agent_version,
@@ -51,7 +51,7 @@ def build_atif_trajectory(
         },
         "extra": {
             "kind": row.kind.label,
-            "step": found.step,
+            "step": found_row.step,
             "ticket": row.ticket_id,
             "attempt": row.attempt,
             "episode": row.episode,
@@ -114,16 +114,16 @@ def _build_reply_fields(
     }
 
 
-def _build_tool_call(called: JsonObject, place: int) -> JsonObject:
+def _build_tool_call(raw_call: JsonObject, call_index: int) -> JsonObject:
     """A call of a tool; arguments that are no JSON object stand in `extra` as they were said."""
-    function = called.get("function") or {}
+    function = raw_call.get("function") or {}
     said = function.get("arguments")
     try:
         arguments = json.loads(said) if isinstance(said, str) else said
     except ValueError:
         arguments = None
     made = {
-        "tool_call_id": str(called.get("id") or f"call-{place}"),
+        "tool_call_id": str(raw_call.get("id") or f"call-{call_index}"),
         "function_name": str(function.get("name") or "?"),
     }
     if isinstance(arguments, dict):

@@ -31,9 +31,9 @@ def format_groups(rows: Sequence[FoundRow], width: int) -> str:
     return "\n\n".join("\n".join(_format_group(group, width)) for group in groups.values())
 
 
-def _format_group(found: Sequence[FoundRow], width: int) -> Iterator[str]:
-    yield _format_group_title(found)
-    rows = [one.read() for one in found]
+def _format_group(found_rows: Sequence[FoundRow], width: int) -> Iterator[str]:
+    yield _format_group_title(found_rows)
+    rows = [one.read() for one in found_rows]
     shared = _count_shared_messages(rows) if len(rows) > 1 else 0
     for message in get_messages(rows[0])[:shared]:
         yield from _format_message(message, width)
@@ -43,13 +43,13 @@ def _format_group(found: Sequence[FoundRow], width: int) -> Iterator[str]:
     column_width = (width + len(COLUMN_GAP)) // columns - len(COLUMN_GAP)
     for begin in range(0, len(rows), columns):
         yield ""
-        pairs = zip(found[begin : begin + columns], rows[begin : begin + columns], strict=True)
+        pairs = zip(found_rows[begin : begin + columns], rows[begin : begin + columns], strict=True)
         blocks = [list(_format_rest_of_row(one, row, shared, column_width)) for one, row in pairs]
         yield from _join_side_by_side(blocks, column_width) if len(blocks) > 1 else blocks[0]
 
 
-def _format_group_title(found: Sequence[FoundRow]) -> str:
-    first = found[0]
+def _format_group_title(found_rows: Sequence[FoundRow]) -> str:
+    first = found_rows[0]
     eval_step, ticket_id, attempt = first.group
     set_number, task = split_ticket_id(ticket_id)
     facts = [f"held-out task {task}" if eval_step >= 0 else f"ticket {ticket_id}"]
@@ -60,7 +60,7 @@ def _format_group_title(found: Sequence[FoundRow]) -> str:
         facts.append(f"step {first.step}")
     if eval_step < 0 and first.record.task_index >= 0:
         facts.append(f"task {first.record.task_index}")
-    rewards = " ".join(f"{one.get_field('reward'):g}" for one in found)
+    rewards = " ".join(f"{one.get_field('reward'):g}" for one in found_rows)
     return f"{', '.join(facts)}: reward {rewards}"
 
 
@@ -81,25 +81,27 @@ def get_messages(row: TrajectoryRow) -> list[Message]:
 
 
 def _format_rest_of_row(
-    one: FoundRow, row: TrajectoryRow, shared: int, width: int
+    found_row: FoundRow, row: TrajectoryRow, shared: int, width: int
 ) -> Iterator[str]:
     """A conversation after the messages that the group shares."""
-    yield from _wrap_without_controls(_format_row_title(one), width)
-    calls = dict(locate_calls(one.record.calls))
+    yield from _wrap_without_controls(_format_row_title(found_row), width)
+    calls = dict(locate_calls(found_row.record.calls))
     for place, message in enumerate(get_messages(row)):
         if place >= shared:
             yield from _format_message(message, width, calls.get(place))
-    if one.record.error:
+    if found_row.record.error:
         yield "failed"
-        yield from _wrap_without_controls(one.record.error, width, INDENT)
+        yield from _wrap_without_controls(found_row.record.error, width, INDENT)
 
 
-def _format_row_title(one: FoundRow) -> str:
-    facts = [f"row {one.number}", one.kind.label]
-    facts.append(f"episode {one.get_field('episode')}")
-    facts.append(f"reward {one.get_field('reward'):g}")
-    facts.append(f"{one.get_field('length'):g} of {one.get_field('tokens'):g} tokens sampled")
-    seconds = one.get_field("seconds")
+def _format_row_title(found_row: FoundRow) -> str:
+    facts = [f"row {found_row.number}", found_row.kind.label]
+    facts.append(f"episode {found_row.get_field('episode')}")
+    facts.append(f"reward {found_row.get_field('reward'):g}")
+    facts.append(
+        f"{found_row.get_field('length'):g} of {found_row.get_field('tokens'):g} tokens sampled"
+    )
+    seconds = found_row.get_field("seconds")
     if isinstance(seconds, float):
         facts.append(f"{seconds:.1f} s")
     return "── " + ", ".join(facts)
@@ -123,23 +125,23 @@ def _format_message(message: Message, width: int, call: CallRecord | None = None
         yield from _wrap_without_controls(f"[reasoning] {reasoning}", width, INDENT)
     if text := extract_text(message.get("content")):
         yield from _wrap_without_controls(text, width, INDENT)
-    for called in get_tool_calls(message):
+    for called in get_raw_tool_calls(message):
         yield from _wrap_without_controls(f"→ {format_tool_call(called)}", width, INDENT)
     if call and call.reward:
         yield from _format_reward(call.reward, width)
 
 
-def get_tool_calls(message: Message) -> list[Any]:
+def get_raw_tool_calls(message: Message) -> list[Any]:
     """The tools that a message calls; what an agent put there that is no list is one of them."""
     called = message.get("tool_calls")
     return called if isinstance(called, list) else [called] if called else []
 
 
-def format_tool_call(called: object) -> str:
+def format_tool_call(raw_call: object) -> str:
     """A called tool as `name(arguments)`."""
-    function = called.get("function") if isinstance(called, dict) else None
+    function = raw_call.get("function") if isinstance(raw_call, dict) else None
     if not isinstance(function, dict):  # an agent may send any
-        return extract_text(called)
+        return extract_text(raw_call)
     return f"{function.get('name')}({extract_text(function.get('arguments'))})"
 
 

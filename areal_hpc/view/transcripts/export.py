@@ -80,24 +80,24 @@ def _choose_row_builder(
     return _build_full_record
 
 
-def _build_sft_conversation(found: FoundRow) -> JsonObject | None:
+def _build_sft_conversation(found_row: FoundRow) -> JsonObject | None:
     """Messages and tools, as trainers of supervised fine-tuning read them."""
-    row = found.read()
+    row = found_row.read()
     if not (messages := row.meta.get("messages")):
         return None
     tools = [tool for schemas in row.tool_schemas.values() for tool in schemas or ()]
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 
-def _build_full_record(found: FoundRow) -> JsonObject:
+def _build_full_record(found_row: FoundRow) -> JsonObject:
     """All that a shard holds of a row."""
-    row = found.read()
+    row = found_row.read()
     record = row.record
     return {
-        "number": found.number,
-        "shard": found.shard.path.name,
+        "number": found_row.number,
+        "shard": found_row.shard.path.name,
         "kind": row.kind.label,
-        "step": found.step,
+        "step": found_row.step,
         "ticket": row.ticket_id,
         "attempt": row.attempt,
         "episode": row.episode,

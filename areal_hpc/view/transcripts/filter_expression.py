@@ -35,13 +35,13 @@ _COMPARE_BY_SIGN: dict[str, Callable[[float, float], bool]] = {
     ">": operator.gt,
     ">=": operator.ge,
 }
-_OPERATORS = (*_COMPARE_BY_SIGN, "~")
+_OPERATOR_SIGNS = (*_COMPARE_BY_SIGN, "~")
 
 
 class FieldReader(Protocol):
     """One row, whose fields are looked up by name."""
 
-    def get_field(self, name: str) -> FieldValue:
+    def get_field(self, field_name: str) -> FieldValue:
         """The value of a field that `FieldTypes` knows."""
         ...
 
@@ -190,12 +190,12 @@ class _Parser:
         kind = self._types(field)
         if kind is None:
             self._raise_filter_error(f"there is no field {field!r}")
-        sign = self._pop_token(f"one of {' '.join(_OPERATORS)} after {field}").text.replace(
+        sign = self._pop_token(f"one of {' '.join(_OPERATOR_SIGNS)} after {field}").text.replace(
             "==", "="
         )
-        if sign not in _OPERATORS:
+        if sign not in _OPERATOR_SIGNS:
             self._raise_filter_error(
-                f"expected one of {' '.join(_OPERATORS)} after {field}, got {sign!r}"
+                f"expected one of {' '.join(_OPERATOR_SIGNS)} after {field}, got {sign!r}"
             )
         wanted = self._pop_token(f"a value after {field} {sign}").text
         if kind is str:
@@ -216,9 +216,9 @@ class _Parser:
             return True
         return False
 
-    def _pop_token(self, wanted: str) -> _Token:
+    def _pop_token(self, expected: str) -> _Token:
         if not self._tokens:
-            self._raise_filter_error(f"expected {wanted}, got the end")
+            self._raise_filter_error(f"expected {expected}, got the end")
         return self._tokens.pop(0)
 
     def _raise_filter_error(self, problem: str) -> NoReturn:

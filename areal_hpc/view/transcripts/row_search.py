@@ -122,19 +122,19 @@ class FoundRow:
             return None
         return self.shard.steps.find_step(ticket_id, attempt)
 
-    def get_field(self, name: str) -> FieldValue:
+    def get_field(self, field_name: str) -> FieldValue:
         """The value of a field that `get_field_type` knows."""
         for prefix, attribute in ((PART_PREFIX, "parts"), (METRIC_PREFIX, "metrics")):
-            if name.startswith(prefix):
-                return self._find_reward_number(attribute, name.removeprefix(prefix))
-        return ROW_FIELDS[name].read(self)
+            if field_name.startswith(prefix):
+                return self._find_reward_number(attribute, field_name.removeprefix(prefix))
+        return ROW_FIELDS[field_name].read(self)
 
-    def _find_reward_number(self, attribute: str, name: str) -> float | None:
+    def _find_reward_number(self, attribute: str, metric_name: str) -> float | None:
         """A part or a metric of the last of the row's rewards that has it."""
         for call in reversed(self.record.calls):
             found: Mapping[str, float] = getattr(call.reward, attribute) if call.reward else {}
-            if name in found:
-                return found[name]
+            if metric_name in found:
+                return found[metric_name]
         return None
 
     def read(self) -> TrajectoryRow:
@@ -152,29 +152,31 @@ class RowField:
     read: Callable[[FoundRow], FieldValue]
 
 
-def _make_column_reader(name: str) -> Callable[[FoundRow], FieldValue]:
-    def read(one: FoundRow) -> FieldValue:
-        value: float = one.shard.get_value(name, one.row)
+def _make_column_reader(column_name: str) -> Callable[[FoundRow], FieldValue]:
+    def read(found_row: FoundRow) -> FieldValue:
+        value: float = found_row.shard.get_value(column_name, found_row.row)
         return value
 
     return read
 
 
-def _get_duration_s(one: FoundRow) -> float | None:
-    record = one.record
+def _get_duration_s(found_row: FoundRow) -> float | None:
+    record = found_row.record
     return record.ended_at - record.started_at if record.ended_at else None
 
 
-def _get_notes(one: FoundRow) -> str:
-    return "\n".join(call.reward.note for call in one.record.calls if call.reward)
+def _get_notes(found_row: FoundRow) -> str:
+    return "\n".join(call.reward.note for call in found_row.record.calls if call.reward)
 
 
-def _get_messages_json(one: FoundRow) -> str:
-    return msgspec.json.encode(one.read().meta.get("messages")).decode()
+def _get_messages_json(found_row: FoundRow) -> str:
+    return msgspec.json.encode(found_row.read().meta.get("messages")).decode()
 
 
-def _count_tokens(one: FoundRow) -> float:
-    first, end = (one.shard.get_value("offsets", row) for row in (one.row, one.row + 1))
+def _count_tokens(found_row: FoundRow) -> float:
+    first, end = (
+        found_row.shard.get_value("offsets", row) for row in (found_row.row, found_row.row + 1)
+    )
     return float(end - first)
 
 
@@ -213,11 +215,11 @@ ROW_FIELDS: dict[str, RowField] = {
 FIELD_NAMES = [*ROW_FIELDS, f"{PART_PREFIX}NAME", f"{METRIC_PREFIX}NAME"]
 
 
-def get_field_type(name: str) -> type[float] | type[str] | None:
+def get_field_type(field_name: str) -> type[float] | type[str] | None:
     """The type of a field; None if there is no such field."""
-    if name.startswith((PART_PREFIX, METRIC_PREFIX)):
+    if field_name.startswith((PART_PREFIX, METRIC_PREFIX)):
         return float
-    return ROW_FIELDS[name].type if name in ROW_FIELDS else None
+    return ROW_FIELDS[field_name].type if field_name in ROW_FIELDS else None
 
 
 @dataclass(frozen=True, slots=True)
