@@ -61,12 +61,12 @@ def build_server_command(
     index: int,
     incarnation: int,
     ports: ServerPorts,
-    part: NodeOptions | None = None,
+    node_options: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command of one start of a replica, or of one node's part of it: else the first node's."""
     nodes = job.inference.nodes_per_replica
-    if part is None and nodes > 1:
-        part = NodeOptions(0, nodes, get_rendezvous_address(ports), get_advertised_host())
+    if node_options is None and nodes > 1:
+        node_options = NodeOptions(0, nodes, get_rendezvous_address(ports), get_advertised_host())
     command = build_replica_command(
         job.inference,
         python=job.serve_python,
@@ -78,7 +78,7 @@ def build_server_command(
         updates_in_place=job.updates_in_place,
         serves_metrics=job.serves_metrics,
         weight_version=job.loaded_version or UNSET_WEIGHT_VERSION,
-        part=part,
+        node_options=node_options,
     )
     return replace(
         command,

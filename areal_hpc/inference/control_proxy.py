@@ -255,9 +255,9 @@ def _parse_caller_headers(request: Request) -> ControlCaller:
     )
 
 
-async def _decode_body(request: Request, form: type[RequestT]) -> RequestT:
+async def _decode_body(request: Request, request_type: type[RequestT]) -> RequestT:
     try:
-        return decode_body(await _read_body(request), form)
+        return decode_body(await _read_body(request), request_type)
     except msgspec.DecodeError as error:
         raise HTTPException(400, str(error)) from error
 
@@ -272,20 +272,21 @@ async def _read_json_object_body(request: Request) -> bytes:
     return body
 
 
-def _read_count_header(request: Request, name: str) -> int:
-    number = _read_number_header(request, name)
+def _read_count_header(request: Request, header_name: str) -> int:
+    number = _read_number_header(request, header_name)
     if not (0 <= number <= _MAX_COUNT_HEADER_VALUE and number.is_integer()):
         raise HTTPException(
-            400, f"the header {name} must be a whole number from 0 to {_MAX_COUNT_HEADER_VALUE}"
+            400,
+            f"the header {header_name} must be a whole number from 0 to {_MAX_COUNT_HEADER_VALUE}",
         )
     return int(number)
 
 
-def _read_number_header(request: Request, name: str, default: str = "") -> float:
+def _read_number_header(request: Request, header_name: str, default: str = "") -> float:
     try:
-        return float(request.headers.get(name, default))
+        return float(request.headers.get(header_name, default))
     except ValueError:
-        raise HTTPException(400, f"the header {name} must be a number") from None
+        raise HTTPException(400, f"the header {header_name} must be a number") from None
 
 
 async def _read_body(request: Request) -> bytes:

@@ -209,9 +209,9 @@ class ReplyParser:
         self._reasoned = self._reasoned or bool(kept)
         return kept, body if self._body else body.lstrip("\n")
 
-    def _pop_text_until(self, end: int) -> str:
-        start, self._shown_chars = self._shown_chars, max(end, self._shown_chars)
-        return self._body[start:end]
+    def _pop_text_until(self, end_index: int) -> str:
+        start, self._shown_chars = self._shown_chars, max(end_index, self._shown_chars)
+        return self._body[start:end_index]
 
     def _pop_rest_and_calls(self) -> tuple[str, list[ParsedToolCall]]:
         """What has not been shown yet, and the calls."""

@@ -270,13 +270,13 @@ class Replica:
         if self._server is not None:
             self._server.kill(grace_s)
 
-    def _record_event(self, event: str, **facts: object) -> None:
-        self._events.record(event, replica=self.index, incarnation=self._incarnation, **facts)
+    def _record_event(self, event: str, **fields: object) -> None:
+        self._events.record(event, replica=self.index, incarnation=self._incarnation, **fields)
 
-    def _record_span(self, name: str, seconds: float, **facts: object) -> None:
+    def _record_span(self, span_name: str, seconds: float, **fields: object) -> None:
         """Note what took so long and ends now."""
         now = time.time()
-        record_span(name, now - seconds, now, f"replica {self.index}", **facts)
+        record_span(span_name, now - seconds, now, f"replica {self.index}", **fields)
 
     # -- the control proxy's thread ------------------------------------
     # Each method raises ControlCallRefusedError when the caller means another incarnation, when the

@@ -29,7 +29,7 @@ from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.rundir.quarantine import quarantine_batch_once, read_quarantined_batches
 from areal_hpc.shards.index import read_index
-from areal_hpc.shards.verify import find_shard_problems
+from areal_hpc.shards.verify import list_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
 from areal_hpc.wire.weight_version import GenerationFork
 
@@ -255,7 +255,7 @@ def check_recorded_batches(
     for name in sorted({ticket.shard for one in manifests for ticket in one.tickets}):
         path = run.shards_dir / name
         found = (
-            find_shard_problems(path, index[name]) if name in index else ["it is not in the index"]
+            list_shard_problems(path, index[name]) if name in index else ["it is not in the index"]
         )
         problems += [Problem(one, str(path), "run areal-hpc shards verify") for one in found]
     if problems:

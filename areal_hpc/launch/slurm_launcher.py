@@ -15,7 +15,7 @@ from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, prepare_and_lock_run
 from areal_hpc.launch.resources.host_memory import (
     find_host_memory_problems,
-    find_memory_bytes_of_job_nodes,
+    get_node_memory_bytes_by_job,
 )
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
@@ -77,7 +77,7 @@ def submit(
         fresh=fresh,
         sys_path=sys_path,
         known_problems=(
-            find_host_memory_problems(recipe, find_memory_bytes_of_job_nodes(recipe))
+            find_host_memory_problems(recipe, get_node_memory_bytes_by_job(recipe))
             if plan is None
             else ()
         ),
@@ -131,7 +131,9 @@ class _RunSubmission:
 
     def _submit_successors(self, request: JobRequest, script: Path) -> None:
         chain = self.chains[request.job]
-        laid = list_waiting_successors(read_submissions(self._prepared_run.paths.submissions), request.job)
+        laid = list_waiting_successors(
+            read_submissions(self._prepared_run.paths.submissions), request.job
+        )
         place = max((one.successor for one in laid), default=0)
         before = len(chain)
         while len(chain) <= request.successors:

@@ -207,7 +207,7 @@ def read_task_exit(job: JobPaths, rank: int, incarnation: str) -> TaskExit | Non
 
 def read_task_exits(job: JobPaths) -> dict[int, TaskExit]:
     """Exit statuses of the tasks that have ended, by rank, in order."""
-    found = ((rank, _decode_task_exit(path)) for rank, path in job.find_task_exit_files().items())
+    found = ((rank, _decode_task_exit(path)) for rank, path in job.map_task_exit_files().items())
     return {rank: task_exit for rank, task_exit in found if task_exit is not None}
 
 

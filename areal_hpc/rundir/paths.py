@@ -257,7 +257,7 @@ class JobPaths(_Folder):
         """Exit status of one task."""
         return self.root / f"task_exit.{rank}.json"
 
-    def find_task_exit_files(self) -> dict[int, Path]:
+    def map_task_exit_files(self) -> dict[int, Path]:
         """The files of the tasks that have ended, by rank, in order."""
         found = {int(path.name.split(".")[1]): path for path in self.root.glob("task_exit.*.json")}
         return dict(sorted(found.items()))
@@ -291,7 +291,7 @@ def get_process_error_path(config: Path) -> Path:
     return config.with_suffix(".error")
 
 
-def find_runs(dir_with_runs: Path) -> list[RunPaths]:
+def list_runs(dir_with_runs: Path) -> list[RunPaths]:
     """The runs of a file root, of an experiment's directory, or the one at `dir_with_runs`."""
     for levels in ("", "*/", "*/*/"):
         if found := sorted(dir_with_runs.glob(f"{levels}{RECIPE_FILE}")):

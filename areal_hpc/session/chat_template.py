@@ -71,7 +71,9 @@ class ChatTemplate:
     `raise_exception`, `strftime_now`, loop controls, trimmed blocks, special tokens by name.
     """
 
-    def __init__(self, source: str, special_tokens: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, template_source: str, special_tokens: Mapping[str, str] | None = None
+    ) -> None:
         environment = _JinjaSandbox(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -82,8 +84,10 @@ class ChatTemplate:
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._globals = {**environment.globals, **(special_tokens or {})}
         try:
-            self._template = environment.from_string(source)
-            self.variables = frozenset(meta.find_undeclared_variables(environment.parse(source)))
+            self._template = environment.from_string(template_source)
+            self.variables = frozenset(
+                meta.find_undeclared_variables(environment.parse(template_source))
+            )
             """Names that the template reads from outside."""
         except jinja2.TemplateSyntaxError as error:
             raise RecipeError(

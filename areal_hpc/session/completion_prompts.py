@@ -25,8 +25,8 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
     """What a text continues; without a parent it gets the tokens that lead texts, as Llama's do."""
     lead = encoder.encode("", add_special_tokens=True)
 
-    def decode(one: Interaction) -> list[str]:
-        return _list_possible_texts(one, lead, encoder)
+    def decode(interaction: Interaction) -> list[str]:
+        return _list_interaction_texts(interaction, lead, encoder)
 
     parent, known = _find_longest_match(tree, prompt, lambda one: tree.get_own_texts(one, decode))
     return _build_open_turn(parent, prompt[known:])
@@ -49,19 +49,21 @@ def _build_open_turn(parent: Interaction | None, tail: str) -> OpenTurn:
     )
 
 
-def _list_possible_texts(one: Interaction, lead: Sequence[int], encoder: TokenEncoder) -> list[str]:
+def _list_interaction_texts(
+    interaction: Interaction, leading_ids: Sequence[int], encoder: TokenEncoder
+) -> list[str]:
     """How the interaction's own tokens may be written: with or without what leads all texts."""
-    ids = unpack_ids(one.new_ids + one.output_ids).tolist()
+    ids = unpack_ids(interaction.new_ids + interaction.output_ids).tolist()
     texts = [encoder.decode(ids)]
-    if one.parent_id is None and lead and ids[: len(lead)] == [*lead]:
-        texts.append(encoder.decode(ids[len(lead) :]))
+    if interaction.parent_id is None and leading_ids and ids[: len(leading_ids)] == [*leading_ids]:
+        texts.append(encoder.decode(ids[len(leading_ids) :]))
     return texts
 
 
 def _find_longest_match(
     tree: InteractionTree,
     prompt: TextOrBytes,
-    forms_of: Callable[[Interaction], Sequence[TextOrBytes]],
+    list_forms: Callable[[Interaction], Sequence[TextOrBytes]],
 ) -> tuple[Interaction | None, int]:
     """The interaction with the longest sequence that the prompt begins with, and its length."""
     children: dict[str | None, list[Interaction]] = defaultdict(list)
@@ -73,7 +75,7 @@ def _find_longest_match(
     while reached:
         interaction_id, known = reached.pop()
         for child in children[interaction_id]:
-            for form in forms_of(child):
+            for form in list_forms(child):
                 if form and prompt.startswith(form, known):
                     end = known + len(form)
                     reached.append((child.interaction_id, end))

@@ -59,34 +59,36 @@ def compute_credited_rewards(
     own = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     if rule == "chronological":
         own = {name: 0.0 if reward is None else reward for name, reward in own.items()}
-    return pass_back_rewards(own, find_followers(tree, rule, left_out), turn_discount)
+    return pass_back_rewards(own, map_followers(tree, rule, left_out), turn_discount)
 
 
-def find_followers(
+def map_followers(
     tree: InteractionTree, rule: CreditRule = "tree", left_out: Collection[str] = ()
 ) -> dict[str, list[str]]:
     """Who follows each interaction of a session, by id; those `left_out` are ignored."""
     kept = [one for one in tree if one.interaction_id not in left_out]
     if rule == "tree":
-        return _find_followers_by_tree(kept)
+        return _map_followers_by_tree(kept)
     order = sorted(kept, key=lambda one: one.asked_at)
     return {one.interaction_id: [after.interaction_id] for one, after in itertools.pairwise(order)}
 
 
 def pass_back_rewards(
-    own: Mapping[str, float | None],
+    own_reward_by_id: Mapping[str, float | None],
     followers: Followers,
     turn_discount: float,
     *,
     own_is_total: bool = False,
 ) -> dict[str, InteractionReward]:
-    """What each interaction earns, in the order of `own`, the rewards that were given.
+    """What each interaction earns, in the order of `own_reward_by_id`, the rewards that were given.
 
     With `own_is_total` a reward that was given is all that its interaction earns.
     """
     earned: dict[str, InteractionReward] = {}
-    for name in TopologicalSorter({name: followers.get(name, ()) for name in own}).static_order():
-        reward = own.get(name)
+    for name in TopologicalSorter(
+        {name: followers.get(name, ()) for name in own_reward_by_id}
+    ).static_order():
+        reward = own_reward_by_id.get(name)
         totals = [
             total
             for follower in followers.get(name, ())
@@ -96,7 +98,7 @@ def pass_back_rewards(
             totals = []
         passed_back = turn_discount * math.fsum(totals) / len(totals) if totals else None
         earned[name] = InteractionReward(reward, passed_back)
-    return {name: earned[name] for name in own}
+    return {name: earned[name] for name in own_reward_by_id}
 
 
 def compute_branch_weight_by_reply(
@@ -130,7 +132,7 @@ def sum_rewards(*rewards: float | None) -> float | None:
     return max(-MAX_REWARD, min(math.fsum(given), MAX_REWARD))
 
 
-def _find_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, list[str]]:
+def _map_followers_by_tree(interactions: Sequence[Interaction]) -> dict[str, list[str]]:
     followers: dict[str, list[str]] = {}
     conversations: dict[str, list[Interaction]] = {}  # by their first interaction
     first: dict[str, str] = {}

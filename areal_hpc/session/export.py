@@ -31,8 +31,8 @@ from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
     find_abandoned_replies,
-    find_followers,
     find_retry_orphans,
+    map_followers,
     pass_back_rewards,
     sum_rewards,
 )
@@ -78,7 +78,7 @@ def plan_rows(
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     # No row names a reply that its client left: it would cut off those that it stands between.
     left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_reply_reasons(tree).keys()
-    followers = find_followers(tree, rule.credit, left_out)
+    followers = map_followers(tree, rule.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
@@ -86,7 +86,7 @@ def plan_rows(
     kept = _find_replies_that_rewards_reach(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []
-    for path, trained, temperature in _group_replies_into_rows(tree, kept, rule.style):
+    for path, trained, temperature in _iterate_trained_paths(tree, kept, rule.style):
         # What replies earned cannot be added up: people are shown the last one's.
         last = earned[path[-1].interaction_id].total or 0.0
         reward = last if rule.is_credited else total
@@ -110,7 +110,7 @@ def _find_replies_that_rewards_reach(
     return kept
 
 
-def _group_replies_into_rows(
+def _iterate_trained_paths(
     tree: InteractionTree, kept: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
     """Rows of the replies `kept`: path, replies that it trains, and their temperature."""

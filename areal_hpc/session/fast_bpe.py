@@ -65,10 +65,12 @@ class _TokenizerJson(msgspec.Struct):
 class CachedBPEEncoder(dict[str, tuple[int, ...]]):
     """Ids by word. Made by `from_tokenizer`."""
 
-    def __init__(self, tokenizer: Tokenizer, split: re.Pattern[str], added: dict[str, int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, word_pattern: re.Pattern[str], added: dict[str, int]
+    ) -> None:
         super().__init__()
         self._model = tokenizer.model
-        self._find_words = split.findall
+        self._find_words = word_pattern.findall
         self._added = {text: (number,) for text, number in added.items()}
         longest_first = map(re.escape, sorted(added, key=len, reverse=True))
         self._split_added = re.compile(f"({'|'.join(longest_first) or NEVER_PATTERN})").split
@@ -133,11 +135,11 @@ class CachedBPEEncoder(dict[str, tuple[int, ...]]):
         return all(self.encode(text) == one.ids for text, one in zip(trials, encoded, strict=True))
 
 
-def _build_split_pattern(parts: _TokenizerJson) -> re.Pattern[str] | None:
+def _build_split_pattern(tokenizer_json: _TokenizerJson) -> re.Pattern[str] | None:
     """The regular expression that finds words, restricted to ASCII."""
-    if parts.normalizer not in (None, {"type": "NFC"}):
+    if tokenizer_json.normalizer not in (None, {"type": "NFC"}):
         return None
-    step = parts.pre_tokenizer or {"type": ""}
+    step = tokenizer_json.pre_tokenizer or {"type": ""}
     steps = step["pretokenizers"] if step["type"] == "Sequence" else [step]
     *splits, last = steps
     if last["type"] != "ByteLevel" or last["add_prefix_space"]:

@@ -40,15 +40,15 @@ def normalize_chat_message(message: Mapping[str, Any]) -> Message:
 def build_normal_message(
     role: str,
     content: str,
-    name: str | None = None,
+    sender_name: str | None = None,
     tool_call_id: str | None = None,
     reasoning_content: str | None = None,
     tool_calls: Iterable[Mapping[str, Any]] | None = None,
 ) -> Message:
     """The normal form of a message of which the parts have been read."""
     normal: Message = {"role": "system" if role == "developer" else role, "content": content}
-    if name is not None:
-        normal["name"] = name
+    if sender_name is not None:
+        normal["name"] = sender_name
     if tool_call_id is not None:
         normal["tool_call_id"] = tool_call_id
     if reasoning_content is not None:
@@ -78,7 +78,7 @@ COMPARED_FIELDS = ("role", "content", "tool_calls", "reasoning_content", "name")
 """What two messages are compared by, in the order in which a difference is named."""
 
 
-def find_differing_field(ours: Message, theirs: Message) -> str | None:
+def find_differing_field(recorded: Message, received: Message) -> str | None:
     """The first of `COMPARED_FIELDS` in which a message that came back is not the one we know.
 
     Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
@@ -88,25 +88,26 @@ def find_differing_field(ours: Message, theirs: Message) -> str | None:
     """
     for field in COMPARED_FIELDS:
         if (
-            _get_comparable_value(ours, field) != _get_comparable_value(theirs, field)
-            and not (field == "reasoning_content" and field not in theirs)
-            and not (field == "tool_calls" and _have_calls_with_added_arguments(ours, theirs))
+            _get_comparable_value(recorded, field) != _get_comparable_value(received, field)
+            and not (field == "reasoning_content" and field not in received)
+            and not (field == "tool_calls" and _have_calls_with_added_arguments(recorded, received))
         ):
             return field
     return None
 
 
-def _have_calls_with_added_arguments(ours: Message, theirs: Message) -> bool:
+def _have_calls_with_added_arguments(recorded: Message, received: Message) -> bool:
     """True if their calls are ours, by their ids, with all of our arguments and more of them."""
-    pairs = (ours.get("tool_calls") or [], theirs.get("tool_calls") or [])
+    pairs = (recorded.get("tool_calls") or [], received.get("tool_calls") or [])
     return len(pairs[0]) == len(pairs[1]) and all(map(_is_call_with_added_arguments, *pairs))
 
 
-def _is_call_with_added_arguments(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> bool:
-    given, more = ours["function"]["arguments"], theirs["function"]["arguments"]
+def _is_call_with_added_arguments(recorded: Mapping[str, Any], received: Mapping[str, Any]) -> bool:
+    given, more = recorded["function"]["arguments"], received["function"]["arguments"]
     return (
-        ours.get("id") is not None
-        and (ours["id"], ours["function"]["name"]) == (theirs.get("id"), theirs["function"]["name"])
+        recorded.get("id") is not None
+        and (recorded["id"], recorded["function"]["name"])
+        == (received.get("id"), received["function"]["name"])
         and isinstance(given, dict)
         and isinstance(more, dict)
         and given == {key: more[key] for key in given if key in more}

@@ -228,7 +228,7 @@ class InteractionTree:
         """
         found: Interaction | None = None
         known = 0
-        node = self._roots.get(_sort_context_keys(context))
+        node = self._roots.get(_sort_json_keys(context))
         if node is None:
             others = self._roots.values()  # conversations under other tools or template variables
             is_known = _has_assistant_message(messages) and any(
@@ -254,7 +254,7 @@ class InteractionTree:
     def add(self, interaction: Interaction) -> None:
         """Take in a completed interaction. Its parent must be in the tree."""
         if interaction.parent_id is None:
-            node = self._roots.setdefault(_sort_context_keys(interaction.context), _MessageNode({}))
+            node = self._roots.setdefault(_sort_json_keys(interaction.context), _MessageNode({}))
         else:
             node = self._entries[interaction.parent_id].node
         for message in (*interaction.new_messages, interaction.reply):
@@ -271,12 +271,12 @@ class InteractionTree:
         self._entries[interaction_id].own_json = own_json
 
     def get_own_texts(
-        self, one: Interaction, decode: Callable[[Interaction], Sequence[str]]
+        self, interaction: Interaction, decode: Callable[[Interaction], Sequence[str]]
     ) -> Sequence[str]:
         """How an interaction's own ids may be written, by `decode`, which is asked once."""
-        entry = self._entries[one.interaction_id]
+        entry = self._entries[interaction.interaction_id]
         if entry.own_texts is None:
-            entry.own_texts = decode(one)
+            entry.own_texts = decode(interaction)
         return entry.own_texts
 
     def build_sequence_ids_json_inside(self, interaction: Interaction | None, then: bytes) -> bytes:
@@ -337,9 +337,9 @@ def format_ids_as_json_inside(ids: Sequence[int]) -> bytes:
     return msgspec.json.encode(ids)[1:-1]
 
 
-def join_json_array_insides(*parts: bytes) -> bytes:
+def join_json_array_insides(*array_insides: bytes) -> bytes:
     """The insides of JSON arrays as that of one."""
-    return b",".join(part for part in parts if part)
+    return b",".join(part for part in array_insides if part)
 
 
 def _render_up_to_reply_text(
@@ -384,6 +384,6 @@ def _render_text_after_reply(
 
 
 @lru_cache(maxsize=256)
-def _sort_context_keys(context: bytes) -> bytes:
+def _sort_json_keys(context_json: bytes) -> bytes:
     """The context with its keys sorted: one form for contexts that differ in their order alone."""
-    return context and msgspec.json.encode(msgspec.json.decode(context), order="sorted")
+    return context_json and msgspec.json.encode(msgspec.json.decode(context_json), order="sorted")

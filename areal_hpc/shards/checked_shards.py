@@ -70,14 +70,14 @@ class CheckedShards:
                 for check in checks.values():
                     check.result()
 
-    def read_rows(self, name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
+    def read_rows(self, shard_name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
         """The training rows at these places of a shard, in that order, without metadata.
 
         Raises:
             ShardError: The file is missing or damaged, has no such row, or one of another kind.
         """
-        path = self._shards_dir / name
-        self._await_background_check(name)
+        path = self._shards_dir / shard_name
+        self._await_background_check(shard_name)
         try:
             found = ShardReader(path).read_rows(rows, with_meta=False)
         except IndexError as error:
@@ -91,21 +91,21 @@ class CheckedShards:
                 )
         return found
 
-    def read_records(self, name: str, rows: Sequence[int]) -> list[RowRecord]:
+    def read_records(self, shard_name: str, rows: Sequence[int]) -> list[RowRecord]:
         """The episodes and calls of these rows of a shard.
 
         Raises:
             ShardError: The file is missing or damaged, or has no such row.
         """
-        path = self._shards_dir / name
-        self._await_background_check(name)
+        path = self._shards_dir / shard_name
+        self._await_background_check(shard_name)
         try:
             return ShardReader(path).read_records(rows)
         except IndexError as error:
             raise ShardError(str(error), key=str(path), hint=_RESTORE_HINT) from error
 
-    def _await_background_check(self, name: str) -> None:
-        if check := self._checks.get(name):
+    def _await_background_check(self, shard_name: str) -> None:
+        if check := self._checks.get(shard_name):
             check.result()
 
     def _check_shard(self, line: _DigestLine) -> None:
@@ -114,19 +114,21 @@ class CheckedShards:
             raise ShardError(fault, key=str(path), hint=_RESTORE_HINT)
         self._checked.add(line.file)
 
-    def _find_index_line(self, name: str) -> _DigestLine:
-        if name not in self._lines:
-            named = parse_shard_name(name)
-            if named is None or not name.endswith(SHARD_SUFFIX):
-                raise ShardError(f"expected the name of a shard, got {name!r}", key="manifests/")
+    def _find_index_line(self, shard_name: str) -> _DigestLine:
+        if shard_name not in self._lines:
+            named = parse_shard_name(shard_name)
+            if named is None or not shard_name.endswith(SHARD_SUFFIX):
+                raise ShardError(
+                    f"expected the name of a shard, got {shard_name!r}", key="manifests/"
+                )
             self._read_new_index_lines(named[0])
-        if name not in self._lines:
+        if shard_name not in self._lines:
             raise ShardError(
                 "the index has no line of this shard",
-                key=str(self._shards_dir / name),
+                key=str(self._shards_dir / shard_name),
                 hint="restore the file index/ of its writer from a copy",
             )
-        return self._lines[name]
+        return self._lines[shard_name]
 
     def _read_new_index_lines(self, writer: str) -> None:
         path = get_index_path(self._index_dir, writer)

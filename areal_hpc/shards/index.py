@@ -34,7 +34,7 @@ class ShardTicket(msgspec.Struct, frozen=True):
     """Packed version of the oldest weights that sampled one of its tokens; -1 without any."""
 
 
-class UntrainedEpisode(msgspec.Struct, frozen=True, omit_defaults=True):
+class UntrainedEpisodeRows(msgspec.Struct, frozen=True, omit_defaults=True):
     """One episode inside one shard whose rows are never trained on."""
 
     kind: str
@@ -58,7 +58,7 @@ class SealedShard(msgspec.Struct, frozen=True, omit_defaults=True):
     tokens: int
     tickets: list[ShardTicket]
     """Of training rows alone: batches are made of these."""
-    untrained: list[UntrainedEpisode] = []
+    untrained: list[UntrainedEpisodeRows] = []
 
 
 def group_training_rows_by_ticket(
@@ -84,14 +84,14 @@ def group_training_rows_by_ticket(
 
 def group_untrained_rows_by_session(
     kinds: Iterable[RowKind], records: Iterable[RowRecord]
-) -> list[UntrainedEpisode]:
+) -> list[UntrainedEpisodeRows]:
     """The episodes of all other rows, by first row. Both arguments have one element per row."""
     rows_of: dict[tuple[RowKind, str, str], list[int]] = {}
     for row, (kind, record) in enumerate(zip(kinds, records, strict=True)):
         if kind is not RowKind.TRAIN:
             rows_of.setdefault((kind, record.session_id, record.cause), []).append(row)
     return [
-        UntrainedEpisode(kind.label, session_id, rows, cause)
+        UntrainedEpisodeRows(kind.label, session_id, rows, cause)
         for (kind, session_id, cause), rows in rows_of.items()
     ]
 

@@ -239,9 +239,9 @@ def _cut_torn_tail_and_get_size(descriptor: int, path: Path) -> int:
     return whole_bytes
 
 
-def _copy_from_offset(source: int, offset: int, target: int) -> None:
-    while block := os.pread(source, 1 << 20, offset):
-        write_all(target, (block,))
+def _copy_from_offset(source_fd: int, offset: int, target_fd: int) -> None:
+    while block := os.pread(source_fd, 1 << 20, offset):
+        write_all(target_fd, (block,))
         offset += len(block)
 
 

@@ -22,9 +22,9 @@ from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
     DATASETS,
     FORMAT_NAME,
-    FORMAT_VERSION,
     JSON_DATASETS,
     MASK_DATASETS,
+    NEWEST_FORMAT_VERSION,
     Axis,
     DatasetSpec,
 )
@@ -80,12 +80,12 @@ class ShardReader:
             self._rows["eval_step"] = np.full(self.num_rows, -1, np.int64)
         self._check_dataset_lengths()
 
-    def _locate_datasets(self, wanted: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
+    def _locate_datasets(self, dataset_specs: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
         """Places of those that the shard's version has."""
         path = self.path
         try:
             with open_regular_file(path) as descriptor:
-                places = _read_dataset_places(descriptor, wanted)
+                places = _read_dataset_places(descriptor, dataset_specs)
                 size_bytes = os.fstat(descriptor).st_size
         except FileNotFoundError as error:
             raise ShardError("there is no such shard", key=str(path), hint=_VERIFY_HINT) from error
@@ -125,13 +125,15 @@ class ShardReader:
         """Tokens of all rows."""
         return self._places["input_ids"].length
 
-    def read_column(self, name: str) -> NumpyArray:
+    def read_column(self, dataset_name: str) -> NumpyArray:
         """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
-        if name in self._rows:
-            return self._rows[name]
-        if name not in self._places and not self._has_records:
-            raise ShardError(f"a shard of version 1 has no dataset {name!r}", key=str(self.path))
-        return self._read_columns([name])[0]
+        if dataset_name in self._rows:
+            return self._rows[dataset_name]
+        if dataset_name not in self._places and not self._has_records:
+            raise ShardError(
+                f"a shard of version 1 has no dataset {dataset_name!r}", key=str(self.path)
+            )
+        return self._read_columns([dataset_name])[0]
 
     def list_kinds(self) -> list[RowKind]:
         """Why each row was recorded."""
@@ -177,9 +179,9 @@ class ShardReader:
             _TOKEN_COLUMNS, _locate_spans(bounds, chosen)
         )
 
-        def values(name: str) -> list[Any]:
+        def values(dataset_name: str) -> list[Any]:
             # One conversion a column, not one a row: a batch has many short rows.
-            return self._rows[name][chosen].tolist()  # type: ignore[no-any-return]
+            return self._rows[dataset_name][chosen].tolist()  # type: ignore[no-any-return]
 
         places = (values(name) for name in ("ticket_id", "attempt", "episode", "row"))
         kinds = map(_ROW_KINDS.__getitem__, values("kind"))
@@ -233,22 +235,24 @@ class ShardReader:
         return records, self._read_json_of_rows("meta", _meta_decoder, rows), named
 
     def _read_json_of_rows(
-        self, name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
+        self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
     ) -> Iterator[_JsonValue]:
         """A JSON object of each row."""
-        bounds = self._rows[JSON_DATASETS[name]]
-        (content,) = self._read_columns([name], _locate_spans(bounds, rows))
+        bounds = self._rows[JSON_DATASETS[dataset_name]]
+        (content,) = self._read_columns([dataset_name], _locate_spans(bounds, rows))
         for piece in _compute_row_slices(bounds, rows):
-            yield self._decode_json(name, decoder, content[piece])
+            yield self._decode_json(dataset_name, decoder, content[piece])
 
     def _decode_json(
-        self, name: str, decoder: msgspec.json.Decoder[_JsonValue], content: NumpyArray
+        self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], content: NumpyArray
     ) -> _JsonValue:
         try:
             return decoder.decode(content.data)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise ShardError(
-                f"{name}: expected a JSON object: {error}", key=str(self.path), hint=_VERIFY_HINT
+                f"{dataset_name}: expected a JSON object: {error}",
+                key=str(self.path),
+                hint=_VERIFY_HINT,
             ) from error
 
     def _read_columns(self, names: Iterable[str], spans: Spans | None = None) -> list[NumpyArray]:
@@ -306,19 +310,19 @@ def _compute_row_slices(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
     return list(map(slice, (ends - lengths).tolist(), ends.tolist()))
 
 
-def _read_spans(descriptor: int, place: _DatasetPlace, spans: Spans | None) -> NumpyArray:
-    spans = [(0, place.length)] if spans is None else spans
-    array = np.empty(sum(end - begin for begin, end in spans), place.dtype)
+def _read_spans(descriptor: int, dataset_place: _DatasetPlace, spans: Spans | None) -> NumpyArray:
+    spans = [(0, dataset_place.length)] if spans is None else spans
+    array = np.empty(sum(end - begin for begin, end in spans), dataset_place.dtype)
     at = 0
     for begin, end in spans:
         piece = array[at : at + end - begin]
-        read_exact(descriptor, piece, place.offset + begin * place.dtype.itemsize)
+        read_exact(descriptor, piece, dataset_place.offset + begin * dataset_place.dtype.itemsize)
         at += len(piece)
     return array
 
 
 def _read_dataset_places(
-    descriptor: int, wanted: Iterable[DatasetSpec]
+    descriptor: int, dataset_specs: Iterable[DatasetSpec]
 ) -> dict[str, _DatasetPlace]:
     """What HDF5 knows. By low-level calls: its File and Dataset objects take thrice as long."""
     access = h5p.create(h5p.FILE_ACCESS)
@@ -330,23 +334,23 @@ def _read_dataset_places(
         found, version = _read_attribute(file, b"format"), _read_attribute(file, b"version")
         if found != FORMAT_NAME.encode():
             raise ValueError(f"expected format {FORMAT_NAME!r}, got {found!r}")
-        if version is None or not 1 <= version <= FORMAT_VERSION:
-            raise ValueError(f"expected version 1 to {FORMAT_VERSION}, got {version!r}")
+        if version is None or not 1 <= version <= NEWEST_FORMAT_VERSION:
+            raise ValueError(f"expected version 1 to {NEWEST_FORMAT_VERSION}, got {version!r}")
         has_masks = file.links.exists(MASK_DATASETS[1].name.encode())  # the first may be another's
         return {
             expected.name: _locate_and_check_dataset(file, expected)
-            for expected in wanted
+            for expected in dataset_specs
             if expected.since <= version and (has_masks or expected not in MASK_DATASETS)
         }
     finally:
         file.close()
 
 
-def _read_attribute(file: h5f.FileID, name: bytes) -> Any:
+def _read_attribute(file: h5f.FileID, attribute_name: bytes) -> Any:
     """An attribute of the root group, text as bytes; None if there is none."""
-    if not h5a.exists(file, name):
+    if not h5a.exists(file, attribute_name):
         return None
-    attribute = h5a.open(file, name)
+    attribute = h5a.open(file, attribute_name)
     value = np.empty((), attribute.dtype)
     attribute.read(value)
     return value.item()

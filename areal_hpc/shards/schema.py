@@ -12,7 +12,7 @@ import numpy as np
 from h5py import h5t
 
 FORMAT_NAME = "areal-hpc-shard"
-FORMAT_VERSION = 2
+NEWEST_FORMAT_VERSION = 2
 """What is written. Earlier versions are read."""
 SHARD_SUFFIX = ".h5"
 PARTIAL_SUFFIX = ".tmp"
@@ -90,7 +90,7 @@ def format_shard_name(writer: str, sequence: int) -> str:
     return name
 
 
-def parse_shard_name(name: str) -> tuple[str, int] | None:
+def parse_shard_name(file_name: str) -> tuple[str, int] | None:
     """Writer and sequence of a shard or of a shard under construction; None for other files."""
-    match = _SHARD_NAME_PATTERN.fullmatch(name)
+    match = _SHARD_NAME_PATTERN.fullmatch(file_name)
     return (match[1], int(match[2])) if match else None

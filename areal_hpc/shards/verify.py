@@ -44,7 +44,9 @@ class VerifyReport:
     problems: list[Problem] = field(default_factory=list)
 
 
-def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: None) -> VerifyReport:
+def verify_run(
+    paths: RunPaths, report_progress: ProgressCallback = lambda done, total: None
+) -> VerifyReport:
     """Check every index line against its file, and every file against the index.
 
     Any flipped byte of a shard is found: a CRC-32 over the whole file catches every error
@@ -58,14 +60,14 @@ def verify_run(paths: RunPaths, watch: ProgressCallback = lambda done, total: No
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
     with ThreadPoolExecutor(MAX_PARALLEL_READS) as pool:
         # Reading and CRC release the interpreter lock.
-        checked = pool.map(find_shard_problems, shard_paths, shards)
+        checked = pool.map(list_shard_problems, shard_paths, shards)
         for path, shard, complaints in zip(shard_paths, shards, checked, strict=True):
             report.problems += [
                 Problem(complaint, str(path), hint="restore the file from a copy")
                 for complaint in complaints
             ]
             done_bytes += shard.bytes
-            watch(done_bytes, total_bytes)
+            report_progress(done_bytes, total_bytes)
     known = {shard.file for shard in shards}
     report.problems += [
         Problem(
@@ -94,7 +96,7 @@ def find_file_fault(path: Path, expected_bytes: int, expected_digest: str) -> st
     return ""
 
 
-def find_shard_problems(path: Path, shard: SealedShard) -> list[str]:
+def list_shard_problems(path: Path, shard: SealedShard) -> list[str]:
     """Everything in which the file differs from its index line; empty when all is well."""
     if fault := find_file_fault(path, shard.bytes, shard.digest):
         return [fault]

@@ -57,7 +57,7 @@ def write_sealed_shard(
             raise ValueError(f"row {number}, of ticket {trajectory.ticket_id}: {defect}")
     pieces = _collect_column_pieces(trajectories)
     try:
-        partial = _create_next_partial_file(shards_dir, index_dir, writer_name)
+        partial = _reserve_next_partial_path(shards_dir, index_dir, writer_name)
         try:
             offsets = _create_datasets_and_get_offsets(partial, pieces, writer_name)
             size_bytes, digest = _write_arrays_and_compute_digest(partial, pieces, offsets)
@@ -154,7 +154,7 @@ def _merge_tool_schemas(trajectories: Sequence[TrajectoryRow]) -> dict[str, Any]
     return merged
 
 
-def _create_next_partial_file(shards_dir: Path, index_dir: Path, writer: str) -> Path:
+def _reserve_next_partial_path(shards_dir: Path, index_dir: Path, writer: str) -> Path:
     """Create the temporary file of the writer's next number, exclusively.
 
     While it exists nobody else can publish that number, so that even a writer believed dead
@@ -200,7 +200,7 @@ def _create_datasets_and_get_offsets(
         path, "w", alignment_threshold=1, alignment_interval=schema.ALIGNMENT_BYTES, locking=False
     ) as file:
         file.attrs["format"] = schema.FORMAT_NAME
-        file.attrs["version"] = schema.FORMAT_VERSION
+        file.attrs["version"] = schema.NEWEST_FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
         for dataset in (*schema.DATASETS, *schema.MASK_DATASETS):

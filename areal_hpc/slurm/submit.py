@@ -153,7 +153,7 @@ def write_launch_and_clear_old_exits(launch: LaunchFile) -> Path:
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
     for stale in (
-        *paths.find_task_exit_files().values(),
+        *paths.map_task_exit_files().values(),
         paths.failure_count,
         paths.caretaker_count,
     ):

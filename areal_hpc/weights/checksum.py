@@ -61,9 +61,9 @@ def compute_rank_digests(
     }
 
 
-def is_expert_parameter(name: str) -> bool:
+def is_expert_parameter(parameter_name: str) -> bool:
     """True for the parameters of one expert of a mixture."""
-    return ".experts." in name
+    return ".experts." in parameter_name
 
 
 def require_matching_checksums(
@@ -117,30 +117,30 @@ def _find_expert_kinds_in_other_layouts(
     return frozenset(kinds - agreeing - {""})
 
 
-def _get_expert_kind(name: str) -> str:
+def _get_expert_kind(tensor_name: str) -> str:
     """`w13_weight` or the like, of a tensor with all experts of a layer; empty of any other."""
-    return name.partition(".experts.")[2]
+    return tensor_name.partition(".experts.")[2]
 
 
 def _list_rank_piece_alternatives(
-    name: str, parts: list[tuple[str, torch.Tensor]], tp_rank: int, tp: int
+    parameter_name: str, named_parts: list[tuple[str, torch.Tensor]], tp_rank: int, tp: int
 ) -> list[list[torch.Tensor]]:
     """What `tp_rank` may hold of a (fused) parameter: alternatives, each a list of pieces."""
-    if name.startswith(("model.embed_tokens.", "lm_head.")):
-        table, multiple = parts[0][1], _VOCABULARY_PADDING
+    if parameter_name.startswith(("model.embed_tokens.", "lm_head.")):
+        table, multiple = named_parts[0][1], _VOCABULARY_PADDING
         rows = table.shape[0]
         if -(-rows // multiple) * multiple % tp:
             multiple *= tp
         if padding := -rows % multiple:
             table = torch.nn.functional.pad(table, (0, 0, 0, padding))
         return [[slice_for_rank(table, 0, tp_rank, tp)]]
-    if name.endswith((".o_proj.weight", ".down_proj.weight")):
-        return [[slice_for_rank(parts[0][1], 1, tp_rank, tp)]]
-    ordered = sorted(parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
+    if parameter_name.endswith((".o_proj.weight", ".down_proj.weight")):
+        return [[slice_for_rank(named_parts[0][1], 1, tp_rank, tp)]]
+    ordered = sorted(named_parts, key=lambda part: _FUSED_ORDER.get(part[0].split(".")[-2], 0))
     tensors = [tensor for _, tensor in ordered]
-    if ".gate_up_proj." in name:
+    if ".gate_up_proj." in parameter_name:
         return [[slice_for_rank(tensor, 0, tp_rank, tp) for tensor in tensors]]
-    if ".qkv_proj." in name:
+    if ".qkv_proj." in parameter_name:
         query, *key_value = tensors
         # With fewer KV heads than ranks, `copies` neighbors hold the same head.
         return [
@@ -174,10 +174,10 @@ def _hash_pieces(pieces: Sequence[torch.Tensor], replica_device: str) -> str:
     return digest.hexdigest()[:16]
 
 
-def compute_sglang_gpu_hash(flat: torch.Tensor) -> int:
-    """SGLang's hash of a tensor on a GPU, of `flat`, uint8, on whatever device it is."""
-    whole = SglangGpuHash(flat.numel())
-    whole.update(flat)
+def compute_sglang_gpu_hash(bytes_tensor: torch.Tensor) -> int:
+    """SGLang's hash of a tensor on a GPU, of `bytes_tensor`, uint8, on whatever device it is."""
+    whole = SglangGpuHash(bytes_tensor.numel())
+    whole.update(bytes_tensor)
     return whole.finish()
 
 
@@ -198,13 +198,13 @@ class SglangGpuHash:
         self._rest: torch.Tensor | None = None
         """The begin of a tile."""
 
-    def update(self, flat: torch.Tensor) -> None:
+    def update(self, bytes_tensor: torch.Tensor) -> None:
         """Take the next bytes in, a vector of uint8."""
         if self._rest is not None:
-            flat = torch.cat([self._rest, flat])
-        whole = flat.numel() // _TILE_BYTES * _TILE_BYTES
-        self._add_words(flat[:whole])
-        self._rest = flat[whole:].clone() if whole < flat.numel() else None
+            bytes_tensor = torch.cat([self._rest, bytes_tensor])
+        whole = bytes_tensor.numel() // _TILE_BYTES * _TILE_BYTES
+        self._add_words(bytes_tensor[:whole])
+        self._rest = bytes_tensor[whole:].clone() if whole < bytes_tensor.numel() else None
 
     def finish(self) -> int:
         """The hash of all."""
@@ -212,8 +212,8 @@ class SglangGpuHash:
             self._add_words(torch.nn.functional.pad(self._rest, (0, -self._rest.numel() % 4)))
         return _finish_hash(self._total)
 
-    def _add_words(self, flat: torch.Tensor) -> None:
-        words = flat.view(torch.int32)
+    def _add_words(self, bytes_tensor: torch.Tensor) -> None:
+        words = bytes_tensor.view(torch.int32)
         if not words.numel():
             return
         if words.is_cuda and find_spec("triton") is not None:

@@ -77,11 +77,11 @@ class _StreamedHash:
         self._digest = hashlib.sha256() if is_cpu else None
         self._gpu_hash = SglangGpuHash(size_bytes)
 
-    def update(self, flat: torch.Tensor) -> None:
+    def update(self, bytes_tensor: torch.Tensor) -> None:
         if self._digest is not None:
-            self._digest.update(flat.cpu().numpy().data)
+            self._digest.update(bytes_tensor.cpu().numpy().data)
         else:
-            self._gpu_hash.update(flat)
+            self._gpu_hash.update(bytes_tensor)
 
     def finish(self) -> str:
         if self._digest is not None:
@@ -89,9 +89,9 @@ class _StreamedHash:
         return f"{self._gpu_hash.finish():016x}"
 
 
-def _parse_expert_name(name: str) -> tuple[str, int, int] | None:
+def _parse_expert_name(parameter_name: str) -> tuple[str, int, int] | None:
     """(stacked tensor, expert, half of it) of an expert's parameter; None for any other."""
-    hit = _EXPERT_PATTERN.fullmatch(name)
+    hit = _EXPERT_PATTERN.fullmatch(parameter_name)
     if hit is None:
         return None
     layer, expert, part = hit.groups()

@@ -35,13 +35,17 @@ class UpdateSession:
     then of no more use but to be given up.
     """
 
-    def __init__(self, members: Sequence[ReplicaClient], config: WeightsConfig, name: str) -> None:
+    def __init__(
+        self, members: Sequence[ReplicaClient], config: WeightsConfig, update_name: str
+    ) -> None:
         self._members = members
         self._config = config
         self.keys = tuple(member.key for member in members)
         self.load_s = 0.0
         """Seconds of this update in which the members loaded what they had received."""
-        self._calls = ThreadPoolExecutor(2 * len(members), thread_name_prefix=f"update-{name}")
+        self._calls = ThreadPoolExecutor(
+            2 * len(members), thread_name_prefix=f"update-{update_name}"
+        )
 
     def pause_replicas(self) -> None:
         """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
@@ -139,11 +143,11 @@ class UpdateInProgress(Generic[SessionT]):
         self.live: list[SessionT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
-    def run_step(self, name: str, step: SessionStep[SessionT]) -> None:
+    def run_step(self, step_name: str, step: SessionStep[SessionT]) -> None:
         """Take one step with all groups at once; those that fail it, or are late, drop out."""
-        self.start_step(name, step)()
+        self.start_step(step_name, step)()
 
-    def start_step(self, name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
+    def start_step(self, step_name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
         """Begin one step with all groups; the result waits until it is over, as `run_step` does."""
         ends_at = time.monotonic() + self._step_s
         steps = [(session, self._pool.submit(step, session)) for session in self.live]
@@ -154,13 +158,13 @@ class UpdateInProgress(Generic[SessionT]):
                 try:
                     future.result(max(0.0, ends_at - time.monotonic()))
                 except TimeoutError:
-                    late = f"{name} took longer than {self._step_s:g} s"
+                    late = f"{step_name} took longer than {self._step_s:g} s"
                     failures[session] = WeightSyncError(late)
                 except WeightSyncError as error:
                     failures[session] = error
                 except Exception as error:  # boundary: one group's trouble is not the others'
-                    log.exception("%s failed for a group of replicas", name)
-                    failures[session] = WeightSyncError(f"{name} failed: {error!r}")
+                    log.exception("%s failed for a group of replicas", step_name)
+                    failures[session] = WeightSyncError(f"{step_name} failed: {error!r}")
             self._drop_and_fence_sessions(failures)
 
         return settle

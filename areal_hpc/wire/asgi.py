@@ -63,14 +63,14 @@ async def read_signed_body(request: Request, max_bytes: int, too_large: Exceptio
     return body
 
 
-def decode_body(body: bytes, form: type[FormT]) -> FormT:
+def decode_body(body: bytes, body_type: type[FormT]) -> FormT:
     """The JSON of a request.
 
     Raises:
         msgspec.DecodeError: It is none of that form, no UTF-8, or nested beyond all reason.
     """
     try:
-        return msgspec.json.decode(body, type=form)
+        return msgspec.json.decode(body, type=body_type)
     except RecursionError as error:
         raise msgspec.DecodeError("the JSON is nested too deeply") from error
     except UnicodeDecodeError as error:

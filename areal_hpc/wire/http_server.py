@@ -98,8 +98,8 @@ class GuardedProtocol(HttpToolsProtocol):
         self._awaits = ""
         super().on_message_complete()
 
-    def _start_part_deadline(self, part: str) -> None:
-        self._awaits, self._awaits_since, self._head_bytes = part, self.loop.time(), 0
+    def _start_part_deadline(self, request_part: str) -> None:
+        self._awaits, self._awaits_since, self._head_bytes = request_part, self.loop.time(), 0
         self._is_overdue = False
 
     @property

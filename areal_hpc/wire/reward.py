@@ -82,33 +82,35 @@ class Reward(Struct, frozen=True, omit_defaults=True):
         )
 
 
-def parse_reward_number(number: object, name: str = "reward") -> float:
-    """The number, or numpy's scalar of one, as a finite float; InvalidRewardError names `name`."""
+def parse_reward_number(number: object, field_name: str = "reward") -> float:
+    """The number, or numpy's scalar of one, as a finite float; errors name `field_name`."""
     if isinstance(number, np.ndarray | np.generic) and number.size == 1:
         number = number.item()
     if not isinstance(number, numbers.Real):
         raise InvalidRewardError(
-            f"{name}: expected a finite float, got {_format_wrong_value(number)}"
+            f"{field_name}: expected a finite float, got {_format_wrong_value(number)}"
         )
     try:
         value = float(number)
     except OverflowError:
         value = math.inf
     if not abs(value) <= MAX_REWARD:
-        raise InvalidRewardError(f"{name}: expected a finite 32-bit float, got {number!r:.200}")
+        raise InvalidRewardError(
+            f"{field_name}: expected a finite 32-bit float, got {number!r:.200}"
+        )
     return value
 
 
-def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
-    if not isinstance(given, Mapping):
+def _parse_named_numbers(values_by_name: object, field: str) -> dict[str, float]:
+    if not isinstance(values_by_name, Mapping):
         raise InvalidRewardError(
-            f"{field}: expected numbers by name, got {_format_wrong_value(given)}"
+            f"{field}: expected numbers by name, got {_format_wrong_value(values_by_name)}"
         )
-    if len(given) > MAX_NAMED_NUMBERS:
+    if len(values_by_name) > MAX_NAMED_NUMBERS:
         raise InvalidRewardError(
-            f"{field}: expected at most {MAX_NAMED_NUMBERS} names, got {len(given)}"
+            f"{field}: expected at most {MAX_NAMED_NUMBERS} names, got {len(values_by_name)}"
         )
-    for name in given:
+    for name in values_by_name:
         if not (
             isinstance(name, str) and len(name) <= MAX_NAME_CHARS and _NAME_PATTERN.fullmatch(name)
         ):
@@ -116,7 +118,10 @@ def _parse_named_numbers(given: object, field: str) -> dict[str, float]:
                 f"{field}: expected names of at most {MAX_NAME_CHARS} letters, digits and _./-, "
                 f"got {_format_wrong_value(name)}"
             )
-    return {name: parse_reward_number(number, f"{field}.{name}") for name, number in given.items()}
+    return {
+        name: parse_reward_number(number, f"{field}.{name}")
+        for name, number in values_by_name.items()
+    }
 
 
 def _parse_text(text: object, field: str) -> str:

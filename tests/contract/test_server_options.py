@@ -49,7 +49,7 @@ def build_command_lines(recipe: Recipe) -> list[list[str]]:
                 ports=ServerPorts(31001, 31002),
                 random_seed=7,
                 updates_in_place=recipe.weights.pause_mode == "in_place",
-                part=part,
+                node_options=part,
             ).argv[3:]
         )
         for part in parts

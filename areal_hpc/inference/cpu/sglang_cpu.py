@@ -37,8 +37,8 @@ from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 class _StubObject:
     """A name that can be imported, called as a decorator, nested and inherited from."""
 
-    def __init__(self, name: str) -> None:
-        self.__name__ = self.__qualname__ = name
+    def __init__(self, stub_name: str) -> None:
+        self.__name__ = self.__qualname__ = stub_name
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         if len(args) == 1 and callable(args[0]) and not options:
@@ -62,26 +62,26 @@ class _StubObject:
     __ror__ = __or__
 
 
-def _make_missing_kernel(name: str) -> Callable[..., Any]:
+def _make_missing_kernel(module_or_kernel_name: str) -> Callable[..., Any]:
     def missing(*args: Any, **options: Any) -> Any:
-        raise NotImplementedError(f"{name} exists on GPUs only")
+        raise NotImplementedError(f"{module_or_kernel_name} exists on GPUs only")
 
     return missing
 
 
-def _make_triton_stub(name: str) -> Any:
+def _make_triton_stub(module_or_kernel_name: str) -> Any:
     # torch asks isinstance(x, triton.runtime.JITFunction): such names must be classes.
-    last = name.rpartition(".")[2]
+    last = module_or_kernel_name.rpartition(".")[2]
     if not last[:1].isupper():
-        return _StubObject(name)
+        return _StubObject(module_or_kernel_name)
     return type(last, (), {"__init__": lambda self, *args, **options: None})
 
 
 class _StubModule(types.ModuleType):
     """A module, with any submodule, whose attributes a factory makes on demand."""
 
-    def __init__(self, name: str, make: Callable[[str], Any]) -> None:
-        super().__init__(name)
+    def __init__(self, stub_name: str, make: Callable[[str], Any]) -> None:
+        super().__init__(stub_name)
         self.__path__: list[str] = []
         self.__version__ = "0.0.0"
         self._make = make

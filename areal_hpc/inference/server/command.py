@@ -83,7 +83,7 @@ def build_replica_command(
     updates_in_place: bool = False,
     serves_metrics: bool = False,
     weight_version: str = UNSET_WEIGHT_VERSION,
-    part: NodeOptions | None = None,
+    node_options: NodeOptions | None = None,
 ) -> ServerCommand:
     """The command that serves `model_path` as replica `index` of its cell, or a part of it.
 
@@ -126,11 +126,11 @@ def build_replica_command(
             # Else a step may be under way as SGLang takes the weights in: its token would be
             # stamped with the new version, and computed with either.
             options["--disable-overlap-schedule"] = True
-    if part is not None:
-        options |= {"--nnodes": part.nodes, "--node-rank": part.node}
-        options["--dist-init-addr"] = part.meeting_point
+    if node_options is not None:
+        options |= {"--nnodes": node_options.nodes, "--node-rank": node_options.node}
+        options["--dist-init-addr"] = node_options.meeting_point
         # Requests go from node to node as well; SGLang would ask for the way to the internet.
-        environment["SGLANG_HOST_IP"] = part.host
+        environment["SGLANG_HOST_IP"] = node_options.host
     if serves_metrics:
         options["--enable-metrics"] = True
     options["--context-length"] = config.context_length

@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, build_tiny_config
-from areal_hpc.proxy.engine.model_call import read_max_context_tokens
+from areal_hpc.proxy.engine.model_call import require_max_position_embeddings
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import ModelConfig, Recipe
 from areal_hpc.rundir.rendezvous import read_user_key
@@ -226,7 +226,7 @@ def find_context_tokens(recipe: Recipe, model_dir: Path) -> int:
     Raises:
         RecipeError: Neither says.
     """
-    return recipe.inference.context_length or read_max_context_tokens(model_dir)
+    return recipe.inference.context_length or require_max_position_embeddings(model_dir)
 
 
 def _find_reply_limit_problems(recipe: Recipe, context_tokens: int) -> Iterator[Problem]:

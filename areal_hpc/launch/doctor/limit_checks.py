@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import (
+    get_options_by_job_kind,
     judge_preemption,
-    list_options_by_job_kind,
     parse_minutes,
     read_partition,
 )
@@ -72,7 +72,7 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 def check_qos_preemption(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
     settings = doctor_subject.slurm_answer.settings
-    names = {options.qos for options in list_options_by_job_kind(doctor_subject.slurm).values()} - {
+    names = {options.qos for options in get_options_by_job_kind(doctor_subject.slurm).values()} - {
         None
     }
     if settings.get("PreemptType") != "preempt/qos" or not names:

@@ -12,7 +12,7 @@ from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES
 from areal_hpc.slurm.commands import run_slurm_command
 
 
-def list_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:
+def get_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:
     """By a job of each kind that has options of its own."""
     found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options_of_job(EVALUATION_CELL)
@@ -35,7 +35,7 @@ def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """The partitions that jobs go to."""
     limits: dict[str, int] = {}
     slurm = doctor_subject.slurm
-    for options in list_options_by_job_kind(slurm).values():
+    for options in get_options_by_job_kind(slurm).values():
         asked = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in (options.partition or "").split(","):
             if name:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
-from areal_hpc.launch.doctor.partition_checks import list_options_by_job_kind
+from areal_hpc.launch.doctor.partition_checks import get_options_by_job_kind
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
@@ -58,7 +58,7 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
         if not asked:
             asked = {
                 job: (*get_sbatch_flags(options), "--wrap=true")
-                for job, options in list_options_by_job_kind(doctor_subject.slurm).items()
+                for job, options in get_options_by_job_kind(doctor_subject.slurm).items()
             }
         for job, arguments in asked.items():
             try:

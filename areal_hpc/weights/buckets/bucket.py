@@ -16,23 +16,23 @@ from areal_hpc.weights.buckets.plan import BucketPlan
 class OpenBucket:
     """A bucket being filled: place every parameter, then send its `tensors_to_send`.
 
-    Parameters are copied end to end into `flat`, which is one message. Without it they stay where
-    they are, each of them a message, and must not change until sent.
+    Parameters are copied end to end into `flat_buffer`, which is one message. Without it they stay
+    where they are, each of them a message, and must not change until sent.
 
     Args:
         bucket: What belongs in it.
-        flat: uint8, `bucket.size_bytes` long.
+        flat_buffer: uint8, `bucket.size_bytes` long.
     """
 
-    def __init__(self, bucket: BucketPlan, flat: torch.Tensor | None = None) -> None:
+    def __init__(self, bucket: BucketPlan, flat_buffer: torch.Tensor | None = None) -> None:
         self.bucket = bucket
-        self.flat = flat
+        self.flat = flat_buffer
         self.tensors: dict[str, torch.Tensor] = {}
         """The parameters by name, once it is full; of a packed bucket views of `flat`."""
         self._missing = {slot.spec.name: slot for slot in bucket.slots}
-        if flat is not None:
+        if flat_buffer is not None:
             for name, slot in self._missing.items():
-                content = flat[slot.offset : slot.offset + slot.spec.size_bytes]
+                content = flat_buffer[slot.offset : slot.offset + slot.spec.size_bytes]
                 dtype: torch.dtype = getattr(torch, slot.spec.dtype)
                 self.tensors[name] = content.view(dtype).view(slot.spec.shape)
 
@@ -41,16 +41,16 @@ class OpenBucket:
         """True when every parameter has been placed."""
         return not self._missing
 
-    def place(self, name: str, tensor: torch.Tensor) -> None:
+    def place(self, parameter_name: str, tensor: torch.Tensor) -> None:
         """Put one parameter in its place.
 
         Raises:
             WeightSyncError: It does not belong here now, or is not what its spec promised.
         """
-        slot = self._missing.pop(name, None)
+        slot = self._missing.pop(parameter_name, None)
         if slot is None:
             raise WeightSyncError(
-                f"expected one of {sorted(self._missing)}, got {name}",
+                f"expected one of {sorted(self._missing)}, got {parameter_name}",
                 hint="export parameters in the order of their specs, each once",
             )
         shape, dtype = tuple(tensor.shape), str(tensor.dtype).removeprefix("torch.")
@@ -58,12 +58,12 @@ class OpenBucket:
             raise WeightSyncError(
                 f"expected {slot.spec.dtype} of shape {slot.spec.shape}, "
                 f"got {dtype} of shape {shape}",
-                key=name,
+                key=parameter_name,
             )
         if self.flat is None:
-            self.tensors[name] = tensor.detach().contiguous()
+            self.tensors[parameter_name] = tensor.detach().contiguous()
         else:
-            self.tensors[name].copy_(tensor.detach())
+            self.tensors[parameter_name].copy_(tensor.detach())
 
     @property
     def tensors_to_send(self) -> Sequence[torch.Tensor]:
@@ -98,7 +98,7 @@ def fill_and_send_buckets(
     arrivals: Iterator[tuple[str, torch.Tensor]],
     open_bucket: Callable[[BucketPlan], OpenBucket],
     ship: SendBucket,
-    watch: Callable[[OpenBucket], None] = lambda full: None,
+    inspect_bucket: Callable[[OpenBucket], None] = lambda full: None,
 ) -> None:
     """Fill and send all buckets; never holds more than two, whatever the model's size.
 
@@ -107,7 +107,7 @@ def fill_and_send_buckets(
         arrivals: Every parameter of the buckets, in the order in which they were planned.
         open_bucket: Makes a bucket to be filled; the last one may still be on its way.
         ship: Called when the bucket before has arrived.
-        watch: Sees each bucket while it is on its way.
+        inspect_bucket: Sees each bucket while it is on its way.
 
     Raises:
         WeightSyncError: The parameters are not those of the buckets.
@@ -123,7 +123,7 @@ def fill_and_send_buckets(
         if wait_sent is not None:
             wait_sent()
         wait_sent = ship(filling)
-        watch(filling)
+        inspect_bucket(filling)
     if wait_sent is not None:
         wait_sent()
     if (extra := next(arrivals, None)) is not None:

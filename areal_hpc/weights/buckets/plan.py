@@ -73,13 +73,13 @@ def get_bucket_bytes(configured: int | None, device_type: str) -> int:
     return CPU_BUCKET_BYTES if device_type == "cpu" else GPU_BUCKET_BYTES
 
 
-def get_fused_name(name: str) -> str:
+def get_fused_name(parameter_name: str) -> str:
     """The name under which SGLang keeps a parameter.
 
     q/k/v projections become `qkv_proj`, gate and up `gate_up_proj`; others keep their name.
     """
     return _FUSIBLE_PROJECTION_PATTERN.sub(
-        lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", name
+        lambda hit: ".qkv_proj." if hit["qkv"] else ".gate_up_proj.", parameter_name
     )
 
 

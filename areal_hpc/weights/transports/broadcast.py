@@ -24,7 +24,7 @@ from areal_hpc.weights.transports.process_group import (
     UpdateProcessGroup,
     exempt_update_groups_from_nccl_watchdog,
 )
-from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
+from areal_hpc.weights.transports.transport import InspectBucket, Transport, UpdateRequest
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.replicas import FenceReplicaRequest
@@ -199,36 +199,42 @@ class BroadcastTransport(Transport[BroadcastSession]):
     def _pause_and_transfer(
         self,
         update: UpdateInProgress[BroadcastSession],
-        order: UpdateRequest,
+        update_request: UpdateRequest,
         timer: PhaseTimer,
-        watch: WatchBucket,
+        inspect_bucket: InspectBucket,
     ) -> None:
-        last = order.buckets[-1] if order.buckets else None
+        last = update_request.buckets[-1] if update_request.buckets else None
 
         def ship(full: OpenBucket) -> WaitSent:
-            complete = order.version if full.bucket is last else None
+            complete = update_request.version if full.bucket is last else None
             return update.start_step("send", lambda session: session.send_bucket(full, complete))
 
         with timer.time_phase("group_join"):
-            self._reuse_or_form_groups(update, order)
+            self._reuse_or_form_groups(update, update_request)
         with timer.time_phase("pause_call"):
             update.run_step("pause", lambda session: session.pause_replicas())
         with timer.time_phase("transfer"):
-            fill_and_send_buckets(order.buckets, order.arrivals, self._open_bucket, ship, watch)
+            fill_and_send_buckets(
+                update_request.buckets,
+                update_request.arrivals,
+                self._open_bucket,
+                ship,
+                inspect_bucket,
+            )
             update.run_step("end", lambda session: session.end_update())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap
         timer.seconds |= {"transfer": transfer_s, "load": load_s}
 
     def _reuse_or_form_groups(
-        self, update: UpdateInProgress[BroadcastSession], order: UpdateRequest
+        self, update: UpdateInProgress[BroadcastSession], update_request: UpdateRequest
     ) -> None:
         """Take the groups that still stand and form the others."""
         size = self._config.replicas_per_group or choose_group_size(
-            self._backend, len(order.replicas)
+            self._backend, len(update_request.replicas)
         )
-        groups = partition_replicas(order.replicas, size, self._suspects)
-        places = {key.cell_and_index for key in order.replicas}
+        groups = partition_replicas(update_request.replicas, size, self._suspects)
+        places = {key.cell_and_index for key in update_request.replicas}
         self._suspects -= places  # from here on they are judged by this update
         for keys in [*self._sessions]:
             if keys not in groups and any(key.cell_and_index in places for key in keys):
@@ -238,7 +244,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
             if keys in self._sessions:
                 standing.append(self._sessions.pop(keys))
             else:
-                update.live.append(self._new_session(order.version, keys))
+                update.live.append(self._new_session(update_request.version, keys))
         update.run_step("join", lambda session: session.fence_and_form_group())
         update.live += standing
 

@@ -26,7 +26,7 @@ class CompletionPoller:
         self._pending: list[tuple[Sequence[dist.Work], Future[None]]] = []
         self._is_polling = False
 
-    def watch_works(self, works: Sequence[dist.Work]) -> Future[None]:
+    def watch_works(self, collective_works: Sequence[dist.Work]) -> Future[None]:
         """Is done when all works are, well or not. Cancel it to let go of them."""
         over: Future[None] = Future()
         with self._lock:
@@ -49,10 +49,10 @@ class CompletionPoller:
             time.sleep(_POLL_S)
 
 
-def watch_gloo_works(works: Sequence[dist.Work]) -> Future[None]:
+def watch_gloo_works(collective_works: Sequence[dist.Work]) -> Future[None]:
     """Is done when gloo has told of all works, well or not."""
     over: Future[None] = Future()
-    lock, left = threading.Lock(), [len(works)]
+    lock, left = threading.Lock(), [len(collective_works)]
 
     def count(_: object) -> None:
         with lock:
@@ -61,7 +61,7 @@ def watch_gloo_works(works: Sequence[dist.Work]) -> Future[None]:
         if is_last:
             _resolve_future(over)
 
-    for work in works:
+    for work in collective_works:
         work.get_future().add_done_callback(count)
     return over
 
@@ -78,12 +78,12 @@ def raise_if_work_failed(work: dist.Work) -> None:
         raise RuntimeError(str(error))
 
 
-def _resolve_if_over(works: Sequence[dist.Work], over: Future[None]) -> bool:
+def _resolve_if_over(collective_works: Sequence[dist.Work], over: Future[None]) -> bool:
     """Whether there is nothing more to ask."""
     if over.cancelled():
         return True
     try:
-        if not all(work.is_completed() for work in works):
+        if not all(work.is_completed() for work in collective_works):
             return False
     except RuntimeError as error:
         _resolve_future(over, error)

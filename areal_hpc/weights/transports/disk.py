@@ -27,7 +27,7 @@ from areal_hpc.weights.buckets.bucket import (
     fill_and_send_buckets,
 )
 from areal_hpc.weights.replica_client import ReplicaClient
-from areal_hpc.weights.transports.transport import Transport, UpdateRequest, WatchBucket
+from areal_hpc.weights.transports.transport import InspectBucket, Transport, UpdateRequest
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession
 from areal_hpc.wire.replicas import LoadWeightsRequest
 from areal_hpc.wire.weight_version import WeightVersion
@@ -87,9 +87,9 @@ class WeightsFolder:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _parse_version_and_serial_number(name: str) -> list[int]:
+def _parse_version_and_serial_number(folder_name: str) -> list[int]:
     """Generation, step, serial number."""
-    return [int(part) for part in name.split(".")]
+    return [int(part) for part in folder_name.split(".")]
 
 
 @contextmanager
@@ -136,37 +136,44 @@ class DiskTransport(Transport[DiskSession]):
     def _pause_and_transfer(
         self,
         update: UpdateInProgress[DiskSession],
-        order: UpdateRequest,
+        update_request: UpdateRequest,
         timer: PhaseTimer,
-        watch: WatchBucket,
+        inspect_bucket: InspectBucket,
     ) -> None:
         with timer.time_phase("write"):
             try:
-                folder = self._write_folder(order, watch)
+                folder = self._write_folder(update_request, inspect_bucket)
             except WeightStorageError as error:
-                update.failed = dict.fromkeys(order.replicas, error)
+                update.failed = dict.fromkeys(update_request.replicas, error)
                 return
-        for key in order.replicas:
+        for key in update_request.replicas:
             update.live.append(
-                DiskSession(self._build_replica_client(key, order.version), self._config)
+                DiskSession(self._build_replica_client(key, update_request.version), self._config)
             )
         with timer.time_phase("pause_call"):
             update.run_step("pause", lambda session: session.pause_replicas())
         with timer.time_phase("load"):
             update.run_step(
-                "load", lambda session: session.load_folder_and_wait(folder.name, order.version)
+                "load",
+                lambda session: session.load_folder_and_wait(folder.name, update_request.version),
             )
 
-    def _write_folder(self, order: UpdateRequest, watch: WatchBucket) -> WeightsFolder:
+    def _write_folder(
+        self, update_request: UpdateRequest, inspect_bucket: InspectBucket
+    ) -> WeightsFolder:
         """Write all buckets, each while the next one is packed."""
-        folder = WeightsFolder(self._root, order.version, next(self._serial))
+        folder = WeightsFolder(self._root, update_request.version, next(self._serial))
 
         def ship(full: OpenBucket) -> WaitSent:
             return self._pool.submit(folder.write_bucket, full).result
 
         try:
             fill_and_send_buckets(
-                order.buckets, order.arrivals, self._buffers.open_bucket, ship, watch
+                update_request.buckets,
+                update_request.arrivals,
+                self._buffers.open_bucket,
+                ship,
+                inspect_bucket,
             )
             folder.rename_into_place()
         except WeightStorageError:

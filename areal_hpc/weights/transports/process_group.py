@@ -63,8 +63,8 @@ def get_torch_group_timeout_s(backend: str, timeout_s: float) -> float:
 class UpdateProcessGroup:
     """Rank 0 of a group whose other ranks are the tensor-parallel ranks of replicas."""
 
-    def __init__(self, name: str, host: str, world_size: int, backend: str, timeout_s: float):
-        self.name = name
+    def __init__(self, group_name: str, host: str, world_size: int, backend: str, timeout_s: float):
+        self.name = group_name
         self.host = host
         self.world_size = world_size
         self.backend = backend
@@ -155,12 +155,15 @@ class UpdateProcessGroup:
         self,
         future: Future[ResultT],
         refused: Callable[[], bool],
-        trouble: str,
+        failure_text: str,
         give_up_at: float,
     ) -> None:
         try:
             self._wait_until(
-                lambda wait_s: not wait([future], wait_s).not_done, refused, trouble, give_up_at
+                lambda wait_s: not wait([future], wait_s).not_done,
+                refused,
+                failure_text,
+                give_up_at,
             )
         except WeightSyncError:
             future.cancel()  # nobody will ask for it any more
@@ -170,16 +173,18 @@ class UpdateProcessGroup:
         self,
         done: Callable[[float], bool],
         refused: Callable[[], bool],
-        trouble: str,
+        failure_text: str,
         give_up_at: float,
     ) -> None:
         """Wait until `done`, which may itself wait for as long as it is told, is true."""
         while not done(_REFUSAL_POLL_S):
             if refused():
-                raise WeightSyncError(f"{trouble}: a member reported failure (group {self.name})")
+                raise WeightSyncError(
+                    f"{failure_text}: a member reported failure (group {self.name})"
+                )
             if time.monotonic() >= give_up_at:
                 raise WeightSyncError(
-                    f"{trouble} within {self._timeout_s:.0f} s (group {self.name})"
+                    f"{failure_text} within {self._timeout_s:.0f} s (group {self.name})"
                 )
 
     def close(self) -> None:

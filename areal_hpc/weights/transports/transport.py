@@ -22,7 +22,7 @@ from areal_hpc.wire.weight_version import WeightVersion
 _MAX_CONCURRENT_GROUPS = 1024
 """A thread for each group, made when needed: one that hangs must not keep others from a step."""
 
-WatchBucket = Callable[[OpenBucket], None]
+InspectBucket = Callable[[OpenBucket], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,36 +62,42 @@ class Transport(ABC, Generic[SessionT]):
         self._replica_device = replica_device
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
-    def update(self, order: UpdateRequest) -> UpdateReport:
+    def update(self, update_request: UpdateRequest) -> UpdateReport:
         """Send, verify and put into service; see `Publisher.publish`."""
         timer = PhaseTimer()
         update: UpdateInProgress[SessionT] = UpdateInProgress(
             self._pool, get_update_step_timeout_s(self._config.update_timeout_s)
         )
         digester = (
-            BucketDigester(order.buckets, {key.tp for key in order.replicas}, self._replica_device)
+            BucketDigester(
+                update_request.buckets,
+                {key.tp for key in update_request.replicas},
+                self._replica_device,
+            )
             if self._config.verify_checksum
             else None
         )
         try:
             self._pause_and_transfer(
-                update, order, timer, digester.add if digester else lambda full: None
+                update, update_request, timer, digester.add if digester else lambda full: None
             )
             with timer.time_phase("verify"):
-                self._verify(update, order.version, digester)
+                self._verify(update, update_request.version, digester)
             with timer.time_phase("flush"):
                 update.run_step("flush", lambda session: session.flush_caches())
             with timer.time_phase("resume"):
-                update.run_step("resume", lambda session: session.resume_replicas(order.version))
+                update.run_step(
+                    "resume", lambda session: session.resume_replicas(update_request.version)
+                )
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.fail_all_sessions()
             raise
         self._finish_update(update)
         return UpdateReport(
-            order.version,
+            update_request.version,
             ok=tuple(key for session in update.live for key in session.keys),
             failed=update.failed,
-            size_bytes=sum(bucket.size_bytes for bucket in order.buckets),
+            size_bytes=sum(bucket.size_bytes for bucket in update_request.buckets),
             seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
         )
 
@@ -119,11 +125,11 @@ class Transport(ABC, Generic[SessionT]):
     def _pause_and_transfer(
         self,
         update: UpdateInProgress[SessionT],
-        order: UpdateRequest,
+        update_request: UpdateRequest,
         timer: PhaseTimer,
-        watch: WatchBucket,
+        inspect_bucket: InspectBucket,
     ) -> None:
-        """Pause the replicas and load the weights there; `watch` sees every full bucket."""
+        """Pause the replicas and load the weights there; `inspect_bucket` sees all full buckets."""
 
     @abstractmethod
     def _finish_update(self, update: UpdateInProgress[SessionT]) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from areal_hpc.proxy.dialects.parameter_table import (
+    get_refusal_by_param,
     list_effective_params,
     list_ignored_params_of,
-    list_refused_params,
 )
 from areal_hpc.proxy.dialects.refusals import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
@@ -35,9 +35,10 @@ def test_every_parameter_of_the_table_is_tried(route: str) -> None:
     within = ("messages[]", "input[]", "tools[].tools[]", "thinking.")
     hints = {name for name in list_ignored_params_of(form) if not name.startswith(within)}
     assert {*HINTS[route]} == hints
-    assert {*REFUSED[route]} == {*list_refused_params(form), *REFUSED_SAMPLING_OF_OTHER_ENGINES} - {
-        *list_effective_params(form)
-    }
+    assert {*REFUSED[route]} == {
+        *get_refusal_by_param(form),
+        *REFUSED_SAMPLING_OF_OTHER_ENGINES,
+    } - {*list_effective_params(form)}
 
 
 def test_the_probed_parameters_are_all_known() -> None:
@@ -83,7 +84,7 @@ def test_what_would_change_a_reply_and_cannot_be_done_is_refused_with_the_way_ou
     message = assert_refused(stage.post(route, body, stage.open_session()[1]), route, name)
     refusal = {
         **REFUSED_SAMPLING_OF_OTHER_ENGINES,
-        **list_refused_params(DIALECT_BY_ROUTE[route].request),
+        **get_refusal_by_param(DIALECT_BY_ROUTE[route].request),
     }[name]
     assert re.search(r"would change the reply", message)
     assert message.endswith(f"({refusal.way_out})")
@@ -97,7 +98,7 @@ def test_a_refused_parameter_that_asks_for_nothing_is_neither_refused_nor_counte
     before = ignored(stage)
     refusals = {
         **REFUSED_SAMPLING_OF_OTHER_ENGINES,
-        **list_refused_params(DIALECT_BY_ROUTE[route].request),
+        **get_refusal_by_param(DIALECT_BY_ROUTE[route].request),
     }
     for name in REFUSED[route]:
         for value in (None, *refusals[name].harmless):

@@ -31,7 +31,7 @@ def command(
         ports=ServerPorts(31001, 31002),
         random_seed=7,
         updates_in_place=updates_in_place,
-        part=part,
+        node_options=part,
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import yaml
 
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.rundir.paths import RunPaths, find_runs
+from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.compare import compare_runs, find_differing_keys
 from areal_hpc.view.tables import format_duration
@@ -40,15 +40,15 @@ def make_run(root: Path, trial: str, lr: float) -> RunPaths:
 def test_a_sweep_is_a_table(tmp_path: Path) -> None:
     make_run(tmp_path, "a", 0.25)
     make_run(tmp_path, "b", 0.75).finished_marker.touch()
-    rows = [line.split() for line in compare_runs(find_runs(tmp_path), QueuePoller())]
+    rows = [line.split() for line in compare_runs(list_runs(tmp_path), QueuePoller())]
     assert rows == [
         ["run", "state", "step", "reward", "held-out", "lr"],
         ["exp/a", "stopped", "2/5", "0.500", "0.250", "0.25"],
         ["exp/b", "finished", "2/5", "0.500", "0.750", "0.75"],
     ]
-    assert len(find_runs(tmp_path / "exp")) == 2
-    assert len(find_runs(tmp_path / "exp" / "a")) == 1
-    assert find_runs(tmp_path / "nowhere") == []
+    assert len(list_runs(tmp_path / "exp")) == 2
+    assert len(list_runs(tmp_path / "exp" / "a")) == 1
+    assert list_runs(tmp_path / "nowhere") == []
 
 
 def test_values_that_may_be_secrets_are_compared_and_not_shown(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_values_that_may_be_secrets_are_compared_and_not_shown(tmp_path: Path) -
         recipe["cluster"] = {"agents": {"variables": {"API_KEY": secret}}}
         recipe["rollout"] = {"workflow_kwargs": {"token": secret}}
         paths.recipe.write_text(yaml.safe_dump(recipe))
-    table = "\n".join(compare_runs(find_runs(tmp_path), QueuePoller()))
+    table = "\n".join(compare_runs(list_runs(tmp_path), QueuePoller()))
     assert "API_KEY" in table
     assert "token" in table
     assert table.count("(in recipe.yaml)") == 4

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.paths import RunPaths, find_runs
+from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.shards.verify import verify_run
 from areal_hpc.view.answers.collapse import explain_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
@@ -44,7 +44,7 @@ def test_no_run_shows_the_fault_of_another(samples: Path) -> None:
 
 def test_samples_are_small_whole_runs(samples: Path) -> None:
     assert ARCHIVE.stat().st_size < 3 << 20
-    runs = find_runs(samples)
+    runs = list_runs(samples)
     assert [paths.run_name for paths in runs] == [
         *("sample_runs/collapse", "sample_runs/drop", "sample_runs/slow")
     ]

@@ -14,7 +14,7 @@ from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import quarantine_batch_once
-from areal_hpc.shards.index import SealedShard, UntrainedEpisode, append_to_index
+from areal_hpc.shards.index import SealedShard, UntrainedEpisodeRows, append_to_index
 from areal_hpc.view.audit.records import read_ticket_records
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run, classify_tickets
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
@@ -316,12 +316,12 @@ def test_the_command_ends_with_the_verdict_and_exits_by_it(run: RunDirectory) ->
     assert "that shard is gone" in "\n".join(lines)
 
 
-def keep_untrained(run: RunDirectory) -> list[UntrainedEpisode]:
+def keep_untrained(run: RunDirectory) -> list[UntrainedEpisodeRows]:
     """Episodes that no ticket is made of, in a shard of the cell."""
     kept = [
-        UntrainedEpisode("evaluation", "e", [0]),
-        UntrainedEpisode("failed", "f", [1], "KeyError at a.py:1"),
-        UntrainedEpisode("failed", "g", [2], "KeyError at a.py:1"),
+        UntrainedEpisodeRows("evaluation", "e", [0]),
+        UntrainedEpisodeRows("failed", "f", [1], "KeyError at a.py:1"),
+        UntrainedEpisodeRows("failed", "g", [2], "KeyError at a.py:1"),
     ]
     (run.paths.shards_dir / "cell-0-000009.h5").write_bytes(bytes(SHARD_BYTES))
     line = SealedShard("cell-0-000009.h5", SHARD_BYTES, "", 3, 10, [], kept)
