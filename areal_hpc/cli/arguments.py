@@ -57,15 +57,15 @@ class CommandGroup:
         self,
         command_name: str,
         command: Command,
-        shared: Sequence[str] = (),
+        shared_groups: Sequence[str] = (),
         *,
         example: str = "",
         **options: Any,
     ) -> argparse.ArgumentParser:
         """The parser of a new command; options are argparse's, with `help`.
 
-        `shared` names those of `SHARED_ARGUMENTS` that it takes, in their order; `example` has
-        command lines that its help shows.
+        `shared_groups` names those of `SHARED_ARGUMENTS` that it takes, in their order; `example`
+        has command lines that its help shows.
         """
         lines = example.splitlines()
         if lines:
@@ -74,7 +74,7 @@ class CommandGroup:
         # It keeps the lines of the examples.
         options["formatter_class"] = argparse.RawDescriptionHelpFormatter
         parser = self._add_parser(command_name, options)
-        for argument in shared:
+        for argument in shared_groups:
             parser.add_argument(argument, **SHARED_ARGUMENTS[argument])
         parser.set_defaults(command=command, parser=parser)
         return parser

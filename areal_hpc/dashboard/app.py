@@ -263,8 +263,8 @@ def _parse_count(query: Query, key: str, default: int, max_count: int) -> int:
     return min(int(text), max_count)
 
 
-def _build_json_response(content: Any, status: int = 200) -> Response:
-    return Response(encode_browser_json(content), status, media_type="application/json")
+def _build_json_response(content: Any, status_code: int = 200) -> Response:
+    return Response(encode_browser_json(content), status_code, media_type="application/json")
 
 
 def encode_browser_json(content: Any) -> bytes:

@@ -377,8 +377,8 @@ def _compute_row_values(row: TrajectoryRow) -> tuple[Any, ...]:
 
 
 @lru_cache(maxsize=4096)
-def _format_version(packed: int) -> str:
-    return str(WeightVersion.unpack(packed))
+def _format_version(packed_version: int) -> str:
+    return str(WeightVersion.unpack(packed_version))
 
 
 def _collect_reward_numbers(record: RowRecord) -> dict[str, float]:

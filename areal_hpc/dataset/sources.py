@@ -78,15 +78,15 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
 
 
 def _generate_rows_by_user_function(
-    dotted: str, kwargs: dict[str, Any], key: str
+    function_path: str, kwargs: dict[str, Any], key: str
 ) -> Iterator[TaskRow]:
-    function = load_user_function(dotted, key)
+    function = load_user_function(function_path, key)
     try:
         inspect.signature(function).bind(**kwargs)
     except TypeError as error:
-        name = dotted.partition(":")[2]
+        name = function_path.partition(":")[2]
         raise RecipeError(
-            f"{dotted} cannot be called with the arguments {kwargs}: {error}",
+            f"{function_path} cannot be called with the arguments {kwargs}: {error}",
             key=f"{key.rpartition('.')[0]}.kwargs",
             hint=f"match its signature: {name}{inspect.signature(function)}",
         ) from error
@@ -96,7 +96,7 @@ def _generate_rows_by_user_function(
         yield from function(**kwargs)
     except Exception as error:  # boundary: a user's code may raise anything
         raise RecipeError(
-            f"{dotted} raised {describe_user_error(error)}",
+            f"{function_path} raised {describe_user_error(error)}",
             key=key,
             hint="fix the function; it was called with the arguments of kwargs",
         ) from error

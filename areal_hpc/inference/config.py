@@ -93,9 +93,15 @@ def get_server_log_dir(job: InferenceJobConfig, paths: RunPaths) -> Path:
 
 
 def resolve_device(
-    config: InferenceConfig, environ: Mapping[str, str] = os.environ, dev: Path = DEVICES_DIR
+    config: InferenceConfig,
+    environ: Mapping[str, str] = os.environ,
+    devices_dir: Path = DEVICES_DIR,
 ) -> Device:
     """The device named in the recipe, or the GPU if this node has one that is not hidden."""
     if config.device != "auto":
         return config.device
-    return "cuda" if list_device_files(dev) and parse_visible_device_ids(environ) != () else "cpu"
+    return (
+        "cuda"
+        if list_device_files(devices_dir) and parse_visible_device_ids(environ) != ()
+        else "cpu"
+    )

@@ -155,12 +155,12 @@ def _build_single_call_grammar(parser: Any, tools: Sequence[dict[str, Any]], req
 class ReplyParser:
     """One reply while it is being said."""
 
-    def __init__(self, formats: ReplyParserFactory, opening: ReplyParseContext) -> None:
+    def __init__(self, formats: ReplyParserFactory, parse_context: ReplyParseContext) -> None:
         self._formats = formats
-        self._tools = opening.tools
-        self._calls = formats.build_call_parser(opening.tools)
+        self._tools = parse_context.tools
+        self._calls = formats.build_call_parser(parse_context.tools)
         self._reasoning = formats.build_reasoning_parser(
-            opening.prompt_end, self._calls is not None
+            parse_context.prompt_end, self._calls is not None
         )
         self._body = ""
         """Text outside of the reasoning."""
@@ -176,12 +176,12 @@ class ReplyParser:
         self._body += "" if self._body.endswith(text) else text
         return self._pop_text_until(len(self._body))
 
-    def feed(self, text: str, last: bool) -> ParserReply:
+    def feed(self, text: str, is_last: bool) -> ParserReply:
         """What can be shown after the next text, all of it after the last."""
         reasoning, body = "", text
         if self._reasoning is not None:
             reasoning, body = _replace_none_by_empty(self._reasoning.parse_stream_chunk(text))
-            if last:
+            if is_last:
                 more_reasoning, more_body = _replace_none_by_empty(
                     self._reasoning.parse_stream_end()
                 )
@@ -189,7 +189,7 @@ class ReplyParser:
             reasoning, body = self._trim_line_breaks(reasoning, body)
         self._body += body
         shown = ParserReply(reasoning=reasoning)
-        if last:
+        if is_last:
             shown.text, shown.calls = self._pop_rest_and_calls()
         elif self._calls is None:
             shown.text = self._pop_text_until(len(self._body))

@@ -45,9 +45,9 @@ ReadServerLoad = Callable[[SGLangServer], Awaitable[bytes]]
 class UpdatePauseTimer:
     """Follows the control calls of one replica; all in the control proxy's event loop."""
 
-    def __init__(self, replica: Replica, read: ReadServerLoad) -> None:
+    def __init__(self, replica: Replica, read_load: ReadServerLoad) -> None:
         self._replica = replica
-        self._read = read
+        self._read = read_load
         self._mode = ""
         self._paused_at = 0.0
         self._before: _SchedulerLoad | None = None

@@ -100,6 +100,6 @@ class WeightUpdateState:
         self._is_fenced = self._fence_stays
         self._sender_until = math.inf
 
-    def _start_sender_deadline_unless_set(self, until: float) -> None:
+    def _start_sender_deadline_unless_set(self, until_time: float) -> None:
         if not self.has_sender:
-            self._sender_until = until
+            self._sender_until = until_time

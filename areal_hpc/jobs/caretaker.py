@@ -203,12 +203,12 @@ class Caretaker:
         self,
         job_name: str,
         submission: Submission | None,
-        queued: Mapping[str, QueuedJob],
+        queued_jobs: Mapping[str, QueuedJob],
         is_alive: bool,
     ) -> JobStatus:
         if submission is None:
             return JobStatus(job_name, None, None, (), is_alive)
-        found = queued.get(submission.job_id)
+        found = queued_jobs.get(submission.job_id)
         exits = read_task_exits(self._paths.job(job_name)).values()
         own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
         owner_id = self._paths.root.stat().st_uid

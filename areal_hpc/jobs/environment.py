@@ -43,14 +43,14 @@ FLIGHT_RECORDER_VARIABLES = {
 file, in the run's logs (`trainer/process_groups.py`)."""
 
 
-def get_interpreter(role: str, configured: str) -> str:
+def get_interpreter(role: str, configured_python: str) -> str:
     """The Python that runs a role's processes: the one configured, unless that is `auto`.
 
     Then it is that of the checkout's own environment of the role if it exists, else the interpreter
     that runs now.
     """
-    if configured != "auto":
-        return configured
+    if configured_python != "auto":
+        return configured_python
     checkout = Path(__file__).resolve().parents[2]
     candidate = checkout / ".venvs" / role / "bin" / "python"
     return str(candidate) if candidate.exists() else sys.executable
@@ -69,7 +69,7 @@ def get_interpreters(recipe: Recipe) -> dict[str, str]:
 
 
 def build_role_variables(
-    recipe: Recipe, shared: Mapping[str, str] | None = None
+    recipe: Recipe, shared_variables: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
     """Variables of each role's processes, apart from those that are read from the recipe."""
     of_roles = get_device_variables(
@@ -81,7 +81,7 @@ def build_role_variables(
             of_roles[role] = {**of_roles[role], PROMETHEUS_VARIABLE: "1"}
     return {
         role: {
-            **(shared or {}),
+            **(shared_variables or {}),
             **of_roles.get(role, {}),
         }
         for role in ROLES

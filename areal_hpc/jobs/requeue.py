@@ -286,10 +286,10 @@ def release_jobs_held_while_idle(jobs_dir: Path, only: str = "") -> list[str]:
     return released
 
 
-def _read_hold_note(note: Path) -> str:
+def _read_hold_note(note_path: Path) -> str:
     """Number of a held job; empty if the note is being written, or was taken away just now."""
     try:
-        return note.read_text()
+        return note_path.read_text()
     except FileNotFoundError:
         return ""
 

@@ -139,7 +139,9 @@ def _list_wanted_files(folder: Path, want: PrefetchItem) -> list[Path]:
     return sorted(found)
 
 
-def _hash_and_verify_file(path: Path, folder: Path, before: Mapping[str, Any]) -> dict[str, Any]:
+def _hash_and_verify_file(
+    path: Path, folder: Path, previous_entry: Mapping[str, Any]
+) -> dict[str, Any]:
     """Name, size and digest. A digest is taken once: size and time of the file tell a change."""
     state = path.stat()
     entry = {
@@ -147,7 +149,7 @@ def _hash_and_verify_file(path: Path, folder: Path, before: Mapping[str, Any]) -
         "bytes": state.st_size,
         "modified_ns": state.st_mtime_ns,
     }
-    known = before.get(str(path), {})
+    known = previous_entry.get(str(path), {})
     if all(known.get(name) == value for name, value in entry.items()):
         return {**entry, "sha256": known["sha256"]}
     with path.open("rb") as stream:

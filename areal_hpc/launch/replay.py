@@ -68,7 +68,7 @@ class ReplayStart:
 
 
 class ReplayRun:
-    """Steps of a recorded run, to be trained again in `out`: new, or an earlier try of the same.
+    """Steps of a recorded run, to be trained again in `output_run`, which may be an earlier try.
 
     Raises:
         RecipeError: A step is not recorded, or an override contradicts what is.
@@ -81,17 +81,17 @@ class ReplayRun:
         first_step: int,
         last_step: int,
         overrides: Sequence[str],
-        out: RunPaths,
+        output_run: RunPaths,
     ) -> None:
         computed, learnt = split_compute_and_learning_overrides(overrides)
         self._as_recorded = load_recipe(run.recipe, computed)
         self.recipe = load_recipe(run.recipe, [*computed, *learnt])
         self._is_changed = bool(learnt)
-        self._run, self._out = run, out
+        self._run, self._out = run, output_run
         self._first_step, self._last_step = first_step, last_step
         self._request = {"run": str(run.root), "first_step": first_step, "last_step": last_step,
                          "overrides": list(overrides)}  # fmt: skip
-        _refuse_unusable_output_dir(out, run, self._request)
+        _refuse_unusable_output_dir(output_run, run, self._request)
         self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
         check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
@@ -262,13 +262,13 @@ def check_recorded_batches(
         raise ShardError.from_problems(problems)
 
 
-def format_metric_comparison(run: RunPaths, out: RunPaths, steps: range) -> Iterator[str]:
+def format_metric_comparison(run: RunPaths, output_run: RunPaths, steps: range) -> Iterator[str]:
     """Comparison of the replayed steps' loss and gradient norm with the recorded ones, in words."""
     if not steps:
         yield "compare  skipped: the overrides change what is learned"
         return
     recorded, replayed = (
-        {line["step"]: line for line in read_metrics(paths.metrics)} for paths in (run, out)
+        {line["step"]: line for line in read_metrics(paths.metrics)} for paths in (run, output_run)
     )
     known = [step for step in steps if step in recorded and "loss" in recorded[step]]
     if len(known) < len(steps):
@@ -295,18 +295,25 @@ def format_metric_comparison(run: RunPaths, out: RunPaths, steps: range) -> Iter
         yield f"         {count} of {len(known)} steps differ{largest}"
 
 
-def _refuse_unusable_output_dir(out: RunPaths, run: RunPaths, request: dict[str, Any]) -> None:
-    if out.root.is_relative_to(run.root):
+def _refuse_unusable_output_dir(
+    output_run: RunPaths, run: RunPaths, request: dict[str, Any]
+) -> None:
+    if output_run.root.is_relative_to(run.root):
         raise RecipeError(
-            f"{out.root} is inside the recorded run, which is read-only",
+            f"{output_run.root} is inside the recorded run, which is read-only",
             key="--out",
             hint="name a directory outside",
         )
-    if not out.root.exists() or (out.root.is_dir() and not any(out.root.iterdir())):
+    if not output_run.root.exists() or (
+        output_run.root.is_dir() and not any(output_run.root.iterdir())
+    ):
         return
-    if not out.replay.exists() or msgspec.json.decode(out.replay.read_bytes()) != request:
+    if (
+        not output_run.replay.exists()
+        or msgspec.json.decode(output_run.replay.read_bytes()) != request
+    ):
         raise RecipeError(
-            f"something else is already at {out.root}",
+            f"something else is already at {output_run.root}",
             key="--out",
             hint="choose a directory that does not exist",
         )

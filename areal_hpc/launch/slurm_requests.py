@@ -34,7 +34,7 @@ MIN_JOB_START_UP_S = 60.0
 def build_requests_of_run(
     recipe: Recipe,
     working_folder: Path,
-    after: Sequence[str] = (),
+    after_job_ids: Sequence[str] = (),
     run_context: RunContext | None = None,
     plan: PlanStages | None = None,
 ) -> list[JobRequest]:
@@ -57,7 +57,7 @@ def build_requests_of_run(
     requests = {request.job: request for request in build_job_requests(jobs, slurm, run_context)}
     if problems := _find_short_time_limit_problems(recipe, requests.values()):
         raise RecipeError.from_problems(problems)
-    dependency = build_afterok_dependency(after)
+    dependency = build_afterok_dependency(after_job_ids)
     for stage in stages:
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].with_dependency(dependency)

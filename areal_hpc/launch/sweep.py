@@ -103,11 +103,11 @@ def _list_stages_left(run: Recipe) -> list[str]:
 
 
 def build_array_requests(
-    sweep: Sweep, working_folder: Path, after: Sequence[str]
+    sweep: Sweep, working_folder: Path, after_job_ids: Sequence[str]
 ) -> list[JobRequest]:
     """Requests of every array; nothing is written."""
     place = _build_array_context(sweep, working_folder)
-    return build_requests_of_run(sweep.runs[0], working_folder, after, run_context=place)
+    return build_requests_of_run(sweep.runs[0], working_folder, after_job_ids, run_context=place)
 
 
 def _build_array_context(sweep: Sweep, working_folder: Path) -> RunContext:

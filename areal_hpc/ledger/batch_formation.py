@@ -85,11 +85,11 @@ class StalenessCheck:
 
 
 def _compute_ticket_age_steps(
-    ticket: SealedTicket, current: WeightVersion, generation_forks: Sequence[GenerationFork]
+    ticket: SealedTicket, current_version: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> int:
-    """Steps from the oldest weights that sampled one of its tokens to `current`; 0 without any."""
+    """Steps from the oldest weights that sampled its tokens to `current_version`; 0 without any."""
     if ticket.oldest_version == NO_VERSION:
         return 0
     return compute_staleness_steps(
-        current, WeightVersion.unpack(ticket.oldest_version), generation_forks
+        current_version, WeightVersion.unpack(ticket.oldest_version), generation_forks
     )

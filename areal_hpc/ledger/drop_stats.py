@@ -56,18 +56,18 @@ class DropStats:
         """Without those whose rows were too old: their drivers never hear of it."""
         return [ref for ref in refs if ref not in self._too_old] if self._too_old else refs
 
-    def record_drop(self, drop: DroppedTicket) -> None:
+    def record_drop(self, dropped_ticket: DroppedTicket) -> None:
         """A ticket, or an attempt of it, came to nothing."""
-        if drop.kind != "requeued":
-            self._kind_of[drop.ref.ticket_id] = drop.kind
-        elif drop.ref in self._too_old:
+        if dropped_ticket.kind != "requeued":
+            self._kind_of[dropped_ticket.ref.ticket_id] = dropped_ticket.kind
+        elif dropped_ticket.ref in self._too_old:
             return
         else:
-            self._too_old.add(drop.ref)
-        self._total[drop.kind] += 1
-        self._in_a_row[drop.kind] += 1
-        self._reasons[drop.kind] = drop.reason
-        if drop.kind == "filtered":  # its agent works
+            self._too_old.add(dropped_ticket.ref)
+        self._total[dropped_ticket.kind] += 1
+        self._in_a_row[dropped_ticket.kind] += 1
+        self._reasons[dropped_ticket.kind] = dropped_ticket.reason
+        if dropped_ticket.kind == "filtered":  # its agent works
             self._in_a_row["failed"] = 0
 
     def record_settled_ticket(self) -> None:
@@ -128,19 +128,19 @@ class FirstTicketsCheck:
         """A ticket ended well: what fails from now on is no fault of the whole agent."""
         self._working.add(get_task_split(ref))
 
-    def record_failure(self, drop: DropTicketRequest) -> None:
+    def record_failure(self, drop_request: DropTicketRequest) -> None:
         """A ticket was given up; without a cause that was not its agent's doing.
 
         Another cause than before shows that the agent does not always fail alike.
         """
-        split = get_task_split(drop.ref)
+        split = get_task_split(drop_request.ref)
         failures = self._failures.setdefault(split, [])
-        if not drop.cause:
+        if not drop_request.cause:
             return
-        if any(one.cause != drop.cause for one in failures):
+        if any(one.cause != drop_request.cause for one in failures):
             self._working.add(split)
-        elif all(one.ref.ticket_id != drop.ref.ticket_id for one in failures):
-            failures.append(drop)
+        elif all(one.ref.ticket_id != drop_request.ref.ticket_id for one in failures):
+            failures.append(drop_request)
 
     def find_problem(self) -> str:
         """Why the run cannot go on; empty if it can."""

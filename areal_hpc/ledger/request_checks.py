@@ -6,44 +6,45 @@ from areal_hpc.errors import LedgerRequestError
 from areal_hpc.wire.ledger import SealedTicket
 
 
-def require_current_generation(generation: int, current: int) -> None:
+def require_current_generation(generation: int, current_generation: int) -> None:
     """Demand that a request comes from the trainer that opened the current generation."""
-    if generation != current:
+    if generation != current_generation:
         raise LedgerRequestError(
             409,
-            f"this run is in generation {current}, the request came from generation {generation}",
+            f"this run is in generation {current_generation}, "
+            f"the request came from generation {generation}",
             hint="stop this trainer: a newer one has taken over"
-            if generation < current
+            if generation < current_generation
             else "call /open_generation first",
         )
 
 
-def require_newest_generation(generation: int, newest: int) -> None:
+def require_newest_generation(generation: int, newest_generation: int) -> None:
     """Demand that no newer trainer has started."""
-    if generation < newest:
+    if generation < newest_generation:
         raise LedgerRequestError(
             409,
-            f"trainer generation {generation} was replaced by {newest}",
+            f"trainer generation {generation} was replaced by {newest_generation}",
             hint="stop this trainer: a newer one has taken over",
         )
 
 
-def require_claimed_generation(generation: int, newest: int) -> None:
+def require_claimed_generation(generation: int, newest_generation: int) -> None:
     """Demand that a trainer has taken the generation: none that starts later could replace it."""
-    if not 1 <= generation <= newest:
+    if not 1 <= generation <= newest_generation:
         raise LedgerRequestError(
             400,
-            f"no trainer has taken generation {generation}: the newest one is {newest}",
+            f"no trainer has taken generation {generation}: the newest one is {newest_generation}",
             hint="take the next number in generations/ first",
         )
 
 
-def require_newest_job_start(cell: str, job_start: int, newest: int) -> None:
+def require_newest_job_start(cell: str, job_start: int, newest_start: int) -> None:
     """Demand that Slurm has not started the cell's job again on other nodes."""
-    if job_start < newest:
+    if job_start < newest_start:
         raise LedgerRequestError(
             409,
-            f"restart {job_start} of {cell} was replaced by restart {newest}",
+            f"restart {job_start} of {cell} was replaced by restart {newest_start}",
             hint="stop this driver: a newer one has taken over",
         )
 

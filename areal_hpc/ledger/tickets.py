@@ -235,26 +235,26 @@ class TicketTable:
         self.drop_stats.record_settled_ticket()
         return True
 
-    def drop(self, drop: DroppedTicket) -> bool:
+    def drop(self, dropped_ticket: DroppedTicket) -> bool:
         """Give up on a ticket; False if it is no longer this attempt's to give up."""
-        ref = drop.ref
+        ref = dropped_ticket.ref
         self._assume_issued_if_of_earlier_start(ref)
         lease = self._leased.get(ref.ticket_id) or self._finished.get(ref.ticket_id)
         if (lease and lease.attempt != ref.attempt) or self._pop_unsettled_and_get_newest_attempt(
             ref.ticket_id
         ) is None:
             return False
-        self.drop_stats.record_drop(drop)
+        self.drop_stats.record_drop(dropped_ticket)
         return True
 
-    def drop_or_requeue_settled_ticket(self, drop: DroppedTicket) -> None:
+    def drop_or_requeue_settled_ticket(self, dropped_ticket: DroppedTicket) -> None:
         """Leave a settled ticket's rows out of every batch: it is dropped, or issued again."""
-        ticket_id = drop.ref.ticket_id
+        ticket_id = dropped_ticket.ref.ticket_id
         del self._settled[ticket_id]
         newest_attempt = self._newest_attempts.pop(ticket_id)
-        if drop.kind == "requeued":
-            self._waiting[ticket_id] = max(newest_attempt, drop.ref.attempt)
-        self.drop_stats.record_drop(drop)
+        if dropped_ticket.kind == "requeued":
+            self._waiting[ticket_id] = max(newest_attempt, dropped_ticket.ref.attempt)
+        self.drop_stats.record_drop(dropped_ticket)
 
     def expire_leases(self, now_s: float) -> int:
         """Make tickets whose cell fell silent waiting; return how many."""

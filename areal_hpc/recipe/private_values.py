@@ -106,9 +106,9 @@ def _read_recipe(path: Path) -> dict[str, Any]:
     return tree
 
 
-def _find_parent(tree: dict[str, Any], dotted: str) -> tuple[dict[str, Any], str]:
+def _find_parent(tree: dict[str, Any], dotted_key: str) -> tuple[dict[str, Any], str]:
     """The mapping in which a dotted key lies, and its last part."""
-    *parts, last = dotted.split(".")
+    *parts, last = dotted_key.split(".")
     for part in parts:
         tree = tree[part]
     return tree, last

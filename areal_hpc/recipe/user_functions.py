@@ -32,31 +32,33 @@ def import_by_path(dotted_path: str) -> Any:
     return getattr(found, name)
 
 
-def load_user_function(dotted: str, key: str) -> Callable[..., Any]:
+def load_user_function(dotted_path: str, key: str) -> Callable[..., Any]:
     """The user's function that a recipe's `key` names.
 
     Raises:
         RecipeError: There is no such function, or importing its module fails; names `key`.
     """
-    module, colon, name = dotted.partition(":")
+    module, colon, name = dotted_path.partition(":")
     if not colon:
-        raise RecipeError(f"expected `package.module:function`, got {dotted!r}", key=key)
-    imported = _import_module(module, dotted, key)
+        raise RecipeError(f"expected `package.module:function`, got {dotted_path!r}", key=key)
+    imported = _import_module(module, dotted_path, key)
     function: Callable[..., Any] | None = getattr(imported, name, None)
     if function is None:
         known = [one for one, value in vars(imported).items() if callable(value)]
         raise RecipeError(
-            f"{dotted!r}: the module {module!r} has no {name!r}"
+            f"{dotted_path!r}: the module {module!r} has no {name!r}"
             f"{format_name_suggestion(name, known)}",
             key=key,
             hint=f"name a function of {imported.__file__}",
         )
     if not callable(function):
-        raise RecipeError(f"{dotted!r} is a {type(function).__name__}, not a function", key=key)
+        raise RecipeError(
+            f"{dotted_path!r} is a {type(function).__name__}, not a function", key=key
+        )
     return function
 
 
-def _import_module(module: str, dotted: str, key: str) -> ModuleType:
+def _import_module(module: str, dotted_path: str, key: str) -> ModuleType:
     """Import part after part, so that the error can name the first one that is missing."""
     parts = module.split(".")
     imported: ModuleType | None = None
@@ -66,24 +68,26 @@ def _import_module(module: str, dotted: str, key: str) -> ModuleType:
             imported = importlib.import_module(prefix)
         except ModuleNotFoundError as error:
             if error.name != prefix:
-                raise _build_import_error(prefix, dotted, key, error) from error
+                raise _build_import_error(prefix, dotted_path, key, error) from error
             path = None if imported is None else getattr(imported, "__path__", [])
             known = [one.name for one in pkgutil.iter_modules(path)]
             raise RecipeError(
-                f"{dotted!r}: there is no module {prefix!r}"
+                f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{format_name_suggestion(parts[end - 1], known)}",
                 key=key,
                 hint="start the run from the folder that holds the package, or install it",
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
-            raise _build_import_error(prefix, dotted, key, error) from error
+            raise _build_import_error(prefix, dotted_path, key, error) from error
     assert imported is not None  # a text has at least one part
     return imported
 
 
-def _build_import_error(module: str, dotted: str, key: str, error: BaseException) -> RecipeError:
+def _build_import_error(
+    module: str, dotted_path: str, key: str, error: BaseException
+) -> RecipeError:
     return RecipeError(
-        f"{dotted!r}: importing {module!r} raised {describe_user_error(error)}",
+        f"{dotted_path!r}: importing {module!r} raised {describe_user_error(error)}",
         key=key,
         hint="fix that module, or install what it needs in this environment",
     )

@@ -35,13 +35,15 @@ def extract_code(text: str) -> str | None:
 
 
 def _extract_last_between(
-    opening: re.Pattern[str], closing: re.Pattern[str], text: str
+    opening_pattern: re.Pattern[str], closing: re.Pattern[str], text: str
 ) -> str | None:
     """What the last pair encloses; a pair reaches to the first end, and pairs do not overlap.
 
     Two searches, because one expression for the pair looks for its end anew from every opening.
     """
     found, place = None, 0
-    while (begin := opening.search(text, place)) and (end := closing.search(text, begin.end())):
+    while (begin := opening_pattern.search(text, place)) and (
+        end := closing.search(text, begin.end())
+    ):
         found, place = text[begin.end() : end.start()], end.end()
     return found

@@ -242,11 +242,11 @@ async def _unpack(
     await sandbox.unpack(archive)
 
 
-def _clear_owner(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    member.mode |= 0o700 if member.isdir() else 0o600
-    return member
+def _clear_owner(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
+    tar_member.uid = tar_member.gid = 0
+    tar_member.uname = tar_member.gname = ""
+    tar_member.mode |= 0o700 if tar_member.isdir() else 0o600
+    return tar_member
 
 
 def _name_member(member_path: str) -> str:

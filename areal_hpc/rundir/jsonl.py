@@ -82,17 +82,17 @@ def _encode_record(record: object) -> bytes:
 @overload
 def read_lines(path: Path) -> list[dict[str, Any]]: ...
 @overload
-def read_lines(path: Path, kind: type[RecordT]) -> list[RecordT]: ...
-def read_lines(path: Path, kind: Any = dict[str, Any]) -> list[Any]:
+def read_lines(path: Path, record_type: type[RecordT]) -> list[RecordT]: ...
+def read_lines(path: Path, record_type: Any = dict[str, Any]) -> list[Any]:
     """Every record of a file in order; none if there is no file.
 
-    A line that holds anything but `kind` is left out with a warning that names it.
+    A line that holds anything but `record_type` is left out with a warning that names it.
     """
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    return decode_lines(content, kind, str(path))
+    return decode_lines(content, record_type, str(path))
 
 
 def read_tail(path: Path, size_bytes: int) -> bytes:
@@ -104,24 +104,24 @@ def read_tail(path: Path, size_bytes: int) -> bytes:
     return content if whole_bytes <= size_bytes else content.partition(b"\n")[2]
 
 
-def decode_lines(content: bytes, kind: type[RecordT], file_name: str = "") -> list[RecordT]:
+def decode_lines(content: bytes, record_type: type[RecordT], file_name: str = "") -> list[RecordT]:
     """The records in a piece of a file, whose last line may be without its newline.
 
-    `file_name` names the file in the warning about a line that holds anything but `kind`; without
-    it such lines are left out silently, for a piece that may begin within a line.
+    `file_name` names the file in the warning about a line that holds anything but `record_type`;
+    without it such lines are left out silently, for a piece that may begin within a line.
     """
     records = []
     *lines, last = content.split(b"\n")
     for number, line in enumerate(lines, start=1):
         try:
             if line:
-                records.append(msgspec.json.decode(line, type=kind))
+                records.append(msgspec.json.decode(line, type=record_type))
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             if file_name:
                 _warn_of_unreadable_line(file_name, number, str(error), line[:80])
     # Empty, still being written, or cut short by a crash: nobody was told that it is there.
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError):
-        records.append(msgspec.json.decode(last, type=kind))
+        records.append(msgspec.json.decode(last, type=record_type))
     return records
 
 

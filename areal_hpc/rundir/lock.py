@@ -14,22 +14,22 @@ LOOK_TIMEOUT_S = 1.0
 
 
 @contextmanager
-def hold_lock(lock: Path) -> Iterator[None]:
+def hold_lock(lock_file: Path) -> Iterator[None]:
     """Hold the launcher's lock. The kernel drops it however the launcher ends.
 
     Raises:
         ClusterError: Another launcher holds it.
     """
-    lock.parent.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(lock, os.O_RDWR | os.O_CREAT, 0o644)
+    lock_file.parent.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(lock_file, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        _lock_exclusively(descriptor, lock)
+        _lock_exclusively(descriptor, lock_file)
         yield
     finally:
         os.close(descriptor)
 
 
-def _lock_exclusively(descriptor: int, lock: Path) -> None:
+def _lock_exclusively(descriptor: int, lock_file: Path) -> None:
     give_up_at = time.monotonic() + LOOK_TIMEOUT_S
     while True:
         try:
@@ -38,16 +38,16 @@ def _lock_exclusively(descriptor: int, lock: Path) -> None:
             if time.monotonic() >= give_up_at:
                 raise ClusterError(
                     "another process is running this recipe",
-                    key=str(lock.parent),
-                    hint=f"lsof {lock}",
+                    key=str(lock_file.parent),
+                    hint=f"lsof {lock_file}",
                 ) from error
         time.sleep(LOOK_TIMEOUT_S / 20)
 
 
-def is_lock_held(lock: str | os.PathLike[str]) -> bool:
+def is_lock_held(lock_file: str | os.PathLike[str]) -> bool:
     """True while a launcher holds this lock. Seen across nodes where the file system has locks."""
     try:
-        descriptor = os.open(lock, os.O_RDONLY)
+        descriptor = os.open(lock_file, os.O_RDONLY)
     except FileNotFoundError:
         return False
     try:

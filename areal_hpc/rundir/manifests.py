@@ -223,13 +223,13 @@ def read_evaluations_by_set(
     return found
 
 
-def append_drop(paths: RunPaths, drop: DroppedTicket) -> None:
+def append_drop(paths: RunPaths, dropped_ticket: DroppedTicket) -> None:
     """Make a drop durable. Repeating it is harmless: the first line of a ticket counts.
 
     Raises:
         OSError: The file system refused.
     """
-    append_line(paths.drops, drop, sync=True)
+    append_line(paths.drops, dropped_ticket, sync=True)
 
 
 def read_drops(paths: RunPaths) -> list[DroppedTicket]:
@@ -237,19 +237,19 @@ def read_drops(paths: RunPaths) -> list[DroppedTicket]:
     return read_lines(paths.drops, DroppedTicket)
 
 
-def read_json_file(path: Path, kind: type[RecordT]) -> RecordT | None:
+def read_json_file(path: Path, record_type: type[RecordT]) -> RecordT | None:
     """What a file of JSON holds; None if there is no file.
 
     Raises:
         ShardError: It is damaged.
     """
     try:
-        return msgspec.json.decode(path.read_bytes(), type=kind)
+        return msgspec.json.decode(path.read_bytes(), type=record_type)
     except FileNotFoundError:
         return None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ShardError(
-            f"{path} is not a {kind.__name__}: {error}",
+            f"{path} is not a {record_type.__name__}: {error}",
             key=str(path),
             hint="restore the file from a backup of the run directory",
         ) from error

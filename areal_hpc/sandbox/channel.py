@@ -169,8 +169,10 @@ class CommandChannel:
                 await self._send_frame(command_number, INPUT_FRAME, bytes(piece))
             await self._send_frame(command_number, INPUT_FRAME)
 
-    async def _send_frame(self, command_number: int, kind: bytes, content: bytes = b"") -> None:
-        frame = FRAME_HEADER_STRUCT.pack(command_number, kind, len(content)) + content
+    async def _send_frame(
+        self, command_number: int, frame_kind: bytes, content: bytes = b""
+    ) -> None:
+        frame = FRAME_HEADER_STRUCT.pack(command_number, frame_kind, len(content)) + content
         # A frame that was begun is sent to its end, whoever is cancelled meanwhile.
         if not await asyncio.shield(asyncio.ensure_future(self._write_frame(frame))):
             raise EOFError
@@ -210,14 +212,14 @@ class CommandChannel:
             command.wake()
 
     @staticmethod
-    def _apply_frame(command: RunningCommand, kind: bytes, content: bytes) -> None:
-        if kind in (STDOUT_FRAME, STDERR_FRAME):
-            kept = command.stdout if kind == STDOUT_FRAME else command.stderr
+    def _apply_frame(command: RunningCommand, frame_kind: bytes, content: bytes) -> None:
+        if frame_kind in (STDOUT_FRAME, STDERR_FRAME):
+            kept = command.stdout if frame_kind == STDOUT_FRAME else command.stderr
             room = command.output_bytes - len(kept)
             kept += content[:room]
             command.is_cut_off |= len(content) > room
-        elif kind == INPUT_TAKEN_FRAME:
+        elif frame_kind == INPUT_TAKEN_FRAME:
             command.on_its_way -= struct.unpack("!I", content)[0]
-        elif kind == EXIT_CODE_FRAME:
+        elif frame_kind == EXIT_CODE_FRAME:
             command.exit_code = int(content)
         command.wake()

@@ -114,8 +114,8 @@ class CommandServer:
             del self._received[: FRAME_HEADER_STRUCT.size + size]
             self._handle_frame(number, kind, content)
 
-    def _handle_frame(self, command_number: int, kind: bytes, content: bytes) -> None:
-        if kind == BEGIN_FRAME:
+    def _handle_frame(self, command_number: int, frame_kind: bytes, content: bytes) -> None:
+        if frame_kind == BEGIN_FRAME:
             request = json.loads(content)
             if request["operation"] == "end":
                 self._end_commands(command_number)
@@ -125,7 +125,7 @@ class CommandServer:
         command = self._commands.get(command_number)
         if command is None:  # it has ended meanwhile
             return
-        if kind == KILL_FRAME:
+        if frame_kind == KILL_FRAME:
             kill_session(command.pid)
         elif content and command.stdin < 0:  # it reads no more
             self._send_frame(command_number, INPUT_TAKEN_FRAME, struct.pack("!I", len(content)))
@@ -254,8 +254,10 @@ class CommandServer:
                 numbers[pid], EXIT_CODE_FRAME, str(code if code >= 0 else 128 - code).encode()
             )
 
-    def _send_frame(self, command_number: int, kind: bytes, content: bytes) -> None:
-        self._write_to_host(FRAME_HEADER_STRUCT.pack(command_number, kind, len(content)) + content)
+    def _send_frame(self, command_number: int, frame_kind: bytes, content: bytes) -> None:
+        self._write_to_host(
+            FRAME_HEADER_STRUCT.pack(command_number, frame_kind, len(content)) + content
+        )
 
     def _write_to_host(self, data: bytes) -> None:
         rest = memoryview(data)

@@ -157,11 +157,11 @@ def unpack_changes_from_stdin(origin: str, keeps_links: bool) -> None:
         Path(folder).chmod(modes[folder])
 
 
-def make_way(path: str, member: tarfile.TarInfo, keeps_links: bool) -> None:
+def make_way(path: str, tar_member: tarfile.TarInfo, keeps_links: bool) -> None:
     """Remove what lies where a member comes: a file may be closed to its owner, or lead elsewhere.
 
     A folder stays where one comes.
     """
-    if member.isdir() and Path(path).is_dir() and (keeps_links or not Path(path).is_symlink()):
+    if tar_member.isdir() and Path(path).is_dir() and (keeps_links or not Path(path).is_symlink()):
         return
     remove_all(path)

@@ -40,12 +40,12 @@ def _map_replies_to_roots(tree: InteractionTree) -> dict[str, str]:
     return roots
 
 
-def _describe_conversation(first: Interaction, replies: int) -> RecordedConversation:
+def _describe_conversation(first_interaction: Interaction, replies: int) -> RecordedConversation:
     return RecordedConversation(
-        first.interaction_id,
-        first.new_messages,
-        first.reply,
-        _list_offered_tool_names(first),
+        first_interaction.interaction_id,
+        first_interaction.new_messages,
+        first_interaction.reply,
+        _list_offered_tool_names(first_interaction),
         replies,
     )
 

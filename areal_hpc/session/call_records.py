@@ -25,14 +25,17 @@ class RenderingContext(msgspec.Struct, frozen=True):
 
 def build_call_records_and_tool_schemas(
     path: Sequence[Interaction],
-    trained: Collection[str],
+    trained_reply_ids: Collection[str],
     followers: Mapping[str, Sequence[str]],
 ) -> tuple[list[CallRecord], dict[str, Any]]:
     """The calls of a row, in the order of its tokens, and the tool schemas they name, by hash."""
     contexts = [decode_rendering_context(one.context) for one in path]
     records = [
         _build_call_record(
-            one, context, one.interaction_id in trained, followers.get(one.interaction_id, ())
+            one,
+            context,
+            one.interaction_id in trained_reply_ids,
+            followers.get(one.interaction_id, ()),
         )
         for one, context in zip(path, contexts, strict=True)
     ]
@@ -40,7 +43,7 @@ def build_call_records_and_tool_schemas(
 
 
 def _build_call_record(
-    call: Interaction, context: RenderingContext, trained: bool, followers: Sequence[str]
+    call: Interaction, context: RenderingContext, is_trained: bool, followers: Sequence[str]
 ) -> CallRecord:
     reward = None  # what a client's agent gave, and the client passed back elsewhere, is none
     if call.reward is not None:
@@ -49,7 +52,7 @@ def _build_call_record(
         id=call.interaction_id,
         parent_id=call.parent_id,
         followers=list(followers),
-        trained=trained,
+        trained=is_trained,
         reward=reward,
         reuse=call.reuse,
         asked_at=call.asked_at,
@@ -67,9 +70,9 @@ def _build_call_record(
     )
 
 
-def decode_sampling_params_json(packed: bytes) -> dict[str, Any]:
+def decode_sampling_params_json(packed_params: bytes) -> dict[str, Any]:
     """Sampling parameters of an interaction; msgspec.DecodeError if they are no JSON object."""
-    return _json_object_decoder.decode(packed) if packed else {}
+    return _json_object_decoder.decode(packed_params) if packed_params else {}
 
 
 @lru_cache(maxsize=256)

@@ -111,17 +111,21 @@ def _find_replies_that_rewards_reach(
 
 
 def _iterate_trained_paths(
-    tree: InteractionTree, kept: Collection[str], style: ExportStyle
+    tree: InteractionTree, kept_reply_ids: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
-    """Rows of the replies `kept`: path, replies that it trains, and their temperature."""
+    """Rows of the replies `kept_reply_ids`: path, replies that it trains, and their temperature."""
     if style == "individual":
         for one in tree:
-            if one.interaction_id in kept:
+            if one.interaction_id in kept_reply_ids:
                 path = tree.get_path_to(one)
                 yield path, frozenset([one.interaction_id]), one.temperature
         return
-    for path, fresh in find_leaf_paths_with_new_replies(tree, kept):
-        new = [one for one in path if one.interaction_id in fresh and one.interaction_id in kept]
+    for path, fresh in find_leaf_paths_with_new_replies(tree, kept_reply_ids):
+        new = [
+            one
+            for one in path
+            if one.interaction_id in fresh and one.interaction_id in kept_reply_ids
+        ]
         for temperature in dict.fromkeys(one.temperature for one in new):
             trained = frozenset(one.interaction_id for one in new if one.temperature == temperature)
             last = max(i for i, one in enumerate(path) if one.interaction_id in trained)
@@ -129,21 +133,21 @@ def _iterate_trained_paths(
 
 
 def find_leaf_paths_with_new_replies(
-    tree: InteractionTree, kept: Collection[str]
+    tree: InteractionTree, kept_reply_ids: Collection[str]
 ) -> Iterator[tuple[list[Interaction], frozenset[str]]]:
-    """From the root to each of `kept` that no other of them extends, with what is new in the path.
+    """From the root to each kept reply that no other of them extends, with what is new in the path.
 
     New are the interactions that no earlier path had.
     """
     extended = set[str]()
-    for name in kept:
+    for name in kept_reply_ids:
         before = tree[name].parent_id
         while before is not None and before not in extended:
             extended.add(before)
             before = tree[before].parent_id
     covered: set[str] = set()
     for leaf in tree:
-        if leaf.interaction_id in kept and leaf.interaction_id not in extended:
+        if leaf.interaction_id in kept_reply_ids and leaf.interaction_id not in extended:
             path = tree.get_path_to(leaf)
             names = dict.fromkeys(one.interaction_id for one in path)
             yield path, frozenset(names.keys() - covered)

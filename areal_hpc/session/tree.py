@@ -312,9 +312,9 @@ def _has_assistant_message(messages: Sequence[Message]) -> bool:
     return any(one["role"] == "assistant" for one in messages)
 
 
-def unpack_ids(packed: bytes) -> npt.NDArray[np.int32]:
+def unpack_ids(packed_ids: bytes) -> npt.NDArray[np.int32]:
     """Token ids of an `Interaction` field, [T]."""
-    return np.frombuffer(packed, dtype="<i4")
+    return np.frombuffer(packed_ids, dtype="<i4")
 
 
 def pack_ids(ids: Sequence[int]) -> bytes:

@@ -51,15 +51,15 @@ class JournalRecord:
         return _HEADER_STRUCT.size + len(self.payload)
 
 
-def encode_record_header(kind: int, payload: bytes) -> bytes:
+def encode_record_header(record_kind: int, payload: bytes) -> bytes:
     """The header of a record, which the payload follows; ValueError if one of them is too large."""
-    if not 0 <= kind < 1 << 32 or len(payload) > _MAX_PAYLOAD_BYTES:
+    if not 0 <= record_kind < 1 << 32 or len(payload) > _MAX_PAYLOAD_BYTES:
         raise ValueError(
             f"a record has a kind of 32 bits and at most {_MAX_PAYLOAD_BYTES} bytes, "
-            f"got kind {kind} and {len(payload)} bytes"
+            f"got kind {record_kind} and {len(payload)} bytes"
         )
-    crc = zlib.crc32(payload, zlib.crc32(_CRC_FIELDS_STRUCT.pack(kind, len(payload))))
-    return _HEADER_STRUCT.pack(_MAGIC, kind, len(payload), crc)
+    crc = zlib.crc32(payload, zlib.crc32(_CRC_FIELDS_STRUCT.pack(record_kind, len(payload))))
+    return _HEADER_STRUCT.pack(_MAGIC, record_kind, len(payload), crc)
 
 
 def read_journal(path: Path) -> Iterator[JournalRecord]:
@@ -122,12 +122,12 @@ class JournalWriter:
         """Size of the journal."""
         return self._size_bytes
 
-    def append(self, kind: int, payload: bytes) -> None:
+    def append(self, record_kind: int, payload: bytes) -> None:
         """Write one record; on return it survives the death of this process.
 
         If the disk refuses, now or at an earlier sync, the journal stays whole.
         """
-        header = encode_record_header(kind, payload)
+        header = encode_record_header(record_kind, payload)
         with self._appending:
             if self._sync_error is not None:
                 raise _build_disk_error(self.path, self._sync_error) from self._sync_error

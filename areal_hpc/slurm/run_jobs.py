@@ -58,11 +58,11 @@ def was_any_submission_refused(paths: RunPaths) -> bool:
 
 
 def list_unrecorded_jobs(
-    paths: RunPaths, queued: Sequence[QueuedJob] | None = None
+    paths: RunPaths, queued_jobs: Sequence[QueuedJob] | None = None
 ) -> list[LiveJob]:
     """Jobs that wait or run, name this run in their comment, and are not on record.
 
-    `queued` are the jobs of the run's owner; Slurm is asked unless they are given.
+    `queued_jobs` are the jobs of the run's owner; Slurm is asked unless they are given.
 
     Raises:
         SlurmTimeoutError: slurmctld does not answer.
@@ -72,7 +72,7 @@ def list_unrecorded_jobs(
         return []
     recorded = set(list_recorded_job_ids(paths))
     memberships = read_array_memberships(paths)
-    jobs = list_jobs_of_user(paths.root.stat().st_uid) if queued is None else queued
+    jobs = list_jobs_of_user(paths.root.stat().st_uid) if queued_jobs is None else queued_jobs
     return [
         LiveJob(submission, job, is_recorded=False)
         for job in jobs

@@ -179,11 +179,11 @@ def _build_executor(request: JobRequest) -> _SlurmExecutor:
     return executor
 
 
-def render_script(request: JobRequest, members: int | None = None) -> str:
-    """The sbatch script of a job, or of an array of `members` jobs, to the letter."""
+def render_script(request: JobRequest, array_size: int | None = None) -> str:
+    """The sbatch script of a job, or of an array of `array_size` jobs, to the letter."""
     executor = _build_executor(request)
-    if members is not None:
-        executor.parameters["map_count"] = members
+    if array_size is not None:
+        executor.parameters["map_count"] = array_size
     text: str = executor._make_submission_file_text(executor._submitit_command_str, "")
     return text
 
@@ -228,17 +228,17 @@ def submit_held_job(
 def submit_held_successor(
     request: JobRequest,
     script: Path,
-    awaited: Sequence[str],
+    awaited_job_ids: Sequence[str],
     successor_number: int,
     report_outage: Callable[[str], None],
 ) -> SubmittedJob:
-    """Hand a successor of a job to Slurm, held: its script once more, after `awaited` have failed.
+    """Hand a successor of a job to Slurm, held: its script again, after `awaited_job_ids` failed.
 
     Raises:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
-    options = build_options_to_start_after_failure(awaited, request.dependency)
+    options = build_options_to_start_after_failure(awaited_job_ids, request.dependency)
     return _submit_held(request, script, report_outage, options, successor_number)
 
 

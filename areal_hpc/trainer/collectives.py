@@ -75,7 +75,7 @@ def measure_clock_lag_and_spread_s() -> tuple[float, float]:
     return middle, statistics.median(abs(one - middle) for one in offsets)
 
 
-def broadcast_object(message: object, kind: Any) -> Any:
+def broadcast_object(message: object, object_type: Any) -> Any:
     """Rank 0's message, of a type that msgspec decodes, on every rank. A collective."""
     body = bytearray(msgspec.json.encode(message) if dist.get_rank() == 0 else b"")
     if dist.get_world_size() > 1:
@@ -83,25 +83,28 @@ def broadcast_object(message: object, kind: Any) -> Any:
         dist.broadcast(size, src=0)
         body = body or bytearray(int(size))
         dist.broadcast(torch.frombuffer(body, dtype=torch.uint8), src=0)
-    return msgspec.json.decode(body, type=kind)
+    return msgspec.json.decode(body, type=object_type)
 
 
-def gather_objects_on_first_rank(message: object, kind: Any) -> list[Any]:
+def gather_objects_on_first_rank(message: object, object_type: Any) -> list[Any]:
     """All ranks' messages, decoded by msgspec, on rank 0; none elsewhere. A collective."""
     body = msgspec.json.encode(message)
     if dist.get_world_size() == 1:
-        return [msgspec.json.decode(body, type=kind)]
+        return [msgspec.json.decode(body, type=object_type)]
     is_first = dist.get_rank() == 0
     padded = torch.zeros(all_reduce_max(len(body)), dtype=torch.uint8)
     padded[: len(body)] = torch.frombuffer(bytearray(body), dtype=torch.uint8)
     received = [torch.empty_like(padded) for _ in range(dist.get_world_size() if is_first else 0)]
     dist.gather(padded, received if is_first else None)
     # JSON has no zero bytes.
-    return [msgspec.json.decode(one.numpy().tobytes().rstrip(b"\0"), type=kind) for one in received]
+    return [
+        msgspec.json.decode(one.numpy().tobytes().rstrip(b"\0"), type=object_type)
+        for one in received
+    ]
 
 
-def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -> ResultT:
-    """What `read` finds on shared storage, once it fails on no rank any more. A collective.
+def read_on_all_ranks(read_file: Callable[[], ResultT], expected: type[ArealError]) -> ResultT:
+    """What `read_file` finds on shared storage, once it fails on no rank any more. A collective.
 
     Raises:
         ArealError: The expected one, on all ranks: they waited, and still none of them can read.
@@ -112,7 +115,7 @@ def read_on_all_ranks(read: Callable[[], ResultT], expected: type[ArealError]) -
     while True:
         result, trouble = None, None
         try:
-            result = read()
+            result = read_file()
         except expected as error:
             trouble = error
         if not is_true_on_any_rank(trouble is not None):

@@ -390,7 +390,7 @@ class Learner:
         for number, (part, factor) in enumerate(zip(minibatches, factors, strict=True)):
             loss = partial(
                 self._compute_loss,
-                minibatch=number,
+                minibatch_index=number,
                 updates_done_share=number / len(minibatches),
                 factor=factor,
             )
@@ -422,14 +422,14 @@ class Learner:
         self,
         batch: MicroBatch,
         logprobs_N: torch.Tensor,
-        minibatch: int,
+        minibatch_index: int,
         updates_done_share: float,
         factor: float,
     ) -> tuple[torch.Tensor, LossStats]:
-        """The loss of a micro-batch of `minibatch`, after a share of the step's updates."""
+        """The loss of a micro-batch of `minibatch_index`, after a share of the step's updates."""
         held_N = logprobs_N.detach()
         proximal_N = self._select_proximal_logprobs(batch, held_N, updates_done_share)
-        self._annotator.note_token_measures(minibatch, batch, held_N, proximal_N)
+        self._annotator.note_token_measures(minibatch_index, batch, held_N, proximal_N)
         total, sums, weight_max = compute_policy_loss(
             logprobs_N,
             proximal_N,

@@ -102,13 +102,13 @@ def _suggest_memory_saving_change(
     arch: Architecture,
     config: TrainerConfig,
     estimate: TrainerMemory,
-    work: str,
+    failed_work: str,
     section: str,
     critic: Architecture | None,
 ) -> str:
     """The cheapest change that would have saved enough."""
     fewer = f"lower {section}.max_tokens_per_microbatch"
-    if work == OPTIMIZER_STEP_DESCRIPTION:
+    if failed_work == OPTIMIZER_STEP_DESCRIPTION:
         if not config.offload.optimizer:
             return "trainer.offload.optimizer=true, or raise trainer.parallel.dp"
         return "raise trainer.parallel.tp, pp or dp"

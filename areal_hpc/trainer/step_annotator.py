@@ -41,19 +41,19 @@ class StepAnnotator:
         self,
         batch: Sequence[TrajectoryRow],
         rows: Sequence[TrainingRow],
-        minibatches: int,
+        minibatch_count: int,
         state: TrainerState,
     ) -> None:
         """Choose the rows of a batch that `state` is about to be trained on, in minibatches."""
         chosen = choose_rows_to_annotate(
             batch, self._config.annotate, (state.seed << 32) + state.step
         )
-        self._tokens = TokenAnnotator(batch, rows, chosen, minibatches) if chosen else None
+        self._tokens = TokenAnnotator(batch, rows, chosen, minibatch_count) if chosen else None
         self._rows_of_batch = len(batch)
 
     def note_token_measures(
         self,
-        minibatch: int,
+        minibatch_index: int,
         batch: MicroBatch,
         current_logprobs_N: torch.Tensor,
         proximal_N: torch.Tensor,
@@ -71,13 +71,20 @@ class StepAnnotator:
         )
         logprobs_N = batch.channels_N.get(PROXIMAL_CHANNEL, current_logprobs_N)
         self._tokens.note_measures(
-            minibatch, batch.tokens_N, logprobs_N, found.ratios_N, found.outside_N, found.clipped_N
+            minibatch_index,
+            batch.tokens_N,
+            logprobs_N,
+            found.ratios_N,
+            found.outside_N,
+            found.clipped_N,
         )
 
-    def note_entropies(self, minibatch: int, batch: MicroBatch, entropies_N: torch.Tensor) -> None:
+    def note_entropies(
+        self, minibatch_index: int, batch: MicroBatch, entropies_N: torch.Tensor
+    ) -> None:
         """Take the entropies of what a pass's tokens were sampled from."""
         if self._tokens is not None:
-            self._tokens.note_entropies(minibatch, batch.tokens_N, entropies_N)
+            self._tokens.note_entropies(minibatch_index, batch.tokens_N, entropies_N)
 
     def gather_and_write_step(
         self,

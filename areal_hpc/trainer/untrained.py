@@ -18,7 +18,7 @@ MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
 def build_nonfinite_records_or_raise(
     norms: Sequence[float],
     step: int,
-    earlier: Sequence[UntrainedRecord],
+    earlier_records: Sequence[UntrainedRecord],
     on_nonfinite: Literal["skip", "stop"],
     *,
     section: str,
@@ -49,7 +49,7 @@ def build_nonfinite_records_or_raise(
             hint=f"set {key}=skip to go on without such steps; the last checkpoint stands",
         )
     before = _get_rest_of_streak(step, MAX_CONSECUTIVE_NONFINITE_BATCHES)
-    if {*before} <= {one.step for one in earlier if not one.tickets and not one.quarantine}:
+    if {*before} <= {one.step for one in earlier_records if not one.tickets and not one.quarantine}:
         raise NonFiniteGradientError(
             f"{name_step(step)}: {reason}, the same as at {' and '.join(map(name_step, before))}: "
             f"{key}=skip ends after {MAX_CONSECUTIVE_NONFINITE_BATCHES} batches in a row",
@@ -60,7 +60,7 @@ def build_nonfinite_records_or_raise(
 
 
 def build_damaged_batch_record_or_raise(
-    step: int, earlier: Sequence[UntrainedRecord], reason: str, run_dir: Path
+    step: int, earlier_records: Sequence[UntrainedRecord], reason: str, run_dir: Path
 ) -> UntrainedRecord:
     """The record of a batch that no rank can read. Pure, and the same on all ranks.
 
@@ -71,7 +71,7 @@ def build_damaged_batch_record_or_raise(
         ShardError: This is the last of `MAX_CONSECUTIVE_DAMAGED_BATCHES` such batches.
     """
     before = _get_rest_of_streak(step, MAX_CONSECUTIVE_DAMAGED_BATCHES)
-    if {*before} <= {one.step for one in earlier if one.quarantine == "damaged"}:
+    if {*before} <= {one.step for one in earlier_records if one.quarantine == "damaged"}:
         run = shlex.quote(str(run_dir))
         raise ShardError(
             f"batch {step} cannot be read: {reason}; nor could "

@@ -107,21 +107,21 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
 
 
 def _diagnose_running(
-    evidence: RunInspection, chain: tuple[FailureEvent, ...], cause: FailureEvent | None
+    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...], cause: FailureEvent | None
 ) -> Diagnosis:
     """A run that nothing keeps from its work, but perhaps its agent."""
     failures = AgentFailures.collect(evidence.events)
     if failures.have_all_episodes_failed and failures.newest is not None:
         headline = f"the run is running, but its agent fails {failures.share_text}"
         hint = f"{failures.newest.suggested_fix}, then run the same command again"
-        return Diagnosis(f"{headline}: {failures.newest.text}", chain, hint)
+        return Diagnosis(f"{headline}: {failures.newest.text}", failure_chain, hint)
     happened = f"after this: {cause.text}" if cause else "and nothing has failed"
     headline = f"the run is running, {happened}"
-    return Diagnosis(headline, chain, is_well=True, notes=evidence.limits)
+    return Diagnosis(headline, failure_chain, is_well=True, notes=evidence.limits)
 
 
 def _diagnose_local_stop(
-    evidence: RunInspection, chain: tuple[FailureEvent, ...]
+    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
     """A run of this machine whose launcher is gone; None if that said nothing of any use."""
     own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
@@ -132,21 +132,21 @@ def _diagnose_local_stop(
     hint = "run the same command again to resume from the last checkpoint"
     if not ends:
         headline = "the launcher was killed, or its machine went down; its jobs stopped with it"
-        return Diagnosis(headline, chain, hint)
+        return Diagnosis(headline, failure_chain, hint)
     if reason := ends[-1].get("reason"):
         hint = "run the same command in a new allocation to resume from the last checkpoint"
-        return Diagnosis(f"the run was stopped: {reason}", chain, hint, is_well=True)
+        return Diagnosis(f"the run was stopped: {reason}", failure_chain, hint, is_well=True)
     signal_name = ends[-1].get("signal")
     if not signal_name:
         return None
     said = "Ctrl-C" if signal_name == "SIGINT" else signal_name
-    return Diagnosis(f"the run was stopped by {said}", chain, hint, is_well=True)
+    return Diagnosis(f"the run was stopped by {said}", failure_chain, hint, is_well=True)
 
 
 def _diagnose_lost_jobs(
     evidence: RunInspection,
     state: str,
-    chain: tuple[FailureEvent, ...],
+    failure_chain: tuple[FailureEvent, ...],
     cause: FailureEvent | None,
 ) -> Diagnosis:
     """Jobs and cells that are gone for good, or until somebody starts them again."""
@@ -170,11 +170,11 @@ def _diagnose_lost_jobs(
     )
     why = f", after this: {cause.text}" if cause else ""
     first = f"{cause.hint}; then " if cause and cause.hint else ""
-    return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", chain, first + hint)
+    return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", failure_chain, first + hint)
 
 
 def _diagnose_no_progress(
-    evidence: RunInspection, chain: tuple[FailureEvent, ...]
+    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
     """A run at work that does not get further; None if it does, or has just started."""
     suspended = [
@@ -184,10 +184,10 @@ def _diagnose_no_progress(
     ]
     if suspended:
         hint = "scontrol resume JOBID if a person suspended it; else it waits for other jobs"
-        return Diagnosis(f"the run is stalled: {'; '.join(suspended)}", chain, hint)
+        return Diagnosis(f"the run is stalled: {'; '.join(suspended)}", failure_chain, hint)
     if evidence.free_bytes is not None and evidence.free_bytes < MIN_FREE_DISK_BYTES:
         free = f"{evidence.free_bytes / 2**20:.0f} MiB are free in {evidence.run.paths.root}"
-        return Diagnosis(f"the run is running, but only {free}", chain, "make room there")
+        return Diagnosis(f"the run is running, but only {free}", failure_chain, "make room there")
     leader = next(
         (job for job in evidence.run.jobs if job.name in LEADER_JOB_NAMES and job.is_alive), None
     )
@@ -201,13 +201,17 @@ def _diagnose_no_progress(
         f"the run is stalled: no step for {format_duration(silent_s)}, "
         f"where one takes {format_duration(usual_s)}"
     )
-    return Diagnosis(headline, chain, "areal-hpc logs RUN shows what its processes wait for")
+    return Diagnosis(
+        headline, failure_chain, "areal-hpc logs RUN shows what its processes wait for"
+    )
 
 
 _HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
-def _diagnose_waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) -> Diagnosis | None:
+def _diagnose_waiting(
+    evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
+) -> Diagnosis | None:
     """What jobs without nodes wait for; None if there are none."""
     reasons = [
         (job.name, job.queued, job.pending_reason or explain_reason(job.queued.reason))
@@ -225,7 +229,7 @@ def _diagnose_waiting(evidence: RunInspection, chain: tuple[FailureEvent, ...]) 
     what = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",
-        chain,
+        failure_chain,
         reason.hint.replace("JOBID", queued.job_id),
         is_well=not (reason.needs_action or held),
     )
@@ -362,15 +366,15 @@ def _build_traceback_event(stack: LogTraceback, count: int) -> FailureEvent:
     )
 
 
-def _build_task_exit_event(word: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
-    outcome = word.outcome
+def _build_task_exit_event(exit_record: TaskExitRecord, reason: Sequence[str]) -> FailureEvent:
+    outcome = exit_record.outcome
     rank, hint = 4, f"read {outcome.log}" if outcome.log else "areal-hpc logs RUN"
     if outcome.exit_code == RecipeError.exit_code:
         rank, hint = 1, "change the recipe as it says, then areal-hpc resume RUN key=value"
-    place = f"{word.job} ({outcome.cell})" if outcome.cell else word.job
-    who = f"task {word.rank} of {place} failed: {outcome.process or 'the supervisor'}"
+    place = f"{exit_record.job} ({outcome.cell})" if outcome.cell else exit_record.job
+    who = f"task {exit_record.rank} of {place} failed: {outcome.process or 'the supervisor'}"
     text = f"{who}: {describe_exit_code(outcome.exit_code)}"
-    return FailureEvent(word.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
+    return FailureEvent(exit_record.at, text, rank, tuple(reason[-MAX_TRACEBACK_LINES:]), hint)
 
 
 def format_diagnosis(diagnosis: Diagnosis, run: str) -> list[str]:

@@ -14,19 +14,19 @@ from areal_hpc.slurm.submit import render_script
 
 
 def format_dry_run(
-    paths: RunPaths, requests: Sequence[JobRequest], members: int | None = None
+    paths: RunPaths, requests: Sequence[JobRequest], array_size: int | None = None
 ) -> str:
     """Every job's script, the files that would be written, and the most that all can cost.
 
-    `members` counts the runs of a sweep, of which each job is an array.
+    `array_size` counts the runs of a sweep, of which each job is an array.
     """
     parts = []
     for request in requests:
         where = paths.job(request.job).script
-        parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, members)}")
+        parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, array_size)}")
         parts += _describe_successors(request, where)
     return "\n".join(
-        [*parts, _describe_written_files(paths), _describe_cost(requests, members or 1)]
+        [*parts, _describe_written_files(paths), _describe_cost(requests, array_size or 1)]
     )
 
 

@@ -34,7 +34,9 @@ def format_shard_table(paths: RunPaths) -> str:
         f"{sum(shard.tokens for shard in shards)} tokens, "
         f"{sum(shard.bytes for shard in shards) / 2**20:.1f} MiB"
     )
-    return "\n".join([*format_table([head, *rows], right=range(2, len(head) - 1)), total])
+    return "\n".join(
+        [*format_table([head, *rows], right_aligned_columns=range(2, len(head) - 1)), total]
+    )
 
 
 def format_shards_jsonl(paths: RunPaths) -> str:
@@ -72,7 +74,9 @@ def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> st
         ]
         head = (*head, "text")
         lines = [(*line, repr(text)) for line, text in zip(lines, texts, strict=True)]
-    return "\n".join([title, *format_table([head, *lines], right=range(1, len(head) - 1))])
+    return "\n".join(
+        [title, *format_table([head, *lines], right_aligned_columns=range(1, len(head) - 1))]
+    )
 
 
 def find_tokenizer_file(paths: RunPaths) -> Path | None:

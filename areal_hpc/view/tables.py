@@ -4,15 +4,17 @@ import time
 from collections.abc import Container, Sequence
 
 
-def format_table(rows: Sequence[Sequence[str]], right: Container[int] = ()) -> list[str]:
+def format_table(
+    rows: Sequence[Sequence[str]], right_aligned_columns: Container[int] = ()
+) -> list[str]:
     """Rows of one length as lines, every column as wide as its longest cell.
 
-    Columns with an index in `right` are right-aligned.
+    Columns with an index in `right_aligned_columns` are right-aligned.
     """
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(
-            cell.rjust(width) if index in right else cell.ljust(width)
+            cell.rjust(width) if index in right_aligned_columns else cell.ljust(width)
             for index, (cell, width) in enumerate(zip(row, widths, strict=True))
         ).rstrip()
         for row in rows

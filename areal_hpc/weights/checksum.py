@@ -67,7 +67,11 @@ def is_expert_parameter(parameter_name: str) -> bool:
 
 
 def require_matching_checksums(
-    expected: Digests, reported: Mapping[str, str], who: str, *, replica_device: str = "cpu"
+    expected: Digests,
+    reported_checksums: Mapping[str, str],
+    who: str,
+    *,
+    replica_device: str = "cpu",
 ) -> None:
     """Check one rank's report.
 
@@ -75,9 +79,13 @@ def require_matching_checksums(
         WeightSyncError: A tensor differs, or only one side has it.
     """
     different = {
-        name for name in expected.keys() & reported.keys() if reported[name] not in expected[name]
+        name
+        for name in expected.keys() & reported_checksums.keys()
+        if reported_checksums[name] not in expected[name]
     }
-    elsewhere = _find_expert_kinds_in_other_layouts(expected, reported, different, replica_device)
+    elsewhere = _find_expert_kinds_in_other_layouts(
+        expected, reported_checksums, different, replica_device
+    )
     if elsewhere:
         log.warning(
             "%s: the checksums of %s are not compared: none agrees, as where a kernel has them in "
@@ -85,7 +93,7 @@ def require_matching_checksums(
             who,
             ", ".join(sorted(elsewhere)),
         )
-    server_names = {name for name in reported if _get_expert_kind(name) not in elsewhere}
+    server_names = {name for name in reported_checksums if _get_expert_kind(name) not in elsewhere}
     sent_names = {name for name in expected if _get_expert_kind(name) not in elsewhere}
     missing, unsent = sorted(sent_names - server_names), sorted(server_names - sent_names)
     different = different & server_names
@@ -103,17 +111,20 @@ def require_matching_checksums(
 
 
 def _find_expert_kinds_in_other_layouts(
-    expected: Digests, reported: Mapping[str, str], different: Set[str], replica_device: str
+    expected: Digests,
+    reported_checksums: Mapping[str, str],
+    different: Set[str],
+    replica_device: str,
 ) -> frozenset[str]:
     """Kinds of stacked expert tensors that this replica holds in a layout of a kernel's own."""
     if replica_device == "cpu":
         return frozenset()
     agreeing = {
         _get_expert_kind(name)
-        for name in expected.keys() & reported.keys()
+        for name in expected.keys() & reported_checksums.keys()
         if name not in different
     }
-    kinds = {_get_expert_kind(name) for name in [*expected, *reported]}
+    kinds = {_get_expert_kind(name) for name in [*expected, *reported_checksums]}
     return frozenset(kinds - agreeing - {""})
 
 

@@ -40,11 +40,13 @@ class BucketDigester:
         self._held: deque[OpenBucket] = deque()
         self._held_bytes = 0
 
-    def add(self, full: OpenBucket) -> None:
+    def add(self, full_bucket: OpenBucket) -> None:
         """Take a full bucket in; its parameters must not change before `finish` returns."""
-        self._held.append(full)
-        self._held_bytes += full.bucket.size_bytes
-        while self._held and (full.flat is not None or self._held_bytes > self._max_held_bytes):
+        self._held.append(full_bucket)
+        self._held_bytes += full_bucket.bucket.size_bytes
+        while self._held and (
+            full_bucket.flat is not None or self._held_bytes > self._max_held_bytes
+        ):
             self._hash_oldest()
 
     def finish(self) -> ExpectedDigests:

@@ -36,15 +36,15 @@ class UpdateSession:
     """
 
     def __init__(
-        self, members: Sequence[ReplicaClient], config: WeightsConfig, update_name: str
+        self, replica_clients: Sequence[ReplicaClient], config: WeightsConfig, update_name: str
     ) -> None:
-        self._members = members
+        self._members = replica_clients
         self._config = config
-        self.keys = tuple(member.key for member in members)
+        self.keys = tuple(member.key for member in replica_clients)
         self.load_s = 0.0
         """Seconds of this update in which the members loaded what they had received."""
         self._calls = ThreadPoolExecutor(
-            2 * len(members), thread_name_prefix=f"update-{update_name}"
+            2 * len(replica_clients), thread_name_prefix=f"update-{update_name}"
         )
 
     def pause_replicas(self) -> None:
@@ -65,24 +65,26 @@ class UpdateSession:
         `expected` may come while members compute what they hold; None checks the version alone.
         """
 
-        def check(member: ReplicaClient) -> None:
-            stamp = member.fetch_weight_version()
+        def check(replica_client: ReplicaClient) -> None:
+            stamp = replica_client.fetch_weight_version()
             if stamp != str(version):
-                raise WeightSyncError(f"{member.key}: expected version {version}, got {stamp!r}")
+                raise WeightSyncError(
+                    f"{replica_client.key}: expected version {version}, got {stamp!r}"
+                )
             if expected is None:
                 return
-            reported = member.fetch_checksums()
-            if len(reported) != member.key.tp:
+            reported = replica_client.fetch_checksums()
+            if len(reported) != replica_client.key.tp:
                 raise WeightSyncError(
-                    f"{member.key}: expected checksums of {member.key.tp} ranks, got those of "
-                    f"{sorted(reported)}"
+                    f"{replica_client.key}: expected checksums of {replica_client.key.tp} ranks, "
+                    f"got those of {sorted(reported)}"
                 )
             for rank, checksums in reported.items():
-                digests = expected.result()[member.key.tp, rank]
+                digests = expected.result()[replica_client.key.tp, rank]
                 require_matching_checksums(
                     digests,
                     checksums,
-                    f"{member.key}, rank {rank}",
+                    f"{replica_client.key}, rank {rank}",
                     replica_device=replica_device,
                 )
 
@@ -96,18 +98,18 @@ class UpdateSession:
     def resume_replicas(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
-        def resume(member: ReplicaClient) -> None:
-            member.post("continue_generation")
-            member.post("serve", ReopenReplicaRequest(str(version)))
+        def resume(replica_client: ReplicaClient) -> None:
+            replica_client.post("continue_generation")
+            replica_client.post("serve", ReopenReplicaRequest(str(version)))
 
         self._call_all(resume)
 
     def abandon_and_fence(self) -> None:
         """Leave at once, and keep the members out of service until another update."""
 
-        def give_up(member: ReplicaClient) -> None:
+        def give_up(replica_client: ReplicaClient) -> None:
             try:
-                member.fence_until_next_update()
+                replica_client.fence_until_next_update()
             except WeightSyncError as error:
                 log.info("could not tell the replica that the update was abandoned: %s", error)
 

@@ -139,14 +139,14 @@ def _carry_out_action(point: str, action: str) -> None:
         _hold_process(Path(action.removeprefix("hold:")))
 
 
-def _hold_process(gate: Path) -> None:
-    if not gate.exists():
+def _hold_process(gate_file: Path) -> None:
+    if not gate_file.exists():
         return
     try:
-        with gate.with_name(f"{gate.name}.held").open("x") as stream:
+        with gate_file.with_name(f"{gate_file.name}.held").open("x") as stream:
             stream.write(str(os.getpid()))
     except FileExistsError:
         return
     give_up_at = time.monotonic() + MAX_HOLD_S
-    while gate.exists() and time.monotonic() < give_up_at:
+    while gate_file.exists() and time.monotonic() < give_up_at:
         time.sleep(_POLL_S)

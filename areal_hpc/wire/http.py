@@ -189,7 +189,7 @@ def _build_method_and_body(request: msgspec.Struct | None) -> tuple[str, bytes |
     return ("GET", None) if request is None else ("POST", msgspec.json.encode(request))
 
 
-def _decode_answer(status: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
-    if status >= 400:
-        raise HttpStatusError(status, url, content.decode(errors="replace"))
+def _decode_answer(status_code: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
+    if status_code >= 400:
+        raise HttpStatusError(status_code, url, content.decode(errors="replace"))
     return msgspec.json.decode(content, type=reply)

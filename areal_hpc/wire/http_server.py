@@ -122,10 +122,12 @@ class GuardedProtocol(HttpToolsProtocol):
             )
         self._is_overdue = True
 
-    def refuse_and_hang_up(self, status: int, message: str) -> None:
+    def refuse_and_hang_up(self, status_code: int, message: str) -> None:
         """Say why, and hang up."""
         if not (self._is_answering and self.cycle.response_started):
-            head = f"HTTP/1.1 {status} Refused\r\ncontent-type: text/plain\r\nretry-after: 1\r\n"
+            head = (
+                f"HTTP/1.1 {status_code} Refused\r\ncontent-type: text/plain\r\nretry-after: 1\r\n"
+            )
             head += f"content-length: {len(message)}\r\nconnection: close\r\n\r\n"
             self.transport.write(head.encode() + message.encode())
         self.transport.close()

@@ -37,11 +37,11 @@ _NONCE_BYTES = 16
 
 
 class SignatureError(Exception):
-    """A request that is not, or not now, one of the run's; `status` is the HTTP answer."""
+    """A request that is not, or not now, one of the run's; `status_code` is the HTTP answer."""
 
-    def __init__(self, status: int, text: str) -> None:
+    def __init__(self, status_code: int, text: str) -> None:
         super().__init__(text)
-        self.status = status
+        self.status = status_code
 
 
 def claims_to_be_signed(scope: MutableMapping[str, Any]) -> bool:

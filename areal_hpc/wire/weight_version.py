@@ -55,7 +55,9 @@ class GenerationFork:
 
 
 def compute_staleness_steps(
-    current: WeightVersion, sampled: WeightVersion, generation_forks: Sequence[GenerationFork]
+    current_version: WeightVersion,
+    sampled_version: WeightVersion,
+    generation_forks: Sequence[GenerationFork],
 ) -> int:
     """Training steps between the weights that sampled a token and the current ones.
 
@@ -66,8 +68,8 @@ def compute_staleness_steps(
         (
             fork.base_step
             for fork in generation_forks
-            if sampled.generation < fork.generation <= current.generation
+            if sampled_version.generation < fork.generation <= current_version.generation
         ),
-        default=sampled.step,
+        default=sampled_version.step,
     )
-    return current.step - min(sampled.step, shared_step)
+    return current_version.step - min(sampled_version.step, shared_step)

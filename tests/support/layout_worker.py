@@ -256,9 +256,9 @@ class Case:
         frozen = load_frozen_network(
             self.folder / "saved", self.parallel, torch.float32, torch.device("cpu"), "reference"
         )
-        expected = compute_row_logprobs(self.policy, rows, minibatches=3, max_tokens=90)
+        expected = compute_row_logprobs(self.policy, rows, minibatch_count=3, max_tokens=90)
         with frozen.hold_weights_on_device() as network:
-            found = compute_row_logprobs(network, rows, minibatches=3, max_tokens=90)
+            found = compute_row_logprobs(network, rows, minibatch_count=3, max_tokens=90)
         return all(np.array_equal(one, other) for one, other in zip(found, expected, strict=True))
 
 

@@ -103,15 +103,15 @@ def _run_or_submit_evaluation(
 
 
 def _find_compared_report(
-    compared: str, target: EvaluationTarget, sets: Sequence[EvaluationSet]
+    compared_path: str, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> EvaluationReport:
     """The results to compare with: those of a step of the run, or those in a file."""
     from areal_hpc.launch.evaluation.start import find_report_of_step
     from areal_hpc.view.evaluations.evaluation_report import read_report
 
-    if compared.isdigit():
-        return find_report_of_step(target, int(compared), sets)
-    return read_report(Path(compared))
+    if compared_path.isdigit():
+        return find_report_of_step(target, int(compared_path), sets)
+    return read_report(Path(compared_path))
 
 
 def _print_comparison_and_get_exit_code(before: EvaluationReport, report: EvaluationReport) -> int:

@@ -227,11 +227,11 @@ def _export_model(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _export_in_train_environment(configured: str, arguments: argparse.Namespace) -> int:
+def _export_in_train_environment(configured_python: str, arguments: argparse.Namespace) -> int:
     """Run this command by the Python of the role `train`, which has torch."""
     from areal_hpc.jobs.environment import get_interpreter
 
-    python = get_interpreter("train", configured)
+    python = get_interpreter("train", configured_python)
     if Path(python).absolute() == Path(sys.executable).absolute():
         raise RecipeError(
             f"{python} has no torch, which is needed to read checkpoints",

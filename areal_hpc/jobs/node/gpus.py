@@ -27,7 +27,7 @@ class VisibleGpus:
     """Source of the list, for a person."""
 
 
-def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> VisibleGpus:
+def find_visible_gpus(environ: Mapping[str, str], devices_dir: Path = DEVICES_DIR) -> VisibleGpus:
     """The GPUs that the variable names; if it is not set, those with a device file."""
     named = parse_visible_device_ids(environ)
     if named is not None:
@@ -35,7 +35,9 @@ def find_visible_gpus(environ: Mapping[str, str], dev: Path = DEVICES_DIR) -> Vi
             named, f"{VISIBLE_DEVICES_VARIABLE}={environ[VISIBLE_DEVICES_VARIABLE]!r}"
         )
     # CUDA numbers the ones that it may open from 0; those of a container need not be named so.
-    return VisibleGpus(tuple(map(str, range(len(list_device_files(dev))))), f"{dev}/nvidia[0-9]*")
+    return VisibleGpus(
+        tuple(map(str, range(len(list_device_files(devices_dir))))), f"{devices_dir}/nvidia[0-9]*"
+    )
 
 
 def parse_visible_device_ids(environ: Mapping[str, str]) -> tuple[str, ...] | None:
@@ -46,13 +48,13 @@ def parse_visible_device_ids(environ: Mapping[str, str]) -> tuple[str, ...] | No
     return tuple(dict.fromkeys(takewhile(lambda name: name not in _DEVICE_LIST_TERMINATORS, names)))
 
 
-def list_device_files(dev: Path = DEVICES_DIR) -> list[Path]:
+def list_device_files(devices_dir: Path = DEVICES_DIR) -> list[Path]:
     """NVIDIA's device files, one per GPU."""
-    return sorted(dev.glob("nvidia[0-9]*"))
+    return sorted(devices_dir.glob("nvidia[0-9]*"))
 
 
 def filter_and_order_gpus(
-    visible: VisibleGpus, wanted_gpus: WantedGpus, numa_node_by_gpu: Mapping[str, int]
+    visible_gpus: VisibleGpus, wanted_gpus: WantedGpus, numa_node_by_gpu: Mapping[str, int]
 ) -> VisibleGpus:
     """Those of the visible GPUs that a run may use, in the order in which it takes them. Pure.
 
@@ -67,36 +69,38 @@ def filter_and_order_gpus(
         return VisibleGpus((), "cluster.gpus=none")
     if isinstance(wanted_gpus, tuple):
         names = tuple(map(str, wanted_gpus))
-        if hidden := [name for name in names if name not in visible.ids]:
+        if hidden := [name for name in names if name not in visible_gpus.ids]:
             raise RecipeError(
                 f"cluster.gpus names GPUs {', '.join(hidden)}; this machine shows "
-                f"{', '.join(visible.ids) or 'none'} ({visible.source})",
+                f"{', '.join(visible_gpus.ids) or 'none'} ({visible_gpus.source})",
                 key="cluster.gpus",
                 hint="name some of those that it shows, or use cluster.gpus=auto",
             )
         return VisibleGpus(names, f"cluster.gpus=[{', '.join(names)}]")
-    ordered = tuple(sorted(visible.ids, key=lambda one: numa_node_by_gpu.get(one, -1)))
+    ordered = tuple(sorted(visible_gpus.ids, key=lambda one: numa_node_by_gpu.get(one, -1)))
     if wanted_gpus == "auto":
-        return VisibleGpus(ordered, visible.source)
+        return VisibleGpus(ordered, visible_gpus.source)
     if wanted_gpus > len(ordered):
         raise RecipeError(
             f"cluster.gpus={wanted_gpus}; "
-            f"this machine shows {len(ordered)} GPUs ({visible.source})",
+            f"this machine shows {len(ordered)} GPUs ({visible_gpus.source})",
             key="cluster.gpus",
             hint=f"use cluster.gpus={len(ordered) or 'none'}",
         )
-    return VisibleGpus(ordered[:wanted_gpus], f"cluster.gpus={wanted_gpus} of {visible.source}")
+    return VisibleGpus(
+        ordered[:wanted_gpus], f"cluster.gpus={wanted_gpus} of {visible_gpus.source}"
+    )
 
 
 def read_numa_nodes(
-    dev: Path = DEVICES_DIR, driver: Path = DRIVER_GPUS_DIR, pci: Path = PCI_DEVICES_DIR
+    devices_dir: Path = DEVICES_DIR, driver: Path = DRIVER_GPUS_DIR, pci: Path = PCI_DEVICES_DIR
 ) -> dict[str, int]:
     """The NUMA node of each GPU, by its number in the order of PCI addresses; empty if unknown.
 
     In a container that shows some of the machine's GPUs the numbers are others: unknown as well.
     """
     addresses = sorted(one.name for one in driver.glob("*"))
-    if len(addresses) != len(list_device_files(dev)):
+    if len(addresses) != len(list_device_files(devices_dir)):
         return {}
     try:
         told = [int((pci / address.lower() / "numa_node").read_text()) for address in addresses]

@@ -73,27 +73,35 @@ def query_gpu_errors() -> tuple[dict[str, int], str]:
     return parse_gpu_errors(answer.stdout) if not complaint else {}, complaint
 
 
-def parse_gpu_errors(listed: str) -> dict[str, int]:
+def parse_gpu_errors(nvidia_smi_output: str) -> dict[str, int]:
     """Uncorrected errors of each GPU that nvidia-smi lists; 0 of one without error correction."""
-    rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
+    rows = [
+        [word.strip() for word in line.split(",")]
+        for line in nvidia_smi_output.splitlines()
+        if line
+    ]
     return {index: int(errors) if errors.isdigit() else 0 for index, errors in rows}
 
 
 def compare_gpus_with_driver(
-    slurm_gpus: list[str], seen: dict[str, int], complaint: str
+    slurm_gpus: list[str], driver_gpus: dict[str, int], complaint: str
 ) -> list[NodeProblem]:
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
         return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
-    if len(seen) < len(slurm_gpus):
+    if len(driver_gpus) < len(slurm_gpus):
         return [
-            NodeProblem(f"the driver shows {len(seen)} GPUs, Slurm allocated {len(slurm_gpus)}")
+            NodeProblem(
+                f"the driver shows {len(driver_gpus)} GPUs, Slurm allocated {len(slurm_gpus)}"
+            )
         ]
     # With device control groups the driver lists those of the job alone, counted from 0.
-    own = seen if len(seen) == len(slurm_gpus) else seen.keys() & set(slurm_gpus)
+    own = (
+        driver_gpus if len(driver_gpus) == len(slurm_gpus) else driver_gpus.keys() & set(slurm_gpus)
+    )
     return [
         NodeProblem(f"its GPU {index} has {errors} uncorrected memory errors")
-        for index, errors in seen.items()
+        for index, errors in driver_gpus.items()
         if index in own and errors
     ]
 

@@ -81,9 +81,11 @@ def main() -> None:
         run_entry(entry, config_path, server)
 
 
-def is_fork_safe(dev: Path = DEVICES_DIR) -> bool:
+def is_fork_safe(devices_dir: Path = DEVICES_DIR) -> bool:
     """True if this process has one Python thread and has not initialized CUDA."""
-    return threading.active_count() == 1 and dev / _CUDA_DEVICE_FILE not in _list_open_files()
+    return (
+        threading.active_count() == 1 and devices_dir / _CUDA_DEVICE_FILE not in _list_open_files()
+    )
 
 
 def _list_open_files() -> list[Path]:

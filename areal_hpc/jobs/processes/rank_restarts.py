@@ -55,7 +55,7 @@ class RankRestartNotes:
         self.followed += 1
         return note
 
-    def announce_restart_if_first(self, note: RankRestart) -> bool:
+    def announce_restart_if_first(self, restart_note: RankRestart) -> bool:
         """Have all tasks start their rank again; false if another task was first to say so.
 
         Raises:
@@ -67,5 +67,5 @@ class RankRestartNotes:
             os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644))
         except FileExistsError:
             return False
-        write_atomic(path, msgspec.json.encode(note))
+        write_atomic(path, msgspec.json.encode(restart_note))
         return True

@@ -240,9 +240,9 @@ def _await_job_answer(folder: Path, job_id: str, token: str, patience_s: float) 
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)
 
 
-def _judge_job_answer(words: list[str], token: str) -> CheckResult:
-    node = words[1] if len(words) > 1 else "?"
-    if not words or words[0] != token:
+def _judge_job_answer(answer_words: list[str], token: str) -> CheckResult:
+    node = answer_words[1] if len(answer_words) > 1 else "?"
+    if not answer_words or answer_words[0] != token:
         return fail("shared", f"{node} sees different content", "use another file system")
     where = "the same node" if node == socket.gethostname() else node
     return ok("shared", f"{where} saw the file, and its answer is visible here")

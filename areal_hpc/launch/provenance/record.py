@@ -82,7 +82,7 @@ def _record_user_code(
     paths: RunPaths,
     attempt: int,
     folders: Sequence[str],
-    earlier: Sequence[Mapping[str, Any]],
+    earlier_launches: Sequence[Mapping[str, Any]],
 ) -> dict[str, Any] | None:
     """The entry of the user's code, and a copy of it unless an earlier launch left the same."""
     code = read_user_code(recipe, folders)
@@ -90,7 +90,7 @@ def _record_user_code(
         return None
     entry = dataclasses.asdict(code)
     del entry["archive"]
-    known = [launch.get("user_code") or {} for launch in earlier]
+    known = [launch.get("user_code") or {} for launch in earlier_launches]
     copy = next((one["copy"] for one in known if one.get("digest") == code.digest), None)
     if copy is None:
         file = paths.provenance_copy(attempt, "user_code.zip")

@@ -38,7 +38,7 @@ def find_gpu_problems(recipe: Recipe, environ: Mapping[str, str]) -> list[Proble
         return list(error.problems)
 
 
-def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> GpuAssignment:
+def assign_gpus(stage: JobStage, visible_gpus: VisibleGpus, recipe: Recipe) -> GpuAssignment:
     """GPUs for every task of a stage, none of them twice: its jobs run at the same time.
 
     A task that computes on the CPU gets none; `auto` means the CPU only where no GPU is visible.
@@ -48,22 +48,22 @@ def assign_gpus(stage: JobStage, visible: VisibleGpus, recipe: Recipe) -> GpuAss
     """
     needed = sum(job.tasks * job.gpus_per_task for job in stage.jobs)
     # Trainer and inference name the same device: a recipe is refused otherwise.
-    is_cpu = recipe.trainer.device == "auto" and not visible.ids
-    if needed > len(visible.ids) and not is_cpu:
-        raise RecipeError.from_problems([_describe_shortage(stage, needed, visible, recipe)])
-    left = iter(visible.ids)
+    is_cpu = recipe.trainer.device == "auto" and not visible_gpus.ids
+    if needed > len(visible_gpus.ids) and not is_cpu:
+        raise RecipeError.from_problems([_describe_shortage(stage, needed, visible_gpus, recipe)])
+    left = iter(visible_gpus.ids)
     return {
         job.name: [list(islice(left, job.gpus_per_task)) for _ in range(job.tasks)]
         for job in stage.jobs
     }
 
 
-def find_gpu_shortages(recipe: Recipe, visible: VisibleGpus) -> list[Problem]:
+def find_gpu_shortages(recipe: Recipe, visible_gpus: VisibleGpus) -> list[Problem]:
     """Errors that `assign_gpus` would raise for the stages of a run."""
     problems: list[Problem] = []
     for stage in plan_run(recipe, RunPaths(recipe.run_dir)):
         try:
-            assign_gpus(stage, visible, recipe)
+            assign_gpus(stage, visible_gpus, recipe)
         except RecipeError as error:
             problems += error.problems
     return problems
@@ -77,7 +77,7 @@ def format_assignment(assignment: GpuAssignment) -> Iterator[str]:
 
 
 def _describe_shortage(
-    stage: JobStage, needed: int, visible: VisibleGpus, recipe: Recipe
+    stage: JobStage, needed: int, visible_gpus: VisibleGpus, recipe: Recipe
 ) -> Problem:
     keys, needs, inference = ["trainer.parallel"], [], recipe.inference
     for job in stage.jobs:
@@ -89,7 +89,7 @@ def _describe_shortage(
         keys += ["inference.cells", "inference.replicas_per_cell", "inference.tp"]
     if stage.others and recipe.evaluation.separate_cell:
         keys.append("evaluation.separate_cell")
-    shown, least = len(visible.ids), len({job.is_task_a_node for job in stage.jobs})
+    shown, least = len(visible_gpus.ids), len({job.is_task_a_node for job in stage.jobs})
     lower = _suggest_fitting_shape(recipe, shown, with_cells=bool(stage.others))
     cannot = (
         f"at least {least} are needed: trainer ranks and SGLang share none; use trainer.device=cpu "
@@ -98,7 +98,7 @@ def _describe_shortage(
     return Problem(
         f"too few GPUs for the stage {stage.name}: it needs {needed} at once "
         f"({', '.join(needs)}), "
-        f"this machine shows {shown} ({visible.source})",
+        f"this machine shows {shown} ({visible_gpus.source})",
         ", ".join(keys),
         lower if shown >= least else cannot,
     )

@@ -124,7 +124,7 @@ class CompletionService:
             return PartialReply(text)
         said = PartialReply()
         reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
-        said.add(await reader.feed(text, last=True))
+        said.add(await reader.feed(text, is_last=True))
         return said
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
@@ -192,12 +192,11 @@ class CompletionService:
                 lambda: failover.is_possible and not reply_stream.abandoned,
             )
             if reader is not None:
-                rest = await reader.feed("", last=True)
+                rest = await reader.feed("", is_last=True)
                 said.add(rest)
                 reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
-            if (
-                reply_stream.abandoned
-            ):  # nobody knows how much of it was read: it counts as broken off
+            if reply_stream.abandoned:
+                # Nobody knows how much of it was read: it counts as broken off.
                 broken_off = msgspec.structs.replace(
                     answer.generation, finish_reason=ABORT_FINISH_REASON
                 )

@@ -106,9 +106,9 @@ class Router:
         for replica in serving.values():
             self.raise_newest_version(pack_weight_version_or_zero(replica.version))
 
-    def raise_newest_version(self, packed: int) -> None:
+    def raise_newest_version(self, packed_version: int) -> None:
         """A replica serves these weights, or has sampled from them."""
-        self.newest_version = max(self.newest_version, packed)
+        self.newest_version = max(self.newest_version, packed_version)
 
     async def pick_replica(
         self, session: Session, give_up_at: float, avoid: Container[int] = ()

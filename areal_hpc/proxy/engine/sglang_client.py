@@ -202,12 +202,12 @@ class SGLangClient:
             pool.close()
 
 
-def _raise_for_status(base_url: str, status: int, answer: bytes) -> None:
-    if status == 503:  # it starts, pauses or has its hands full: no fault of the call
-        raise EngineLostError(f"{base_url} answered {status}: {answer[:300]!r}")
-    if status >= 500:
-        raise EngineFailedError(f"{base_url} answered {status}: {extract_error_text(answer)}")
-    if status >= 400:
+def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
+    if status_code == 503:  # it starts, pauses or has its hands full: no fault of the call
+        raise EngineLostError(f"{base_url} answered {status_code}: {answer[:300]!r}")
+    if status_code >= 500:
+        raise EngineFailedError(f"{base_url} answered {status_code}: {extract_error_text(answer)}")
+    if status_code >= 400:
         raise ProxyRequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
 
 

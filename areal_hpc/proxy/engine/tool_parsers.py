@@ -180,12 +180,12 @@ class ParserProcessClient:
 class RemoteReplyParser:
     """Takes the text of one reply, gives what can be shown of it."""
 
-    def __init__(self, parsers: ParserProcessClient, opening: ReplyParseContext) -> None:
+    def __init__(self, parsers: ParserProcessClient, parse_context: ReplyParseContext) -> None:
         self._parsers = parsers
-        self._opening: ReplyParseContext | None = opening
+        self._opening: ReplyParseContext | None = parse_context
         self._number = parsers.allocate_id()
 
-    async def feed(self, text: str, *, last: bool = False) -> PartialReply:
+    async def feed(self, text: str, *, is_last: bool = False) -> PartialReply:
         """What the next text adds.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
@@ -194,13 +194,13 @@ class RemoteReplyParser:
             ProxyRequestError: The parsers died in the middle of a streamed reply.
         """
         request = ParseChunkRequest(
-            self._parsers.allocate_id(), self._number, text, last, self._opening
+            self._parsers.allocate_id(), self._number, text, is_last, self._opening
         )
         try:
             try:
                 reply = await self._parsers.send_request(request)
             except ParserLostError:
-                if self._opening is None or not last:
+                if self._opening is None or not is_last:
                     raise
                 # A whole reply may be parsed by the next process.
                 again = msgspec.structs.replace(request, call=self._parsers.allocate_id())

@@ -38,14 +38,16 @@ class EventStream:
         self._last_sent_at = time.monotonic()
         self._sending = asyncio.Lock()
 
-    async def send(self, block: bytes, *, last: bool = False) -> None:
+    async def send(self, block: bytes, *, is_last: bool = False) -> None:
         """Send whole events; the head of the answer before the first."""
         async with self._sending:
             if not self.begun:
                 self.begun = True
                 start = {"type": "http.response.start", "status": 200, "headers": self._headers}
                 await self._send(start)
-            await self._send({"type": "http.response.body", "body": block, "more_body": not last})
+            await self._send(
+                {"type": "http.response.body", "body": block, "more_body": not is_last}
+            )
         self._last_sent_at = time.monotonic()
 
     async def ping_when_silent(self) -> None:
@@ -82,7 +84,7 @@ async def send_events(
         with contextlib.suppress(asyncio.CancelledError):
             await pinger
         await events.aclose()
-    await stream.send(b"", last=True)
+    await stream.send(b"", is_last=True)
 
 
 def to_request_error(caught: Exception) -> ProxyRequestError:

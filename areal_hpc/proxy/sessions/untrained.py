@@ -139,11 +139,11 @@ class UntrainedSealer:
 
 
 def _build_sound_rows(
-    ticket_or_session: object, build: Callable[[str], list[TrajectoryRow]], cell: str
+    ticket_or_session: object, build_rows: Callable[[str], list[TrajectoryRow]], cell: str
 ) -> Iterator[TrajectoryRow]:
     """The rows of a ticket or session that a shard can hold; none if they cannot be built."""
     try:
-        rows = build(cell)
+        rows = build_rows(cell)
     except Exception:  # boundary: one episode must not keep the others from being sealed
         log.exception("the rows of %s cannot be built; it is not kept", ticket_or_session)
         return

@@ -124,8 +124,11 @@ def _decode_tagged_builtins(data: Any) -> Any:
     raise ValueError(f"unknown form {word!r}")
 
 
-def _rebuild_error(raised: dict[str, Any]) -> Exception:
-    name, problems = str(raised["name"]), [Problem(*map(str, one)) for one in raised["problems"]]
+def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
+    name, problems = (
+        str(error_fields["name"]),
+        [Problem(*map(str, one)) for one in error_fields["problems"]],
+    )
     first = problems[0]
     if name == "RecipeError":
         return RecipeError.from_problems(problems)
@@ -144,6 +147,6 @@ def _rebuild_error(raised: dict[str, Any]) -> Exception:
         first.message if is_ours else f"{name}: {first.message}",
         key=first.key,
         hint=first.hint,
-        kind=str(raised["kind"]) if is_ours else name,
-        trace=str(raised["trace"]),
+        kind=str(error_fields["kind"]) if is_ours else name,
+        trace=str(error_fields["trace"]),
     )

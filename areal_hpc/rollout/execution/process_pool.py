@@ -165,13 +165,13 @@ class _Process:
             kill_and_reap_process(one)
 
 
-def _end_child(child: subprocess.Popen[bytes], link: socket.socket) -> None:
+def _end_child(child: subprocess.Popen[bytes], answer_socket: socket.socket) -> None:
     """Kill a child with its process group."""
     if child.poll() is None:  # else its number may be another's
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     child.wait()
-    link.close()
+    answer_socket.close()
 
 
 def serve_calls(link_fd: int, parent: int) -> None:
@@ -181,7 +181,7 @@ def serve_calls(link_fd: int, parent: int) -> None:
         _serve_calls(calls, link, parent)
 
 
-def _serve_calls(call_stream: IO[bytes], link: socket.socket, parent_pid: int) -> None:
+def _serve_calls(call_stream: IO[bytes], answer_socket: socket.socket, parent_pid: int) -> None:
     die_with_parent(signal.SIGKILL)
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
@@ -196,14 +196,14 @@ def _serve_calls(call_stream: IO[bytes], link: socket.socket, parent_pid: int) -
         try:
             function, args, kwargs = ForkingPickler.loads(call)
         except Exception as error:  # boundary: unpickling imports the user's modules
-            link.sendall(encode_raised(error))
+            answer_socket.sendall(encode_raised(error))
             continue
         try:
             answer = encode_returned(function(*args, **kwargs))
         except (Exception, SystemExit) as error:  # boundary: the user's code; told to the parent
             answer = encode_raised(error)
         kill_descendants(os.getpid(), kept)
-        link.sendall(answer)
+        answer_socket.sendall(answer)
 
 
 def _read_call(calls: IO[bytes]) -> bytes:

@@ -20,9 +20,9 @@ ReadSamples = Callable[[], Iterable[Sample]]
 _readers: list[ReadSamples] = []
 
 
-def register_samples(read: ReadSamples) -> None:
-    """Have `read` called, in a thread of its own, whenever the process is asked."""
-    _readers.append(read)
+def register_samples(read_samples: ReadSamples) -> None:
+    """Have `read_samples` called, in a thread of its own, whenever the process is asked."""
+    _readers.append(read_samples)
 
 
 def list_readers() -> list[ReadSamples]:

@@ -72,9 +72,9 @@ class _SamplesCollector(Collector):
         return ()
 
 
-def _read_or_log(read: ReadSamples) -> list[Sample]:
+def _read_or_log(read_samples: ReadSamples) -> list[Sample]:
     try:
-        return [*read()]
+        return [*read_samples()]
     except Exception as error:  # boundary: what one role cannot tell must not cost the others
         log.warning("some metrics cannot be told to Prometheus: %r", error)
         return []

@@ -21,14 +21,14 @@ _WHOLE_READ_BYTES = 1 << 16
 """Parts of a file below this are not searched further."""
 
 
-def read_span_lines(newest: Path, from_time: float, to_time: float) -> list[SpanLine]:
+def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list[SpanLine]:
     """Lines of a process's two files that may matter between two Unix times, oldest first.
 
     Those that say which process wrote what follows, and how clocks differed, are among them.
     """
     lines: list[SpanLine] = []
     with contextlib.ExitStack() as stack:
-        for stream in _open_files(newest, stack):
+        for stream in _open_files(newest_file, stack):
             if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 continue
             with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
@@ -37,13 +37,13 @@ def read_span_lines(newest: Path, from_time: float, to_time: float) -> list[Span
     return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
 
 
-def _open_files(newest: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
+def _open_files(newest_file: Path, stack: contextlib.ExitStack) -> list[BinaryIO]:
     """Open those of the two files that exist, oldest first.
 
     The newest is opened first: if it becomes the older one meanwhile, both names lead to it.
     """
     opened: list[BinaryIO] = []
-    for path in (newest, get_older_path(newest)):
+    for path in (newest_file, get_older_path(newest_file)):
         with contextlib.suppress(FileNotFoundError):
             stream = stack.enter_context(path.open("rb"))
             if not any(os.path.sameopenfile(stream.fileno(), one.fileno()) for one in opened):

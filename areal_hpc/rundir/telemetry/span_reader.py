@@ -165,17 +165,17 @@ class NodeClock:
         self._samples = sorted(samples, key=lambda one: one.at)
         self._times = [one.at for one in self._samples]
 
-    def get_offset_s(self, at: float) -> float:
+    def get_offset_s(self, unix_time: float) -> float:
         """By the best sample near that time, else by the nearest one; 0 without any."""
         if not self._samples:
             return 0.0
-        first = bisect.bisect_left(self._times, at - MAX_SAMPLE_AGE_S)
-        last = bisect.bisect_right(self._times, at + MAX_SAMPLE_AGE_S)
+        first = bisect.bisect_left(self._times, unix_time - MAX_SAMPLE_AGE_S)
+        last = bisect.bisect_right(self._times, unix_time + MAX_SAMPLE_AGE_S)
         near = self._samples[first:last]
         if near:
             return min(near, key=lambda one: one.error_s).offset_s
         nearest = self._samples[max(0, first - 1) : first + 1]
-        return min(nearest, key=lambda one: abs(one.at - at)).offset_s
+        return min(nearest, key=lambda one: abs(one.at - unix_time)).offset_s
 
 
 def _correct(piece: _ProcessLines, clock: NodeClock, *, is_known: bool) -> ProcessSpans:

@@ -223,9 +223,9 @@ class SpanLog:
             log.warning("spans are lost, and nothing else: %s: %s", self._path, error)
 
 
-def _continues(last: Span, line: Span) -> bool:
-    same = (last.name, last.lane, last.facts) == (line.name, line.lane, line.facts)
-    return same and 0 <= line.begin - last.end <= MERGE_GAP_S
+def _continues(last_span: Span, line: Span) -> bool:
+    same = (last_span.name, last_span.lane, last_span.facts) == (line.name, line.lane, line.facts)
+    return same and 0 <= line.begin - last_span.end <= MERGE_GAP_S
 
 
 def _build_span(span: Span, end_time: float) -> Span:

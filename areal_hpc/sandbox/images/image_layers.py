@@ -55,35 +55,35 @@ class RootTree:
             if Path(path).is_dir() and not Path(path).is_symlink():
                 Path(path).chmod(mode & _FILE_MODE_BITS | 0o700)
 
-    def _write_member(self, layer: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    def _write_member(self, layer: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:
         self._new.add(path)
         self._left_out.discard(path)
-        if member.isdir():
+        if tar_member.isdir():
             if not Path(path).is_dir() or Path(path).is_symlink():
                 _remove(path)
                 Path(path).mkdir()
-            self._modes[path] = member.mode
+            self._modes[path] = tar_member.mode
             return
-        if member.islnk():
-            self._link_member(member, path)
+        if tar_member.islnk():
+            self._link_member(tar_member, path)
             return
         _remove(path)
-        if not (member.isfile() or member.issym()):
+        if not (tar_member.isfile() or tar_member.issym()):
             self._left_out.add(path)
             return
-        if member.issym():
-            Path(path).symlink_to(member.linkname)
+        if tar_member.issym():
+            Path(path).symlink_to(tar_member.linkname)
         else:
-            content = layer.extractfile(member)
+            content = layer.extractfile(tar_member)
             assert content is not None
             with Path(path).open("xb") as file:
                 shutil.copyfileobj(content, file, 1 << 20)
-            Path(path).chmod(member.mode & _FILE_MODE_BITS)
-        os.utime(path, (member.mtime, member.mtime), follow_symlinks=False)
+            Path(path).chmod(tar_member.mode & _FILE_MODE_BITS)
+        os.utime(path, (tar_member.mtime, tar_member.mtime), follow_symlinks=False)
 
-    def _link_member(self, member: tarfile.TarInfo, path: str) -> None:
+    def _link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
         """Make a hard link, unless what it links to was left out."""
-        *folders, name = PurePosixPath("/", member.linkname).parts[1:]
+        *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:]
         source = f"{self._resolve_and_make_folder(folders)}/{name}"
         if source == path:
             return
@@ -91,7 +91,9 @@ class RootTree:
         if source in self._left_out or _is_in_own_folder([*folders, name]):
             self._left_out.add(path)
         elif not os.path.lexists(source):
-            raise ValueError(f"{member.name} is a hard link to {member.linkname}, which is missing")
+            raise ValueError(
+                f"{tar_member.name} is a hard link to {tar_member.linkname}, which is missing"
+            )
         else:
             os.link(source, path, follow_symlinks=False)
 

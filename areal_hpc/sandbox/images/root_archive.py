@@ -113,9 +113,9 @@ def _remove_partial(folder: Path) -> Path:
     return partial
 
 
-def _unpack(archive: Path, image: OciImage | None, folder: Path, lock: int) -> None:
+def _unpack(archive: Path, image: OciImage | None, folder: Path, lock_fd: int) -> None:
     if image is None:
-        _unpack_tar(archive, folder, lock)
+        _unpack_tar(archive, folder, lock_fd)
         return
     try:
         unpack_image(image, folder)
@@ -125,7 +125,7 @@ def _unpack(archive: Path, image: OciImage | None, folder: Path, lock: int) -> N
         raise ClusterError(f"{archive} cannot be unpacked into {folder.parent}: {error}") from error
 
 
-def _unpack_tar(archive: Path, folder: Path, lock: int) -> None:
+def _unpack_tar(archive: Path, folder: Path, lock_fd: int) -> None:
     command = ["tar", "--extract", "--file", str(archive), "--directory", str(folder)]
     command += ["--no-same-owner", "--no-same-permissions", "--anchored"]
     command += [f"--exclude={name}" for name in _LEFT_OUT_PATTERNS]
@@ -136,7 +136,7 @@ def _unpack_tar(archive: Path, folder: Path, lock: int) -> None:
             timeout=UNPACK_TIMEOUT_S,
             check=False,
             cwd="/",
-            pass_fds=[lock],  # if this process is killed, tar holds it on to its end
+            pass_fds=[lock_fd],  # if this process is killed, tar holds it on to its end
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise ClusterError(f"{archive} cannot be unpacked: {error}") from error

@@ -7,13 +7,15 @@ Slurm for nothing: where sbatch is forbidden on compute nodes (AllocNodes), and 
 from collections.abc import Sequence
 
 
-def build_options_to_start_after_failure(awaited: Sequence[str], dependency: str = "") -> list[str]:
-    """Options of sbatch for a job that starts once all `awaited` jobs have failed. Pure.
+def build_options_to_start_after_failure(
+    awaited_job_ids: Sequence[str], dependency: str = ""
+) -> list[str]:
+    """Options of sbatch for a job that starts once all `awaited_job_ids` jobs have failed. Pure.
 
-    `awaited` are the job and the successors before this one: when one of them ends well, Slurm
-    removes this one. `dependency` is what the job itself waits for, in sbatch's words.
+    `awaited_job_ids` are the job and the successors before this one: when one of them ends well,
+    Slurm removes this one. `dependency` is what the job itself waits for, in sbatch's words.
     """
-    failures = f"afternotok:{':'.join(awaited)}"
+    failures = f"afternotok:{':'.join(awaited_job_ids)}"
     # Slurm cannot mix conditions that must all hold with such of which one is enough. Without the
     # latter the successor looks for the end of the stage before when it starts.
     conditions = [failures] if "?" in dependency else [dependency, failures]

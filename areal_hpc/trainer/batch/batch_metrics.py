@@ -26,14 +26,14 @@ FloatArray = npt.NDArray[np.float64]
 
 def summarize_token_staleness(
     batch: Sequence[TrajectoryRow],
-    current: WeightVersion,
+    current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
 ) -> dict[str, float]:
     """Number of the batch's tokens, and how old the weights are that sampled them."""
     tokens_of = [count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [
-        compute_staleness_steps(current, WeightVersion.unpack(version), generation_forks)
+        compute_staleness_steps(current_version, WeightVersion.unpack(version), generation_forks)
         for version in sampled
     ]
     return {
@@ -70,28 +70,28 @@ def group_episode_rewards(batch: Sequence[TrajectoryRow]) -> list[FloatArray]:
 
 
 def extend_reward_range(
-    seen: RewardRange | None, groups: Sequence[FloatArray]
+    earlier_range: RewardRange | None, groups: Sequence[FloatArray]
 ) -> RewardRange | None:
     """The range of all rewards so far, with those of another batch."""
-    lowest = [group.min() for group in groups] + ([seen.lowest] if seen else [])
-    highest = [group.max() for group in groups] + ([seen.highest] if seen else [])
+    lowest = [group.min() for group in groups] + ([earlier_range.lowest] if earlier_range else [])
+    highest = [group.max() for group in groups] + ([earlier_range.highest] if earlier_range else [])
     return RewardRange(float(min(lowest)), float(max(highest))) if lowest else None
 
 
 def summarize_rewards(
-    groups: Sequence[FloatArray], seen: RewardRange | None, min_reward_std: float
+    groups: Sequence[FloatArray], earlier_range: RewardRange | None, min_reward_std: float
 ) -> dict[str, float]:
     """Rewards of the batch, and the shares of groups that teach nothing. No rewards: no metrics.
 
-    `seen` is the range of rewards up to and including this batch: without a difference between its
-    ends nothing is best or worst. Groups vary as `objective/advantages.py` says.
+    `earlier_range` is the range of rewards up to and including this batch: without a difference
+    between its ends nothing is best or worst. Groups vary as `objective/advantages.py` says.
     """
-    if not groups or seen is None:
+    if not groups or earlier_range is None:
         return {"episodes": 0}
     rewards = np.concatenate(groups)
     means = np.array([group.mean() for group in groups])
     spreads = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
-    has_varied = seen.highest - seen.lowest >= min_reward_std
+    has_varied = earlier_range.highest - earlier_range.lowest >= min_reward_std
 
     def count_at(reward_bound: float) -> float:
         near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
@@ -107,8 +107,8 @@ def summarize_rewards(
             float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
         ),
         "groups/zero_variance": float(np.mean([spread < min_reward_std for spread in spreads])),
-        "groups/all_best": count_at(seen.highest),
-        "groups/all_worst": count_at(seen.lowest),
+        "groups/all_best": count_at(earlier_range.highest),
+        "groups/all_worst": count_at(earlier_range.lowest),
     }
 
 

@@ -80,7 +80,7 @@ def split_trained_and_left_out_rows(
 class TokenAnnotator:
     """Collects what the passes of one step find of the tokens of some rows.
 
-    `rows` are those that `batch` became, dealt out to `minibatches` as minibatches are.
+    `rows` are those that `batch` became, dealt out to `minibatch_count` as minibatches are.
     """
 
     def __init__(
@@ -88,22 +88,22 @@ class TokenAnnotator:
         batch: Sequence[TrajectoryRow],
         rows: Sequence[TrainingRow],
         chosen: Sequence[int],
-        minibatches: int,
+        minibatch_count: int,
     ) -> None:
-        self._batch, self._rows, self._chosen, self._parts = batch, rows, chosen, minibatches
+        self._batch, self._rows, self._chosen, self._parts = batch, rows, chosen, minibatch_count
         self._starts: dict[int, int] = {}
         self._size = 0
         for place in chosen:
             self._starts[place] = self._size
             self._size += len(rows[place].input_ids_T)
-        self._places = [self._map_part_tokens_to_columns(part) for part in range(minibatches)]
+        self._places = [self._map_part_tokens_to_columns(part) for part in range(minibatch_count)]
         self._found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
         self._entropies: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
-    def _map_part_tokens_to_columns(self, minibatch: int) -> npt.NDArray[np.int64]:
+    def _map_part_tokens_to_columns(self, minibatch_index: int) -> npt.NDArray[np.int64]:
         """For each token of a part, where it goes; -1 for those of rows that are not chosen."""
         targets = []
-        for place in range(minibatch, len(self._rows), self._parts):
+        for place in range(minibatch_index, len(self._rows), self._parts):
             size = len(self._rows[place].input_ids_T)
             start = self._starts.get(place)
             targets.append(np.full(size, -1) if start is None else np.arange(start, start + size))
@@ -111,7 +111,7 @@ class TokenAnnotator:
 
     def note_measures(
         self,
-        minibatch: int,
+        minibatch_index: int,
         tokens_N: npt.NDArray[np.int64],
         logprobs_N: torch.Tensor,
         ratios_N: torch.Tensor,
@@ -119,22 +119,22 @@ class TokenAnnotator:
         clipped_N: torch.Tensor,
     ) -> None:
         """Keep what one micro-batch of a part found of its scored tokens."""
-        places, kept_K = self._pick(minibatch, tokens_N, logprobs_N.device)
+        places, kept_K = self._pick(minibatch_index, tokens_N, logprobs_N.device)
         values = (logprobs_N, ratios_N, outside_N, clipped_N)
         stacked = torch.stack([one.detach()[kept_K].float() for one in values])
         self._found.append((places, stacked))
 
     def note_entropies(
-        self, minibatch: int, tokens_N: npt.NDArray[np.int64], entropies_N: torch.Tensor
+        self, minibatch_index: int, tokens_N: npt.NDArray[np.int64], entropies_N: torch.Tensor
     ) -> None:
         """Keep the entropies of one micro-batch's distributions."""
-        places, kept_K = self._pick(minibatch, tokens_N, entropies_N.device)
+        places, kept_K = self._pick(minibatch_index, tokens_N, entropies_N.device)
         self._entropies.append((places, entropies_N.detach()[kept_K].float()))
 
     def _pick(
-        self, minibatch: int, tokens_N: npt.NDArray[np.int64], device: torch.device
+        self, minibatch_index: int, tokens_N: npt.NDArray[np.int64], device: torch.device
     ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        places_N = self._places[minibatch][tokens_N]
+        places_N = self._places[minibatch_index][tokens_N]
         kept_K = np.flatnonzero(places_N >= 0)
         return places_N[kept_K], torch.from_numpy(kept_K).to(device, non_blocking=True)
 
@@ -194,29 +194,29 @@ def name_untaken_step(norm: float, critic_warms_up: bool) -> str:
 
 def _annotate_row(
     shard_and_row: tuple[str, int],
-    stored: TrajectoryRow,
+    trajectory: TrajectoryRow,
     row: TrainingRow,
     measures: FloatArray,
     objective: ObjectiveConfig,
     skip_reason: str,
 ) -> RowAnnotation:
     logprobs, entropies, ratios, outside, clipped, seen = measures
-    is_sampled_T = stored.loss_mask_T == 1
+    is_sampled_T = trajectory.loss_mask_T == 1
     is_seen_T = seen > 0
     advantages_T = row.channels[ADVANTAGE_CHANNEL]
     reasons_T = np.zeros(len(seen), np.uint8)
     reasons_T[row.loss_mask_T == 0] = UNTRAINABLE
     if objective.overlong.mask:
-        reasons_T[build_loss_mask_without_cut_replies(stored) == 0] = CUT
+        reasons_T[build_loss_mask_without_cut_replies(trajectory) == 0] = CUT
     reasons_T[is_seen_T & (clipped > 0)] = CLIPPED
     if objective.off_policy_correction != "none":
         reasons_T[is_seen_T & (outside > 0)] = OUT_OF_BOUNDS
 
-    def pack(values_T: FloatArray, kind: type[np.floating]) -> bytes:
+    def pack(values_T: FloatArray, dtype: type[np.floating]) -> bytes:
         told = np.where(is_seen_T, values_T, np.nan)[is_sampled_T]
-        limits = np.finfo(kind)
+        limits = np.finfo(dtype)
         clamped = np.clip(told, float(limits.min), float(limits.max))
-        return bytes(clamped.astype(np.dtype(kind).newbyteorder("<")).tobytes())
+        return bytes(clamped.astype(np.dtype(dtype).newbyteorder("<")).tobytes())
 
     taught = advantages_T[is_seen_T]
     return RowAnnotation(

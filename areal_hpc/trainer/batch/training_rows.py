@@ -167,7 +167,7 @@ def build_rows_to_score(
 
 def build_rows(
     batch: Sequence[TrajectoryRow],
-    current: WeightVersion,
+    current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
     objective: ObjectiveConfig,
     scores: BatchScores = NO_SCORES,
@@ -176,7 +176,8 @@ def build_rows(
     teacher_minus_policy_logprobs = scores.teacher_minus_policy_logprobs
     temperatures = _build_temperatures(batch)
     held = [
-        version.packed for version in list_versions_of_current_weights(current, generation_forks)
+        version.packed
+        for version in list_versions_of_current_weights(current_version, generation_forks)
     ]
     masks = _build_masks(batch, objective)
     scales = compute_scales_to_token_mean(
@@ -212,7 +213,7 @@ def build_rows(
             channels[PROXIMAL_CHANNEL] = scores.start[place]
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_token_staleness(
-                trajectory.versions_T, current, generation_forks
+                trajectory.versions_T, current_version, generation_forks
             )
         channels |= temperatures[place]
         rows.append(
@@ -304,28 +305,30 @@ def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.ui
 
 
 def list_versions_of_current_weights(
-    current: WeightVersion, generation_forks: Sequence[GenerationFork]
+    current_version: WeightVersion, generation_forks: Sequence[GenerationFork]
 ) -> list[WeightVersion]:
     """Versions with the current weights: a restart gives those of a checkpoint a new name."""
-    names = {WeightVersion(fork.generation, current.step) for fork in generation_forks} | {current}
+    names = {WeightVersion(fork.generation, current_version.step) for fork in generation_forks} | {
+        current_version
+    }
     return [
         name
         for name in sorted(names)
-        if name.generation <= current.generation
-        and compute_staleness_steps(current, name, generation_forks) == 0
+        if name.generation <= current_version.generation
+        and compute_staleness_steps(current_version, name, generation_forks) == 0
     ]
 
 
 def _compute_token_staleness(
     versions_T: npt.NDArray[np.int64],
-    current: WeightVersion,
+    current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
     for packed in count_tokens_by_version(versions_T):
         ages_T[versions_T == packed] = compute_staleness_steps(
-            current, WeightVersion.unpack(packed), generation_forks
+            current_version, WeightVersion.unpack(packed), generation_forks
         )
     return ages_T
 

@@ -148,33 +148,41 @@ class RankState:
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()
 
-    def load_from(self, stored: StoredTensors) -> None:
+    def load_from(self, stored_tensors: StoredTensors) -> None:
         """Take everything from a checkpoint, of whatever layout and type of weights.
 
         A critic of which it has nothing stays as it is.
         """
         for prefix, shards in self._shards_of.items():
-            if not prefix or stored.find_shape(prefix + EMBEDDING_NAME) is not None:
-                self._load_shards(shards, stored, stored.count_optimizer_steps(prefix))
+            if not prefix or stored_tensors.find_shape(prefix + EMBEDDING_NAME) is not None:
+                self._load_shards(
+                    shards, stored_tensors, stored_tensors.count_optimizer_steps(prefix)
+                )
 
-    def _load_shards(self, shards: Sequence[StateShard], stored: StoredTensors, steps: int) -> None:
+    def _load_shards(
+        self, shards: Sequence[StateShard], stored_tensors: StoredTensors, steps: int
+    ) -> None:
         for shard in shards:
             for place in shard.places:
-                _check_stored_shape(stored, place)
+                _check_stored_shape(stored_tensors, place)
         for column in self.types:
-            source = self._choose_source_column(column, stored)
+            source = self._choose_source_column(column, stored_tensors)
             for shard in shards:
                 for place, first in shard.iterate_places_with_offsets():
                     flat = shard.columns[column][first : first + place.box.numel]
-                    _read_place(stored, source, place, flat.view(place.box.sizes))
+                    _read_place(stored_tensors, source, place, flat.view(place.box.sizes))
         for shard in shards:
             shard.step.fill_(steps)
 
-    def _choose_source_column(self, column: Column, stored: StoredTensors) -> Column:
+    def _choose_source_column(self, column: Column, stored_tensors: StoredTensors) -> Column:
         """Float32 weights are their own master weights."""
-        if column == "weight" and "master" not in self.types and stored.has_column("master"):
+        if (
+            column == "weight"
+            and "master" not in self.types
+            and stored_tensors.has_column("master")
+        ):
             return "master"
-        if column == "master" and not stored.has_column("master"):
+        if column == "master" and not stored_tensors.has_column("master"):
             return "weight"
         return column
 
@@ -216,10 +224,10 @@ def _read_max_steps(shards: Sequence[StateShard]) -> int:
     return int(torch.stack([shard.step for shard in shards]).max()) if shards else 0
 
 
-def _list_state_shards(trained: NetworkWithOptimizer) -> list[StateShard]:
+def _list_state_shards(network_with_optimizer: NetworkWithOptimizer) -> list[StateShard]:
     """This rank's shards. A parameter is matched by identity with Megatron's account of it."""
     group = parallel_state.get_data_parallel_group(with_context_parallel=True)
-    network = trained.network
+    network = network_with_optimizer.network
     sharded = network.gpt.sharded_state_dict(metadata={"dp_cp_group": group})
     parts: dict[torch.Tensor, list[ShardedTensor]] = {
         one.data: one.build() if isinstance(one, ShardedTensorFactory) else [one]
@@ -229,10 +237,10 @@ def _list_state_shards(trained: NetworkWithOptimizer) -> list[StateShard]:
         _build_shard(
             shard,
             parts[shard.parameter],
-            trained.prefix,
+            network_with_optimizer.prefix,
             has_masters=network.dtype != torch.float32,
         )
-        for shard in list_optimizer_shards(trained.optimizer)
+        for shard in list_optimizer_shards(network_with_optimizer.optimizer)
     ]
 
 
@@ -275,8 +283,8 @@ def _list_tensor_places(
         base += part.data.numel()
 
 
-def _check_stored_shape(stored: StoredTensors, tensor_place: TensorPlace) -> None:
-    found = stored.find_shape(tensor_place.name)
+def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: TensorPlace) -> None:
+    found = stored_tensors.find_shape(tensor_place.name)
     if found != tensor_place.shape and not (
         tensor_place.may_differ and found and found[1:] == tensor_place.shape[1:]
     ):
@@ -291,13 +299,13 @@ def _check_stored_shape(stored: StoredTensors, tensor_place: TensorPlace) -> Non
 
 
 def _read_place(
-    stored: StoredTensors, column: Column, tensor_place: TensorPlace, target: torch.Tensor
+    stored_tensors: StoredTensors, column: Column, tensor_place: TensorPlace, target: torch.Tensor
 ) -> None:
     """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
-    shape = stored.find_shape(tensor_place.name)
+    shape = stored_tensors.find_shape(tensor_place.name)
     assert shape is not None
     if (held := intersect_boxes(tensor_place.box, Box((0,) * len(shape), shape))) is not None:
-        stored.read_block(
+        stored_tensors.read_block(
             column,
             tensor_place.name,
             held,

@@ -40,8 +40,8 @@ class CheckpointWeights:
         RecipeError: The checkpoint is of another model.
     """
 
-    def __init__(self, stored: StoredTensors, arch: Architecture, directory: Path) -> None:
-        self._stored = stored
+    def __init__(self, stored_tensors: StoredTensors, arch: Architecture, directory: Path) -> None:
+        self._stored = stored_tensors
         self._arch = arch
         self._directory = directory
         for parameter in list_parameter_maps(arch):

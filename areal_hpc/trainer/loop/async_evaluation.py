@@ -25,30 +25,35 @@ class AsyncEvaluationTracker:
         return self.under_way is not None or bool(due)
 
     def list_replicas_to_update_now(
-        self, replicas: DiscoveredReplicas, current: WeightVersion
+        self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> list[ReplicaKey]:
         """Those of the cell's replicas that are to be given the current weights now."""
         return (
-            find_outdated_replicas(replicas, current)
-            if self._choose_version_to_hold(replicas, current) == current
+            find_outdated_replicas(replicas, current_version)
+            if self._choose_version_to_hold(replicas, current_version) == current_version
             else []
         )
 
-    def may_grant_episodes(self, replicas: DiscoveredReplicas, current: WeightVersion) -> bool:
+    def may_grant_episodes(
+        self, replicas: DiscoveredReplicas, current_version: WeightVersion
+    ) -> bool:
         """The current version's episodes can be granted: no replica would play them on another."""
-        if self.under_way == current or self._choose_version_to_hold(replicas, current) != current:
+        if (
+            self.under_way == current_version
+            or self._choose_version_to_hold(replicas, current_version) != current_version
+        ):
             return False
         held = _list_served_versions(replicas)
-        return bool(held) and all(version in ("", str(current)) for version in held)
+        return bool(held) and all(version in ("", str(current_version)) for version in held)
 
-    def begin_and_list_skipped_steps(self, current: WeightVersion) -> list[int]:
+    def begin_and_list_skipped_steps(self, current_version: WeightVersion) -> list[int]:
         """Grant the current version's episodes from now on; the steps that are left out for good.
 
         Those should have been judged, and never will be, as their weights are gone.
         """
-        due = self._schedule.list_evaluation_steps(self._judged_step, current.step)
-        self.under_way = current
-        return [step for step in due if step != current.step]
+        due = self._schedule.list_evaluation_steps(self._judged_step, current_version.step)
+        self.under_way = current_version
+        return [step for step in due if step != current_version.step]
 
     def count_due_tasks_by_set(self) -> dict[str, int]:
         """The evaluation sets of what is under way, with their tasks: all that were due by then."""
@@ -61,14 +66,14 @@ class AsyncEvaluationTracker:
         self._judged_step, self.under_way = self.under_way.step, None
 
     def _choose_version_to_hold(
-        self, replicas: DiscoveredReplicas, current: WeightVersion
+        self, replicas: DiscoveredReplicas, current_version: WeightVersion
     ) -> WeightVersion | None:
         """What the cell is to hold; None: whatever it has."""
         if self.under_way is not None and not self._are_weights_lost(replicas):
             return self.under_way
         return (
-            current
-            if self._schedule.list_evaluation_steps(self._judged_step, current.step)
+            current_version
+            if self._schedule.list_evaluation_steps(self._judged_step, current_version.step)
             else None
         )
 

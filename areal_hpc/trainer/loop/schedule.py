@@ -37,13 +37,13 @@ class Schedule:
         """The weights of `step` are judged on held-out tasks."""
         return bool(self.count_tasks_by_due_set(step))
 
-    def list_evaluation_steps(self, after: int, until: int) -> list[int]:
-        """The steps above `after`, up to `until`, whose weights are judged, in order."""
-        return [step for step in range(after + 1, until + 1) if self.evaluates(step)]
+    def list_evaluation_steps(self, after_step: int, last_step: int) -> list[int]:
+        """The steps above `after_step`, up to `last_step`, whose weights are judged, in order."""
+        return [step for step in range(after_step + 1, last_step + 1) if self.evaluates(step)]
 
-    def count_tasks_by_set_due_since(self, after: int, until: int) -> dict[str, int]:
-        """The sets that are due at any step above `after`, up to `until`, each with its tasks."""
-        steps = self.list_evaluation_steps(after, until)
+    def count_tasks_by_set_due_since(self, after_step: int, last_step: int) -> dict[str, int]:
+        """The tasks of each set that is due at a step above `after_step`, up to `last_step`."""
+        steps = self.list_evaluation_steps(after_step, last_step)
         return {name: n for step in steps for name, n in self.count_tasks_by_due_set(step).items()}
 
     def saves_checkpoint(self, step: int) -> bool:

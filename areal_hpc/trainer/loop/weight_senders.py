@@ -97,9 +97,9 @@ class WeightSenders:
 
 
 def _describe_outcome(
-    sender: int, report: UpdateReport, share: Sequence[ReplicaKey]
+    sender: int, report: UpdateReport, replica_share: Sequence[ReplicaKey]
 ) -> _ShareOutcome:
-    place_of = {key: place for place, key in enumerate(share)}
+    place_of = {key: place for place, key in enumerate(replica_share)}
     problems = {place_of[key]: error.problems[0] for key, error in report.failed.items()}
     return _ShareOutcome(
         sender,

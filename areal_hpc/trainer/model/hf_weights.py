@@ -79,7 +79,7 @@ class HfModelReader:
 
 
 @torch.no_grad()
-def load_hf(network: Network, read: ReadSlices) -> None:
+def load_hf(network: Network, read_slices: ReadSlices) -> None:
     """Fill this rank's parameters, each from the slices of Hugging Face tensors that make it up."""
     tp = network.split.tp
     rank = parallel_state.get_tensor_model_parallel_rank()
@@ -91,7 +91,9 @@ def load_hf(network: Network, read: ReadSlices) -> None:
         if not held:
             continue
         slices = get_hf_slices(parameter, network.arch, tp, rank)
-        parts = [read(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)]
+        parts = [
+            read_slices(tensor, part) for tensor, part in zip(parameter.hf, slices, strict=True)
+        ]
         for target in held:
             target.copy_(to_megatron(parameter, parts, network.arch, tp))
 

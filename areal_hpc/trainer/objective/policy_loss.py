@@ -133,8 +133,8 @@ def interpolate_logprobs(
     The policies are taken to move evenly, one version a step. A token sampled `age` versions
     before the step began, scored when `updates_done_share` of the step's updates have been made,
     has its proximal policy at age / (age + share) of the way. That is exact at both ends: before
-    the first update the weights held are the proximal ones, and a token of age 0 was sampled by them.
-    AReaL's log-linear approximation is this formula with `updates_done_share` 1 throughout.
+    the first update the weights held are the proximal ones, and a token of age 0 was sampled by
+    them. AReaL's log-linear approximation is this formula with `updates_done_share` 1 throughout.
     """
     if updates_done_share == 0:
         return current_logprobs_N

@@ -65,7 +65,7 @@ class CriticTrainer:
         return compute_row_values(
             self.network,
             rows,
-            minibatches=self._config.minibatches,
+            minibatch_count=self._config.minibatches,
             max_tokens=self._config.max_tokens_per_microbatch,
         )
 

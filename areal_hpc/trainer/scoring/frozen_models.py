@@ -144,7 +144,7 @@ class FrozenModels:
         return compute_row_logprobs(
             network,
             rows,
-            minibatches=config.minibatches,
+            minibatch_count=config.minibatches,
             max_tokens=config.max_tokens_per_microbatch,
         )
 

@@ -268,13 +268,13 @@ class TeacherClient:
                     )
             return answer.status_code, bytes(content)
 
-    def _build_refusal(self, status: int, content: bytes, step: int | None) -> RecipeError:
+    def _build_refusal(self, status_code: int, content: bytes, step: int | None) -> RecipeError:
         """The error of an answer that says no, to a row of the batch of `step` if there is one."""
-        message = f"the teacher at {self._url} answered {status}: {_quote(content)}"
-        if status in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+        message = f"the teacher at {self._url} answered {status_code}: {_quote(content)}"
+        if status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
             hint = "name a file with the server's --api-key"
             return TeacherError(message, key=API_KEY_FILE_KEY, hint=hint)
-        if status not in _ROW_REFUSALS:
+        if status_code not in _ROW_REFUSALS:
             hint = "give the address of an SGLang server, without a path"
             return TeacherError(message, key=URL_KEY, hint=hint)
         hint = "the server must hold rows of the policy's context length, of its tokens"

@@ -28,7 +28,7 @@ ScoresByRow = list[npt.NDArray[np.float32]]
 
 
 def compute_row_logprobs(
-    network: Network, rows: Sequence[TrainingRow], *, minibatches: int, max_tokens: int
+    network: Network, rows: Sequence[TrainingRow], *, minibatch_count: int, max_tokens: int
 ) -> ScoresByRow:
     """Log-probabilities of all trained tokens, on every rank. A collective.
 
@@ -38,18 +38,18 @@ def compute_row_logprobs(
     def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
         run_forward_backward(network, batches, note, backward=False)
 
-    return _score_by_part(network, rows, minibatches, max_tokens, run)
+    return _score_by_part(network, rows, minibatch_count, max_tokens, run)
 
 
 def compute_row_values(
-    critic: Network, rows: Sequence[TrainingRow], *, minibatches: int, max_tokens: int
+    critic: Network, rows: Sequence[TrainingRow], *, minibatch_count: int, max_tokens: int
 ) -> ScoresByRow:
     """A critic's values of the states before all trained tokens, likewise. A collective."""
 
     def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
         run_value_passes(critic, batches, note, backward=False)
 
-    return _score_by_part(critic, rows, minibatches, max_tokens, run)
+    return _score_by_part(critic, rows, minibatch_count, max_tokens, run)
 
 
 RunPasses = Callable[[Sequence[MicroBatch], LossFunction], None]
@@ -58,13 +58,13 @@ RunPasses = Callable[[Sequence[MicroBatch], LossFunction], None]
 def _score_by_part(
     network: Network,
     rows: Sequence[TrainingRow],
-    minibatches: int,
+    minibatch_count: int,
     max_tokens: int,
     run: RunPasses,
 ) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
-    for hand, part in enumerate(deal_rows_into_minibatches(rows, minibatches)):
-        scores[hand::minibatches] = _score_part(network, part, max_tokens, run)
+    for hand, part in enumerate(deal_rows_into_minibatches(rows, minibatch_count)):
+        scores[hand::minibatch_count] = _score_part(network, part, max_tokens, run)
     return scores
 
 

@@ -150,7 +150,7 @@ def choose_evenly_spread_steps(steps: Sequence[int], count: int) -> list[int]:
 def judge_collapse(
     run: str,
     rows: Sequence[Row],
-    distinct: Mapping[int, float],
+    distinct_share_by_step: Mapping[int, float],
     episodes: Sequence[BatchEpisode] = (),
     problems: Sequence[str] = (),
 ) -> Answer:
@@ -158,7 +158,7 @@ def judge_collapse(
     if len(rows) < MIN_STEPS_FOR_TREND:
         return Answer(f"{len(rows)} steps are trained: at least {MIN_STEPS_FOR_TREND} show a trend")
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
-    trends = {one.name: one for one in _list_trends(rows, distinct, window)}
+    trends = {one.name: one for one in _list_trends(rows, distinct_share_by_step, window)}
     signs = [
         (rule, trends[rule.name])
         for rule in COLLAPSE_SIGN_RULES
@@ -174,7 +174,7 @@ def judge_collapse(
     since = min((trend.find_half_way_step() for _, trend in serious), default=0)
     findings = [Finding(reward.text, build_page_address("metrics", run, text="reward/"))]
     findings += [_describe_trend(run, trend, rows, window, signs) for trend in trends.values()]
-    findings += list(_suggest_worst_episode_to_read(run, episodes, distinct))
+    findings += list(_suggest_worst_episode_to_read(run, episodes, distinct_share_by_step))
     findings += [Finding(f"not read: {one}") for one in problems[:3]]
     return Answer(
         _build_headline(reward, signs, since if has_collapsed else None, is_solved=is_solved),
@@ -185,12 +185,17 @@ def judge_collapse(
 
 
 def _list_trends(
-    rows: Sequence[Row], distinct: Mapping[int, float], window: int
+    rows: Sequence[Row], distinct_share_by_step: Mapping[int, float], window: int
 ) -> Iterator[Trend]:
     for name in TOLD_TREND_NAMES:
         if name == DISTINCT_REPLIES_NAME:
-            if len(distinct) >= 2:
-                yield Trend(name, distinct[min(distinct)], distinct[max(distinct)], distinct)
+            if len(distinct_share_by_step) >= 2:
+                yield Trend(
+                    name,
+                    distinct_share_by_step[min(distinct_share_by_step)],
+                    distinct_share_by_step[max(distinct_share_by_step)],
+                    distinct_share_by_step,
+                )
             continue
         first, last = (list_numbers(ones, name) for ones in (rows[:window], rows[-window:]))
         by_step = {
@@ -334,12 +339,12 @@ def _list_hints(reward: RewardCourse, since: int) -> tuple[str, ...]:
 
 
 def _suggest_worst_episode_to_read(
-    run: str, episodes: Sequence[BatchEpisode], distinct: Mapping[int, float]
+    run: str, episodes: Sequence[BatchEpisode], distinct_share_by_step: Mapping[int, float]
 ) -> Iterator[Finding]:
     """An episode of the last step whose replies were compared, to read."""
-    if not distinct:
+    if not distinct_share_by_step:
         return
-    last = [one for one in episodes if one.step == max(distinct)]
+    last = [one for one in episodes if one.step == max(distinct_share_by_step)]
     if last:
         worst = min(last, key=lambda one: one.reward)
         text = f"to read: {worst.title}, reward {worst.reward:g}"

@@ -163,4 +163,4 @@ def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
         )
         for key in keys
     ]
-    return format_table([head, *lines], right=(1, 3, 4, 5))
+    return format_table([head, *lines], right_aligned_columns=(1, 3, 4, 5))

@@ -174,8 +174,8 @@ def judge_step(evidence: StepEvidence) -> Answer:
     )
 
 
-def _describe_reward(row: Row, before: Sequence[Row]) -> str:
-    rewards, now = list_numbers(before, "reward/mean"), get_number(row, "reward/mean")
+def _describe_reward(row: Row, rows_before: Sequence[Row]) -> str:
+    rewards, now = list_numbers(rows_before, "reward/mean"), get_number(row, "reward/mean")
     if now is None or not rewards:
         return f"step {row['step']} has no reward to compare"
     mean = statistics.fmean(rewards)
@@ -183,7 +183,7 @@ def _describe_reward(row: Row, before: Sequence[Row]) -> str:
     where = "above" if deviations > 0 else "below"
     return (
         f"the reward of step {row['step']} is {now:.3f}, {abs(deviations):.1f} standard deviations "
-        f"{where} the {mean:.3f} of {format_step_range(before)}"
+        f"{where} the {mean:.3f} of {format_step_range(rows_before)}"
     )
 
 
@@ -193,11 +193,11 @@ def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
     return max(spread, MIN_RELATIVE_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
 
 
-def find_metric_changes(row: Row, before: Sequence[Row]) -> list[MetricChange]:
+def find_metric_changes(row: Row, rows_before: Sequence[Row]) -> list[MetricChange]:
     """The numbers that are far from those of the steps before, the farthest first. Pure."""
     found = []
     for name in row:
-        now, values = get_number(row, name), list_numbers(before, name)
+        now, values = get_number(row, name), list_numbers(rows_before, name)
         is_routine = name in ROUTINE_METRICS or name.startswith(ROUTINE_PREFIXES)
         if now is None or len(values) < MIN_STEPS_BEFORE or find_metric(name) is None:
             continue
@@ -210,18 +210,18 @@ def find_metric_changes(row: Row, before: Sequence[Row]) -> list[MetricChange]:
     return sorted(found, key=lambda one: -one.deviations)
 
 
-def _describe_restart(run: str, row: Row, last: Row) -> Iterator[Finding]:
-    if row.get("generation") != last.get("generation") and "generation" in row:
+def _describe_restart(run: str, row: Row, last_row: Row) -> Iterator[Finding]:
+    if row.get("generation") != last_row.get("generation") and "generation" in row:
         text = f"the trainer was started again before this step (generation {row['generation']})"
         yield Finding(text, build_page_address("overview", run))
 
 
 def _describe_calls(
-    run: str, step: int, now: Iterable[BatchEpisode], earlier: Iterable[BatchEpisode]
+    run: str, step: int, now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode]
 ) -> Iterator[Finding]:
     """Sampling parameters and tools of calls that are new at this step."""
     page = build_page_address("trajectories", run, where=f"step={step}")
-    sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier)
+    sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier_episodes)
     for name in sorted(sampling):
         earlier_values = before.get(name, set())
         if len(sampling[name] | earlier_values) > MAX_SAMPLING_VALUES:
@@ -230,7 +230,7 @@ def _describe_calls(
             old = ", ".join(sorted(earlier_values)) or "not given"
             yield Finding(f"calls ask for {name}={', '.join(sorted(new))}, before {old}", page)
     tools, old_tools = ({call.tools for one in ones for call in one.record.calls.values()}
-                        for ones in (now, earlier))  # fmt: skip
+                        for ones in (now, earlier_episodes))  # fmt: skip
     if old_tools and (new_tools := tools - old_tools):
         yield Finding(f"{len(new_tools)} sets of tools are new: their schemas changed", page)
 

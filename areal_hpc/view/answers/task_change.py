@@ -37,23 +37,28 @@ class TaskFindings:
 
 
 def compare_tasks(
-    run: str, now: Sequence[BatchEpisode], earlier: Sequence[BatchEpisode], sizes: Sequence[int]
+    run: str,
+    now: Sequence[BatchEpisode],
+    earlier_episodes: Sequence[BatchEpisode],
+    sizes: Sequence[int],
 ) -> TaskFindings:
     """Sources, new tasks, and tasks that went better before. Pure.
 
     A run that never comes back to a task has new ones at every step: only what the newest of the
     steps before did not show, compared with the others, is a cause. `sizes` are those of sources.
     """
-    rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier)
+    rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier_episodes)
     if not rewards or not before:
         return TaskFindings()
     page = build_page_address(
         "trajectories", run, where=f"step={now[0].step} and kind=train", sort="task"
     )
-    last = max(one.step for one in earlier)
-    usual_now = _group_rewards_by_task(one for one in earlier if one.step == last)
-    usual_before = _group_rewards_by_task(one for one in earlier if one.step < last)
-    causes = [Finding(one, page) for one in _describe_source_share_changes(now, earlier, sizes)]
+    last = max(one.step for one in earlier_episodes)
+    usual_now = _group_rewards_by_task(one for one in earlier_episodes if one.step == last)
+    usual_before = _group_rewards_by_task(one for one in earlier_episodes if one.step < last)
+    causes = [
+        Finding(one, page) for one in _describe_source_share_changes(now, earlier_episodes, sizes)
+    ]
     if not any(_describe_move_to_other_lines(usual_now, usual_before)):
         causes += [Finding(one, page) for one in _describe_move_to_other_lines(rewards, before)]
     news = Finding(_describe_new_and_known_tasks(rewards, before), page)
@@ -67,8 +72,10 @@ def compare_tasks(
     )
 
 
-def _compute_new_task_share(rewards: Mapping[int, object], before: Mapping[int, object]) -> float:
-    return sum(task not in before for task in rewards) / max(1, len(rewards))
+def _compute_new_task_share(
+    rewards: Mapping[int, object], tasks_before: Mapping[int, object]
+) -> float:
+    return sum(task not in tasks_before for task in rewards) / max(1, len(rewards))
 
 
 def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[float]]:
@@ -81,11 +88,14 @@ def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[f
 
 
 def _describe_source_share_changes(
-    now: Iterable[BatchEpisode], earlier: Iterable[BatchEpisode], sizes: Sequence[int]
+    now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode], sizes: Sequence[int]
 ) -> Iterator[str]:
     if len(sizes) < 2:
         return
-    shares, before = _compute_source_shares(now, sizes), _compute_source_shares(earlier, sizes)
+    shares, before = (
+        _compute_source_shares(now, sizes),
+        _compute_source_shares(earlier_episodes, sizes),
+    )
     for source in sorted(shares, key=lambda one: before[one] - shares[one]):
         if abs(shares[source] - before[source]) >= MIN_SOURCE_SHARE_CHANGE:
             yield (
@@ -109,12 +119,12 @@ def _compute_source_shares(
 
 
 def _describe_move_to_other_lines(
-    rewards: Mapping[int, object], before: Mapping[int, object]
+    rewards: Mapping[int, object], tasks_before: Mapping[int, object]
 ) -> Iterator[str]:
     """Tasks from another part of the set than before: a curriculum went on."""
-    if not rewards or not before:
+    if not rewards or not tasks_before:
         return
-    low, high, old_low, old_high = min(rewards), max(rewards), min(before), max(before)
+    low, high, old_low, old_high = min(rewards), max(rewards), min(tasks_before), max(tasks_before)
     if low > old_high or high < old_low:
         yield (
             f"its tasks are from another part of the set: lines {low} to {high}, before "
@@ -123,18 +133,18 @@ def _describe_move_to_other_lines(
 
 
 def _describe_new_and_known_tasks(
-    rewards: Mapping[int, list[float]], before: Mapping[int, list[float]]
+    rewards: Mapping[int, list[float]], rewards_before: Mapping[int, list[float]]
 ) -> str:
     """How tasks that were played before went, and how the others."""
-    new = [task for task in rewards if task not in before]
-    known = [task for task in rewards if task in before]
+    new = [task for task in rewards if task not in rewards_before]
+    known = [task for task in rewards if task in rewards_before]
     text = f"{len(new)} of {len(rewards)} tasks were not in the steps before"
     if new:
         text += f", their mean reward is {_compute_mean(rewards, new):.3f}"
     if known:
         text += (
             f"; that of the {len(known)} others is {_compute_mean(rewards, known):.3f}, "
-            f"it was {_compute_mean(before, known):.3f}"
+            f"it was {_compute_mean(rewards_before, known):.3f}"
         )
     return text
 
@@ -147,18 +157,20 @@ def _describe_tasks_with_fallen_reward(
     run: str,
     now: Sequence[BatchEpisode],
     rewards: Mapping[int, list[float]],
-    before: Mapping[int, list[float]],
+    rewards_before: Mapping[int, list[float]],
 ) -> Iterator[Finding]:
     """Tasks that went best before and do not now, the largest falls first."""
-    everything = [reward for group in (*rewards.values(), *before.values()) for reward in group]
+    everything = [
+        reward for group in (*rewards.values(), *rewards_before.values()) for reward in group
+    ]
     best, least = (
         max(everything),
         MIN_REWARD_CHANGE_SHARE_OF_RANGE * (max(everything) - min(everything)),
     )
     falls = {
-        task: statistics.fmean(before[task]) - statistics.fmean(rewards[task])
+        task: statistics.fmean(rewards_before[task]) - statistics.fmean(rewards[task])
         for task in rewards
-        if task in before and statistics.fmean(before[task]) >= best - least
+        if task in rewards_before and statistics.fmean(rewards_before[task]) >= best - least
     }
     fallen = sorted((task for task in falls if falls[task] > least), key=lambda task: -falls[task])
     if not fallen:
@@ -168,6 +180,6 @@ def _describe_tasks_with_fallen_reward(
         worst = min((one for one in now if one.task == task), key=lambda one: one.reward)
         yield Finding(
             f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
-            f"{statistics.fmean(before[task]):.3f}; {worst.title} has {worst.reward:g}",
+            f"{statistics.fmean(rewards_before[task]):.3f}; {worst.title} has {worst.reward:g}",
             build_page_address("trajectory", run, row=worst.name),
         )

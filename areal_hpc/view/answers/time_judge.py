@@ -117,8 +117,8 @@ class TimeJudge:
                 return PartVerdict(f"{share}: no replica served the weights", hint=hint)
         return PartVerdict(share)
 
-    def _explain_generation(self, share: str) -> PartVerdict:
-        text = f"{share}: model calls of the batch were under way"
+    def _explain_generation(self, share_text: str) -> PartVerdict:
+        text = f"{share_text}: model calls of the batch were under way"
         slow, late = self._find_slow_replica(), self._find_long_awaited_episode()
         if slow is not None and (late is None or late.record.cell == slow.name[0]):
             hint = f"look at {self._name_replica_and_place(slow)}; exclude its node if it lasts"
@@ -143,8 +143,8 @@ class TimeJudge:
         hint = "more cells, shorter replies, or rollout.max_head_offpolicyness of 1 or more"
         return PartVerdict(text, hint=hint)
 
-    def _explain_tools(self, share: str) -> PartVerdict:
-        text = f"{share}: episodes of the batch were outside of model calls"
+    def _explain_tools(self, share_text: str) -> PartVerdict:
+        text = f"{share_text}: episodes of the batch were outside of model calls"
         kinds = group_times_outside_calls(self.evidence.episodes, self.evidence.pauses)
         if not kinds:
             return PartVerdict(text)
@@ -160,12 +160,12 @@ class TimeJudge:
         page = build_page_address("trajectories", self.evidence.run, sort="seconds")
         return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
 
-    def _explain_admission(self, share: str) -> PartVerdict:
+    def _explain_admission(self, share_text: str) -> PartVerdict:
         recipe = self.evidence.recipe
         keys = format_keys_with_values(
             recipe, "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness"
         )
-        text = f"{share}: no episode of the awaited batch was under way"
+        text = f"{share_text}: no episode of the awaited batch was under way"
         idle = self._measure_idle_share()
         if idle is not None:
             text += f"; cells had no ticket for {idle:.0%} of their time"
@@ -173,7 +173,7 @@ class TimeJudge:
             text, f"the bounds are {keys}" if keys else "", f"raise {keys}" if keys else ""
         )
 
-    def _explain_weight_updates(self, share: str) -> PartVerdict:
+    def _explain_weight_updates(self, share_text: str) -> PartVerdict:
         rows = self.evidence.rows
         names = sorted({name for row in rows for name in row if name.startswith("weights/")})
         # `reprefill` and `generation_pause` are what replicas saw of the same time.
@@ -182,7 +182,7 @@ class TimeJudge:
             for name in names
             if name.endswith("_s") and not name.startswith(("weights/gen", "weights/rep"))
         }
-        text, cause = share, ""
+        text, cause = share_text, ""
         if phases and (longest := max(phases, key=lambda name: phases[name])):
             text += f": the longest part is {longest}, {phases[longest]:.2f} s"
         if (
@@ -201,20 +201,20 @@ class TimeJudge:
             text, cause, hint, build_page_address("metrics", self.evidence.run, text="weights/")
         )
 
-    def _explain_evaluation(self, share: str) -> PartVerdict:
+    def _explain_evaluation(self, share_text: str) -> PartVerdict:
         times = [one for one in list_numbers(self.evidence.rows, "time/eval_s") if one > 0]
         keys = format_keys_with_values(self.evidence.recipe, "evaluation.every_steps")
-        text = f"{share}: {len(times)} of {len(self.evidence.rows)} steps were evaluated, "
+        text = f"{share_text}: {len(times)} of {len(self.evidence.rows)} steps were evaluated, "
         text += f"{statistics.fmean(times):.1f} s each"
         hint = f"evaluation.separate_cell=true, fewer tasks, or a larger {keys}"
         return PartVerdict(
             text, keys, hint, build_page_address("metrics", self.evidence.run, text="eval")
         )
 
-    def _explain_checkpoints(self, share: str) -> PartVerdict:
+    def _explain_checkpoints(self, share_text: str) -> PartVerdict:
         times = [one for one in list_numbers(self.evidence.rows, "time/checkpoint_s") if one > 0]
         keys = format_keys_with_values(self.evidence.recipe, "trainer.checkpoint_every_steps")
-        text = share
+        text = share_text
         if times:
             text += f": {len(times)} checkpoints of {statistics.fmean(times):.1f} s"
         hint = f"a larger {keys}, or faster storage for cluster.fileroot"

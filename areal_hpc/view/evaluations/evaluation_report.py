@@ -133,7 +133,7 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
             shape = (str(len(one.samples)), str(len(one.samples[0])))
             interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
             rows.append((name, metric, f"{estimate.value:.3f}", interval, *shape))
-    yield from format_table(rows, right={2, 4, 5})
+    yield from format_table(rows, right_aligned_columns={2, 4, 5})
     for name, one in report.sets.items():
         if one.failures:
             task, reason = next(iter(one.failures.items()))
@@ -214,11 +214,11 @@ def _find_same_metric(metric: str, other_set: EvaluatedSet) -> str | None:
 
 
 def list_left_out(
-    before: EvaluationReport, after: EvaluationReport, compared: Sequence[ComparedMetric]
+    before: EvaluationReport, after: EvaluationReport, compared_metrics: Sequence[ComparedMetric]
 ) -> Iterator[str]:
     """Lines: the numbers of an evaluation that could not be compared with another."""
     for name, one in after.sets.items():
-        told = {each.metric.partition(" ")[0] for each in compared if each.set_name == name}
+        told = {each.metric.partition(" ")[0] for each in compared_metrics if each.set_name == name}
         if missing := [metric for metric in one.metrics if metric not in told]:
             known = before.sets[name].metrics if name in before.sets else {}
             has = f"has {', '.join(known)}" if known else "was not evaluated on it"
@@ -234,11 +234,13 @@ def _compute_values_by_task(metric: str, evaluated_set: EvaluatedSet) -> list[fl
     return [] if values is None else values.tolist()
 
 
-def format_comparison(before: str, after: str, compared: Sequence[ComparedMetric]) -> Iterator[str]:
+def format_comparison(
+    before: str, after: str, compared_metrics: Sequence[ComparedMetric]
+) -> Iterator[str]:
     """A table: a line for each set and metric that both have."""
     head = ("set", "metric", before, after, "difference", "95 % interval", "p", "better", "worse")
     rows = [(*head, "")]
-    for one in compared:
+    for one in compared_metrics:
         difference = one.comparison.difference
         rows.append(
             (
@@ -249,7 +251,7 @@ def format_comparison(before: str, after: str, compared: Sequence[ComparedMetric
                 *(str(one.comparison.better), str(one.comparison.worse), one.verdict),
             )
         )
-    yield from format_table(rows, right={2, 3, 4, 6, 7, 8})
+    yield from format_table(rows, right_aligned_columns={2, 3, 4, 6, 7, 8})
 
 
 def build_report_of_run_step(

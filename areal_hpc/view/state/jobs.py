@@ -304,15 +304,15 @@ def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, st
     return (job.name, job_id, state, nodes, attempt, _format_job_times(queued))
 
 
-def format_slurm_state(queued: QueuedJob) -> str:
+def format_slurm_state(queued_job: QueuedJob) -> str:
     """Slurm's word, and why."""
-    state = queued.state
-    if state.phase is JobPhase.WAITING and queued.reason:
-        return f"{state.name} ({queued.reason})"
-    if queued.signal:
-        return f"{state.name} (signal {queued.signal})"
-    if queued.exit_code:
-        return f"{state.name} (exit code {queued.exit_code})"
+    state = queued_job.state
+    if state.phase is JobPhase.WAITING and queued_job.reason:
+        return f"{state.name} ({queued_job.reason})"
+    if queued_job.signal:
+        return f"{state.name} (signal {queued_job.signal})"
+    if queued_job.exit_code:
+        return f"{state.name} (exit code {queued_job.exit_code})"
     return state.name
 
 
@@ -325,9 +325,9 @@ def _describe_job_unknown_to_slurm(job: JobView, snapshot: QueueSnapshot) -> str
     return "unknown (no longer in Slurm's records)"
 
 
-def _format_job_times(queued: QueuedJob) -> str:
-    now, start, end = time.time(), queued.start, queued.end
-    match queued.state.phase:
+def _format_job_times(queued_job: QueuedJob) -> str:
+    now, start, end = time.time(), queued_job.start, queued_job.end
+    match queued_job.state.phase:
         case JobPhase.WAITING:
             return f"expected at {format_time(start)}" if start else "start unknown"
         case JobPhase.RUNNING | JobPhase.ENDING if start:

@@ -70,12 +70,12 @@ class Timeline:
     """What is to be known of its times."""
 
 
-def select_timed_rows(rows: Iterable[Row], first: float, last: float) -> list[Row]:
+def select_timed_rows(rows: Iterable[Row], first_step: float, last_step: float) -> list[Row]:
     """The rows of these steps whose times are known."""
     return [
         row
         for row in rows
-        if first <= row["step"] <= last
+        if first_step <= row["step"] <= last_step
         and get_number(row, "unix_time_s")
         and get_number(row, "time/step_s")
     ]

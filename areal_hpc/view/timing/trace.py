@@ -40,7 +40,7 @@ class TraceReport:
     problems: tuple[str, ...]
 
 
-def write_trace(paths: RunPaths, first: int, last: int, out: Path) -> TraceReport:
+def write_trace(paths: RunPaths, first_step: int, last_step: int, out: Path) -> TraceReport:
     """Write the timeline of these steps to a new file, readable by its owner alone.
 
     Raises:
@@ -48,10 +48,10 @@ def write_trace(paths: RunPaths, first: int, last: int, out: Path) -> TraceRepor
     """
     if out.exists():
         raise RecipeError(f"{out} exists", key="--out", hint="name another file, or remove it")
-    rows = select_timed_rows(read_metrics(paths.metrics), first, last)
+    rows = select_timed_rows(read_metrics(paths.metrics), first_step, last_step)
     if not rows:
         raise RecipeError(
-            f"no step from {first} to {last} has recorded times",
+            f"no step from {first_step} to {last_step} has recorded times",
             key="--steps",
             hint="areal-hpc status RUN shows which steps were trained",
         )

@@ -42,21 +42,26 @@ class TraceWriter:
         )
 
     def add_instant(
-        self, pid: int, tid: int, name: str, at: float, fields: Mapping[str, Any]
+        self, pid: int, tid: int, name: str, unix_time: float, fields: Mapping[str, Any]
     ) -> None:
         """A moment on a thread."""
         event = {"ph": "i", "s": "t", "name": name, "pid": pid, "tid": tid}
         self.events.append(
-            event | {"ts": self._to_microseconds_since_zero(at), "args": dict(fields)}
+            event | {"ts": self._to_microseconds_since_zero(unix_time), "args": dict(fields)}
         )
 
-    def add_count(self, pid: int, name: str, at: float, value: int) -> None:
+    def add_count(self, pid: int, name: str, unix_time: float, value: int) -> None:
         """A number from a moment on."""
-        event = {"ph": "C", "name": name, "pid": pid, "ts": self._to_microseconds_since_zero(at)}
+        event = {
+            "ph": "C",
+            "name": name,
+            "pid": pid,
+            "ts": self._to_microseconds_since_zero(unix_time),
+        }
         self.events.append(event | {"args": {name: value}})
 
-    def _to_microseconds_since_zero(self, at: float) -> int:
-        return max(0, round((at - self._zero) * 1e6))  # an event may have begun before
+    def _to_microseconds_since_zero(self, unix_time: float) -> int:
+        return max(0, round((unix_time - self._zero) * 1e6))  # an event may have begun before
 
     def _add_metadata(self, metadata_name: str, pid: int, tid: int, **fields: Any) -> None:
         self.events.append(

@@ -81,13 +81,13 @@ def get_messages(row: TrajectoryRow) -> list[Message]:
 
 
 def _format_rest_of_row(
-    found_row: FoundRow, row: TrajectoryRow, shared: int, width: int
+    found_row: FoundRow, row: TrajectoryRow, shared_messages: int, width: int
 ) -> Iterator[str]:
     """A conversation after the messages that the group shares."""
     yield from _wrap_without_controls(_format_row_title(found_row), width)
     calls = dict(locate_calls(found_row.record.calls))
     for place, message in enumerate(get_messages(row)):
-        if place >= shared:
+        if place >= shared_messages:
             yield from _format_message(message, width, calls.get(place))
     if found_row.record.error:
         yield "failed"

@@ -66,10 +66,10 @@ class BucketPlan:
         return last.offset + last.spec.size_bytes
 
 
-def get_bucket_bytes(configured: int | None, device_type: str) -> int:
+def get_bucket_bytes(configured_bytes: int | None, device_type: str) -> int:
     """The size of buckets: the recipe's, else what suits the device that they are sent from."""
-    if configured is not None:
-        return configured
+    if configured_bytes is not None:
+        return configured_bytes
     return CPU_BUCKET_BYTES if device_type == "cpu" else GPU_BUCKET_BYTES
 
 

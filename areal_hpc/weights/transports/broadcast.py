@@ -38,9 +38,12 @@ class BroadcastSession(UpdateSession):
     """The replicas of one update group, and the process group that reaches them, over updates."""
 
     def __init__(
-        self, group: UpdateProcessGroup, members: Sequence[ReplicaClient], config: WeightsConfig
+        self,
+        group: UpdateProcessGroup,
+        replica_clients: Sequence[ReplicaClient],
+        config: WeightsConfig,
     ) -> None:
-        super().__init__(members, config, group.name)
+        super().__init__(replica_clients, config, group.name)
         self._group = group
         self._first_ranks = [*itertools.accumulate((key.tp for key in self.keys), initial=1)]
         """Of each member, behind the trainer's; then the size of the group."""
@@ -74,7 +77,7 @@ class BroadcastSession(UpdateSession):
         self._loading = []
         self._call_all(lambda member: member.begin_update())
 
-    def send_bucket(self, full: OpenBucket, version: WeightVersion | None) -> None:
+    def send_bucket(self, full_bucket: OpenBucket, version: WeightVersion | None) -> None:
         """Broadcast one bucket and wait until every member has loaded the one before it.
 
         A member alone is called to receive while it still loads, so that it begins at once. Of
@@ -84,9 +87,11 @@ class BroadcastSession(UpdateSession):
         is then complete.
         """
 
-        def receive(member: ReplicaClient) -> float:
-            is_packed = full.flat is not None
-            member.load_bucket_and_wait(full.bucket, self._group.name, version, packed=is_packed)
+        def receive(replica_client: ReplicaClient) -> float:
+            is_packed = full_bucket.flat is not None
+            replica_client.load_bucket_and_wait(
+                full_bucket.bucket, self._group.name, version, packed=is_packed
+            )
             return time.monotonic()
 
         if len(self._members) > 1:
@@ -96,7 +101,7 @@ class BroadcastSession(UpdateSession):
         self._run_collective(
             receiving,
             lambda refused: self._group.broadcast(
-                full.tensors_to_send, lambda: refused() or _any_failed(before)
+                full_bucket.tensors_to_send, lambda: refused() or _any_failed(before)
             ),
         )
         sent_at = time.monotonic()
@@ -120,9 +125,11 @@ class BroadcastSession(UpdateSession):
     def close(self) -> None:
         """Part in order: members forget the group, then this end leaves it."""
 
-        def leave(member: ReplicaClient) -> bool:
+        def leave(replica_client: ReplicaClient) -> bool:
             try:
-                member.post("destroy_weights_update_group", {"group_name": self._group.name})
+                replica_client.post(
+                    "destroy_weights_update_group", {"group_name": self._group.name}
+                )
             except WeightSyncError as error:
                 log.info("could not remove the replica from its process group: %s", error)
                 return False
@@ -205,9 +212,11 @@ class BroadcastTransport(Transport[BroadcastSession]):
     ) -> None:
         last = update_request.buckets[-1] if update_request.buckets else None
 
-        def ship(full: OpenBucket) -> WaitSent:
-            complete = update_request.version if full.bucket is last else None
-            return update.start_step("send", lambda session: session.send_bucket(full, complete))
+        def ship(full_bucket: OpenBucket) -> WaitSent:
+            complete = update_request.version if full_bucket.bucket is last else None
+            return update.start_step(
+                "send", lambda session: session.send_bucket(full_bucket, complete)
+            )
 
         with timer.time_phase("group_join"):
             self._reuse_or_form_groups(update, update_request)

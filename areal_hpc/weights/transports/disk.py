@@ -53,12 +53,12 @@ class WeightsFolder:
             shutil.rmtree(self._partial, ignore_errors=True)
             self._partial.mkdir(parents=True)
 
-    def write_bucket(self, full: OpenBucket) -> None:
+    def write_bucket(self, full_bucket: OpenBucket) -> None:
         """Write one bucket and force it to disk."""
         self._files += 1
         path = self._partial / f"bucket-{self._files:05d}.safetensors"
         with _convert_write_errors(path):
-            save_file(dict(full.tensors), path, metadata={"format": "pt"})
+            save_file(dict(full_bucket.tensors), path, metadata={"format": "pt"})
             fsync_path(path)
 
     def rename_into_place(self) -> None:
@@ -107,8 +107,8 @@ def _convert_write_errors(path: Path) -> Iterator[None]:
 class DiskSession(UpdateSession):
     """Replicas that load a folder; each for itself, so one that fails takes no other with it."""
 
-    def __init__(self, member: ReplicaClient, config: WeightsConfig) -> None:
-        super().__init__([member], config, str(member.key.cell_and_index))
+    def __init__(self, replica_client: ReplicaClient, config: WeightsConfig) -> None:
+        super().__init__([replica_client], config, str(replica_client.key.cell_and_index))
 
     def load_folder_and_wait(self, folder: str, version: WeightVersion) -> None:
         """Have the replica load a folder in place of its weights."""
@@ -164,8 +164,8 @@ class DiskTransport(Transport[DiskSession]):
         """Write all buckets, each while the next one is packed."""
         folder = WeightsFolder(self._root, update_request.version, next(self._serial))
 
-        def ship(full: OpenBucket) -> WaitSent:
-            return self._pool.submit(folder.write_bucket, full).result
+        def ship(full_bucket: OpenBucket) -> WaitSent:
+            return self._pool.submit(folder.write_bucket, full_bucket).result
 
         try:
             fill_and_send_buckets(

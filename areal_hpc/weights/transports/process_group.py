@@ -83,18 +83,18 @@ class UpdateProcessGroup:
         self._group: dist.ProcessGroup | None = None
         self._follow = watch_gloo_works if backend == "gloo" else _POLLER.watch_works
 
-    def join(self, refused: Callable[[], bool]) -> None:
+    def join(self, is_refused: Callable[[], bool]) -> None:
         """Wait until every rank is there; over NCCL, until this one is.
 
         Raises:
-            WeightSyncError: Not all came in time, or `refused` said that a member will not come.
+            WeightSyncError: Not all came in time, or `is_refused` said that a member will not come.
         """
         trouble, give_up_at = "the process group did not form", time.monotonic() + self._timeout_s
         if self.backend == "gloo":
             # Its constructor waits for the members in C++, where no exit of the process finds it.
-            self._wait_until(self._are_members_there, refused, trouble, give_up_at)
+            self._wait_until(self._are_members_there, is_refused, trouble, give_up_at)
         forming = start_native_call(self._construct_group, THREAD_NAME)
-        self._await_future(forming, refused, trouble, give_up_at)
+        self._await_future(forming, is_refused, trouble, give_up_at)
         try:
             self._group = forming.result()
         except RuntimeError as error:
@@ -122,7 +122,7 @@ class UpdateProcessGroup:
         c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(self.world_size)}
         return group
 
-    def broadcast(self, messages: Sequence[torch.Tensor], refused: Callable[[], bool]) -> None:
+    def broadcast(self, messages: Sequence[torch.Tensor], is_refused: Callable[[], bool]) -> None:
         """Send a bucket's messages, contiguous and on the backend's device, to every member.
 
         Raises:
@@ -139,10 +139,10 @@ class UpdateProcessGroup:
 
         try:
             begun = start_native_call(begin, THREAD_NAME)
-            self._await_future(begun, refused, trouble, give_up_at)
+            self._await_future(begun, is_refused, trouble, give_up_at)
             works = begun.result()
             over = self._follow(works)
-            self._await_future(over, refused, trouble, give_up_at)
+            self._await_future(over, is_refused, trouble, give_up_at)
             over.result()
             for work in works:
                 if self.backend != "gloo":
@@ -154,14 +154,14 @@ class UpdateProcessGroup:
     def _await_future(
         self,
         future: Future[ResultT],
-        refused: Callable[[], bool],
+        is_refused: Callable[[], bool],
         failure_text: str,
         give_up_at: float,
     ) -> None:
         try:
             self._wait_until(
                 lambda wait_s: not wait([future], wait_s).not_done,
-                refused,
+                is_refused,
                 failure_text,
                 give_up_at,
             )
@@ -172,13 +172,13 @@ class UpdateProcessGroup:
     def _wait_until(
         self,
         done: Callable[[float], bool],
-        refused: Callable[[], bool],
+        is_refused: Callable[[], bool],
         failure_text: str,
         give_up_at: float,
     ) -> None:
         """Wait until `done`, which may itself wait for as long as it is told, is true."""
         while not done(_REFUSAL_POLL_S):
-            if refused():
+            if is_refused():
                 raise WeightSyncError(
                     f"{failure_text}: a member reported failure (group {self.name})"
                 )

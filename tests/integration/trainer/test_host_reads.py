@@ -56,7 +56,7 @@ def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None
 
     def loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
         return learner._compute_loss(
-            batch, logprobs_N, minibatch=0, updates_done_share=0, factor=1.0
+            batch, logprobs_N, minibatch_index=0, updates_done_share=0, factor=1.0
         )
 
     with OperationLog() as log:

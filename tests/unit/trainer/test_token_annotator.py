@@ -78,7 +78,7 @@ def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outco
         )
         for one, advantage in zip(batch, advantages, strict=True)
     ]
-    annotator = TokenAnnotator(batch, rows, [0, 1, 2], minibatches=1)
+    annotator = TokenAnnotator(batch, rows, [0, 1, 2], minibatch_count=1)
     tokens = [len(row.input_ids_T) for row in rows]
     measures = np.zeros((len(TOKEN_MEASURE_NAMES), sum(tokens)), np.float32)
     measures[-1, : sum(tokens[:2])] = 1.0  # a pass saw the first two

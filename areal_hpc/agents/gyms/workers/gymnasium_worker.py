@@ -45,21 +45,21 @@ class GymnasiumGym(Gym):
         return f"Observation: {json.dumps(to_builtins(observation))}"
 
 
-def format_action_instructions(space: Any) -> str:
+def format_action_instructions(action_space: Any) -> str:
     """How to write an action."""
-    if isinstance(space, spaces.Discrete):
-        first, last = int(space.start), int(space.start + space.n - 1)
+    if isinstance(action_space, spaces.Discrete):
+        first, last = int(action_space.start), int(action_space.start + action_space.n - 1)
         what = f"a whole number from {first} to {last}"
-    elif isinstance(space, spaces.Text):
+    elif isinstance(action_space, spaces.Text):
         what = "a text"
-    elif isinstance(space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
-        what = f"a JSON list of shape {list(space.shape or ())} for {space}"
+    elif isinstance(action_space, spaces.Box | spaces.MultiDiscrete | spaces.MultiBinary):
+        what = f"a JSON list of shape {list(action_space.shape or ())} for {action_space}"
     else:
-        raise TypeError(f"actions of {type(space).__name__} cannot be written by a model")
+        raise TypeError(f"actions of {type(action_space).__name__} cannot be written by a model")
     return f"Reply with <action>A</action>, where A is {what}."
 
 
-def parse_action(text: str, space: Any) -> Any:
+def parse_action(text: str, action_space: Any) -> Any:
     """The action of a reply: what the last tag holds, else its last number where that is one.
 
     Raises:
@@ -67,9 +67,9 @@ def parse_action(text: str, space: Any) -> Any:
     """
     tags = ACTION.findall(text)
     said = tags[-1].strip() if tags else text.strip()
-    if isinstance(space, spaces.Text):
+    if isinstance(action_space, spaces.Text):
         action: Any = said
-    elif isinstance(space, spaces.Discrete):
+    elif isinstance(action_space, spaces.Discrete):
         numbers = NUMBER.findall(said)
         if not numbers:
             raise ValueError("no number")
@@ -77,8 +77,8 @@ def parse_action(text: str, space: Any) -> Any:
     else:
         import numpy as np
 
-        action = np.asarray(json.loads(said), dtype=space.dtype)
-    if not space.contains(action):
+        action = np.asarray(json.loads(said), dtype=action_space.dtype)
+    if not action_space.contains(action):
         raise ValueError("outside of the space")
     return action
 

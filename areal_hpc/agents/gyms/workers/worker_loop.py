@@ -34,12 +34,12 @@ class Gym:
         """End the episode."""
 
 
-def serve(build: Callable[[dict[str, Any]], Gym]) -> None:
+def serve(build_gym: Callable[[dict[str, Any]], Gym]) -> None:
     """Serve until the other end closes. The first line is what the gym is built from."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     requests, answers = take_link()
     sys.path.append(str(Path.cwd()))  # where a run was started from, packages of the user's lie
-    asyncio.run(_serve(build, requests, answers))
+    asyncio.run(_serve(build_gym, requests, answers))
 
 
 def take_link() -> tuple[IO[str], IO[str]]:
@@ -67,14 +67,14 @@ def _find_errno(error: BaseException | None) -> int:
 
 
 async def _serve(
-    build: Callable[[dict[str, Any]], Gym], requests: IO[str], answers: IO[str]
+    build_gym: Callable[[dict[str, Any]], Gym], requests: IO[str], answers: IO[str]
 ) -> None:
     gym: Gym | None = None
     while line := await asyncio.to_thread(requests.readline):
         request = json.loads(line)
         try:
             if gym is None:
-                gym, answer = build(request), {}
+                gym, answer = build_gym(request), {}
             elif request["do"] == "reset":
                 answer = await gym.reset(request["task"])
             elif request["do"] == "step":

@@ -56,9 +56,9 @@ class RankPlace:
     host: str = LOOPBACK_ADDRESS
 
 
-def list_rank_gpus(plan: GpuCheckPlan, visible: Sequence[str]) -> tuple[str, ...]:
+def list_rank_gpus(plan: GpuCheckPlan, visible_gpu_ids: Sequence[str]) -> tuple[str, ...]:
     """A GPU for each rank on this node; in a rehearsal, nothing for each of a few."""
-    return tuple(visible) if plan.device == "cuda" else ("",) * REHEARSAL_RANKS
+    return tuple(visible_gpu_ids) if plan.device == "cuda" else ("",) * REHEARSAL_RANKS
 
 
 def measure_collectives(
@@ -277,5 +277,5 @@ def _write_order(path: Path, order_message: msgspec.Struct) -> Path:
     return path
 
 
-def _read_report(path: str, kind: type[ReportT]) -> ReportT:
-    return msgspec.json.decode(Path(path).read_bytes(), type=kind)
+def _read_report(path: str, report_type: type[ReportT]) -> ReportT:
+    return msgspec.json.decode(Path(path).read_bytes(), type=report_type)

@@ -77,9 +77,13 @@ def query_nvidia_driver() -> tuple[str, tuple[GpuFacts, ...], str]:
     return (*parse_nvidia_smi_gpus(listed), complaint) if not complaint else ("", (), complaint)
 
 
-def parse_nvidia_smi_gpus(listed: str) -> tuple[str, tuple[GpuFacts, ...]]:
+def parse_nvidia_smi_gpus(nvidia_smi_output: str) -> tuple[str, tuple[GpuFacts, ...]]:
     """Version and GPUs in the lines of nvidia-smi. Pure."""
-    rows = [[word.strip() for word in line.split(",")] for line in listed.splitlines() if line]
+    rows = [
+        [word.strip() for word in line.split(",")]
+        for line in nvidia_smi_output.splitlines()
+        if line
+    ]
     gpus = tuple(GpuFacts(name, int(memory) if memory.isdigit() else 0) for _, name, memory in rows)
     return rows[0][0] if rows else "", gpus
 

@@ -51,18 +51,18 @@ def compute_token_logprobs(
     temperature_N: torch.Tensor | None,
     vocab: int,
     group: dist.ProcessGroup,
-    kept: SampleableTokens | None = None,
+    sampleable: SampleableTokens | None = None,
 ) -> torch.Tensor:
     """Log p(label), in float32 [N]. A collective of the tensor-parallel group.
 
     The backward pass overwrites the logits, this rank's columns of the vocabulary: nothing else may
     read them afterwards. Columns beyond `vocab` are padding and take no probability. A temperature
-    divides the logits, as the sampler did; None is 1 everywhere. With `kept` distributions are over
-    these tokens alone, of which the label is one.
+    divides the logits, as the sampler did; None is 1 everywhere. With `sampleable` distributions
+    are over these tokens alone, of which the label is one.
     """
     logprobs_N: torch.Tensor
     logprobs_N, _ = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits_NV, labels_N, temperature_N, vocab, group, False, kept
+        logits_NV, labels_N, temperature_N, vocab, group, False, sampleable
     )
     return logprobs_N
 
@@ -73,14 +73,14 @@ def compute_logprobs_and_entropy(
     temperature_N: torch.Tensor | None,
     vocab: int,
     group: dist.ProcessGroup,
-    kept: SampleableTokens | None = None,
+    sampleable: SampleableTokens | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The same bits, and the entropies in nats of the distributions that labels come from [N].
 
     Gradients flow through both.
     """
     both: tuple[torch.Tensor, torch.Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
-        logits_NV, labels_N, temperature_N, vocab, group, True, kept
+        logits_NV, labels_N, temperature_N, vocab, group, True, sampleable
     )
     return both
 
@@ -101,7 +101,7 @@ class _TokenLogprobs(torch.autograd.Function):
         vocab: int,
         group: dist.ProcessGroup,
         measures_entropy: bool,
-        kept: SampleableTokens | None,
+        sampleable: SampleableTokens | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         first = logits_NV.shape[1] * group.rank()
         real_NV = logits_NV[:, : vocab - first]
@@ -116,7 +116,9 @@ class _TokenLogprobs(torch.autograd.Function):
             if temperature_N is not None:
                 values = values / temperature_N[rows, None]
             left_out = (
-                None if kept is None else kept.build_left_out_mask(rows, first, values.shape[1])
+                None
+                if sampleable is None
+                else sampleable.build_left_out_mask(rows, first, values.shape[1])
             )
             if left_out is not None:
                 values = values.masked_fill(left_out, -torch.inf)
@@ -133,7 +135,7 @@ class _TokenLogprobs(torch.autograd.Function):
                 dist.all_reduce(mean_N, group=group)
         entropy_N = chosen_N.new_empty(0) if mean_N is None else lse_N - mean_N
         ctx.save_for_backward(logits_NV, labels_N, temperature_N, lse_N, entropy_N)
-        ctx.first, ctx.vocab, ctx.kept = first, vocab, kept
+        ctx.first, ctx.vocab, ctx.kept = first, vocab, sampleable
         ctx.set_materialize_grads(False)
         return chosen_N - lse_N, entropy_N
 
@@ -177,10 +179,10 @@ class _TokenLogprobs(torch.autograd.Function):
 
 
 def _find_own_columns(
-    labels_N: torch.Tensor, first: int, columns: int
+    labels_N: torch.Tensor, first_column: int, columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Which labels stand in this rank's columns, and in which (0 for the others)."""
-    local_N = labels_N - first
+    local_N = labels_N - first_column
     is_own_N = (local_N >= 0) & (local_N < columns)
     return is_own_N, torch.where(is_own_N, local_N, 0)
 
