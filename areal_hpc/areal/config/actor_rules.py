@@ -209,9 +209,14 @@ def _translate_critic(
     }
 
 
-def _translate_teacher(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _translate_teacher(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     """A teacher and its part in each advantage; `value` is its model."""
-    rewards, coef = source("teacher.rl_loss_weight"), source("teacher.distill_loss_weight")
+    rewards, coef = (
+        areal_values("teacher.rl_loss_weight"),
+        areal_values("teacher.distill_loss_weight"),
+    )
     if not value or not coef:
         return {}  # nobody is learned from
     coef = coef / rewards if rewards else coef
@@ -222,7 +227,7 @@ def _translate_teacher(value: Any, source: ArealConfigValues) -> dict[str, Any] 
         )
     if rewards:
         alone = {}
-    elif source("critic.path") is None:
+    elif areal_values("critic.path") is None:
         alone = {"trainer.objective.min_reward_std": NO_REWARDS_MIN_STD}
     else:
         return Untranslatable("a critic learns of rewards, which rl_loss_weight=0 leaves out")
@@ -230,7 +235,9 @@ def _translate_teacher(value: Any, source: ArealConfigValues) -> dict[str, Any] 
     return alone | {f"trainer.objective.teacher.{name}": one for name, one in teacher.items()}
 
 
-def _check_rl_loss_weight(value: Any, source: ArealConfigValues) -> dict[str, Any] | Untranslatable:
+def _check_rl_loss_weight(
+    value: Any, areal_values: ArealConfigValues
+) -> dict[str, Any] | Untranslatable:
     if value in (0, 1):
         return {}
     return Untranslatable(

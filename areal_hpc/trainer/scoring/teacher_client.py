@@ -285,9 +285,9 @@ class TeacherClient:
         )
 
 
-def _is_worth_repeating(status: int) -> bool:
+def _is_worth_repeating(status_code: int) -> bool:
     """True if the server failed, or is busy, and may do better."""
-    return status >= httpx.codes.INTERNAL_SERVER_ERROR or status in RETRYABLE_STATUSES
+    return status_code >= httpx.codes.INTERNAL_SERVER_ERROR or status_code in RETRYABLE_STATUSES
 
 
 def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
