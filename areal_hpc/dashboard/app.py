@@ -24,7 +24,11 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.dashboard.evaluation_sets import build_set_filters, list_set_names, name_sets
+from areal_hpc.dashboard.evaluation_sets import (
+    add_set_names_to_rows,
+    build_set_filters,
+    list_set_names,
+)
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
@@ -175,7 +179,7 @@ class DashboardApp:
             offset=_parse_count(query, "offset", 0, 10**9),
             count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
         )
-        name_sets(page.rows, sets)
+        add_set_names_to_rows(page.rows, sets)
         return {
             "rows": page.rows,
             "sets": build_set_filters(sets),
@@ -192,7 +196,7 @@ class DashboardApp:
         shard, row = run_pages.parse_row_name(query.get("row", ""))
         related = self._open_refreshed_index(run).select_group_and_task_rows(shard, row)
         found = run_pages.describe_trajectory(run, shard, row) | related
-        name_sets([found, *related["group"], *related["task_rows"]], list_set_names(run, []))
+        add_set_names_to_rows([found, *related["group"], *related["task_rows"]], list_set_names(run, []))
         return found | {"annotation": describe_annotation(run, related["group"], found)}
 
     async def _stream_change_events(self, request: Request) -> Response:

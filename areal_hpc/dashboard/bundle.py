@@ -7,7 +7,7 @@ from typing import Any
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, encode_browser_json, read_static_file
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.dashboard.evaluation_sets import list_set_names, name_sets
+from areal_hpc.dashboard.evaluation_sets import add_set_names_to_rows, list_set_names
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
@@ -40,14 +40,14 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
             name = f"{row['shard']}/{row['row']}"
             content = run_pages.describe_trajectory(run, row["shard"], row["row"])
             content |= index.select_group_and_task_rows(row["shard"], row["row"])
-            name_sets([content, *content["group"], *content["task_rows"]], sets)
+            add_set_names_to_rows([content, *content["group"], *content["task_rows"]], sets)
             content["annotation"] = describe_annotation(run, content["group"], content)
             _write_json_as_script(
                 folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content
             )
     finally:
         index.close()
-    name_sets(rows, sets)
+    add_set_names_to_rows(rows, sets)
     (state,) = RunStateCache().get_states([run])
     pages: dict[str, Any] = {
         "timeline": _describe_or_explain(lambda: describe_timeline(run, {})),

@@ -37,7 +37,7 @@ def read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
     return {str(name): one if isinstance(one, dict) else {} for name, one in sets.items()}
 
 
-def name_sets(rows: Sequence[JsonObject], names: Sequence[str]) -> None:
+def add_set_names_to_rows(rows: Sequence[JsonObject], names: Sequence[str]) -> None:
     """Put into evaluation rows what their set is called and which of its tasks they played."""
     for row in rows:
         if row["kind"] == RowKind.EVALUATION.label:

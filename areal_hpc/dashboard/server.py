@@ -32,8 +32,10 @@ class DashboardAddress(msgspec.Struct, frozen=True):
         return f"http://{LOOPBACK_ADDRESS}:{self.port}/{self.secret}/"
 
 
-def serve_dashboard(dir_with_runs: Path, port: int | None, tell: Callable[[str], None]) -> None:
-    """Serve until Ctrl-C; `tell` hears the lines that say how to get there.
+def serve_dashboard(
+    dir_with_runs: Path, port: int | None, print_line: Callable[[str], None]
+) -> None:
+    """Serve until Ctrl-C; `print_line` hears the lines that say how to get there.
 
     Raises:
         ClusterError: The port is taken, or the cache is open to other users.
@@ -42,10 +44,12 @@ def serve_dashboard(dir_with_runs: Path, port: int | None, tell: Callable[[str],
     address, listener = _listen_at_kept_or_free_port(cache_dir, port)
     app = DashboardApp(dir_with_runs, address.secret, cache_dir)
     host = socket.gethostname()
-    tell(f"{dir_with_runs}: open {address.url}")
-    tell("from another machine, first:")
-    tell(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {getpass.getuser()}@{host}")
-    tell("Ctrl-C stops this server, not the runs")
+    print_line(f"{dir_with_runs}: open {address.url}")
+    print_line("from another machine, first:")
+    print_line(
+        f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {getpass.getuser()}@{host}"
+    )
+    print_line("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
         app.is_ending = lambda: server.should_exit

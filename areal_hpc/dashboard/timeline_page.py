@@ -28,7 +28,7 @@ MIN_OVERLAP_S = 0.001
 MAX_LISTED_STEPS = 200
 MAX_SLICES_ACROSS_WIDTH = 1200
 """Parts of the width: shorter slices are drawn as one with their neighbors."""
-BINS = 300
+BIN_COUNT = 300
 """Of a lane that shows how many calls are under way."""
 MAX_LANES_PER_TRACK = 24
 """Of one track; further ones are left out, and counted."""
@@ -175,14 +175,14 @@ def merge_and_describe_slices(
 def average_slices_under_way_by_bin(
     slices: Sequence[Slice], from_time: float, to_time: float
 ) -> list[float]:
-    """How many slices are under way on average in each of `BINS` parts of a stretch. Pure."""
-    width_s = (to_time - from_time) / BINS
-    sums = [0.0] * BINS
+    """How many slices are under way on average in each of `BIN_COUNT` parts of a stretch. Pure."""
+    width_s = (to_time - from_time) / BIN_COUNT
+    sums = [0.0] * BIN_COUNT
     before, count = from_time, 0
     for at, later in [*iterate_counts_under_way(slices), (to_time, 0)]:
         at = min(max(at, from_time), to_time)
         first, last = int((before - from_time) / width_s), int((at - from_time) / width_s)
-        for place in range(first, min(last, BINS - 1) + 1) if count else ():
+        for place in range(first, min(last, BIN_COUNT - 1) + 1) if count else ():
             low, high = from_time + place * width_s, from_time + (place + 1) * width_s
             sums[place] += count * max(0.0, min(high, at) - max(low, before))
         before, count = at, later

@@ -46,7 +46,7 @@ class SetSamples:
         return [[one >= min_reward for one in rewards_S] for rewards_S in self.rewards_TS]
 
 
-def find_k(metric: str, n_samples: int) -> int:
+def parse_k(metric: str, n_samples: int) -> int:
     """The number that a metric's k stands for."""
     k = metric.partition("@")[2]
     return n_samples if k == "k" else int(k)
@@ -54,7 +54,7 @@ def find_k(metric: str, n_samples: int) -> int:
 
 def format_metric_name(metric: str, n_samples: int) -> str:
     """A metric's name in rows, with a number in place of k."""
-    return f"{metric.partition('@')[0]}@{find_k(metric, n_samples)}"
+    return f"{metric.partition('@')[0]}@{parse_k(metric, n_samples)}"
 
 
 def list_computed_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
@@ -68,7 +68,7 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
     Raises:
         ValueError: k is more than the samples of a task.
     """
-    kind, k = metric.partition("@")[0], find_k(metric, samples.n_samples)
+    kind, k = metric.partition("@")[0], parse_k(metric, samples.n_samples)
     if kind == "avg":
         # Rounded once: tasks with the same rewards in another order have the same value.
         return np.array([statistics.fmean(rewards_S) for rewards_S in samples.rewards_TS])

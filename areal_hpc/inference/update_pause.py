@@ -86,10 +86,18 @@ class UpdatePauseTimer:
         self._before = await self._read_newest_load(server)
 
     async def _measure_and_record_pause(
-        self, server: SGLangServer, before: _SchedulerLoad, paused_s: float, continued_at: float
+        self,
+        server: SGLangServer,
+        load_before: _SchedulerLoad,
+        paused_s: float,
+        continued_at: float,
     ) -> None:
         token_at = continued_at
-        if before.num_running_reqs or before.num_waiting_reqs or before.num_used_tokens:
+        if (
+            load_before.num_running_reqs
+            or load_before.num_waiting_reqs
+            or load_before.num_used_tokens
+        ):
             give_up_at = continued_at + FIRST_TOKEN_TIMEOUT_S
             while (
                 load := await self._read_newest_load(server)
@@ -108,8 +116,8 @@ class UpdatePauseTimer:
                 version,
                 round(paused_s + reprefill_s, 4),
                 round(reprefill_s, 4),
-                before.num_running_reqs + before.num_waiting_reqs,
-                before.num_used_tokens if self._mode == "retract" else 0,
+                load_before.num_running_reqs + load_before.num_waiting_reqs,
+                load_before.num_used_tokens if self._mode == "retract" else 0,
             )
         )
 

@@ -60,7 +60,7 @@ class WorkerNode:
     """This node's part, and its successors.
 
     `node` is its place among the `nodes` of the cell, from 1. A first node that is silent for
-    longer than `patience_s` is gone.
+    longer than `head_timeout_s` is gone.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class WorkerNode:
         rendezvous_dir: Path,
         service_key: str,
         log_dir: Path,
-        patience_s: float = NODE_TIMEOUT_S,
+        head_timeout_s: float = NODE_TIMEOUT_S,
     ) -> None:
         self._node = node
         self._nodes = nodes
@@ -83,7 +83,7 @@ class WorkerNode:
         signer = RequestSigner(service_key, rendezvous.format_control_proxy_name(cell))
         self._client = WireClient("", signer, timeout_s=CALL_TIMEOUT_S)
         self._log_dir = log_dir
-        self._patience_s = patience_s
+        self._patience_s = head_timeout_s
         self._clock = AwakeClock()
         self._server: SGLangServer | None = None
         self._incarnation = 0

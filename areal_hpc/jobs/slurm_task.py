@@ -419,11 +419,11 @@ def _swallow_and_log_storage_errors(files_description: str) -> Iterator[None]:
 
 def _wait_until_or_give_up(condition: Callable[[], bool], give_up_at: float) -> None:
     """Wait until the condition holds, or for as long as that is worth it."""
-    while not _holds(condition) and time.monotonic() < give_up_at:
+    while not _is_readable_and_true(condition) and time.monotonic() < give_up_at:
         time.sleep(0.5)
 
 
-def _holds(condition: Callable[[], bool]) -> bool:
+def _is_readable_and_true(condition: Callable[[], bool]) -> bool:
     try:
         return condition()
     except OSError as error:  # a stale handle, a server that fails over: the next look may do

@@ -31,7 +31,7 @@ RUN_FILES_POLL_S = 0.5
 FIRST_QUEUE_POLL_S = 15.0
 """Between two questions to slurmctld, at first."""
 MAX_QUEUE_POLL_S = 60.0
-CARETAKER_PATIENCE_S = 3 * caretaker.POLL_S
+CARETAKER_TIMEOUT_S = 3 * caretaker.POLL_S
 """Time in which a caretaker has submitted the leading job again: it must miss it at two looks."""
 JOBS_END_TIMEOUT_S = 120.0
 """Time that jobs get to end after the run's last step."""
@@ -71,7 +71,7 @@ def watch_submitted_run(
         if gone_since is None:
             gone_since = asked_at
         elif (
-            asked_at - gone_since >= _decide_patience_s(paths, stage)
+            asked_at - gone_since >= _choose_timeout_s(paths, stage)
             and not paths.finished_marker.exists()
         ):
             raise _build_gone_job_error(paths, stage.leader.name)
@@ -89,7 +89,7 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
         return False  # slurmctld may be away for a while
 
 
-def _decide_patience_s(paths: RunPaths, stage: JobStage) -> float:
+def _choose_timeout_s(paths: RunPaths, stage: JobStage) -> float:
     """Time for which the leading job may be gone: the caretaker of another one brings it back."""
     exits = read_task_exits(paths.job(stage.leader.name)).values()
     if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):
@@ -97,9 +97,9 @@ def _decide_patience_s(paths: RunPaths, stage: JobStage) -> float:
     newest = get_latest_submissions(read_submissions(paths.submissions))
     others = [newest[one.name].job_id for one in stage.others if one.name in newest]
     try:
-        return CARETAKER_PATIENCE_S if select_live_job_ids(others) else 0.0
+        return CARETAKER_TIMEOUT_S if select_live_job_ids(others) else 0.0
     except ClusterError:
-        return CARETAKER_PATIENCE_S  # slurmctld may be away for a while
+        return CARETAKER_TIMEOUT_S  # slurmctld may be away for a while
 
 
 def _build_gone_job_error(paths: RunPaths, leader: str) -> JobFailedError:

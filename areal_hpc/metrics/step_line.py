@@ -12,7 +12,7 @@ from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 MAX_PACE_STEPS = 20
 """Steps, the last ones, whose time is taken for that of the next."""
 
-MIN_TOLD_SHARE = 0.01
+MIN_SHOWN_SHARE = 0.01
 """What took a smaller share of the time is not named."""
 
 MetricRow = Mapping[str, Any]
@@ -43,7 +43,7 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
         return
     if row.get("time/step_s") is not None:
         waiting = compute_time_shares_by_limit(row).get("generation", 0.0)
-        told = f" ({waiting:.0%} waiting for generation)" if waiting >= MIN_TOLD_SHARE else ""
+        told = f" ({waiting:.0%} waiting for generation)" if waiting >= MIN_SHOWN_SHARE else ""
         yield f"{row['time/step_s']:.1f} s{told}"
         yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
@@ -110,7 +110,7 @@ def describe_step_time_shares(rows: Sequence[MetricRow]) -> Iterator[str]:
     names = {name for row in trained for name in row if name.startswith("time/")}
     sums = {name: sum(row.get(name) or 0.0 for row in trained) for name in names}
     shares = sorted(compute_time_shares_by_limit(sums).items(), key=lambda item: -item[1])
-    parts = ", ".join(f"{share:.0%} {limit}" for limit, share in shares if share >= MIN_TOLD_SHARE)
+    parts = ", ".join(f"{share:.0%} {limit}" for limit, share in shares if share >= MIN_SHOWN_SHARE)
     yield f"a step takes {sums['time/step_s'] / len(trained):.1f} s" + (
         f": {parts}" if parts else ""
     )

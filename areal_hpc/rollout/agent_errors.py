@@ -16,7 +16,7 @@ from areal_hpc.errors import AgentError, NodeShortageError, escape_surrogates
 
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
-MAX_TOLD_COLUMNS = 10
+MAX_SHOWN_COLUMNS = 10
 SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 """The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
 agent that computes what a model asks for meets that on any node."""
@@ -88,7 +88,7 @@ def format_missing_column_hint(missing: str, data: dict[str, Any]) -> str:
         return ""
     alike = difflib.get_close_matches(missing, list(data), n=1)
     meant = f"did you mean {alike[0]!r}? " if alike else ""
-    return f"{meant}the task has {', '.join(list(data)[:MAX_TOLD_COLUMNS]) or 'no columns'}"
+    return f"{meant}the task has {', '.join(list(data)[:MAX_SHOWN_COLUMNS]) or 'no columns'}"
 
 
 def format_deepest_user_line(frames: Sequence[CodeLine]) -> str:

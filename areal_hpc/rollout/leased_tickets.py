@@ -54,16 +54,18 @@ class LeasedTickets:
         """
         return list(self._finished)
 
-    def hold_granted(self, grant: TicketGrant) -> bool:
+    def hold_granted(self, ticket_grant: TicketGrant) -> bool:
         """Hold a granted ticket. False if it is here already (the grant was repeated)."""
-        if grant.ref in self._open_episodes or grant.ref in self._finished:
+        if ticket_grant.ref in self._open_episodes or ticket_grant.ref in self._finished:
             return False
-        self.mark_all_episodes_begun(grant)
+        self.mark_all_episodes_begun(ticket_grant)
         return True
 
-    def mark_all_episodes_begun(self, grant: TicketGrant) -> None:
+    def mark_all_episodes_begun(self, ticket_grant: TicketGrant) -> None:
         """All episodes of a held ticket start, or start over."""
-        self._open_episodes[grant.ref] = self._begun_episodes[grant.ref] = grant.n_episodes
+        self._open_episodes[ticket_grant.ref] = self._begun_episodes[ticket_grant.ref] = (
+            ticket_grant.n_episodes
+        )
 
     def mark_episode_ended(self, ref: TicketRef) -> None:
         """One episode of a held ticket is over; its slot is free."""

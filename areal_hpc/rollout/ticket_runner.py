@@ -110,112 +110,123 @@ class TicketRunner:
         self._gate, self._watch, self._sandboxes = gate, watch, sandboxes
         self._patience = ShortagePatience()
 
-    async def run(self, grant: TicketGrant) -> None:
+    async def run(self, ticket_grant: TicketGrant) -> None:
         """Run a ticket until it is finished, evaluated, filtered or dropped."""
         is_finished = False
         try:
-            if grant.ref.eval_step >= 0:
-                await self._run_evaluation_ticket(grant)
+            if ticket_grant.ref.eval_step >= 0:
+                await self._run_evaluation_ticket(ticket_grant)
             else:
-                is_finished = await self._run_and_finish_training_ticket(grant)
+                is_finished = await self._run_and_finish_training_ticket(ticket_grant)
         except (AgentError, RecipeError) as error:
-            await self._drop_ticket(grant, error)
+            await self._drop_ticket(ticket_grant, error)
         if is_finished:
-            self._tickets.mark_finished(grant.ref)
+            self._tickets.mark_finished(ticket_grant.ref)
         else:
-            self._tickets.stop_holding(grant.ref)
+            self._tickets.stop_holding(ticket_grant.ref)
 
-    async def _run_evaluation_ticket(self, grant: TicketGrant) -> None:
+    async def _run_evaluation_ticket(self, ticket_grant: TicketGrant) -> None:
         """Run all samples of a held-out task; those that kept failing earn 0.
 
         Raises:
             AgentError: Every sample kept failing.
             RecipeError: The ledger knows a set that this driver does not.
         """
-        number, _ = split_ticket_id(grant.ref.ticket_id)
+        number, _ = split_ticket_id(ticket_grant.ref.ticket_id)
         if number not in self._set_names:
-            raise RecipeError(f"{grant.ref} is of evaluation set {number}, which is not known here")
-        outcomes = await self._run_group(grant, self._set_names[number])
-        await self._have_evaluation_sealed(grant.ref, [one.session_id for one in outcomes])
-        n_failed = grant.n_episodes - len(outcomes)
+            raise RecipeError(
+                f"{ticket_grant.ref} is of evaluation set {number}, which is not known here"
+            )
+        outcomes = await self._run_group(ticket_grant, self._set_names[number])
+        await self._seal_evaluation(ticket_grant.ref, [one.session_id for one in outcomes])
+        n_failed = ticket_grant.n_episodes - len(outcomes)
         rewards = [one.reward for one in outcomes] + [0.0] * n_failed
         answers = [one.answer for one in outcomes] + [""] * n_failed
         result = EvaluationResultRequest(
-            self._cell, grant.ref, rewards, answers if any(answers) else []
+            self._cell, ticket_grant.ref, rewards, answers if any(answers) else []
         )
         await self._report_to_ledger("/report_evaluation", result)
 
-    async def _run_and_finish_training_ticket(self, grant: TicketGrant) -> bool:
+    async def _run_and_finish_training_ticket(self, ticket_grant: TicketGrant) -> bool:
         """Run a training ticket and have the proxy take it into its journal.
 
         False if its group was not accepted: then the proxy and the ledger forget it.
         """
         while True:
             incarnation = self._proxy.peer_started_at
-            outcomes = await self._run_group(grant, TRAIN)
+            outcomes = await self._run_group(ticket_grant, TRAIN)
             if len(outcomes) > 1 and all(one.is_rewarded for one in outcomes):
                 raise _build_all_episodes_failed_error(
-                    outcomes[-1].error, grant.task_index, len(outcomes)
+                    outcomes[-1].error, ticket_grant.task_index, len(outcomes)
                 )
-            task, rewards = self._tasks[TRAIN][grant.task_index], [one.reward for one in outcomes]
+            task, rewards = (
+                self._tasks[TRAIN][ticket_grant.task_index],
+                [one.reward for one in outcomes],
+            )
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
                 await self._finish_ticket_and_close_other_sessions(
-                    grant.ref, [] if rejection_reason else [one.session_id for one in outcomes]
+                    ticket_grant.ref,
+                    [] if rejection_reason else [one.session_id for one in outcomes],
                 )
             except HttpStatusError as refusal:
                 if self._proxy.peer_started_at == incarnation:
                     raise AgentError(f"the proxy refused the ticket: {refusal}") from refusal
-                log.warning("the proxy restarted and lost %s; its episodes run again", grant.ref)
+                log.warning(
+                    "the proxy restarted and lost %s; its episodes run again", ticket_grant.ref
+                )
                 continue
             if rejection_reason:
-                self._record_ticket_event("group_filtered", grant, rejection_reason)
+                self._record_ticket_event("group_filtered", ticket_grant, rejection_reason)
                 drop = DropTicketRequest(
-                    self._cell, grant.ref, rejection_reason, "filtered", rewards
+                    self._cell, ticket_grant.ref, rejection_reason, "filtered", rewards
                 )
                 await self._report_to_ledger("/drop", drop)
             return not rejection_reason
 
-    async def _have_evaluation_sealed(self, ref: TicketRef, session_ids: list[str]) -> None:
+    async def _seal_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
         """Have the proxy seal a held-out ticket's episodes. Its rewards count in any case."""
         try:
             await self._finish_ticket_and_close_other_sessions(ref, session_ids)
         except HttpStatusError as refusal:  # it restarted and lost them
             log.warning("the episodes of %s are not kept: %s", ref, refusal)
 
-    async def _drop_ticket(self, grant: TicketGrant, error: ArealError) -> None:
+    async def _drop_ticket(self, ticket_grant: TicketGrant, error: ArealError) -> None:
         trace, cause = "", str(error)
         if isinstance(error, AgentError):
             trace, cause = error.trace, error.cause
         reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
-        self._record_ticket_event("ticket_dropped", grant, reason)
-        log.error("dropped %s: %s", grant.ref, reason)
-        drop = DropTicketRequest(self._cell, grant.ref, reason, cause=cause)
+        self._record_ticket_event("ticket_dropped", ticket_grant, reason)
+        log.error("dropped %s: %s", ticket_grant.ref, reason)
+        drop = DropTicketRequest(self._cell, ticket_grant.ref, reason, cause=cause)
         await self._report_to_ledger("/drop", drop)
         try:  # threads of a cancelled agent may still ask in its sessions
-            await self._finish_ticket_and_close_other_sessions(grant.ref, [])
+            await self._finish_ticket_and_close_other_sessions(ticket_grant.ref, [])
         except HttpStatusError as refusal:
-            log.warning("could not discard the sessions of %s: %s", grant.ref, refusal)
+            log.warning("could not discard the sessions of %s: %s", ticket_grant.ref, refusal)
 
-    async def _run_group(self, grant: TicketGrant, split: str) -> list[EpisodeOutcome]:
+    async def _run_group(self, ticket_grant: TicketGrant, split: str) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well."""
-        self._tickets.mark_all_episodes_begun(grant)
-        wanted, least = grant.n_episodes, 1
+        self._tickets.mark_all_episodes_begun(ticket_grant)
+        wanted, least = ticket_grant.n_episodes, 1
         if split == TRAIN:
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
-        episodes = [self._run_episode_until_ok(grant, split, at) for at in range(grant.n_episodes)]
+        episodes = [
+            self._run_episode_until_ok(ticket_grant, split, at)
+            for at in range(ticket_grant.n_episodes)
+        ]
         group = await run_group_until_enough_succeed(episodes, wanted, least)
         if group.cut:
             reason = "cancelled: enough episodes of the group are complete"
-            self._record_ticket_event("episodes_cancelled", grant, reason, count=group.cut)
+            self._record_ticket_event("episodes_cancelled", ticket_grant, reason, count=group.cut)
         if group.failed:
             self._record_ticket_event(
-                "group_incomplete", grant, str(group.failed[-1]), count=len(group.failed)
+                "group_incomplete", ticket_grant, str(group.failed[-1]), count=len(group.failed)
             )
         return group.outcomes
 
     async def _run_episode_until_ok(
-        self, grant: TicketGrant, split: str, episode: int
+        self, ticket_grant: TicketGrant, split: str, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well, or as the recipe has failed ones end.
 
@@ -230,9 +241,9 @@ class TicketRunner:
             outcome = await self._run_episode_in_time_span(grant, split, spec)
             self._patience.note_end(spec.session.task_id, outcome)
             if outcome.status == "ok":
-                self._tickets.mark_episode_ended(grant.ref)
+                self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome
-            self._record_failed_episode(grant, episode, outcome, is_training=split == TRAIN)
+            self._record_failed_episode(ticket_grant, episode, outcome, is_training=split == TRAIN)
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
@@ -240,28 +251,30 @@ class TicketRunner:
                 await asyncio.sleep(SHORTAGE_PAUSE_S if is_short else RETRY_BACKOFF.min_s)
                 continue
             if outcome.is_rewarded:
-                self._tickets.mark_episode_ended(grant.ref)
+                self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome
-            await self._have_failed_episode_sealed(outcome)
+            await self._seal_failed_episode(outcome)
             failures += 1
             tries = self._rollout.max_episode_tries
             if failures == (self._rollout.tries_per_episode if split == TRAIN else tries):
-                self._tickets.mark_episode_ended(grant.ref)
-                raise _build_error_of_last_try(outcome.error, episode, grant.task_index, failures)
+                self._tickets.mark_episode_ended(ticket_grant.ref)
+                raise _build_error_of_last_try(
+                    outcome.error, episode, ticket_grant.task_index, failures
+                )
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
 
     async def _run_episode_in_time_span(
-        self, grant: TicketGrant, split: str, spec: EpisodeSpec
+        self, ticket_grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         """Run an episode once, while the watch knows of it."""
-        facts = {**_build_ticket_facts(grant), "episode": spec.session.episode}
+        facts = {**_build_ticket_facts(ticket_grant), "episode": spec.session.episode}
         with time_span("episode", "episodes", **facts) as found:
-            outcome = await self._run_watched_or_external_episode(grant, split, spec)
+            outcome = await self._run_watched_or_external_episode(ticket_grant, split, spec)
             found["status"] = outcome.status
         return outcome
 
     async def _run_watched_or_external_episode(
-        self, grant: TicketGrant, split: str, spec: EpisodeSpec
+        self, ticket_grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         agent = self._agents[split]
         if agent is None:
@@ -270,7 +283,7 @@ class TicketRunner:
                 self._watch.record_good_end()
             return outcome
         facts = {
-            **_build_ticket_facts(grant),
+            **_build_ticket_facts(ticket_grant),
             "episode": spec.session.episode,
             "limit_s": spec.timeout_s,
         }
@@ -283,7 +296,7 @@ class TicketRunner:
         return outcome
 
     def _record_failed_episode(
-        self, grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
+        self, ticket_grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
     ) -> None:
         """Note how an episode ended badly, with counts of all those that ended here so far."""
         facts: dict[str, Any] = {"episode": episode}
@@ -302,9 +315,11 @@ class TicketRunner:
                 facts["then"] = f"it earns {outcome.reward:g}"
             elif is_training and self._rollout.failed_episodes == "drop":
                 facts["then"] = "it is left out"
-        self._record_ticket_event(f"episode_{outcome.status}", grant, outcome.reason, **facts)
+        self._record_ticket_event(
+            f"episode_{outcome.status}", ticket_grant, outcome.reason, **facts
+        )
 
-    async def _have_failed_episode_sealed(self, outcome: EpisodeOutcome) -> None:
+    async def _seal_failed_episode(self, outcome: EpisodeOutcome) -> None:
         """Have the proxy seal what a failed episode said, beside why it failed."""
         cause = outcome.status if outcome.error is None else outcome.error.cause
         request = KeepFailedSessionRequest(
@@ -316,20 +331,20 @@ class TicketRunner:
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
     def _build_episode_spec(
-        self, grant: TicketGrant, split: str, episode: int, failures: int
+        self, ticket_grant: TicketGrant, split: str, episode: int, failures: int
     ) -> EpisodeSpec:
-        ref, task = grant.ref, self._tasks[split][grant.task_index]
+        ref, task = ticket_grant.ref, self._tasks[split][ticket_grant.task_index]
         limits = resolve_limits(self._rollout, task)
         session = StartSessionRequest(
             f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
             ref,
             episode,
             self._sampling[split],
-            derive_episode_seed(grant.seed, episode, failures),
+            derive_episode_seed(ticket_grant.seed, episode, failures),
             self._export[split],
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
             records_calls=self._records_calls[split],
-            task_index=grant.task_index,
+            task_index=ticket_grant.task_index,
             sampling_from=self._rollout.agent.sampling,
             rights="all" if self._records_calls[split] else "calls",
             records_sampling_mask=self._rollout.record_sampling_mask and split == TRAIN,
@@ -353,14 +368,16 @@ class TicketRunner:
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 
     def _record_ticket_event(
-        self, event: str, grant: TicketGrant, reason: str, **event_fields: Any
+        self, event: str, ticket_grant: TicketGrant, reason: str, **event_fields: Any
     ) -> None:
-        self._events.record(event, **_build_ticket_facts(grant), **event_fields, reason=reason)
+        self._events.record(
+            event, **_build_ticket_facts(ticket_grant), **event_fields, reason=reason
+        )
 
 
-def _build_ticket_facts(grant: TicketGrant) -> dict[str, Any]:
+def _build_ticket_facts(ticket_grant: TicketGrant) -> dict[str, Any]:
     """What an event says of the ticket that it is about."""
-    return {**msgspec.structs.asdict(grant.ref), "task": grant.task_index}
+    return {**msgspec.structs.asdict(ticket_grant.ref), "task": ticket_grant.task_index}
 
 
 def _build_all_episodes_failed_error(

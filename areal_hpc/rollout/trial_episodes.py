@@ -24,7 +24,7 @@ from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, S
 
 log = logging.getLogger(__name__)
 
-TRIAL_PATIENCE_S = 10.0
+TRIAL_TIMEOUT_S = 10.0
 """Longest that trial episodes hold up those of training: GPUs wait meanwhile."""
 REPLICA_POLL_S = 0.25
 RETRY_PAUSE_S = 0.25
@@ -77,7 +77,7 @@ async def play_trial_tasks(
     """Play `rollout.trial_tasks` tasks side by side, until one ends well or none does.
 
     Waits for a replica that serves first. Trials that take long are given up: they hold nothing up
-    for more than `TRIAL_PATIENCE_S`.
+    for more than `TRIAL_TIMEOUT_S`.
 
     Raises:
         AgentError: The agent failed all of them, and in the same way.
@@ -95,7 +95,7 @@ async def play_trial_tasks(
     }
     failures: list[EpisodeOutcome] = []
     try:
-        async with asyncio.timeout(TRIAL_PATIENCE_S):
+        async with asyncio.timeout(TRIAL_TIMEOUT_S):
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for outcome in (trial.result() for trial in done):
@@ -104,7 +104,7 @@ async def play_trial_tasks(
                         return
                     failures.append(outcome)
     except TimeoutError:
-        log.info("trial tasks take longer than %.0f s: training starts", TRIAL_PATIENCE_S)
+        log.info("trial tasks take longer than %.0f s: training starts", TRIAL_TIMEOUT_S)
         return
     finally:
         for trial in pending:

@@ -96,7 +96,7 @@ def get_rank_file_path(directory: Path, rank: int) -> Path:
 
 
 def merge_rank_indices(
-    parts: Sequence[RankIndex],
+    rank_indices: Sequence[RankIndex],
     columns: dict[Column, NumberType],
     optimizer_steps: int,
     critic_steps: int = 0,
@@ -106,7 +106,7 @@ def merge_rank_indices(
     Tensors that the ranks do not hold whole, or hold twice, are a defect of ours.
     """
     tensors: dict[str, StoredTensor] = {}
-    for part in parts:
+    for part in rank_indices:
         for name, held in part.tensors.items():
             known = tensors.setdefault(name, StoredTensor(held.shape, []))
             assert known.shape == held.shape, name
@@ -118,7 +118,7 @@ def merge_rank_indices(
         optimizer_steps=optimizer_steps,
         critic_steps=critic_steps,
         columns=columns,
-        counts=[part.count for part in parts],
+        counts=[part.count for part in rank_indices],
         tensors=tensors,
     )
 

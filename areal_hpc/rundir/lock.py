@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 
-LOOK_TIMEOUT_S = 1.0
+LOCK_CHECK_TIMEOUT_S = 1.0
 """Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
 
 
@@ -30,7 +30,7 @@ def hold_lock(lock_file: Path) -> Iterator[None]:
 
 
 def _lock_exclusively(descriptor: int, lock_file: Path) -> None:
-    give_up_at = time.monotonic() + LOOK_TIMEOUT_S
+    give_up_at = time.monotonic() + LOCK_CHECK_TIMEOUT_S
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,7 +41,7 @@ def _lock_exclusively(descriptor: int, lock_file: Path) -> None:
                     key=str(lock_file.parent),
                     hint=f"lsof {lock_file}",
                 ) from error
-        time.sleep(LOOK_TIMEOUT_S / 20)
+        time.sleep(LOCK_CHECK_TIMEOUT_S / 20)
 
 
 def is_lock_held(lock_file: str | os.PathLike[str]) -> bool:

@@ -38,7 +38,7 @@ Isolation = Literal["bwrap", "none"]
 STARTUP_ALLOWANCE_S = 5.0
 """Time on top of the program's own for a loaded machine to start two interpreters."""
 _POLL_INTERVAL_S = 0.05
-_MOMENTARY_SIGNS = ("Resource temporarily unavailable", "Cannot allocate memory")
+_TRANSIENT_FAILURE_TEXTS = ("Resource temporarily unavailable", "Cannot allocate memory")
 """What bubblewrap says where the node has no process or memory left now (EAGAIN, ENOMEM)."""
 _LAUNCHER_PATH = Path(__file__).with_name("launcher.py")
 
@@ -343,7 +343,7 @@ def _count_user_threads(user: int) -> int:
 
 def _explain_failed_start(isolation: Isolation, printed_text: str) -> ClusterError | RecipeError:
     why = " ".join(printed_text.split())[-500:] or "it ended without a word"
-    is_of_this_moment = any(sign in printed_text for sign in _MOMENTARY_SIGNS)
+    is_of_this_moment = any(sign in printed_text for sign in _TRANSIENT_FAILURE_TEXTS)
     if isolation == "bwrap" and "bwrap:" in printed_text and not is_of_this_moment:
         return _build_isolation_error(why)
     kind = SandboxStartError if is_of_this_moment else ClusterError

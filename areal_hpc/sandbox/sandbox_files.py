@@ -147,7 +147,7 @@ def unpack_changes_from_stdin(origin: str, keeps_links: bool) -> None:
         for member in archive:
             folder, _, name = f"{origin.rstrip('/')}/{member.name}".rpartition("/")
             if not name.startswith(WHITEOUT_PREFIX):
-                make_way(f"{folder}/{name}", member, keeps_links)
+                clear_path_for_member(f"{folder}/{name}", member, keeps_links)
                 archive.extract(member, origin, set_attrs=not member.isdir(), **extra)
                 if member.isdir():
                     modes[f"{folder}/{name}"] = member.mode
@@ -157,7 +157,7 @@ def unpack_changes_from_stdin(origin: str, keeps_links: bool) -> None:
         Path(folder).chmod(modes[folder])
 
 
-def make_way(path: str, tar_member: tarfile.TarInfo, keeps_links: bool) -> None:
+def clear_path_for_member(path: str, tar_member: tarfile.TarInfo, keeps_links: bool) -> None:
     """Remove what lies where a member comes: a file may be closed to its owner, or lead elsewhere.
 
     A folder stays where one comes.

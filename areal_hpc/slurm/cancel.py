@@ -77,7 +77,7 @@ class _Cancellation:
         while True:
             look_began_at = time.monotonic()
             try:
-                if self._look_and_cancel():
+                if self._cancel_jobs_still_there():
                     return
                 silent_since, silent_looks = None, 0
                 time.sleep(POLL_S)
@@ -87,7 +87,7 @@ class _Cancellation:
                 silent_looks += 1
                 self._began_at += time.monotonic() - look_began_at
 
-    def _look_and_cancel(self) -> bool:
+    def _cancel_jobs_still_there(self) -> bool:
         """Cancel what has to be cancelled now; True once no job is left.
 
         Raises:

@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 HANG_AFTER_S = 300.0
 """Ranks that are at one place for so long are named."""
-_LOOK_INTERVAL_S = 5.0
+_CHECK_INTERVAL_S = 5.0
 _active_progress: "RankProgress | None" = None
 
 
@@ -36,7 +36,7 @@ class PlaceReport(msgspec.Struct, frozen=True):
     """Within the place; ranks may differ."""
 
 
-class RankStanding(msgspec.Struct, frozen=True):
+class ObservedRank(msgspec.Struct, frozen=True):
     """A rank as rank 0 sees it."""
 
     rank: int
@@ -45,7 +45,7 @@ class RankStanding(msgspec.Struct, frozen=True):
     """Seconds since rank 0 saw it move."""
 
 
-def describe_standings(standings: Sequence[RankStanding]) -> str:
+def describe_observed_ranks(standings: Sequence[ObservedRank]) -> str:
     """One line that names first the ranks that are behind all others. Pure."""
     by_place = sorted(standings, key=lambda one: (one.report.entered, one.report.detail, one.rank))
     parts = []
@@ -90,7 +90,7 @@ class RankProgress:
         on_hang: Callable[[str], None] = lambda line: None,
         *,
         hang_s: float = HANG_AFTER_S,
-        look_s: float = _LOOK_INTERVAL_S,
+        look_s: float = _CHECK_INTERVAL_S,
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
         self._on_hang, self._hang_s, self._look_s = on_hang, hang_s, look_s
@@ -115,7 +115,7 @@ class RankProgress:
 
     def describe(self) -> str:
         """Where all ranks were at the last look; on others than rank 0, where this one is."""
-        return describe_standings(self._get_standings(time.monotonic()))
+        return describe_observed_ranks(self._list_observed_ranks(time.monotonic()))
 
     def close(self) -> None:
         """Watch no more."""
@@ -138,7 +138,7 @@ class RankProgress:
             report = msgspec.json.decode(self._store.get(_build_key(rank)), type=PlaceReport)
             if rank not in self._seen or self._seen[rank][0] != report:
                 self._seen[rank] = (report, now)
-        still = [one for one in self._get_standings(now) if one.still_s >= self._hang_s]
+        still = [one for one in self._list_observed_ranks(now) if one.still_s >= self._hang_s]
         hanging = {one.rank: one.report for one in still}
         if self._rank in hanging and hanging[self._rank] != self._dumped:
             self._dumped = hanging[self._rank]
@@ -149,10 +149,10 @@ class RankProgress:
             self._on_hang(line)
         self._hanging = hanging
 
-    def _get_standings(self, now: float) -> list[RankStanding]:
+    def _list_observed_ranks(self, now: float) -> list[ObservedRank]:
         return [
-            RankStanding(rank, report, now - since) for rank, (report, since) in self._seen.items()
-        ] or [RankStanding(self._rank, self._own, 0.0)]
+            ObservedRank(rank, report, now - since) for rank, (report, since) in self._seen.items()
+        ] or [ObservedRank(self._rank, self._own, 0.0)]
 
 
 def _build_key(rank: int) -> str:

@@ -14,7 +14,7 @@ from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.token_annotator import (
     TokenAnnotator,
     choose_rows_to_annotate,
-    name_untaken_step,
+    describe_skipped_step,
     split_trained_and_left_out_rows,
 )
 from areal_hpc.trainer.batch.training_rows import (
@@ -101,7 +101,7 @@ class StepAnnotator:
         measures = self._tokens.gather(is_first_copy=is_first_copy)
         if dist.get_rank() == 0:
             names, left_out = split_trained_and_left_out_rows(manifest, untrained)
-            untaken = [name_untaken_step(norm, critic_warms_up) for norm in norms]
+            untaken = [describe_skipped_step(norm, critic_warms_up) for norm in norms]
             rows = self._tokens.build_rows(measures, names, untaken, self._config.objective)
             self._writer.write(
                 StepAnnotations(

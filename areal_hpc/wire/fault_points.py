@@ -112,7 +112,7 @@ class FaultInjector:
                 _carry_out_action(point, fault.action)
 
 
-def fault_point(fault_point_name: str) -> None:
+def fault_point(name: str) -> None:
     """Let a test kill, hold or fail the process here; otherwise do nothing.
 
     Each of `FAULT_POINTS` is at one place of the package.
@@ -121,7 +121,7 @@ def fault_point(fault_point_name: str) -> None:
         OSError: A test wants it.
     """
     if (injector := _get_injector()) is not None:
-        injector.trigger_due_faults(fault_point_name)
+        injector.trigger_due_faults(name)
 
 
 @cache

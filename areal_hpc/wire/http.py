@@ -83,12 +83,12 @@ class WireClient:
         reply: type[ReplyT],
         *,
         signer: RequestSigner | None = None,
-        patience_s: float = 0.0,
+        retry_time_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> ReplyT:
         """POST `request`, or GET where there is none, and decode the reply.
 
-        The call is repeated for `patience_s` while the peer refuses connections or is busy;
+        The call is repeated for `retry_time_s` while the peer refuses connections or is busy;
         `timeout_s` limits one try (the client's own limit when None).
 
         Raises:
@@ -99,7 +99,7 @@ class WireClient:
         method, body = _build_method_and_body(request)
         auth = SignedAuth(signer) if signer else self._auth
         limit = timeout_s or self._client.timeout
-        give_up_at = time.monotonic() + patience_s
+        give_up_at = time.monotonic() + retry_time_s
         pauses = iter(BACKOFF)
         while True:
             try:
@@ -110,7 +110,7 @@ class WireClient:
             except httpx.TransportError as error:
                 trouble = f"{type(error).__name__}: {error}"
             if time.monotonic() >= give_up_at:
-                waited = f" for {patience_s:g} s" if patience_s else ""
+                waited = f" for {retry_time_s:g} s" if retry_time_s else ""
                 raise ClusterError(
                     f"{url} has not responded{waited} ({trouble})",
                     hint="read that role's log in logs/latest",

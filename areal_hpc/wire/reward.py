@@ -82,21 +82,21 @@ class Reward(Struct, frozen=True, omit_defaults=True):
         )
 
 
-def parse_reward_number(number: object, field_name: str = "reward") -> float:
+def parse_reward_number(raw_number: object, field_name: str = "reward") -> float:
     """The number, or numpy's scalar of one, as a finite float; errors name `field_name`."""
-    if isinstance(number, np.ndarray | np.generic) and number.size == 1:
-        number = number.item()
-    if not isinstance(number, numbers.Real):
+    if isinstance(raw_number, np.ndarray | np.generic) and raw_number.size == 1:
+        raw_number = raw_number.item()
+    if not isinstance(raw_number, numbers.Real):
         raise InvalidRewardError(
-            f"{field_name}: expected a finite float, got {_format_wrong_value(number)}"
+            f"{field_name}: expected a finite float, got {_format_wrong_value(raw_number)}"
         )
     try:
-        value = float(number)
+        value = float(raw_number)
     except OverflowError:
         value = math.inf
     if not abs(value) <= MAX_REWARD:
         raise InvalidRewardError(
-            f"{field_name}: expected a finite 32-bit float, got {number!r:.200}"
+            f"{field_name}: expected a finite 32-bit float, got {raw_number!r:.200}"
         )
     return value
 

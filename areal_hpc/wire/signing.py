@@ -44,14 +44,14 @@ class SignatureError(Exception):
         self.status = status_code
 
 
-def claims_to_be_signed(scope: MutableMapping[str, Any]) -> bool:
+def claims_to_be_signed(asgi_scope: MutableMapping[str, Any]) -> bool:
     """True if an ASGI request claims to be signed."""
-    return _read_authorization(scope).startswith(SCHEME)
+    return _read_authorization(asgi_scope).startswith(SCHEME)
 
 
-def _read_authorization(scope: MutableMapping[str, Any]) -> str:
+def _read_authorization(asgi_scope: MutableMapping[str, Any]) -> str:
     given: bytes = next(
-        (value for name, value in scope["headers"] if name == b"authorization"), b""
+        (value for name, value in asgi_scope["headers"] if name == b"authorization"), b""
     )
     return given.decode("latin-1")
 
@@ -91,28 +91,30 @@ class RequestVerifier:
         """By nonce, those that came first at first."""
         self._warned_at = float("-inf")
 
-    def verify(self, scope: MutableMapping[str, Any]) -> str:
+    def verify(self, asgi_scope: MutableMapping[str, Any]) -> str:
         """The SHA-256 that the body of an ASGI request must have (`check_body_digest`).
 
         Raises:
             SignatureError: It is not signed, its time is not now, or it has been here before.
         """
-        found = _HEADER_PATTERN.fullmatch(_read_authorization(scope))
+        found = _HEADER_PATTERN.fullmatch(_read_authorization(asgi_scope))
         if found is None:
             text = f"expected a request signed with the run's service key ({SCHEME})"
             raise SignatureError(UNSIGNED_STATUS, f"{text}; no key opens this route by itself")
-        target = scope.get("raw_path") or scope["path"].encode()
-        if query := scope.get("query_string"):
+        target = asgi_scope.get("raw_path") or asgi_scope["path"].encode()
+        if query := asgi_scope.get("query_string"):
             target += b"?" + query
         signed = (found["time_ms"], found["nonce"], found["body"])
-        expected = _compute_signature(self._key, scope["method"], target.decode("latin-1"), *signed)
+        expected = _compute_signature(
+            self._key, asgi_scope["method"], target.decode("latin-1"), *signed
+        )
         if not hmac.compare_digest(expected, found["signature"]):
             raise SignatureError(UNSIGNED_STATUS, "the signature is not of this run and service")
-        self._check_time(int(found["time_ms"]) / 1000, scope)
+        self._check_time(int(found["time_ms"]) / 1000, asgi_scope)
         self._refuse_repeated_nonce(found["nonce"])
         return found["body"]
 
-    def _check_time(self, signed_at: float, scope: MutableMapping[str, Any]) -> None:
+    def _check_time(self, signed_at: float, asgi_scope: MutableMapping[str, Any]) -> None:
         now = self._clock()
         ahead_s = signed_at - now
         side = "after" if ahead_s > 0 else "before"
@@ -125,7 +127,7 @@ class RequestVerifier:
             )
         if abs(ahead_s) > SKEW_WARNING_S and now - self._warned_at > SKEW_WARNING_PERIOD_S:
             self._warned_at = now
-            client = (scope.get("client") or ("?",))[0]
+            client = (asgi_scope.get("client") or ("?",))[0]
             log.warning("a request from %s %s: do the nodes' clocks differ?", client, when)
 
     def _refuse_repeated_nonce(self, nonce: str) -> None:

@@ -50,7 +50,7 @@ REPLACEMENTS: dict[str, dict[str, Any]] = {
     "areal_hpc.rundir.telemetry.spans": {"SpanLog.add": _do_nothing, "SpanLog._run": _do_nothing},
     "areal_hpc.trainer.batch.token_annotator": {"choose_rows_to_annotate": _measure_nothing},
     "areal_hpc.rollout.episode_watch": {"EpisodeWatch.run": _watch_nothing},
-    "areal_hpc.rollout.ticket_runner": {"TicketRunner._have_evaluation_sealed": _keep_nothing},
+    "areal_hpc.rollout.ticket_runner": {"TicketRunner._seal_evaluation": _keep_nothing},
     "areal_hpc.trainer.loop.alert_reporter": {"AlertReporter.report_new_alerts": _do_nothing},
     "areal_hpc.trainer.learner": {
         "summarize_replies": _measure_nothing,

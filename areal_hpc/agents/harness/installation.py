@@ -23,7 +23,7 @@ LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
 STAMP_FILE_NAME = ".installed"
 """In an installed harness's folder: the digest of its lock, written last."""
 INSTALL_TIMEOUT_S = 1800.0
-SAID_CHARACTERS = 2000
+MAX_QUOTED_OUTPUT_CHARS = 2000
 """Of what an installer printed, the characters at its end that an error quotes."""
 HARNESS_WORKFLOW = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
 
@@ -208,7 +208,7 @@ def _run(command: Sequence[str], folder: Path) -> str:
             hint="run this where the registry can be reached",
         ) from error
     if ended.returncode != 0:
-        said = " ".join((ended.stderr.strip() or ended.stdout).split())[-SAID_CHARACTERS:]
+        said = " ".join((ended.stderr.strip() or ended.stdout).split())[-MAX_QUOTED_OUTPUT_CHARS:]
         raise ClusterError(
             f"{' '.join(command[:3])} ended with {ended.returncode}: {said}",
             hint="run this where the registry can be reached; a package whose hash is not the "

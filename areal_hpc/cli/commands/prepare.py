@@ -109,7 +109,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     paths = RunPaths(recipe.run_dir)
     for name, folder in list_recipe_harnesses(recipe):
-        _say_what_was_installed(name, folder, install_harness(name, folder))
+        _print_install_result(name, folder, install_harness(name, folder))
     prefetch_recipe_files(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetched}")
     return 0
@@ -128,11 +128,11 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
         version = arguments.version
         if version == "newest":
             version = find_newest_version(name)
-        _say_what_was_installed(name, folder, install_harness(name, folder, version))
+        _print_install_result(name, folder, install_harness(name, folder, version))
     return 0
 
 
-def _say_what_was_installed(harness_name: str, folder: Path, is_new: bool) -> None:
+def _print_install_result(harness_name: str, folder: Path, is_new: bool) -> None:
     verb = "is installed in" if is_new else "was there already:"
     print(f"{harness_name} {verb} {folder / harness_name}")
 

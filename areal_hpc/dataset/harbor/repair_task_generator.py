@@ -106,11 +106,11 @@ def write_task_folder(
 def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Calls with what they should give; one at least shows the fault."""
     drawn = [module.draw(rng) for _ in range(_DRAWN_CALL_COUNT)]
-    expected = [call(module.source, module.name, arguments) for arguments in drawn]
+    expected = [call_module_function(module.source, module.name, arguments) for arguments in drawn]
     shows = next(
         place
         for place in range(_DRAWN_CALL_COUNT)
-        if call(faulty, module.name, drawn[place]) != expected[place]
+        if call_module_function(faulty, module.name, drawn[place]) != expected[place]
     )
     for place in dict.fromkeys([shows, *range(CASES_PER_TASK - 1)]):
         yield {
@@ -120,7 +120,7 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
         }
 
 
-def call(module_source: str, function: str, arguments: list[Any]) -> Any:
+def call_module_function(module_source: str, function: str, arguments: list[Any]) -> Any:
     """What a module of `repair_modules.py` gives, as JSON keeps it; a text where it fails."""
     names: dict[str, Any] = {}
     exec(module_source, names)  # our own sources, above

@@ -183,7 +183,7 @@ def check_storage_from_node(
     fileroot: Path,
     options: JobOptions,
     print_line: Callable[[str], None],
-    patience_s: float = JOB_TIMEOUT_S,
+    timeout_s: float = JOB_TIMEOUT_S,
 ) -> CheckResult:
     """Submit the job, wait for its answer, and leave neither job nor file."""
     folder = fileroot / f".doctor-job.{secrets.token_hex(4)}"
@@ -207,16 +207,16 @@ def check_storage_from_node(
         shutil.rmtree(folder, ignore_errors=True)
         return fail("shared", error.problems[0].message, "areal-hpc doctor without --check-node")
     print_line(
-        f"job {job_id.strip()} was submitted; waiting up to {patience_s:.0f} s for its answer"
+        f"job {job_id.strip()} was submitted; waiting up to {timeout_s:.0f} s for its answer"
     )
     try:
-        return _await_job_answer(folder, job_id.strip(), token, patience_s)
+        return _await_job_answer(folder, job_id.strip(), token, timeout_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _await_job_answer(folder: Path, job_id: str, token: str, patience_s: float) -> CheckResult:
-    queue, give_up_at, waits_for = QueuePoller(), time.monotonic() + patience_s, "it did not start"
+def _await_job_answer(folder: Path, job_id: str, token: str, timeout_s: float) -> CheckResult:
+    queue, give_up_at, waits_for = QueuePoller(), time.monotonic() + timeout_s, "it did not start"
     ended_at: float | None = None
     while time.monotonic() < give_up_at:
         if (folder / "answer").exists():

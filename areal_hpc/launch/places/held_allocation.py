@@ -109,11 +109,13 @@ def _find_memory_shortages(
 def format_placement(step: StepPlacement) -> str:
     """Nodes of a job, and what it has of each."""
 
-    def count(number: int, noun: str) -> str:
+    def format_count(number: int, noun: str) -> str:
         return f"{number} {noun}{'' if number == 1 else 's'}"
 
-    parts = [f"{count(step.tasks_per_node, 'task')} of {count(step.cpus_per_task, 'CPU')}"]
-    parts += [count(step.gpus_per_node, "GPU")] if step.gpus_per_node else []
+    parts = [
+        f"{format_count(step.tasks_per_node, 'task')} of {format_count(step.cpus_per_task, 'CPU')}"
+    ]
+    parts += [format_count(step.gpus_per_node, "GPU")] if step.gpus_per_node else []
     parts += [f"{step.memory_mib} MiB"] if step.memory_mib else []
     return f"{step.job:<10} {','.join(step.nodes)}: {', '.join(parts)} each"
 

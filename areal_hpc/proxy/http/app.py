@@ -213,7 +213,9 @@ class ProxyApp:
             if session is not None:
                 session.receiving_bytes -= count
 
-    def _authenticate(self, route: Route, key: str, scope: Scope) -> tuple[Session | None, str]:
+    def _authenticate(
+        self, route: Route, key: str, asgi_scope: Scope
+    ) -> tuple[Session | None, str]:
         """The session that a key opens, or the digest of a signed request's body; or neither."""
         if route.opened_by == "anyone":
             return None, ""
@@ -222,17 +224,17 @@ class ProxyApp:
         ):
             return None, ""
         if route.opened_by in ("admin", "driver"):
-            return None, self._verify_signature(route, scope)
+            return None, self._verify_signature(route, asgi_scope)
         return self._find_session(route, key), ""
 
-    def _verify_signature(self, route: Route, scope: Scope) -> str:
+    def _verify_signature(self, route: Route, asgi_scope: Scope) -> str:
         if self._verifier is None and route.opened_by == "driver":
             raise ProxyRequestError(401, "this route is for a run's driver; there is no run here")
         if self._verifier is None or (
-            route.opened_by == "admin" and not claims_to_be_signed(scope)
+            route.opened_by == "admin" and not claims_to_be_signed(asgi_scope)
         ):
             raise ProxyRequestError(401, "this route requires the admin key")
-        return self._verifier.verify(scope)
+        return self._verifier.verify(asgi_scope)
 
     def _find_session(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":
@@ -252,7 +254,7 @@ class ProxyApp:
         return session
 
     def _list_handler_arguments(
-        self, route: Route, session: Session | None, named: str, body: bytes, scope: Scope
+        self, route: Route, session: Session | None, named: str, body: bytes, asgi_scope: Scope
     ) -> Iterator[object]:
         """What the route's answer takes."""
         if session is not None:
@@ -264,10 +266,10 @@ class ProxyApp:
         if route.rewrite is not None:
             body = route.rewrite(body)
         if route.takes_query:
-            yield read_query_parameters(scope)
+            yield read_query_parameters(asgi_scope)
         if named and route.request is None:
             yield named
-            yield read_query_parameters(scope)
+            yield read_query_parameters(asgi_scope)
         elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown
@@ -361,19 +363,19 @@ def _build_id_headers(request_id: str) -> Headers:
     return [(name, request_id.encode()) for name in (b"x-request-id", b"request-id")]
 
 
-def _choose_error_format(scope: Scope) -> ErrorFormatter:
+def _choose_error_format(asgi_scope: Scope) -> ErrorFormatter:
     """The shape of errors where no route decides: that of a client's own key, headers or paths."""
-    if find_google_key(scope) is not None:
+    if find_google_key(asgi_scope) is not None:
         return format_google_error
-    path = f"{scope.get('path', '')}/"
-    is_anthropic = "/messages/" in path or _get_header(scope, b"anthropic-version")
+    path = f"{asgi_scope.get('path', '')}/"
+    is_anthropic = "/messages/" in path or _get_header(asgi_scope, b"anthropic-version")
     return MESSAGES_DIALECT.refused if is_anthropic else openai_format.format_error
 
 
-def _asks_for_websocket(scope: Scope) -> bool:
-    return _get_header(scope, b"upgrade").lower() == b"websocket"
+def _asks_for_websocket(asgi_scope: Scope) -> bool:
+    return _get_header(asgi_scope, b"upgrade").lower() == b"websocket"
 
 
-def _get_header(scope: Scope, header_name: bytes) -> bytes:
+def _get_header(asgi_scope: Scope, header_name: bytes) -> bytes:
     """A header's value; empty if the request has none of that name."""
-    return next((value for one, value in scope["headers"] if one == header_name), b"")
+    return next((value for one, value in asgi_scope["headers"] if one == header_name), b"")

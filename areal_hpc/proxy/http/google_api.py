@@ -34,25 +34,25 @@ _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "count
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
 
-def find_google_key(scope: MutableMapping[str, Any]) -> str | None:
+def find_google_key(asgi_scope: MutableMapping[str, Any]) -> str | None:
     """The key of a request in Google's dialect; None if it is in another.
 
     Of paths that others have too, `/v1/models`, the place of the key tells.
     """
-    path: str = scope["path"]
-    headers: list[tuple[bytes, bytes]] = scope["headers"]
+    path: str = asgi_scope["path"]
+    headers: list[tuple[bytes, bytes]] = asgi_scope["headers"]
     key = next((value for name, value in headers if name == b"x-goog-api-key"), b"").decode(
         "latin-1"
     )
     if not key and "/models" in path:
-        key = read_query_parameters(scope).get("key", "")
+        key = read_query_parameters(asgi_scope).get("key", "")
     is_own = path.startswith(_GOOGLE_ONLY_PREFIXES) or path.endswith(_GOOGLE_ONLY_PATH_ENDS)
     return key if key or is_own else None
 
 
-def read_query_parameters(scope: MutableMapping[str, Any]) -> dict[str, str]:
+def read_query_parameters(asgi_scope: MutableMapping[str, Any]) -> dict[str, str]:
     """The parameters behind a path."""
-    text: bytes = scope["query_string"]
+    text: bytes = asgi_scope["query_string"]
     return dict(parse_qsl(text.decode("latin-1")))
 
 

@@ -166,7 +166,7 @@ async def _play_in_session(
         await _end_session_of_failed_episode(session, proxy)
         return _build_shortage_outcome(shortage, session.session_id)
     except AgentError as failure:
-        is_rewarded = await _reward_failure(spec, failure, session, proxy)
+        is_rewarded = await _reward_failed_episode(spec, failure, session, proxy)
         ended = await _end_session_of_failed_episode(session, proxy)
         error = _explain_failure(failure, ended, agent, spec.data)
     status: EpisodeStatus = "timed_out" if error.kind == TIMED_OUT_KIND else "failed"
@@ -186,7 +186,7 @@ async def _play_in_session(
     )
 
 
-async def _reward_failure(
+async def _reward_failed_episode(
     spec: EpisodeSpec, failure: AgentError, session: StartSessionReply, proxy: ServiceClient
 ) -> bool:
     """Give a failed episode its reward; False if it has none, or nothing that could be trained.

@@ -24,7 +24,7 @@ _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
 
 
-class AgentShapeError(Exception):
+class InvalidAgentError(Exception):
     """What is wrong with the agent's class, its path or its arguments."""
 
 
@@ -40,16 +40,16 @@ def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
     """Import and build.
 
     Raises:
-        AgentShapeError: It cannot be.
+        InvalidAgentError: It cannot be.
     """
     module, _, name = workflow.rpartition(".")
     try:
         agent = getattr(importlib.import_module(module), name)
         agent = agent(**kwargs) if isinstance(agent, type) else agent
     except (Exception, SystemExit) as error:  # boundary: the user's code
-        raise AgentShapeError(f"{workflow!r} cannot be built: {describe(error)}") from error
+        raise InvalidAgentError(f"{workflow!r} cannot be built: {describe_error(error)}") from error
     if not asyncio.iscoroutinefunction(getattr(agent, "run", None)):
-        raise AgentShapeError(f"{workflow!r} has no `async def run(self, data)`")
+        raise InvalidAgentError(f"{workflow!r} has no `async def run(self, data)`")
     return agent
 
 
@@ -75,7 +75,7 @@ def to_builtins(value: Any) -> Any:
     raise TypeError(f"{value!r:.200} ({type(value).__name__}) cannot be sent back")
 
 
-def describe(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """`ValueError: why`."""
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
@@ -91,7 +91,7 @@ def find_shortage(error: BaseException | None) -> OSError | None:
 
 def encode_raised_error(error: BaseException) -> dict[str, Any]:
     """An exception as `answers.py` reads it."""
-    if isinstance(error, AgentShapeError):
+    if isinstance(error, InvalidAgentError):
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
@@ -129,7 +129,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         return {"raised": encode_raised_error(error)}
 
 
-def take_link() -> tuple[IO[str], IO[str]]:
+def take_over_standard_streams() -> tuple[IO[str], IO[str]]:
     """Requests and answers, on descriptors that no program inherits.
 
     Standard input reads nothing from now on: it is the same socket as standard output, on which a
@@ -151,7 +151,7 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # so that the driver finds what agents leave
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     sys.path[0] = os.getcwd()  # noqa: PTH109  # not this file's folder
-    requests, answers = take_link()
+    requests, answers = take_over_standard_streams()
     for line in requests:
         answers.write(json.dumps(answer(json.loads(line))) + "\n")
         answers.flush()

@@ -32,7 +32,7 @@ MIN_FREE_BYTES = 256 << 20
 MAX_PENDING_SPANS = 20_000
 """Kept while the storage is silent; further ones are lost."""
 FLUSH_INTERVAL_S = 1.0
-TOLD_AFTER_S = 20.0
+LASTING_SPAN_REPORT_DELAY_S = 20.0
 """What lasts for so long is told before it ends, once."""
 STATE_INTERVAL_S = 10.0
 """A state that lasts is written so often, so that a kill costs no more of it."""
@@ -166,7 +166,7 @@ class SpanLog:
     def _run(self) -> None:
         while not self._is_over.wait(FLUSH_INTERVAL_S):
             self._split_lasting_state()
-            self._tell_lasting_spans()
+            self._report_lasting_spans()
             self._flush()
         self._refused_until_s = -math.inf
         self._flush()
@@ -179,10 +179,14 @@ class SpanLog:
                 self._state = Span(state.name, now, now)
                 self.add(_build_span(state, now))
 
-    def _tell_lasting_spans(self) -> None:
+    def _report_lasting_spans(self) -> None:
         now = time.time()
         with self._lock:
-            due = {key: one for key, one in self._open.items() if now - one.begin >= TOLD_AFTER_S}
+            due = {
+                key: one
+                for key, one in self._open.items()
+                if now - one.begin >= LASTING_SPAN_REPORT_DELAY_S
+            }
             for key, one in due.items():
                 del self._open[key]
                 begin, at = round(one.begin, TIME_DIGITS), round(now, TIME_DIGITS)

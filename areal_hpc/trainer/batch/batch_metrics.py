@@ -79,21 +79,21 @@ def extend_reward_range(
 
 
 def summarize_rewards(
-    groups: Sequence[FloatArray], earlier_range: RewardRange | None, min_reward_std: float
+    groups: Sequence[FloatArray], reward_range: RewardRange | None, min_reward_std: float
 ) -> dict[str, float]:
     """Rewards of the batch, and the shares of groups that teach nothing. No rewards: no metrics.
 
-    `earlier_range` is the range of rewards up to and including this batch: without a difference
+    `reward_range` is the range of rewards up to and including this batch: without a difference
     between its ends nothing is best or worst. Groups vary as `objective/advantages.py` says.
     """
-    if not groups or earlier_range is None:
+    if not groups or reward_range is None:
         return {"episodes": 0}
     rewards = np.concatenate(groups)
     means = np.array([group.mean() for group in groups])
     spreads = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
-    has_varied = earlier_range.highest - earlier_range.lowest >= min_reward_std
+    has_varied = reward_range.highest - reward_range.lowest >= min_reward_std
 
-    def count_at(reward_bound: float) -> float:
+    def compute_share_at(reward_bound: float) -> float:
         near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
         return float(np.mean(near)) if has_varied else 0.0
 
@@ -107,8 +107,8 @@ def summarize_rewards(
             float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
         ),
         "groups/zero_variance": float(np.mean([spread < min_reward_std for spread in spreads])),
-        "groups/all_best": count_at(earlier_range.highest),
-        "groups/all_worst": count_at(earlier_range.lowest),
+        "groups/all_best": compute_share_at(reward_range.highest),
+        "groups/all_worst": compute_share_at(reward_range.lowest),
     }
 
 

@@ -119,7 +119,7 @@ class TokenAnnotator:
         clipped_N: torch.Tensor,
     ) -> None:
         """Keep what one micro-batch of a part found of its scored tokens."""
-        places, kept_K = self._pick(minibatch_index, tokens_N, logprobs_N.device)
+        places, kept_K = self._select_annotated_tokens(minibatch_index, tokens_N, logprobs_N.device)
         values = (logprobs_N, ratios_N, outside_N, clipped_N)
         stacked = torch.stack([one.detach()[kept_K].float() for one in values])
         self._found.append((places, stacked))
@@ -128,10 +128,12 @@ class TokenAnnotator:
         self, minibatch_index: int, tokens_N: npt.NDArray[np.int64], entropies_N: torch.Tensor
     ) -> None:
         """Keep the entropies of one micro-batch's distributions."""
-        places, kept_K = self._pick(minibatch_index, tokens_N, entropies_N.device)
+        places, kept_K = self._select_annotated_tokens(
+            minibatch_index, tokens_N, entropies_N.device
+        )
         self._entropies.append((places, entropies_N.detach()[kept_K].float()))
 
-    def _pick(
+    def _select_annotated_tokens(
         self, minibatch_index: int, tokens_N: npt.NDArray[np.int64], device: torch.device
     ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
         places_N = self._places[minibatch_index][tokens_N]
@@ -181,7 +183,7 @@ class TokenAnnotator:
         return found
 
 
-def name_untaken_step(norm: float, critic_warms_up: bool) -> str:
+def describe_skipped_step(norm: float, critic_warms_up: bool) -> str:
     """Why rows taught the policy nothing although they have advantages; empty if they did."""
     if critic_warms_up:
         return "the critic warmed up: the policy was not trained"
@@ -222,7 +224,7 @@ def _annotate_row(
     return RowAnnotation(
         shard=shard_and_row[0],
         row=shard_and_row[1],
-        outcome=_name_outcome(is_seen_T, taught, skip_reason),
+        outcome=_describe_outcome(is_seen_T, taught, skip_reason),
         advantage=float(taught.mean()) if len(taught) else 0.0,
         advantages=pack(advantages_T, np.float16),
         logprobs=pack(logprobs, np.float32),
@@ -232,7 +234,9 @@ def _annotate_row(
     )
 
 
-def _name_outcome(is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, skip_reason: str) -> str:
+def _describe_outcome(
+    is_seen_T: npt.NDArray[np.bool_], taught: FloatArray, skip_reason: str
+) -> str:
     if not is_seen_T.any():
         return "masked"
     if not np.any(taught != 0):

@@ -112,11 +112,11 @@ def raise_if_mostly_untrainable(step: int, sampled: int, untrainable: Mapping[st
         f"batch {step}: {total} of {sampled} sampled tokens were not sampled from the plain "
         f"softmax, which is what is trained: {reasons}. At most half of a batch may be left out",
         key="rollout.agent.sampling",
-        hint=f"{_suggest(names)}; areal-hpc quarantine sets this batch aside",
+        hint=f"{_suggest_recipe_changes(names)}; areal-hpc quarantine sets this batch aside",
     )
 
 
-def _suggest(names: Sequence[str]) -> str:
+def _suggest_recipe_changes(names: Sequence[str]) -> str:
     """What makes replies trainable whose parameters these are."""
     if all(name in _DISTORTIONS_PREVENTED_BY_RECIPE for name in names):
         return "set it to recipe, which replaces the agent's temperature, top_p and top_k"

@@ -112,7 +112,7 @@ class LedgerClient:
                     url,
                     request,
                     reply,
-                    patience_s=CALL_RETRY_TIMEOUT_S,
+                    retry_time_s=CALL_RETRY_TIMEOUT_S,
                     timeout_s=wait_s + REPLY_TIMEOUT_S,
                 )
             except HttpStatusError as refusal:

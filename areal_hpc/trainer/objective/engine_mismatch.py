@@ -12,7 +12,7 @@ BINS_PER_DECADE = 32
 """A percentile is read to 4 %: half a bin."""
 MIN_EXPONENT, MAX_EXPONENT = -9, 3
 """Powers of ten that the histogram covers; what lies beyond is counted in the last bin there."""
-BINS = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_DECADE
+BIN_COUNT = (MAX_EXPONENT - MIN_EXPONENT) * BINS_PER_DECADE
 
 MISMATCH_SUM_NAMES = ("compared", "mismatch_abs", "mismatch_kl")
 """Sums over compared tokens: their number, the absolute difference, and the k3 estimate of
@@ -50,9 +50,9 @@ def measure_engine_mismatch(
 def _count_by_bin(diff_N: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:
     places_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
     # What is not a number has no place; the mean and the maximum tell of it.
-    bins_N = places_N.nan_to_num(BINS - 1, BINS - 1).long().clamp_(0, BINS - 1)
+    bins_N = places_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
     # Whole numbers: their sum does not depend on the order.
-    return diff_N.new_zeros(BINS).index_add_(0, bins_N, counted_N)
+    return diff_N.new_zeros(BIN_COUNT).index_add_(0, bins_N, counted_N)
 
 
 def estimate_abs_diff_percentile(

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from areal_hpc.trainer.objective.engine_mismatch import (
-    BINS,
+    BIN_COUNT,
     MISMATCH_SUM_NAMES,
     estimate_abs_diff_percentile,
 )
@@ -13,7 +13,7 @@ from areal_hpc.trainer.objective.policy_loss import LOSS_SUM_NAMES
 
 STEP_SUM_NAMES = (*LOSS_SUM_NAMES, *MISMATCH_SUM_NAMES, "entropy", "tokens", "places")
 STEP_MAXIMUM_NAMES = ("weight", "mismatch")
-STEP_HISTOGRAM_BINS = {"mismatch": BINS}
+STEP_HISTOGRAM_BINS = {"mismatch": BIN_COUNT}
 
 
 def build_loss_metrics(

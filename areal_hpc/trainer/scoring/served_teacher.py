@@ -92,10 +92,10 @@ class ServedTeacher:
         await self._client.check_tokenizer(self._model_dir)
 
     def _call_on_first_rank(
-        self, place: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
+        self, place_name: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
     ) -> ResultT | None:
         """What rank 0 finds, None on others; no rank goes on if it fails."""
-        enter_place(place)
+        enter_place(place_name)
         task = self._runner.get_loop().create_task(call()) if dist.get_rank() == 0 else None
         while True:
             held = self._work_for_one_portion(task) if task else None

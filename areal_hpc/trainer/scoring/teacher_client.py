@@ -176,7 +176,7 @@ class TeacherClient:
         self,
         ids: Sequence[int],
         start: int,
-        asked: Mapping[str, object] = MappingProxyType({}),
+        request_fields: Mapping[str, object] = MappingProxyType({}),
         step: int | None = None,
     ) -> list[TokenEntry]:
         """Entries of the tokens from `start` on, the first of which has no log-probability.
@@ -188,7 +188,7 @@ class TeacherClient:
             "sampling_params": {"max_new_tokens": 0, "temperature": 1.0},
             "return_logprob": True,
             "logprob_start_len": start,
-            **asked,
+            **request_fields,
         }
         max_bytes = MAX_REPLY_BYTES + MAX_REPLY_BYTES_PER_TOKEN * len(ids)
         status, content = await self._post_until_answered(msgspec.json.encode(body), max_bytes)
@@ -244,14 +244,14 @@ class TeacherClient:
             f"{_QUARANTINE_HINT}",
         )
 
-    def _note_trouble(self, trouble: str) -> None:
+    def _note_trouble(self, problem: str) -> None:
         if self._trouble:
             return  # the first since the last answer says where it stands still
-        self._trouble = trouble
+        self._trouble = problem
         logger.warning(
             "the teacher at %s: %s; calls are repeated for %g s",
             self._url,
-            trouble,
+            problem,
             self._config.retry_s,
         )
 

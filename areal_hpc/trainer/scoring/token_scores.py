@@ -38,7 +38,7 @@ def compute_row_logprobs(
     def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
         run_forward_backward(network, batches, note, backward=False)
 
-    return _score_by_part(network, rows, minibatch_count, max_tokens, run)
+    return _score_by_minibatch(network, rows, minibatch_count, max_tokens, run)
 
 
 def compute_row_values(
@@ -49,13 +49,13 @@ def compute_row_values(
     def run(batches: Sequence[MicroBatch], note: LossFunction) -> None:
         run_value_passes(critic, batches, note, backward=False)
 
-    return _score_by_part(critic, rows, minibatch_count, max_tokens, run)
+    return _score_by_minibatch(critic, rows, minibatch_count, max_tokens, run)
 
 
 RunPasses = Callable[[Sequence[MicroBatch], LossFunction], None]
 
 
-def _score_by_part(
+def _score_by_minibatch(
     network: Network,
     rows: Sequence[TrainingRow],
     minibatch_count: int,
@@ -64,11 +64,11 @@ def _score_by_part(
 ) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
     for hand, part in enumerate(deal_rows_into_minibatches(rows, minibatch_count)):
-        scores[hand::minibatch_count] = _score_part(network, part, max_tokens, run)
+        scores[hand::minibatch_count] = _score_minibatch(network, part, max_tokens, run)
     return scores
 
 
-def _score_part(
+def _score_minibatch(
     network: Network, rows: Sequence[TrainingRow], max_tokens: int, run: RunPasses
 ) -> ScoresByRow:
     channels = [name for name in rows[0].channels if name == TEMPERATURE_CHANNEL]

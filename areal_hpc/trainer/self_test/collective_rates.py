@@ -18,7 +18,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.collectives import all_reduce_max
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.messages import CollectiveRates, CollectivesOrder
+from areal_hpc.trainer.self_test.messages import CollectiveRates, CollectivesRequest
 from areal_hpc.trainer.self_test.small_policy import join_self_test_ranks
 
 WARM_UP_ROUNDS = 2
@@ -27,11 +27,11 @@ PATTERN_PERIOD = 251
 
 
 def measure_collective_rates(
-    device: torch.device, collectives_order: CollectivesOrder
+    device: torch.device, collectives_request: CollectivesRequest
 ) -> CollectiveRates:
     """Rates on this group of ranks, the same on all of them. A collective."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    count = collectives_order.size_bytes // 4
+    count = collectives_request.size_bytes // 4
     pattern = torch.arange(count, device=device).remainder_(PATTERN_PERIOD).float()
 
     summed = pattern * (rank + 1)
@@ -44,10 +44,10 @@ def measure_collective_rates(
 
     reduced = torch.zeros_like(pattern)
     reduce_s = _measure_median_round_s(
-        lambda: dist.all_reduce(reduced), device, collectives_order.rounds
+        lambda: dist.all_reduce(reduced), device, collectives_request.rounds
     )
     ring_s = _measure_median_round_s(
-        lambda: _send_around_ring(pattern, received), device, collectives_order.rounds
+        lambda: _send_around_ring(pattern, received), device, collectives_request.rounds
     )
     wrongs = torch.tensor(wrong)
     dist.all_reduce(wrongs)
@@ -90,7 +90,7 @@ def _measure_median_round_s(act: Callable[[], object], device: torch.device, rou
 
 def main() -> None:
     """Take part as the rank that the environment names."""
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CollectivesOrder)
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=CollectivesRequest)
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
     device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))

@@ -24,7 +24,7 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.messages import EngineComparison, EngineOrder
+from areal_hpc.trainer.self_test.messages import EngineComparison, EngineRequest
 from areal_hpc.trainer.self_test.small_policy import (
     init_single_rank_groups,
     list_scored_logprobs,
@@ -66,16 +66,16 @@ class SampledReply(Struct, frozen=True):
     logprobs: list[float]
 
 
-def await_replica(engine_order: EngineOrder, service_key: str) -> ReplicaView:
+def await_replica(engine_request: EngineRequest, service_key: str) -> ReplicaView:
     """The cell's first replica, once it is up.
 
     Raises:
         ClusterError: That took too long.
     """
     discovery = ReplicaDiscovery(
-        RunPaths(Path(engine_order.run_dir)).rendezvous_dir, 1, service_key
+        RunPaths(Path(engine_request.run_dir)).rendezvous_dir, 1, service_key
     )
-    give_up_at = time.monotonic() + engine_order.start_timeout_s
+    give_up_at = time.monotonic() + engine_request.start_timeout_s
     try:
         while time.monotonic() < give_up_at:
             for _, view in discovery.discover():
@@ -84,7 +84,7 @@ def await_replica(engine_order: EngineOrder, service_key: str) -> ReplicaView:
             time.sleep(POLL_S)
     finally:
         discovery.close()
-    raise ClusterError(f"no replica was ready within {engine_order.start_timeout_s:.0f} s")
+    raise ClusterError(f"no replica was ready within {engine_request.start_timeout_s:.0f} s")
 
 
 def sample_replies(server: ReplicaView, vocab: int, reply_tokens: int) -> list[SampledReply]:
@@ -128,11 +128,13 @@ def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[fl
     ]
 
 
-def publish_to_replica(engine_order: EngineOrder, policy: Policy, service_key: str) -> UpdateReport:
+def publish_to_replica(
+    engine_request: EngineRequest, policy: Policy, service_key: str
+) -> UpdateReport:
     """Send the policy's weights to the replica, which proves their checksum."""
-    paths, version = RunPaths(Path(engine_order.run_dir)), WeightVersion(1, 1)
+    paths, version = RunPaths(Path(engine_request.run_dir)), WeightVersion(1, 1)
     publisher = Publisher(
-        WeightsConfig(transport=engine_order.transport),
+        WeightsConfig(transport=engine_request.transport),
         paths.rendezvous_dir,
         1,
         service_key,
@@ -151,19 +153,19 @@ def publish_to_replica(engine_order: EngineOrder, policy: Policy, service_key: s
         publisher.close()
 
 
-def compare_engine_around_update(policy: Policy, engine_order: EngineOrder) -> EngineComparison:
+def compare_engine_around_update(policy: Policy, engine_request: EngineRequest) -> EngineComparison:
     """All of it, on a replica that serves the policy's weights."""
-    service_key = ensure_service_key(RunPaths(Path(engine_order.run_dir)).service_key)
+    service_key = ensure_service_key(RunPaths(Path(engine_request.run_dir)).service_key)
     began = time.monotonic()
-    server = await_replica(engine_order, service_key)
+    server = await_replica(engine_request, service_key)
     start_s = time.monotonic() - began
-    reply_tokens = max(1, min(REPLY_TOKENS, engine_order.context_tokens - PROMPT_TOKENS - 1))
+    reply_tokens = max(1, min(REPLY_TOKENS, engine_request.context_tokens - PROMPT_TOKENS - 1))
     first = sample_replies(server, policy.arch.vocab, reply_tokens)
     gaps = compare_logprobs(policy, first)
     before = [list_scored_logprobs(policy, sample.row) for sample in first]
     take_step_with_fresh_adamw(policy, [sample.row for sample in first], LEARNING_RATE)
     after = [list_scored_logprobs(policy, sample.row) for sample in first]
-    update = publish_to_replica(engine_order, policy, service_key)
+    update = publish_to_replica(engine_request, policy, service_key)
     trouble = "; ".join(map(str, update.failed.values()))
     if not update.ok:
         trouble = trouble or "the replica was not found any more"
@@ -171,8 +173,8 @@ def compare_engine_around_update(policy: Policy, engine_order: EngineOrder) -> E
     if not trouble:
         updated = compare_logprobs(policy, sample_replies(server, policy.arch.vocab, reply_tokens))
     return EngineComparison(
-        dtype=engine_order.dtype,
-        transport=engine_order.transport,
+        dtype=engine_request.dtype,
+        transport=engine_request.transport,
         start_s=start_s,
         tokens=len(gaps),
         mean_gap=statistics.mean(gaps),
@@ -192,7 +194,7 @@ def compare_engine_around_update(policy: Policy, engine_order: EngineOrder) -> E
 
 def main() -> None:
     """Compare as ordered."""
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineOrder)
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineRequest)
     device = init_single_rank_groups(order.device)
     policy = load_policy(Path(order.model_dir), order.dtype, device)
     comparison = compare_engine_around_update(policy, order)

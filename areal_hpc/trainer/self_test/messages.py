@@ -16,7 +16,7 @@ Device = Literal["cpu", "cuda"]
 DTypeName = Literal["float32", "bfloat16"]
 
 
-class CollectivesOrder(Struct, frozen=True):
+class CollectivesRequest(Struct, frozen=True):
     """To each rank: take part in all-reduces and in a ring of messages."""
 
     device: Device
@@ -43,7 +43,7 @@ class CollectiveRates(Struct, frozen=True, tag=True):
     """Elements of results, over all ranks, that are not what they must be."""
 
 
-class StepOrder(Struct, frozen=True):
+class StepRequest(Struct, frozen=True):
     """To each rank: train one step of a model, which is compared with transformers on the CPU."""
 
     device: Device
@@ -75,7 +75,7 @@ class StepComparison(Struct, frozen=True, tag=True):
     peak_bytes: int
 
 
-class EngineOrder(Struct, frozen=True):
+class EngineRequest(Struct, frozen=True):
     """Compare a running cell's replica with the trainer, before and after an update of weights."""
 
     device: Device

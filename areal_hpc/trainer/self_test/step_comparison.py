@@ -21,7 +21,7 @@ from areal_hpc.trainer.memory import read_peak_memory_bytes
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.messages import StepComparison, StepOrder
+from areal_hpc.trainer.self_test.messages import StepComparison, StepRequest
 from areal_hpc.trainer.self_test.small_policy import (
     compute_loss,
     join_self_test_ranks,
@@ -159,7 +159,7 @@ def _compute_rewarded_minus_other_logprob(stats: ReducedStats) -> float:
 
 def main() -> None:
     """Compare as ordered, as the rank that the environment names."""
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=StepOrder)
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=StepRequest)
     model_dir, dtype = Path(order.model_dir), getattr(torch, order.dtype)
     exact = TransformersReference(model_dir, torch.float32)
     rounded = exact if order.dtype == "float32" else TransformersReference(model_dir, dtype)

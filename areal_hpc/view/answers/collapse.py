@@ -109,7 +109,7 @@ COLLAPSE_SIGN_RULES = (
         0.05,
     ),
 )
-TOLD_TREND_NAMES = tuple(
+SHOWN_TREND_NAMES = tuple(
     dict.fromkeys([*(rule.name for rule in COLLAPSE_SIGN_RULES), "groups/all_best"])
 )
 SIGNS_OF_HARD_TASKS_ALONE = frozenset({"groups/all_worst", "groups/zero_variance"})
@@ -164,7 +164,7 @@ def judge_collapse(
         for rule in COLLAPSE_SIGN_RULES
         if rule.name in trends and rule.holds(trends[rule.name])
     ]
-    reward = RewardCourse.measure(rows, window)
+    reward = RewardSummary.measure(rows, window)
     is_solved = not reward.has_fallen and _are_tasks_solved(rows[-window:])
     serious = [
         one for one in signs if not (is_solved and one[0].name in SIGNS_HARMLESS_WHEN_SOLVED)
@@ -187,7 +187,7 @@ def judge_collapse(
 def _list_trends(
     rows: Sequence[Row], distinct_share_by_step: Mapping[int, float], window: int
 ) -> Iterator[Trend]:
-    for name in TOLD_TREND_NAMES:
+    for name in SHOWN_TREND_NAMES:
         if name == DISTINCT_REPLIES_NAME:
             if len(distinct_share_by_step) >= 2:
                 yield Trend(
@@ -239,7 +239,7 @@ def _describe_trend(
 
 
 @dataclass(frozen=True, slots=True)
-class RewardCourse:
+class RewardSummary:
     """The best mean reward of a run, over some steps, and the last one."""
 
     best: float
@@ -254,7 +254,7 @@ class RewardCourse:
     """The held-out rewards, in words; empty without evaluations."""
 
     @classmethod
-    def measure(cls, rows: Sequence[Row], window: int) -> "RewardCourse":
+    def measure(cls, rows: Sequence[Row], window: int) -> "RewardSummary":
         """The course over windows of so many steps."""
         rewards = [get_number(row, "reward/mean") or 0.0 for row in rows]
         means = [
@@ -306,7 +306,7 @@ class RewardCourse:
 
 
 def _build_headline(
-    reward: RewardCourse,
+    reward: RewardSummary,
     signs: Sequence[tuple[CollapseSignRule, Trend]],
     since: int | None,
     *,
@@ -328,7 +328,7 @@ def _build_headline(
     return "the policy does not collapse"
 
 
-def _list_hints(reward: RewardCourse, since: int) -> tuple[str, ...]:
+def _list_hints(reward: RewardSummary, since: int) -> tuple[str, ...]:
     """What to try; the reward may hold while all other numbers of a policy break."""
     first = min(since, reward.fall_step) if reward.has_fallen else since
     return (

@@ -23,7 +23,7 @@ ROUTINE_EVENTS = frozenset(
     }
 )
 """Events of every run that goes well."""
-MAX_TOLD_EVENTS = 6
+MAX_SHOWN_EVENTS = 6
 
 
 def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str]:
@@ -33,7 +33,7 @@ def describe_unusual_events(events: Iterable[Mapping[str, Any]]) -> Iterator[str
         for one in events
         if one.get("event") not in ROUTINE_EVENTS
     )
-    for (event, role), count in counts.most_common(MAX_TOLD_EVENTS):
+    for (event, role), count in counts.most_common(MAX_SHOWN_EVENTS):
         times = f" {count} times" if count > 1 else ""
         yield f"meanwhile: {event}{times} ({role})"
 

@@ -28,7 +28,7 @@ MAX_READ_STEPS = 10
 """Steps, the last ones, whose episodes are read."""
 MAX_READ_ROWS = 400
 """Rows whose messages are read, to tell which tools were called."""
-MIN_TOLD_SHARE = 0.05
+MIN_SHOWN_SHARE = 0.05
 """A part of a step below this is not worth a sentence of its own."""
 MIN_HINT_SHARE = 0.2
 """A part of a step below this is not what to change first."""
@@ -97,7 +97,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     parts = list_mean_step_parts(rows, split)
     judge = TimeJudge(evidence, split, step_s)
     page = build_page_address("metrics", evidence.run, text="time/")
-    told = [part for part in parts if part.seconds >= MIN_TOLD_SHARE * step_s]
+    told = [part for part in parts if part.seconds >= MIN_SHOWN_SHARE * step_s]
     verdicts = [judge.explain_part(part) for part in told]
     cause = verdicts[0].cause if verdicts else ""
     findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]

@@ -31,7 +31,7 @@ MIN_DEVIATIONS = 3.0
 """Standard deviations of the steps before, from which a number differs."""
 MIN_RELATIVE_CHANGE = 0.05
 """Relative change below which a number that hardly varies does not differ."""
-MAX_TOLD_METRICS = 8
+MAX_SHOWN_METRICS = 8
 MAX_SAMPLING_VALUES = 8
 """Of a parameter of calls, in all steps together; with more it is told of none."""
 ROUTINE_METRICS = frozenset(
@@ -158,7 +158,7 @@ def judge_step(evidence: StepEvidence) -> Answer:
         for one in describe_unusual_events(evidence.events)
     ]
     causes = [*recipe_changes, *tasks.causes, *restarts, *calls]
-    findings = [*causes, *told[:MAX_TOLD_METRICS], *tasks.notes, *events]
+    findings = [*causes, *told[:MAX_SHOWN_METRICS], *tasks.notes, *events]
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
     headline = _describe_reward(row, before)
     if causes:

@@ -16,7 +16,7 @@ MIN_SOURCE_SHARE_CHANGE = 0.2
 """Of a batch's groups, from which a source counts as more or less than before."""
 MIN_REWARD_CHANGE_SHARE_OF_RANGE = 0.1
 """Of the range of rewards, from which tasks went better or worse."""
-MAX_TOLD_TASKS = 3
+MAX_SHOWN_TASKS = 3
 
 
 def read_source_row_counts(paths: RunPaths) -> list[int]:
@@ -176,7 +176,7 @@ def _describe_tasks_with_fallen_reward(
     if not fallen:
         return
     yield Finding(f"{len(fallen)} of {len(falls)} tasks that were right before are not now")
-    for task in fallen[:MAX_TOLD_TASKS]:
+    for task in fallen[:MAX_SHOWN_TASKS]:
         worst = min((one for one in now if one.task == task), key=lambda one: one.reward)
         yield Finding(
             f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "

@@ -36,16 +36,16 @@ class WaitSplit:
         """All of it."""
         return self.generation_s + self.tools_s + self.no_episode_s + self.sealing_s
 
-    def add(self, other: "WaitSplit") -> None:
+    def add(self, other_wait: "WaitSplit") -> None:
         """Count another wait as well."""
-        self.generation_s += other.generation_s
-        self.tools_s += other.tools_s
-        self.no_episode_s += other.no_episode_s
-        self.sealing_s += other.sealing_s
-        self.last_s += other.last_s
-        self.call_seconds += other.call_seconds
-        self.calling_s += other.calling_s
-        for cell, seconds in other.alone_s.items():
+        self.generation_s += other_wait.generation_s
+        self.tools_s += other_wait.tools_s
+        self.no_episode_s += other_wait.no_episode_s
+        self.sealing_s += other_wait.sealing_s
+        self.last_s += other_wait.last_s
+        self.call_seconds += other_wait.call_seconds
+        self.calling_s += other_wait.calling_s
+        for cell, seconds in other_wait.alone_s.items():
             self.alone_s[cell] = self.alone_s.get(cell, 0.0) + seconds
 
 

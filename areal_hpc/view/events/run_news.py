@@ -9,7 +9,7 @@ from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT
 from areal_hpc.view.events.agent_failures import AgentFailures, FailureCause
 from areal_hpc.view.tables import format_duration
 
-MAX_TOLD_CAUSES = 5
+MAX_SHOWN_CAUSES = 5
 """Kinds of agents' failures that are told; more are only counted."""
 
 
@@ -23,21 +23,23 @@ class RunEventAnnouncer:
     def describe_if_new(self, event: dict[str, Any]) -> list[str]:
         """Lines about an event; none if it is no news."""
         if (cause := self.failures.add_event(event)) is not None:
-            return list(self._tell_of_failure(cause, str(event.get("then", "it is tried again"))))
-        tell = _TELL_BY_EVENT.get(event["event"])
+            return list(
+                self._format_failure_lines(cause, str(event.get("then", "it is tried again")))
+            )
+        tell = _FORMAT_LINES_BY_EVENT.get(event["event"])
         if tell is None:
             return []
         place = str(event.get("at") or event["role"])
-        if event["event"] in _EVENTS_TOLD_ONCE_PER_PLACE:
+        if event["event"] in _EVENTS_ANNOUNCED_ONCE_PER_PLACE:
             if (event["event"], place) in self._told:
                 return []
             self._told.add((event["event"], place))
         return list(tell(event))
 
-    def _tell_of_failure(self, cause: FailureCause, then: str) -> Iterator[str]:
+    def _format_failure_lines(self, cause: FailureCause, then: str) -> Iterator[str]:
         number = len(self.failures.causes)
-        if number > MAX_TOLD_CAUSES:
-            if number == MAX_TOLD_CAUSES + 1:
+        if number > MAX_SHOWN_CAUSES:
+            if number == MAX_SHOWN_CAUSES + 1:
                 yield "agent    fails in further ways: areal-hpc why RUN lists them"
             return
         said, share = cause.message.removeprefix("the agent "), self.failures.share_text
@@ -63,16 +65,16 @@ def describe_slow_episode(event: dict[str, Any]) -> str:
     return f"has run for {age} without an end{at}{_describe_episode(event)}{limit}"
 
 
-def _tell_of_blocked_loop(event: dict[str, Any]) -> Iterator[str]:
+def _format_blocked_loop_lines(event: dict[str, Any]) -> Iterator[str]:
     yield f"agent    {describe_blocked_loop(event)}"
     yield "         try: wrap blocking code in `await asyncio.to_thread(...)`"
 
 
-def _tell_of_slow_episode(event: dict[str, Any]) -> Iterator[str]:
+def _format_slow_episode_lines(event: dict[str, Any]) -> Iterator[str]:
     yield f"agent    {describe_slow_episode(event)}"
 
 
-def _tell_of_dead_server(event: dict[str, Any]) -> Iterator[str]:
+def _format_dead_server_lines(event: dict[str, Any]) -> Iterator[str]:
     server = f"SGLang {event.get('replica', '?')} of {event['role']}"
     yield f"server   {server} {event.get('reason', 'died')}; it is started again"
     if event.get("last_line"):
@@ -81,12 +83,12 @@ def _tell_of_dead_server(event: dict[str, Any]) -> Iterator[str]:
         yield f"         read {event['log']}"
 
 
-def _tell_of_hanging_ranks(event: dict[str, Any]) -> Iterator[str]:
+def _format_hanging_ranks_lines(event: dict[str, Any]) -> Iterator[str]:
     yield f"trainer  stands still: {event.get('ranks', 'no rank is known to move')}"
     yield "         read the stacks at the end of those ranks' logs in logs/latest"
 
 
-def _tell_of_ended_process(event: dict[str, Any]) -> Iterator[str]:
+def _format_ended_process_lines(event: dict[str, Any]) -> Iterator[str]:
     if event.get("exit_code") in PERMANENT_EXIT_CODES:
         return  # the command ends with that error, in better words
     yield (
@@ -107,11 +109,11 @@ def _format_seconds(event: dict[str, Any]) -> str:
     return format_duration(seconds) if isinstance(seconds, int | float) else "long"
 
 
-_TELL_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
-    "event_loop_blocked": _tell_of_blocked_loop,
-    "episode_slow": _tell_of_slow_episode,
-    "replica_died": _tell_of_dead_server,
-    RANKS_HANG_EVENT: _tell_of_hanging_ranks,
-    "process_exited": _tell_of_ended_process,
+_FORMAT_LINES_BY_EVENT: dict[str, Callable[[dict[str, Any]], Iterator[str]]] = {
+    "event_loop_blocked": _format_blocked_loop_lines,
+    "episode_slow": _format_slow_episode_lines,
+    "replica_died": _format_dead_server_lines,
+    RANKS_HANG_EVENT: _format_hanging_ranks_lines,
+    "process_exited": _format_ended_process_lines,
 }
-_EVENTS_TOLD_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")
+_EVENTS_ANNOUNCED_ONCE_PER_PLACE = ("event_loop_blocked", "episode_slow")

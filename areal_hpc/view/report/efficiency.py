@@ -17,7 +17,7 @@ from areal_hpc.view.report.curves import list_restart_steps
 from areal_hpc.view.tables import format_duration
 from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_gpus_or_nodes
 
-MAX_TOLD_EVENTS = 12
+MAX_SHOWN_EVENTS = 12
 
 Row = Mapping[str, Any]
 
@@ -47,7 +47,7 @@ def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) ->
         for one in read_all_events(paths.events)
         if one["event"] not in ROUTINE_EVENTS
     )
-    events = tuple((*key, count) for key, count in counts.most_common(MAX_TOLD_EVENTS))
+    events = tuple((*key, count) for key, count in counts.most_common(MAX_SHOWN_EVENTS))
     return Efficiency(tuple(_list_facts(paths, rows, cell_count)), shares, events)
 
 

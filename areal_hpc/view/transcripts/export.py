@@ -36,9 +36,9 @@ def export_rows(
     file_format: ExportFormat,
     out: Path,
     paths: RunPaths,
-    tell: Callable[[int], None],
+    report_row: Callable[[int], None],
 ) -> ExportReport:
-    """Write rows to a file, which is there whole or not at all; `tell` hears of each row's end.
+    """Write rows to a file, which is there whole or not at all; `report_row` hears of each row's end.
 
     Raises:
         RecipeError: The file exists.
@@ -56,7 +56,7 @@ def export_rows(
             counts["left_out" if made is None else "written"] += 1
             if made is not None:
                 yield made
-            tell(number)
+            report_row(number)
 
     # As private as what the rows hold.
     with open_temporary(out, mode=0o600) as stream:

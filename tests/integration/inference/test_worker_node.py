@@ -43,7 +43,7 @@ class Pair:
             rendezvous_dir=folder,
             service_key=KEY,
             log_dir=folder,
-            patience_s=PATIENCE_S,
+            head_timeout_s=PATIENCE_S,
         )
 
     def _launch(self, incarnation: int, ports: ServerPorts, part: NodeOptions) -> ServerCommand:

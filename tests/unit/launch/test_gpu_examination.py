@@ -33,7 +33,7 @@ from areal_hpc.launch.doctor.gpu.report import (
 )
 from areal_hpc.launch.doctor.gpu.slurm_job import (
     GpuJobOptions,
-    NodeOrder,
+    NodeTaskRequest,
     add_failures_of_other_nodes,
     build_examination_script,
     build_sbatch_command,
@@ -145,8 +145,8 @@ def test_the_job_asks_for_nodes_as_the_trainers_would(tmp_path: Path) -> None:
 
 def test_orders_and_reports_survive_their_files(tmp_path: Path) -> None:
     plan = msgspec.structs.replace(plan_of(gpu_recipe(), nodes=2), gpus=("2", 3))
-    order = NodeOrder(plan, str(tmp_path))
-    assert msgspec.json.decode(msgspec.json.encode(order), type=NodeOrder) == order
+    order = NodeTaskRequest(plan, str(tmp_path))
+    assert msgspec.json.decode(msgspec.json.encode(order), type=NodeTaskRequest) == order
     report = measure_steps_on_node(plan_of(), BARE, tmp_path, print)
     decoded = msgspec.json.decode(msgspec.json.encode(report), type=GpuReport)
     assert decoded == report

@@ -67,7 +67,7 @@ def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None
 
 
 def test_what_lasts_is_seen_before_it_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.LASTING_SPAN_REPORT_DELAY_S", 0.0)
     monkeypatch.setattr("areal_hpc.rundir.telemetry.spans.FLUSH_INTERVAL_S", 0.01)
     paths = RunPaths(tmp_path)
     path = paths.spans("cell-0-driver")

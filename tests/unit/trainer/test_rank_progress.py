@@ -17,10 +17,10 @@ from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_peer_lost
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths
 from areal_hpc.trainer.rank_progress import (
+    ObservedRank,
     PlaceReport,
     RankProgress,
-    RankStanding,
-    describe_standings,
+    describe_observed_ranks,
 )
 
 FORWARD = PlaceReport(7, "forward and backward passes", "forward of micro-batch 2")
@@ -52,20 +52,20 @@ def look(ranks: list[RankProgress], now: float) -> None:
 
 def test_the_rank_that_is_behind_is_named_first() -> None:
     standings = [
-        RankStanding(0, OPTIMIZER, 300.0),
-        RankStanding(1, OPTIMIZER, 301.0),
-        RankStanding(2, FORWARD, 310.0),
-        RankStanding(3, OPTIMIZER, 300.0),
+        ObservedRank(0, OPTIMIZER, 300.0),
+        ObservedRank(1, OPTIMIZER, 301.0),
+        ObservedRank(2, FORWARD, 310.0),
+        ObservedRank(3, OPTIMIZER, 300.0),
     ]
-    assert describe_standings(standings) == (
+    assert describe_observed_ranks(standings) == (
         "behind all others: rank 2 at forward and backward passes, forward of micro-batch 2 for "
         "310 s; ranks 0-1, 3 at the optimizer's step for 300 s"
     )
 
 
 def test_no_rank_is_blamed_where_all_are_at_one_place() -> None:
-    standings = [RankStanding(rank, OPTIMIZER, 300.0) for rank in range(4)]
-    assert describe_standings(standings) == "ranks 0-3 at the optimizer's step for 300 s"
+    standings = [ObservedRank(rank, OPTIMIZER, 300.0) for rank in range(4)]
+    assert describe_observed_ranks(standings) == "ranks 0-3 at the optimizer's step for 300 s"
 
 
 def test_a_rank_that_hangs_is_told_of_once_and_shows_its_stack(

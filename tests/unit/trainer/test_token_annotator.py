@@ -23,7 +23,7 @@ from areal_hpc.trainer.batch.token_annotator import (
     TOKEN_MEASURE_NAMES,
     TokenAnnotator,
     choose_rows_to_annotate,
-    name_untaken_step,
+    describe_skipped_step,
     split_trained_and_left_out_rows,
 )
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
@@ -83,7 +83,7 @@ def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outco
     measures = np.zeros((len(TOKEN_MEASURE_NAMES), sum(tokens)), np.float32)
     measures[-1, : sum(tokens[:2])] = 1.0  # a pass saw the first two
     names = [("cell-0-000001.h5", place) for place in range(3)]
-    untaken = [name_untaken_step(norm, critic_warms_up=False)]
+    untaken = [describe_skipped_step(norm, critic_warms_up=False)]
     built = annotator.build_rows(measures, names, untaken, ObjectiveConfig())
     assert [one.outcome for one in built] == [outcome, "no advantage", "masked"]
 

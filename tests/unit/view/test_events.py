@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
 from areal_hpc.view.events.agent_failures import AgentFailures
-from areal_hpc.view.events.run_news import MAX_TOLD_CAUSES, RunEventAnnouncer
+from areal_hpc.view.events.run_news import MAX_SHOWN_CAUSES, RunEventAnnouncer
 from areal_hpc.view.events.run_phase import RunPhase, read_server_phase
 from areal_hpc.wire.ledger import LedgerStatus
 from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
@@ -46,7 +46,7 @@ def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
     )
     assert [cause.count for cause in news.failures.causes.values()] == [2, 1]
     others = [
-        news.describe_if_new(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_TOLD_CAUSES)
+        news.describe_if_new(failed(f"/c.py:{line}", 3, 9)) for line in range(MAX_SHOWN_CAUSES)
     ]
     assert [len(lines) for lines in others] == [3, 3, 3, 1, 0]
     assert "areal-hpc why" in others[-2][0]

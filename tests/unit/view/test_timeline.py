@@ -8,7 +8,7 @@ import pytest
 import areal_hpc
 from areal_hpc.dashboard.app import encode_browser_json
 from areal_hpc.dashboard.timeline_page import (
-    BINS,
+    BIN_COUNT,
     MAX_LANES_PER_TRACK,
     MAX_SLICES_ACROSS_WIDTH,
     average_slices_under_way_by_bin,
@@ -109,10 +109,10 @@ def test_slices_too_short_for_the_screen_are_drawn_as_one() -> None:
 def test_counts_are_those_of_each_moment() -> None:
     slices = [Slice("call", 0.0, 10.0), Slice("call", 5.0, 20.0), Slice("call", -5.0, 2.0)]
     counts = average_slices_under_way_by_bin(slices, 0.0, 30.0)
-    assert len(counts) == BINS
+    assert len(counts) == BIN_COUNT
     at = {0: 2, 30: 1, 70: 2, 150: 1, 250: 0}
     assert {place: counts[place] for place in at} == at
-    assert sum(counts) * 30.0 / BINS == pytest.approx(10 + 15 + 2, abs=0.1)
+    assert sum(counts) * 30.0 / BIN_COUNT == pytest.approx(10 + 15 + 2, abs=0.1)
 
 
 def test_shares_are_of_what_lies_within() -> None:

@@ -43,7 +43,7 @@ class OpenEnvGym(Gym):
         self._client = await self._open.enter_async_context(GenericEnvClient(self._url))
         told = await self._client.reset(**task.get("reset", {}))
         how = "" if self._text_field else f"\n{self._how}"
-        return {"text": f"{describe(told.observation)}{how}"}
+        return {"text": f"{describe_observation(told.observation)}{how}"}
 
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -51,7 +51,7 @@ class OpenEnvGym(Gym):
         except (ValueError, RuntimeError) as error:  # RuntimeError: the server refused it
             return {"text": f"{error}. {self._how}", "reward": 0.0, "done": False}
         return {
-            "text": describe(told.observation),
+            "text": describe_observation(told.observation),
             "reward": float(told.reward or 0.0),
             "done": bool(told.done),
         }
@@ -70,7 +70,7 @@ class OpenEnvGym(Gym):
         await self._open.aclose()
 
 
-def describe(observation: dict[str, Any]) -> str:
+def describe_observation(observation: dict[str, Any]) -> str:
     """An observation as the model sees it."""
     shown = {
         name: one for name, one in observation.items() if name not in _HIDDEN_OBSERVATION_FIELDS

@@ -9,7 +9,7 @@ from verifiers.v1.utils.generic import concrete_type
 from verifiers.v1.utils.loaders import environment_class, load_environment
 from worker_loop import Gym, serve
 
-KEY_VARIABLE = "AREAL_HPC_SESSION_KEY"
+API_KEY_VARIABLE = "AREAL_HPC_SESSION_KEY"
 
 
 class VerifiersGym(Gym):
@@ -28,8 +28,8 @@ class VerifiersGym(Gym):
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
         """Play the whole episode."""
-        os.environ[KEY_VARIABLE] = task["api_key"]
-        client = vf.EvalClientConfig(base_url=task["base_url"], api_key_var=KEY_VARIABLE)
+        os.environ[API_KEY_VARIABLE] = task["api_key"]
+        client = vf.EvalClientConfig(base_url=task["base_url"], api_key_var=API_KEY_VARIABLE)
         context = vf.ModelContext(
             client=client, model="default", sampling=self._build_sampling(task["sampling"])
         )

@@ -37,12 +37,12 @@ class Gym:
 def serve(build_gym: Callable[[dict[str, Any]], Gym]) -> None:
     """Serve until the other end closes. The first line is what the gym is built from."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    requests, answers = take_link()
+    requests, answers = take_over_standard_streams()
     sys.path.append(str(Path.cwd()))  # where a run was started from, packages of the user's lie
     asyncio.run(_serve(build_gym, requests, answers))
 
 
-def take_link() -> tuple[IO[str], IO[str]]:
+def take_over_standard_streams() -> tuple[IO[str], IO[str]]:
     """Requests and answers, on descriptors that no program inherits.
 
     Standard input reads nothing from now on: it is the same socket as standard output, on which a

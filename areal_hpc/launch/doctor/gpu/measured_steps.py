@@ -27,11 +27,11 @@ from areal_hpc.trainer.self_test.messages import (
     ENGINE_MODULE,
     STEP_MODULE,
     CollectiveRates,
-    CollectivesOrder,
+    CollectivesRequest,
     EngineComparison,
-    EngineOrder,
+    EngineRequest,
     StepComparison,
-    StepOrder,
+    StepRequest,
 )
 
 COLLECTIVE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
@@ -68,14 +68,14 @@ def measure_collectives(
     ranks = rank_place.ranks or len(gpus)
     if ranks < 2:
         return Unmeasured("one GPU has nobody to exchange with", is_failure=False)
-    order = CollectivesOrder(
+    order = CollectivesRequest(
         device=plan.device,
         size_bytes=COLLECTIVE_BYTES[plan.device],
         rounds=COLLECTIVE_ROUNDS,
         rendezvous_dir=str(folder / "stores"),
         report=str(folder / "rates.json"),
     )
-    order_path = _write_order(folder / f"order.{rank_place.node}.json", order)
+    order_path = _write_request(folder / f"order.{rank_place.node}.json", order)
     _run_ranks(plan, COLLECTIVES_MODULE, order_path, gpus, rank_place, COLLECTIVES_TIMEOUT_S)
     if rank_place.first_rank:
         return Unmeasured("the figures are on the first node", is_failure=False)
@@ -96,7 +96,7 @@ def measure_step(
     """
     parallel = parallel or ParallelConfig()
     model_dir = model_dir or write_test_model(folder / "test_model", tp=1, context_tokens=None)
-    order = StepOrder(
+    order = StepRequest(
         device=plan.device,
         dtype=plan.trainer_dtype,
         model_dir=str(model_dir),
@@ -104,7 +104,7 @@ def measure_step(
         report=str(folder / "step.json"),
         parallel=parallel.model_dump(),
     )
-    order_path = _write_order(folder / "order.json", order)
+    order_path = _write_request(folder / "order.json", order)
     ranks = gpus[: parallel.world_size]
     _run_ranks(plan, STEP_MODULE, order_path, ranks, RankPlace(), STEP_TIMEOUT_S)
     return _read_report(order.report, StepComparison)
@@ -113,7 +113,7 @@ def measure_step(
 def _run_ranks(
     plan: GpuCheckPlan,
     module: str,
-    order_file: Path,
+    request_file: Path,
     gpus: Sequence[str],
     rank_place: RankPlace,
     timeout_s: float,
@@ -130,9 +130,9 @@ def _run_ranks(
             workers.append(
                 Worker(
                     f"rank {rank}",
-                    [plan.pythons["train"], "-m", module, str(order_file)],
+                    [plan.pythons["train"], "-m", module, str(request_file)],
                     plan.variables["train"] | variables,
-                    order_file.parent / f"rank-{rank}.log",
+                    request_file.parent / f"rank-{rank}.log",
                 )
             )
         await_workers_and_kill_rest(workers, timeout_s)
@@ -156,7 +156,7 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
     # The trainer has a GPU to itself where there are enough: NCCL takes no GPU twice.
     is_apart = plan.device == "cpu" or len(gpus) > inference.tp
     serving = gpus[1 : 1 + inference.tp] if len(gpus) > inference.tp else gpus[: inference.tp]
-    order = EngineOrder(
+    order = EngineRequest(
         device=plan.device,
         dtype=inference.dtype,
         model_dir=str(model_dir),
@@ -172,7 +172,7 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
             "the trainer",
             [
                 *(plan.pythons["train"], "-m", ENGINE_MODULE),
-                str(_write_order(folder / "order.json", order)),
+                str(_write_request(folder / "order.json", order)),
             ],
             plan.variables["train"] | {VISIBLE_DEVICES_VARIABLE: gpus[0]},
             folder / "trainer.log",
@@ -271,9 +271,9 @@ def _get_error_left_by_cell(error: ClusterError, config_path: Path) -> ClusterEr
     return ClusterError(left.read_text()) if left.exists() else error
 
 
-def _write_order(path: Path, order_message: msgspec.Struct) -> Path:
+def _write_request(path: Path, request: msgspec.Struct) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(msgspec.json.encode(order_message))
+    path.write_bytes(msgspec.json.encode(request))
     return path
 
 

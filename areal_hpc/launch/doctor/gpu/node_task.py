@@ -27,7 +27,11 @@ from areal_hpc.launch.doctor.gpu.measured_steps import (
 )
 from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
 from areal_hpc.launch.doctor.gpu.report import NodeFacts, Unmeasured
-from areal_hpc.launch.doctor.gpu.slurm_job import NodeOrder, get_node_failure_path, get_report_path
+from areal_hpc.launch.doctor.gpu.slurm_job import (
+    NodeTaskRequest,
+    get_node_failure_path,
+    get_report_path,
+)
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.trainer.self_test.messages import CollectiveRates
 
@@ -39,7 +43,7 @@ POLL_S = 0.5
 def main() -> None:
     """Examine this node, and the network to the others; the first one reports."""
     set_up_logging()
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=NodeOrder)
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=NodeTaskRequest)
     task = detect_task_position(os.environ)
     facts = gather_node_facts(order.plan)
     write_atomic(_get_facts_path(order, task.rank), msgspec.json.encode(facts))
@@ -58,39 +62,39 @@ def main() -> None:
 
 
 def _measure_network(
-    node_order: NodeOrder, task: TaskPosition, all_facts: list[NodeFacts]
+    node_request: NodeTaskRequest, task: TaskPosition, all_facts: list[NodeFacts]
 ) -> CollectiveRates | Unmeasured:
     """This node's part of the all-reduce between all GPUs of all nodes."""
-    gpus = [list_rank_gpus(node_order.plan, facts.visible_gpus) for facts in all_facts]
+    gpus = [list_rank_gpus(node_request.plan, facts.visible_gpus) for facts in all_facts]
     if not all(gpus):
         return NOT_MEASURED_WITHOUT_GPU
     place = RankPlace(
         node=task.rank,
         first_rank=sum(map(len, gpus[: task.rank])),
         ranks=sum(map(len, gpus)),
-        host=find_own_address(node_order.plan.interface, os.environ),
+        host=find_own_address(node_request.plan.interface, os.environ),
     )
     return measure_collectives(
-        node_order.plan, gpus[task.rank], Path(node_order.folder, "network"), place
+        node_request.plan, gpus[task.rank], Path(node_request.folder, "network"), place
     )
 
 
-def _get_facts_path(node_order: NodeOrder, node: int) -> Path:
-    return Path(node_order.folder, f"facts.{node}.json")
+def _get_facts_path(node_request: NodeTaskRequest, node: int) -> Path:
+    return Path(node_request.folder, f"facts.{node}.json")
 
 
-def _await_facts(node_order: NodeOrder, nodes: int) -> list[NodeFacts]:
+def _await_facts(node_request: NodeTaskRequest, nodes: int) -> list[NodeFacts]:
     """Facts of every node, in their order.
 
     Raises:
         ClusterError: Some did not come in time.
     """
     give_up_at = time.monotonic() + FACTS_TIMEOUT_S
-    paths = [_get_facts_path(node_order, node) for node in range(nodes)]
+    paths = [_get_facts_path(node_request, node) for node in range(nodes)]
     while missing := [path for path in paths if not path.exists()]:
         if time.monotonic() > give_up_at:
             raise ClusterError(
-                f"{len(missing)} of {nodes} nodes left no facts in {node_order.folder} within "
+                f"{len(missing)} of {nodes} nodes left no facts in {node_request.folder} within "
                 f"{FACTS_TIMEOUT_S:.0f} s"
             )
         time.sleep(POLL_S)

@@ -31,7 +31,7 @@ FILE_VISIBLE_TIMEOUT_S = 60.0
 LOG_TAIL_BYTES = 4096
 
 
-class NodeOrder(Struct, frozen=True):
+class NodeTaskRequest(Struct, frozen=True):
     """What each node's task is told."""
 
     plan: GpuCheckPlan
@@ -74,7 +74,7 @@ def examine_nodes_by_slurm_job(
     folder.mkdir(parents=True)
     try:
         order = folder / "order.json"
-        order.write_bytes(msgspec.json.encode(NodeOrder(plan, str(folder))))
+        order.write_bytes(msgspec.json.encode(NodeTaskRequest(plan, str(folder))))
         JobPaths(folder).script.write_text(build_examination_script(plan, job.options, order))
         job_id = run_slurm_command(*words).split(";")[0].strip()
         print_line(f"job {job_id} was submitted: {plan.nodes} nodes, minutes once it runs")
@@ -119,7 +119,7 @@ def build_sbatch_command(plan: GpuCheckPlan, job: GpuJobOptions, folder: Path) -
     ]
 
 
-def build_examination_script(plan: GpuCheckPlan, options: JobOptions, order_file: Path) -> str:
+def build_examination_script(plan: GpuCheckPlan, options: JobOptions, request_file: Path) -> str:
     """The job's script: the site's set-up, then a task on each node. Pure."""
     srun = ["srun", "--ntasks-per-node=1", "--kill-on-bad-exit=0"]
     if options.cpus_per_task:  # since 22.05 srun does not take it over from sbatch
@@ -127,7 +127,7 @@ def build_examination_script(plan: GpuCheckPlan, options: JobOptions, order_file
     else:  # the node is the job's: its only task is not to be bound to one core
         srun.append("--cpu-bind=none")
     srun += options.srun_flags or ()
-    task = [plan.pythons["agents"], "-m", NODE_TASK_MODULE, str(order_file)]
+    task = [plan.pythons["agents"], "-m", NODE_TASK_MODULE, str(request_file)]
     lines = ["#!/bin/bash", *(options.setup or ()), shlex.join([*srun, *task])]
     return "\n".join(lines) + "\n"
 
