@@ -81,12 +81,12 @@ class CommandGroup:
 
     def add_subcommand_group(self, command_name: str, **options: Any) -> CommandGroup:
         """The commands of `areal-hpc NAME ACTION`; options as for `add_command`."""
-        actions = self._add_parser(name, options).add_subparsers(required=True)
+        actions = self._add_parser(command_name, options).add_subparsers(required=True)
         return CommandGroup(actions, tells_help=True)
 
-    def _add_parser(self, name: str, options: dict[str, Any]) -> argparse.ArgumentParser:
+    def _add_parser(self, command_name: str, options: dict[str, Any]) -> argparse.ArgumentParser:
         help_: str = options["help"]
-        self.help_by_command[name] = help_
+        self.help_by_command[command_name] = help_
         description = options.get("description") or f"{help_[0].upper()}{help_[1:]}."
         options["description"] = textwrap.fill(description, HELP_WIDTH)
         if not self._tells_help:

@@ -196,7 +196,9 @@ class DashboardApp:
         shard, row = run_pages.parse_row_name(query.get("row", ""))
         related = self._open_refreshed_index(run).select_group_and_task_rows(shard, row)
         found = run_pages.describe_trajectory(run, shard, row) | related
-        add_set_names_to_rows([found, *related["group"], *related["task_rows"]], list_set_names(run, []))
+        add_set_names_to_rows(
+            [found, *related["group"], *related["task_rows"]], list_set_names(run, [])
+        )
         return found | {"annotation": describe_annotation(run, related["group"], found)}
 
     async def _stream_change_events(self, request: Request) -> Response:

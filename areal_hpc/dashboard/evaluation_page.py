@@ -26,7 +26,9 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
     results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
     configs = read_set_configs(paths, problems)
     names = list_set_names(paths, [])
-    first_tickets = {name: get_ticket_id_in_evaluation(number, 0) for number, name in enumerate(names)}
+    first_tickets = {
+        name: get_ticket_id_in_evaluation(number, 0) for number, name in enumerate(names)
+    }
     sets = []
     for name, found in results.items():
         shown = found[-MAX_SHOWN_EVALUATIONS:]

@@ -4,7 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id_in_evaluation, split_ticket_id
+from areal_hpc.evaluation.ticket_numbers import (
+    VALID_SET_NAME,
+    get_ticket_id_in_evaluation,
+    split_ticket_id,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.wire.trajectory import RowKind

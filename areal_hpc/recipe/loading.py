@@ -36,7 +36,7 @@ EXCLUSIVE_KEYS = {
     "sft.dataset": TaskSetConfig.choices,
 }
 """Sections of a recipe that say where something comes from, by keys of which one is given."""
-COMPANION_KEYS = {
+DEPENDENT_KEYS_BY_SOURCE = {
     "hub": ("revision", "files"),
     "generator": ("kwargs",),
     "reasoning_gym": ("kwargs",),
@@ -60,7 +60,7 @@ def load_recipe(
         raise RecipeError(f"there is no recipe at {path}", hint=_suggest_recipe(path))
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
     tree, given = _read_yaml(path), parse_overrides(overrides)
-    drop_replaced_sources(tree, given)
+    remove_replaced_sources(tree, given)
     tree = drop_replaced_preset(tree, given)
     try:
         merged = OmegaConf.merge(*trees, tree, given)
@@ -224,7 +224,7 @@ def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
         RecipeError: Every problem of the recipe at once.
     """
     tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
-    drop_replaced_sources(tree, given)
+    remove_replaced_sources(tree, given)
     tree = drop_replaced_preset(tree, given)
     merged = OmegaConf.merge(tree, given)
     _raise_if_values_are_missing(merged)
@@ -249,7 +249,7 @@ def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:
     return OmegaConf.create(dict(drop_values_of_former_preset(values, str(preset), Recipe)))
 
 
-def drop_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
+def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
     """Take those sources of a model or of a data set out of a recipe that an override replaces.
 
     Of the keys that exclude one another, one given on the command line wins over another kind in
@@ -262,7 +262,7 @@ def drop_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
             continue
         for key in choices:
             if key != given[0] and base.pop(key, None) is not None:
-                for companion in COMPANION_KEYS.get(key, ()):
+                for companion in DEPENDENT_KEYS_BY_SOURCE.get(key, ()):
                     base.pop(companion, None)
 
 

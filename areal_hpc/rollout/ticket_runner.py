@@ -22,7 +22,7 @@ from areal_hpc.rollout.episodes.episode import (
 )
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group_until_enough_succeed
 from areal_hpc.rollout.episodes.limits import resolve_limits
-from areal_hpc.rollout.episodes.shortages import SHORTAGE_PAUSE_S, ShortagePatience
+from areal_hpc.rollout.episodes.shortages import SHORTAGE_PAUSE_S, ShortageTracker
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.leased_tickets import LeasedTickets
 from areal_hpc.rollout.replica_gate import ReplicaGate
@@ -107,8 +107,8 @@ class TicketRunner:
         self._auxiliary = load_auxiliary_rule_unless_keep(job.rollout.agent.auxiliary)
         self._ledger, self._proxy = services.ledger, services.proxy
         self._http_client, self._events = http_client, events
-        self._gate, self._watch, self._sandboxes = gate, watch, sandboxes
-        self._patience = ShortagePatience()
+        self._gate, self._watch, self._sandboxes = gate, episode_watch, sandboxes
+        self._shortages = ShortageTracker()
 
     async def run(self, ticket_grant: TicketGrant) -> None:
         """Run a ticket until it is finished, evaluated, filtered or dropped."""
@@ -237,9 +237,9 @@ class TicketRunner:
         failures = 0
         while True:
             await self._gate.wait_until_open()
-            spec = self._build_episode_spec(grant, split, episode, failures)
-            outcome = await self._run_episode_in_time_span(grant, split, spec)
-            self._patience.note_end(spec.session.task_id, outcome)
+            spec = self._build_episode_spec(ticket_grant, split, episode, failures)
+            outcome = await self._run_episode_in_time_span(ticket_grant, split, spec)
+            self._shortages.note_end(spec.session.task_id, outcome)
             if outcome.status == "ok":
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome

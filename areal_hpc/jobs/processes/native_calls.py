@@ -48,7 +48,7 @@ def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[R
             if future.set_running_or_notify_cancel():
                 future.set_result(result)
 
-    NativeCallThread(run, name).start()
+    NativeCallThread(run, thread_name).start()
     return future
 
 

@@ -15,14 +15,14 @@ _SGLANG_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
 
 def apply_bound_sampling_and_note_ignored(
-    call: ModelCall, session: StartSessionRequest, unknown: Sequence[str]
+    call: ModelCall, session: StartSessionRequest, unknown_params: Sequence[str]
 ) -> ModelCall:
     """The call with the run's sampling parameters, if its session is bound to them.
 
-    Those of the request that are replaced are named as without effect, and so is what is `unknown`.
+    Those of the request that are replaced are named as without effect, and so is what is `unknown_params`.
     """
     sampling, replaced = apply_bound_sampling(call.sampling, session)
-    ignored = [*call.ignored, *unknown, *replaced]
+    ignored = [*call.ignored, *unknown_params, *replaced]
     return msgspec.structs.replace(call, sampling=sampling, ignored=ignored)
 
 

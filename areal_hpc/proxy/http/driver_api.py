@@ -234,12 +234,12 @@ class DriverApi:
                 raise ProxyRequestError(400, problem, key="interactions") from error
         return wire.RecordCallsReply(len(session.tree))
 
-    def _refuse_unknown_version(self, one: Interaction) -> None:
+    def _refuse_unknown_version(self, interaction: Interaction) -> None:
         known = self._router.newest_version
-        newest = max((span.version for span in one.spans), default=0)
+        newest = max((span.version for span in interaction.spans), default=0)
         if newest <= known:
             return
-        name = f"interaction {one.interaction_id!r:.300}"
+        name = f"interaction {interaction.interaction_id!r:.300}"
         versions = WeightVersion.unpack(known), WeightVersion.unpack(newest)
         problem = f"expected weights up to version {versions[0]}, the newest known to this cell"
         if known == 0 and self._router.serving_count == 0:  # restarted just now

@@ -18,7 +18,7 @@ WantedGpus = (
     | PositiveInt
     | Annotated[tuple[Annotated[int, Field(ge=0)] | str, ...], Field(min_length=1)]
 )
-Flags = tuple[Annotated[str, Field(pattern=FLAG_PATTERN)], ...]
+SlurmFlags = tuple[Annotated[str, Field(pattern=FLAG_PATTERN)], ...]
 
 
 class JobOptions(BaseConfig):
@@ -62,9 +62,9 @@ class JobOptions(BaseConfig):
     """When to write: `END,FAIL`."""
     comment: str | None = None
     """Text appended to the job comment, after the run directory."""
-    sbatch_flags: Flags | None = None
+    sbatch_flags: SlurmFlags | None = None
     """Further options of sbatch: `--nice=100`."""
-    srun_flags: Flags | None = None
+    srun_flags: SlurmFlags | None = None
     """Further options of srun, which starts the tasks: `--cpu-bind=cores`."""
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""

@@ -1,4 +1,4 @@
-"""Patience with a node that lacks something for episodes, and its end."""
+"""How long a node has lacked something for episodes, and when that is too long."""
 
 import time
 
@@ -7,11 +7,11 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 
 SHORTAGE_PAUSE_S = 15.0
 """Before an episode for which the node lacked something is tried again."""
-SHORTAGE_PATIENCE_S = 600.0
+MAX_SHORTAGE_S = 600.0
 """A node that has lacked something for so long is no longer taken for loaded."""
 
 
-class ShortagePatience:
+class ShortageTracker:
     """How long the episodes of a cell have met nothing but shortages, each and all together."""
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class ShortagePatience:
         """Take in how an episode ended, by its name.
 
         Raises:
-            ClusterError: Neither this one nor another could be played for `SHORTAGE_PATIENCE_S`.
+            ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`.
             AgentError: This one could not, and others could: it asks for what the node never has.
         """
         now = time.monotonic()
@@ -31,10 +31,10 @@ class ShortagePatience:
             self._played_at = now
             return
         since = self._short_since.setdefault(episode, now)
-        if now - since < SHORTAGE_PATIENCE_S:
+        if now - since < MAX_SHORTAGE_S:
             return
         del self._short_since[episode]
-        for_long = f"could be played for {SHORTAGE_PATIENCE_S:g} s, the last time because of"
+        for_long = f"could be played for {MAX_SHORTAGE_S:g} s, the last time because of"
         if self._played_at < since:
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")
         raise AgentError(

@@ -145,14 +145,14 @@ async def acquire_sandbox(
 
 
 def make_agent_sandboxes(
-    how: AgentExecutionConfig, warm: int | None = None, *, has_started: bool = False
+    execution_config: AgentExecutionConfig, warm: int | None = None, *, has_started: bool = False
 ) -> AgentSandboxes | None:
     """The sandboxes that a recipe describes; None if agents get none."""
     if execution_config.isolation is None:
         return None
-    runtime = make_runtime(how.isolation)
-    ready = how.sandbox.warm if warm is None else warm
-    spec = build_sandbox_spec(how.sandbox, runtime)
+    runtime = make_runtime(execution_config.isolation)
+    ready = execution_config.sandbox.warm if warm is None else warm
+    spec = build_sandbox_spec(execution_config.sandbox, runtime)
     return AgentSandboxes(runtime, spec, ready, has_started=has_started)
 
 
@@ -211,14 +211,14 @@ def _check_readonly_folders(folders: Sequence[str], runtime: Runtime) -> None:
         )
 
 
-async def try_sandbox(how: AgentExecutionConfig) -> None:
+async def try_sandbox(execution_config: AgentExecutionConfig) -> None:
     """Start and stop a sandbox on this machine, if agents get any.
 
     Raises:
         RecipeError: This machine cannot start it.
         ClusterError: It did not start.
     """
-    sandboxes = make_agent_sandboxes(how, warm=0)
+    sandboxes = make_agent_sandboxes(execution_config, warm=0)
     if sandboxes is not None:
         await sandboxes.start_first_and_refill()
         await sandboxes.close()

@@ -96,7 +96,9 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
     if (lacking := find_shortage(error)) is not None:
-        message = f"{lacking.strerror} while the agent ran: {describe(error)}"[:_MAX_TEXT_CHARS]
+        message = f"{lacking.strerror} while the agent ran: {describe_error(error)}"[
+            :_MAX_TEXT_CHARS
+        ]
         hint = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
         return {
             "name": "NodeShortageError",
@@ -104,7 +106,7 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
             "kind": "",
             "trace": "",
         }
-    message = f"the agent raised {describe(error)}"[:_MAX_TEXT_CHARS]
+    message = f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS]
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
     problem = [message, "", ""]
     return {

@@ -75,7 +75,7 @@ class LineProcess:
                 if error.errno in _NO_PROGRAM_ERRORS:
                     raise
                 raise WorkerStartError(
-                    f"{name} cannot be started now: {error}",
+                    f"{process_name} cannot be started now: {error}",
                     hint=SHORTAGE_HINT,
                 ) from error
             theirs.close()

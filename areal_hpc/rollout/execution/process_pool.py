@@ -187,7 +187,7 @@ def _serve_calls(call_stream: IO[bytes], answer_socket: socket.socket, parent_pi
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
     if os.getppid() != parent_pid:
         return
-    link.sendall(_READY)
+    answer_socket.sendall(_READY)
     while True:
         kept = frozenset(list_descendants(os.getpid()))
         call = _read_call(call_stream)

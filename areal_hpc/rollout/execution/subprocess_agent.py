@@ -148,7 +148,11 @@ def _run_episode_in_child(
     agent = _get_or_load_agent(workflow, kwargs)
 
     async def run() -> Any:
-        sandboxes = None if how is None else make_agent_sandboxes(how, warm=0, has_started=True)
+        sandboxes = (
+            None
+            if execution_config is None
+            else make_agent_sandboxes(execution_config, warm=0, has_started=True)
+        )
         # The driver ends this process, and all below it, when the episode takes too long.
         async with acquire_sandbox(sandboxes, data) as free:
             if free is not None:

@@ -38,7 +38,7 @@ def export_rows(
     paths: RunPaths,
     report_row: Callable[[int], None],
 ) -> ExportReport:
-    """Write rows to a file, which is there whole or not at all; `report_row` hears of each row's end.
+    """Write rows to a file, which is there whole or not at all; `report_row` hears of each row.
 
     Raises:
         RecipeError: The file exists.

@@ -30,7 +30,7 @@ class CompletionPoller:
         """Is done when all works are, well or not. Cancel it to let go of them."""
         over: Future[None] = Future()
         with self._lock:
-            self._pending.append((works, over))
+            self._pending.append((collective_works, over))
             if not self._is_polling:
                 self._is_polling = True
                 NativeCallThread(self._run, "nccl-poller").start()

@@ -313,7 +313,7 @@ def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
     failures = 8 * pool.START_TRIES if is_patient else 1_000_000
     cell.sandboxes = AgentSandboxes(Loaded(failures, error), SandboxSpec(network="open"), 0)
     if not is_patient:
-        monkeypatch.setattr(shortages, "SHORTAGE_PATIENCE_S", 0.0)
+        monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
         with pytest.raises(BaseExceptionGroup) as caught:
             cell.run()
         assert caught.value.subgroup(ClusterError)
