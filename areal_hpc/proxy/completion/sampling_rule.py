@@ -19,7 +19,8 @@ def apply_bound_sampling_and_note_ignored(
 ) -> ModelCall:
     """The call with the run's sampling parameters, if its session is bound to them.
 
-    Those of the request that are replaced are named as without effect, and so is what is `unknown_params`.
+    Those of the request that are replaced are named as without effect, and so are
+    `unknown_params`.
     """
     sampling, replaced = apply_bound_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced]
