@@ -38,9 +38,9 @@ echo $value > /logs/verifier/reward.txt
 
 def write_tasks(out: Path, count: int, seed: int) -> None:
     """Make task folders, no sum twice; equal arguments make equal ones."""
-    dice, sums = random.Random(seed), dict[str, None]()
+    rng, sums = random.Random(seed), dict[str, None]()
     while len(sums) < count:
-        sums[draw_sum(dice)] = None
+        sums[draw_sum(rng)] = None
     for number, one in enumerate(sums):
         name = f"sum-{number:04}"
         for path, content in _FILES.items():
@@ -51,18 +51,18 @@ def write_tasks(out: Path, count: int, seed: int) -> None:
 
 def demonstrations(size: int, seed: int, p_reckon: float = 0.35) -> Iterator[dict[str, Any]]:
     """Conversations: a share of `p_reckon` has the shell reckon."""
-    dice = random.Random(seed)
+    rng = random.Random(seed)
     for _ in range(size):
-        one = draw_sum(dice)
-        what = f"$(({one}))" if dice.random() < p_reckon else str(add_up(one))
+        one = draw_sum(rng)
+        what = f"$(({one}))" if rng.random() < p_reckon else str(add_up(one))
         asked = {"role": "user", "content": _FILES["instruction.md"].format(sum=one)}
         yield {"messages": [asked, {"role": "assistant", "content": f"echo {what} >sum.txt"}]}
 
 
-def draw_sum(dice: random.Random) -> str:
+def draw_sum(rng: random.Random) -> str:
     """Such as `3+8-2+9-1`."""
-    first, *rest = (str(dice.randint(1, 9)) for _ in range(TERMS))
-    return first + "".join(dice.choice("+-") + one for one in rest)
+    first, *rest = (str(rng.randint(1, 9)) for _ in range(TERMS))
+    return first + "".join(rng.choice("+-") + one for one in rest)
 
 
 def add_up(text: str) -> int:

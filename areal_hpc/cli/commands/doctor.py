@@ -69,7 +69,7 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
             has_site=arguments.site is not None,
             asks_node=arguments.check_node,
             gpus=examination,
-            say=partial(print, flush=True),
+            print_line=partial(print, flush=True),
         )
     )
     print("\n".join(format_checks(results)))

@@ -76,7 +76,7 @@ def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckRe
     is_answering = not doctor_subject.slurm_answer.outage
     if doctor_subject.asks_node and is_answering:
         yield check_storage_from_node(
-            fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.say
+            fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.print_line
         )
     elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
         yield _check_file_system(fileroot)

@@ -37,7 +37,7 @@ class DoctorSubject:
     """A job may be submitted that looks at the file root from a node."""
     gpus: GpuExamination | None = None
     """GPU nodes are examined as well."""
-    say: Callable[[str], None] = print
+    print_line: Callable[[str], None] = print
 
     @property
     def involves_slurm(self) -> bool:

@@ -210,9 +210,9 @@ def test_a_ledger_killed_at_random_trains_each_ticket_once(start_ledger: StartLe
     try:
         cells = [ledger.threads.submit(work, f"cell-{i}") for i in range(3)]
         trainer = ledger.threads.submit(train)
-        dice = random.Random(0)
+        rng = random.Random(0)
         for _ in range(4):
-            time.sleep(dice.uniform(0.2, 0.5))
+            time.sleep(rng.uniform(0.2, 0.5))
             ledger.restart()
         manifests = trainer.result(100.0)
         published.set()

@@ -32,7 +32,7 @@ class GpuExamination:
     plan: GpuCheckPlan
     job: GpuJobOptions | None
     """How to reach the nodes by a Slurm job; None examines this machine."""
-    say: Callable[[str], None] = print
+    print_line: Callable[[str], None] = print
 
     @cached_property
     def report(self) -> GpuReport:
@@ -42,10 +42,12 @@ class GpuExamination:
             ClusterError: The job did not answer.
         """
         if self.job is not None:
-            return examine_nodes_by_slurm_job(self.plan, self.job, self.say)
+            return examine_nodes_by_slurm_job(self.plan, self.job, self.print_line)
         folder = Path(tempfile.mkdtemp(prefix="areal-hpc-doctor-"))
         try:
-            return measure_steps_on_node(self.plan, gather_node_facts(self.plan), folder, self.say)
+            return measure_steps_on_node(
+                self.plan, gather_node_facts(self.plan), folder, self.print_line
+            )
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
