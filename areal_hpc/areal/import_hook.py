@@ -49,8 +49,8 @@ class ArealFinder(MetaPathFinder):
 class _AliasLoader(Loader):
     """Loads a module of ours under AReaL's name: its classes are the same objects."""
 
-    def __init__(self, here: str) -> None:
-        self._here = here
+    def __init__(self, alias_module: str) -> None:
+        self._here = alias_module
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
         module = importlib.import_module(self._here)

@@ -59,9 +59,11 @@ def to_config(values: Mapping[str, Any], config_class: type[ConfigT], file_name:
     return config  # type: ignore[no-any-return]
 
 
-def _find_unknown_keys(values: Mapping[str, Any], structure: Any, prefix: str) -> Iterator[Problem]:
+def _find_unknown_keys(
+    values: Mapping[str, Any], config_structure: Any, prefix: str
+) -> Iterator[Problem]:
     """Keys of a mapping that a structured configuration does not have."""
-    known = OmegaConf.get_type(structure)
+    known = OmegaConf.get_type(config_structure)
     if not dataclasses.is_dataclass(known):
         return  # a plain mapping takes anything
     sections = {field.name: field for field in dataclasses.fields(known)}
@@ -72,15 +74,15 @@ def _find_unknown_keys(values: Mapping[str, Any], structure: Any, prefix: str) -
             yield Problem(f"unknown key {name!r}", f"{prefix}{name}", hint)
         elif isinstance(value, Mapping):
             yield from _find_unknown_keys(
-                value, _get_section_or_default(structure, name), f"{prefix}{name}."
+                value, _get_section_or_default(config_structure, name), f"{prefix}{name}."
             )
 
 
-def _get_section_or_default(structure: Any, section_name: str) -> Any:
+def _get_section_or_default(config_structure: Any, section_name: str) -> Any:
     """One section; of an optional one that is absent, what it would be."""
-    section = structure[section_name]
+    section = config_structure[section_name]
     if section is not None:
         return section
-    node = structure._get_node(section_name)  # omegaconf has no public way to ask
+    node = config_structure._get_node(section_name)  # omegaconf has no public way to ask
     kind = node._metadata.ref_type
     return OmegaConf.structured(kind) if dataclasses.is_dataclass(kind) else {}

@@ -218,17 +218,17 @@ class DashboardApp:
 
 
 async def _stream_changes(
-    look: Callable[[], Any], poll_s: float, is_ending: Callable[[], bool]
+    read_fingerprint: Callable[[], Any], poll_s: float, is_ending: Callable[[], bool]
 ) -> AsyncIterator[str]:
     """A `change` whenever a look sees something else, until the reader goes or the server ends."""
-    seen, silent_s = await run_in_threadpool(look), 0.0
+    seen, silent_s = await run_in_threadpool(read_fingerprint), 0.0
     yield "event: open\ndata: {}\n\n"
     while True:
         for _ in range(round(poll_s / END_CHECK_INTERVAL_S)):
             await asyncio.sleep(END_CHECK_INTERVAL_S)
             if is_ending():
                 return
-        now = await run_in_threadpool(look)
+        now = await run_in_threadpool(read_fingerprint)
         silent_s += poll_s
         if now != seen:
             seen, silent_s = now, 0.0

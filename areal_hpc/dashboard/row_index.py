@@ -120,7 +120,7 @@ class RowIndex:
     def find_page(
         self,
         row_filter: str = "",
-        sort: str = "",
+        sort_column: str = "",
         *,
         descending: bool = True,
         offset: int,
@@ -140,12 +140,12 @@ class RowIndex:
         direction = "DESC" if descending else "ASC"
         order = f"id {direction}"
         order_values: list[str] = []
-        if sort:
-            if get_field_type(sort) is None:
+        if sort_column:
+            if get_field_type(sort_column) is None:
                 raise RecipeError(
-                    f"there is no field {sort!r}", key="sort", hint=f"one of {FIELD_NAMES}"
+                    f"there is no field {sort_column!r}", key="sort", hint=f"one of {FIELD_NAMES}"
                 )
-            column, order_values = get_column_sql(sort)
+            column, order_values = get_column_sql(sort_column)
             order = f"{column} IS NULL, {column} {direction}, {order}"
         query = f"SELECT id FROM rows WHERE {condition} ORDER BY {order}"
         bound: list[SqlValue] = [*values, *order_values, *order_values]
@@ -253,18 +253,18 @@ class RowIndex:
         database.create_function("casefold", 1, _casefold, deterministic=True)
         return database
 
-    def _index_shard_rows(self, sealed: SealedShard) -> int:
-        path = self._paths.shards_dir / sealed.file
+    def _index_shard_rows(self, sealed_shard: SealedShard) -> int:
+        path = self._paths.shards_dir / sealed_shard.file
         try:
             values = list(_iterate_row_values(ShardReader(path)))
         except ShardError as error:
-            self._problems[sealed.file] = str(error)
+            self._problems[sealed_shard.file] = str(error)
             return 0
         own = "SELECT id FROM rows WHERE shard = ?"
         with self._database:
             # Another process may have had it first. Writing begins here: ids are ours from now on.
-            self._database.execute(f"DELETE FROM texts WHERE id IN ({own})", (sealed.file,))
-            self._database.execute("DELETE FROM rows WHERE shard = ?", (sealed.file,))
+            self._database.execute(f"DELETE FROM texts WHERE id IN ({own})", (sealed_shard.file,))
+            self._database.execute("DELETE FROM rows WHERE shard = ?", (sealed_shard.file,))
             (last,) = self._database.execute("SELECT MAX(id) FROM rows").fetchone()
             ids = range(first := (last or 0) + 1, first + len(values))
             self._database.executemany(
@@ -275,7 +275,8 @@ class RowIndex:
                 [(one, text) for one, (_, text) in zip(ids, values, strict=True)],
             )
             self._database.execute(
-                "INSERT OR REPLACE INTO shards VALUES (?, ?)", (sealed.file, sealed.digest)
+                "INSERT OR REPLACE INTO shards VALUES (?, ?)",
+                (sealed_shard.file, sealed_shard.digest),
             )
         return len(values)
 

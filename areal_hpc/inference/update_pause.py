@@ -70,10 +70,10 @@ class UpdatePauseTimer:
             )
             self._before, self._paused_at = None, 0.0
 
-    def _start_guarded_task(self, look: Awaitable[None]) -> None:
+    def _start_guarded_task(self, measurement: Awaitable[None]) -> None:
         async def guarded() -> None:
             try:
-                await look
+                await measurement
             except (aiohttp.ClientError, OSError, msgspec.DecodeError) as error:
                 index = self._replica.index
                 log.info("replica %d: generation pause was not measured: %s", index, error)

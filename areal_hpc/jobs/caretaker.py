@@ -173,7 +173,7 @@ class Caretaker:
         leader = jobs[self._config.leader]
         is_waiting = leader.is_alive and not leader.is_running
         if is_waiting and self._config.job != self._config.leader:
-            release_jobs_held_while_idle(self._paths.jobs_dir, only=self._config.leader)
+            release_jobs_held_while_idle(self._paths.jobs_dir, only_job=self._config.leader)
 
     def _read_job_statuses(self) -> dict[str, JobStatus]:
         submissions = read_submissions(self._paths.submissions)

@@ -232,9 +232,9 @@ def _build_exclude_list_or_keep(slurm: SlurmLaunchInfo, already_excluded: str) -
         return already_excluded
 
 
-def _exclude_from(waiting_job_id: str, excluded: str) -> None:
+def _exclude_from(waiting_job_id: str, excluded_nodes: str) -> None:
     _try_command_and_log_failures(
-        lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded)
+        lambda: scontrol.update_waiting_job(waiting_job_id, "ExcNodeList", excluded_nodes)
     )
 
 
@@ -258,15 +258,17 @@ def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
     return True
 
 
-def release_jobs_held_while_idle(jobs_dir: Path, only: str = "") -> list[str]:
-    """Let jobs go on that gave their nodes back, or `only` one of them; their names.
+def release_jobs_held_while_idle(jobs_dir: Path, only_job: str = "") -> list[str]:
+    """Let jobs go on that gave their nodes back, or `only_job` one of them; their names.
 
     Cheap if there are none. One that Slurm does not release yet stays on the list, for the next
     call.
     """
     released = []
     held = [
-        job.hold_note for job in list_jobs_held_while_idle(jobs_dir) if only in ("", job.root.name)
+        job.hold_note
+        for job in list_jobs_held_while_idle(jobs_dir)
+        if only_job in ("", job.root.name)
     ]
     for note in held:
         if not (job_id := _read_hold_note(note)):

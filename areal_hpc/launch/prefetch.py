@@ -94,12 +94,14 @@ def prefetch_recipe_files(
     write_atomic(paths.prefetched, json.dumps(record, indent=2).encode())
 
 
-def _download_if_missing(want: PrefetchItem) -> Path:
+def _download_if_missing(prefetch_item: PrefetchItem) -> Path:
     """The folder of the thing (or the file, for a path), downloaded if need be."""
-    if not want.patterns:
-        path = Path(want.name).resolve()
+    if not prefetch_item.patterns:
+        path = Path(prefetch_item.name).resolve()
         if not path.exists():
-            raise RecipeError(f"there is nothing at {path}", key=want.key, hint="copy it there")
+            raise RecipeError(
+                f"there is nothing at {path}", key=prefetch_item.key, hint="copy it there"
+            )
         return path
     import httpx
     from huggingface_hub import constants, snapshot_download
@@ -108,32 +110,38 @@ def _download_if_missing(want: PrefetchItem) -> Path:
     try:
         return Path(
             snapshot_download(
-                want.name,
-                repo_type=want.kind,
-                revision=want.revision,
-                allow_patterns=list(want.patterns),
+                prefetch_item.name,
+                repo_type=prefetch_item.kind,
+                revision=prefetch_item.revision,
+                allow_patterns=list(prefetch_item.patterns),
             )
         )
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         first = str(error).strip().split("\n")[0]
         raise RecipeError(
-            f"{want.name} cannot be fetched from {constants.ENDPOINT}: {first}",
-            key=want.key,
+            f"{prefetch_item.name} cannot be fetched from {constants.ENDPOINT}: {first}",
+            key=prefetch_item.key,
             hint="run this with network access; HF_ENDPOINT selects a mirror, HF_TOKEN gives "
             "access to gated repositories",
         ) from error
 
 
-def _list_wanted_files(folder: Path, want: PrefetchItem) -> list[Path]:
+def _list_wanted_files(folder: Path, prefetch_item: PrefetchItem) -> list[Path]:
     """The files of a thing that is in place; a RecipeError if none is what the recipe names."""
     if folder.is_file():
         return [folder]
-    patterns = want.patterns if want.kind == "dataset" and want.patterns else ("**/*",)
+    patterns = (
+        prefetch_item.patterns
+        if prefetch_item.kind == "dataset" and prefetch_item.patterns
+        else ("**/*",)
+    )
     found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
     if not found:
         raise RecipeError(
-            f"{want.name} has no file that matches {', '.join(patterns)}",
-            key=want.key.removesuffix(".hub") + ".files" if want.patterns else want.key,
+            f"{prefetch_item.name} has no file that matches {', '.join(patterns)}",
+            key=prefetch_item.key.removesuffix(".hub") + ".files"
+            if prefetch_item.patterns
+            else prefetch_item.key,
             hint="look at the files of the repository",
         )
     return sorted(found)

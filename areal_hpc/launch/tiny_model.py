@@ -71,7 +71,7 @@ def make_tiny_model(
     *,
     max_position_embeddings: int = TINY_MODEL_CONTEXT_TOKENS,
     seed: int = 1,
-    tie: bool = True,
+    tie_embeddings: bool = True,
     **sizes: int,
 ) -> None:
     """Write a model directory: configuration, float32 weights, tokenizer. `config.json` is last.
@@ -81,7 +81,7 @@ def make_tiny_model(
         texts: What the tokenizer learns its merges from.
         max_position_embeddings: Longest sequence.
         seed: Of the initial weights.
-        tie: Use the embedding as output layer too.
+        tie_embeddings: Use the embedding as output layer too.
         **sizes: Of `TinyModelConfig`, where its defaults do not hold. The tokenizer may learn
             `vocab` tokens, the 256 bytes and 3 special ones included.
     """
@@ -99,7 +99,7 @@ def make_tiny_model(
         "initializer_range": INITIALIZER_STD,
         "max_position_embeddings": max_position_embeddings,
         "max_window_layers": tiny.layers,
-        "tie_word_embeddings": tie,
+        "tie_word_embeddings": tie_embeddings,
     }
     out.mkdir(parents=True, exist_ok=True)
     weights = init_weights(config, np.random.default_rng(seed))
@@ -121,28 +121,28 @@ def make_tiny_model(
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def build_tiny_config(tiny: TinyModelConfig) -> dict[str, Any]:
+def build_tiny_config(tiny_config: TinyModelConfig) -> dict[str, Any]:
     """The part of `config.json` that says what network it is."""
     return {
         "architectures": ["Qwen3ForCausalLM"],
         "attention_bias": False,
         "attention_dropout": 0.0,
         "dtype": "float32",
-        "head_dim": tiny.head_dim,
+        "head_dim": tiny_config.head_dim,
         "hidden_act": "silu",
-        "hidden_size": tiny.hidden,
-        "intermediate_size": tiny.ffn,
+        "hidden_size": tiny_config.hidden,
+        "intermediate_size": tiny_config.ffn,
         "model_type": "qwen3",
-        "num_attention_heads": tiny.heads,
-        "num_hidden_layers": tiny.layers,
-        "num_key_value_heads": tiny.kv_heads,
+        "num_attention_heads": tiny_config.heads,
+        "num_hidden_layers": tiny_config.layers,
+        "num_key_value_heads": tiny_config.kv_heads,
         "rms_norm_eps": 1e-6,
         "rope_theta": 10000.0,
         "sliding_window": None,
         "torch_dtype": "float32",  # the name before transformers 5
         "use_cache": True,
         "use_sliding_window": False,
-        "vocab_size": tiny.vocab,
+        "vocab_size": tiny_config.vocab,
     }
 
 

@@ -35,7 +35,7 @@ def extract_code(text: str) -> str | None:
 
 
 def _extract_last_between(
-    opening_pattern: re.Pattern[str], closing: re.Pattern[str], text: str
+    opening_pattern: re.Pattern[str], closing_pattern: re.Pattern[str], text: str
 ) -> str | None:
     """What the last pair encloses; a pair reaches to the first end, and pairs do not overlap.
 
@@ -43,7 +43,7 @@ def _extract_last_between(
     """
     found, place = None, 0
     while (begin := opening_pattern.search(text, place)) and (
-        end := closing.search(text, begin.end())
+        end := closing_pattern.search(text, begin.end())
     ):
         found, place = text[begin.end() : end.start()], end.end()
     return found

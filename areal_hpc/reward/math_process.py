@@ -89,7 +89,7 @@ def _parse_answer(text: str) -> Any:
     return parse(text, parsing_timeout=None)
 
 
-def _is_far_larger(huge: Any, plain_number: Any) -> bool:
+def _is_far_larger(large_expression: Any, plain_number: Any) -> bool:
     """A tower of powers or a factorial beside a plain number, told apart without computing it.
 
     Only this: within a larger expression, such as a remainder, it may not have to be computed.
@@ -98,7 +98,7 @@ def _is_far_larger(huge: Any, plain_number: Any) -> bool:
 
     return (
         isinstance(plain_number, Number)
-        and bound_log2(huge) > MAX_LOG2
+        and bound_log2(large_expression) > MAX_LOG2
         and not bound_log2(plain_number) > MAX_LOG2
     )
 

@@ -136,7 +136,7 @@ class SandboxedProcess:
             self._cleanup = kept.pop_all()
         self._deadline = time.monotonic() + limits.time_s + STARTUP_ALLOWANCE_S
 
-    def communicate(self, beside: Sequence["SandboxedProcess"] = ()) -> ProgramResult:
+    def communicate(self, other_processes: Sequence["SandboxedProcess"] = ()) -> ProgramResult:
         """Feed it and wait for its end; processes beside it are watched meanwhile.
 
         It is killed at its time limit, when it prints too much, or when its processes hold too much
@@ -147,7 +147,7 @@ class SandboxedProcess:
             ClusterError: It did not start, for another reason.
         """
         try:
-            timed_out = self._exchange_bytes_and_tell_timeout(beside)
+            timed_out = self._exchange_bytes_and_tell_timeout(other_processes)
         finally:
             self.kill()
         out, err = (
@@ -193,7 +193,9 @@ class SandboxedProcess:
         processes = (self._process.pid, *list_descendants(self._process.pid))
         return sum(map(read_resident_bytes, processes)) > self._limits.memory_bytes
 
-    def _exchange_bytes_and_tell_timeout(self, beside: Sequence["SandboxedProcess"]) -> bool:
+    def _exchange_bytes_and_tell_timeout(
+        self, other_processes: Sequence["SandboxedProcess"]
+    ) -> bool:
         """Write and read until it ends or must be ended; true if it took too long."""
         process = self._process
         with selectors.DefaultSelector() as selector:
@@ -217,7 +219,7 @@ class SandboxedProcess:
                     return False
                 if now - looked_at > _POLL_INTERVAL_S:
                     looked_at = now
-                    if any(one.is_over_memory() for one in (self, *beside)):
+                    if any(one.is_over_memory() for one in (self, *other_processes)):
                         return False
             for stream in list(self._collected):
                 self._collect_output(stream)
@@ -287,7 +289,7 @@ def _build_isolated_command(
     files: Mapping[str, bytes],
     limits: ProgramLimits,
     descriptors: list[int],
-    inherited: contextlib.ExitStack,
+    inherited_files: contextlib.ExitStack,
     as_nobody: bool,
 ) -> list[str]:
     """The command line with bubblewrap; descriptors that it needs are opened and added."""
@@ -298,7 +300,7 @@ def _build_isolated_command(
 
     def pass_content(content: bytes) -> int:
         descriptor = os.memfd_create("sandbox")
-        inherited.callback(os.close, descriptor)
+        inherited_files.callback(os.close, descriptor)
         os.write(descriptor, content)
         os.lseek(descriptor, 0, os.SEEK_SET)
         descriptors.append(descriptor)

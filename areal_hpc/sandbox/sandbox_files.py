@@ -74,21 +74,21 @@ def require_regular_file(descriptor: int, path: str) -> None:
         raise OSError(f"{path} is no regular file")
 
 
-def pack_changes_to_stdout(origin: str, writable: list[str], lower: str | None) -> None:
+def pack_changes_to_stdout(origin: str, writable_folders: list[str], lower_dir: str | None) -> None:
     """Write all that was written or removed to standard output, as a layer of an OCI image.
 
-    Names are relative to `origin`; `lower` is the root file system as it was.
+    Names are relative to `origin`; `lower_dir` is the root file system as it was.
     """
 
     def name_member(path: str) -> str:
         return path.removeprefix(origin).lstrip("/")
 
-    skipped = {*read_mount_points(), "/proc", "/dev", "/sys", "/sandbox"} - set(writable)
+    skipped = {*read_mount_points(), "/proc", "/dev", "/sys", "/sandbox"} - set(writable_folders)
     with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT) as archive:
-        pending = list(writable)
+        pending = list(writable_folders)
         while pending:
             folder = pending.pop()
-            below = None if lower is None else lower + folder.rstrip("/")
+            below = None if lower_dir is None else lower_dir + folder.rstrip("/")
             names = {entry.name: entry for entry in os.scandir(folder)}
             for name, entry in names.items():
                 if entry.path in skipped or name.startswith(WHITEOUT_PREFIX):
@@ -109,13 +109,13 @@ def read_mount_points() -> Iterator[str]:
         yield line.split()[4].decode("unicode_escape")
 
 
-def has_changed(path: str, former: str | None) -> bool:
+def has_changed(path: str, former_path: str | None) -> bool:
     """True if a file is another one than that of the root file system; sockets never count."""
     now = os.lstat(path)
     if stat.S_ISSOCK(now.st_mode):
         return False
     try:
-        then = None if former is None else os.lstat(former)
+        then = None if former_path is None else os.lstat(former_path)
     except OSError:
         then = None
     if then is None or now.st_mode != then.st_mode:
@@ -123,14 +123,14 @@ def has_changed(path: str, former: str | None) -> bool:
     if stat.S_ISDIR(now.st_mode):
         return False
     if stat.S_ISLNK(now.st_mode):
-        return Path(path).readlink() != Path(str(former)).readlink()
+        return Path(path).readlink() != Path(str(former_path)).readlink()
     return (now.st_size, now.st_mtime_ns) != (then.st_size, then.st_mtime_ns)
 
 
-def list_removed_names(names: dict[str, Any], below: str | None) -> list[str]:
+def list_removed_names(names: dict[str, Any], lower_path: str | None) -> list[str]:
     """Names of a folder of the root file system that are no longer there."""
     try:
-        former = [] if below is None else list(os.scandir(below))
+        former = [] if lower_path is None else list(os.scandir(lower_path))
     except OSError:  # the folder is new
         return []
     return [entry.name for entry in former if entry.name not in names]

@@ -39,21 +39,21 @@ class JobIdChange:
 
 
 def resubmit_after_end(
-    slurm: SlurmLaunchInfo, job: str, job_id: str, excluded: str, *, timeout_s: float
+    slurm: SlurmLaunchInfo, job: str, job_id: str, excluded_nodes: str, *, timeout_s: float
 ) -> JobIdChange:
     """Submit the script of a job that runs, to start when this one has ended.
 
     A member of an array becomes an array of itself alone, under its index: who waits for what
     corresponds to it goes by that.
 
-    `job` is its name within the run, `job_id` the number of this start; `excluded` are nodes that
-    it must not get, in Slurm's notation. A slurmctld that is silent is waited for `timeout_s`.
+    `job` is its name within the run, `job_id` the number of this start; `excluded_nodes` are those
+    that it must not get, in Slurm's notation. A slurmctld that is silent is waited for `timeout_s`.
     """
     before = get_latest_submissions(read_submissions(Path(slurm.submissions))).get(job)
     # What the script depends on has been met; but this job must be over.
     options = [f"--dependency=afterany:{job_id}"]
-    if excluded:
-        options.append(f"--exclude={excluded}")
+    if excluded_nodes:
+        options.append(f"--exclude={excluded_nodes}")
     new_id = submit_again(slurm, job, options, timeout_s=timeout_s)
     return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
 

@@ -244,21 +244,21 @@ def submit_held_successor(
 
 def submit_held_array(
     array: JobRequest,
-    alone: Sequence[JobRequest],
+    single_requests: Sequence[JobRequest],
     launches: Sequence[LaunchFile],
     entry: Entry,
     report_outage: Callable[[str], None],
 ) -> list[SubmittedJob]:
     """Hand the same job of several runs to Slurm as one array, held; one job for each.
 
-    `alone` has each by itself, for the script by which it submits itself again. Members start what
-    `write_member_payload` writes, once their numbers are known.
+    `single_requests` has each by itself, for the script by which it submits itself again.
+    Members start what `write_member_payload` writes, once their numbers are known.
 
     Raises:
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
-    pairs = zip(alone, launches, strict=True)
+    pairs = zip(single_requests, launches, strict=True)
     jobs = [write_job_files(request, launch, entry) for request, launch in pairs]
     for index, job in enumerate(jobs):
         write_array_membership(job, ArrayMembership(str(array.run_dir), array.name, index))

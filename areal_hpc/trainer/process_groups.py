@@ -56,7 +56,7 @@ logger = logging.getLogger(__name__)
 
 def run_rank(
     job: JobT,
-    sizes: TrainerConfig | SftJobConfig,
+    rank_config: TrainerConfig | SftJobConfig,
     stop: StopRequest,
     train: Callable[[JobT, RunPaths, torch.device, StopRequest], bool],
 ) -> None:
@@ -77,8 +77,8 @@ def run_rank(
     try:
         device = init_process_groups_and_device(
             get_task_position(),
-            sizes.parallel,
-            sizes.device,
+            rank_config.parallel,
+            rank_config.device,
             paths.rendezvous_dir,
             is_cancelled=lambda: stop.requested,
         )

@@ -69,7 +69,7 @@ def is_expert_parameter(parameter_name: str) -> bool:
 def require_matching_checksums(
     expected: Digests,
     reported_checksums: Mapping[str, str],
-    who: str,
+    replica_name: str,
     *,
     replica_device: str = "cpu",
 ) -> None:
@@ -90,7 +90,7 @@ def require_matching_checksums(
         log.warning(
             "%s: the checksums of %s are not compared: none agrees, as where a kernel has them in "
             "a layout of its own; the log-probability drift of each step shows if they are wrong",
-            who,
+            replica_name,
             ", ".join(sorted(elsewhere)),
         )
     server_names = {name for name in reported_checksums if _get_expert_kind(name) not in elsewhere}
@@ -103,7 +103,7 @@ def require_matching_checksums(
     all_differ = len(different) == len(server_names)
     hint = "give trainer.dtype and inference.dtype the same value"
     raise WeightSyncError(
-        f"{who}: expected the sent weights, got {len(different)} different "
+        f"{replica_name}: expected the sent weights, got {len(different)} different "
         f"{shown[:_MAX_NAMES_IN_ERROR]}, {len(missing)} unknown to the server "
         f"{missing[:_MAX_NAMES_IN_ERROR]}, {len(unsent)} never sent {unsent[:_MAX_NAMES_IN_ERROR]}",
         hint=hint if all_differ else "resend all weights",
@@ -113,7 +113,7 @@ def require_matching_checksums(
 def _find_expert_kinds_in_other_layouts(
     expected: Digests,
     reported_checksums: Mapping[str, str],
-    different: Set[str],
+    differing_names: Set[str],
     replica_device: str,
 ) -> frozenset[str]:
     """Kinds of stacked expert tensors that this replica holds in a layout of a kernel's own."""
@@ -122,7 +122,7 @@ def _find_expert_kinds_in_other_layouts(
     agreeing = {
         _get_expert_kind(name)
         for name in expected.keys() & reported_checksums.keys()
-        if name not in different
+        if name not in differing_names
     }
     kinds = {_get_expert_kind(name) for name in [*expected, *reported_checksums]}
     return frozenset(kinds - agreeing - {""})

@@ -19,7 +19,11 @@ def make_talking_model(model_dir: Path) -> None:
     output layer reads the first for the turn's end and the second for what is no text.
     """
     make_tiny_model(
-        model_dir, TRAINING_TEXT * 20, seed=5, tie=False, max_position_embeddings=CONTEXT_TOKENS
+        model_dir,
+        TRAINING_TEXT * 20,
+        seed=5,
+        tie_embeddings=False,
+        max_position_embeddings=CONTEXT_TOKENS,
     )
     tokenizer = Tokenizer.from_file(str(model_dir / "tokenizer.json"))
     turn_end, before_replies = tokenizer.token_to_id(TURN_END_TOKEN), tokenizer.encode("\n").ids[0]

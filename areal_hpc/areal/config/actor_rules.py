@@ -246,11 +246,11 @@ def _check_rl_loss_weight(
     )
 
 
-def _require_critic_for(neutral: Any) -> TranslateValue:
+def _require_critic_for(neutral_value: Any) -> TranslateValue:
     """The rule of a key that tells a critic what to do: without one it has no other value."""
 
     def check(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
-        if value == neutral or areal_values("critic.path") is not None:
+        if value == neutral_value or areal_values("critic.path") is not None:
             return {}
         return Untranslatable("without a critic a reward counts for the whole episode")
 

@@ -114,10 +114,10 @@ def _resolve_renamed_key(key: str) -> str:
     return key.replace("rollout.openai.", "rollout.agent.")
 
 
-def _is_key_or_section_stated(key: str, stated: Mapping[str, Any]) -> bool:
+def _is_key_or_section_stated(key: str, stated_values: Mapping[str, Any]) -> bool:
     """Whether a default is replaced: by a value, or by an empty section it would be in."""
     parts = key.split(".")
-    return any(".".join(parts[:end]) in stated for end in range(1, len(parts) + 1))
+    return any(".".join(parts[:end]) in stated_values for end in range(1, len(parts) + 1))
 
 
 def _apply_rules(areal_values: ArealConfigValues) -> Translation:

@@ -70,9 +70,9 @@ def stop_sparing_from_kill(pid: int) -> None:
     _spared_pids.discard(pid)
 
 
-def kill_descendants(pid: int, spared: frozenset[int] = frozenset()) -> None:
+def kill_descendants(pid: int, spared_pids: frozenset[int] = frozenset()) -> None:
     """Kill the processes below one, apart from some and those kept, until there are no more."""
-    while left := [one for one in list_descendants(pid) if one not in spared | _spared_pids]:
+    while left := [one for one in list_descendants(pid) if one not in spared_pids | _spared_pids]:
         for one in left:
             kill_and_reap_process(one)
 

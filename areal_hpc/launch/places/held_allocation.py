@@ -94,10 +94,10 @@ def find_allocation_shortages(recipe: Recipe, allocation: Allocation) -> list[Pr
 
 
 def _find_memory_shortages(
-    recipe: Recipe, placed: Mapping[str, StepPlacement], allocation: Allocation
+    recipe: Recipe, placement_by_job: Mapping[str, StepPlacement], allocation: Allocation
 ) -> list[Problem]:
     kinds = {"trainer": "trainer", "cell": format_cell_name(0)}
-    steps = {kind: placed[job] for kind, job in kinds.items() if job in placed}
+    steps = {kind: placement_by_job[job] for kind, job in kinds.items() if job in placement_by_job}
     if not steps:  # SFT's ranks need what the trainer's do
         return []
     node_bytes = {kind: step.memory_mib * MIB for kind, step in steps.items() if step.memory_mib}

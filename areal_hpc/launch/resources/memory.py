@@ -174,7 +174,7 @@ def _format_trainer_lines(
     yield f"    {'total':<13} {memory.total / GIB:8.2f}{network_name}"
 
 
-def _format_serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Iterator[str]:
+def _format_serving_lines(memory: ServingMemory, recipe: Recipe, model_name: str) -> Iterator[str]:
     config = recipe.inference
     cells = config.cells + recipe.evaluation.separate_cell
     replicas = cells * config.replicas_per_cell
@@ -185,4 +185,4 @@ def _format_serving_lines(memory: ServingMemory, recipe: Recipe, of: str) -> Ite
         return
     cache = memory.total - memory.weights
     yield f"    {'KV cache':<13} {cache / GIB:8.2f} ({memory.kv_tokens:,} tokens)"
-    yield f"    {'total':<13} {memory.total / GIB:8.2f}{of}"
+    yield f"    {'total':<13} {memory.total / GIB:8.2f}{model_name}"

@@ -45,19 +45,19 @@ class _SessionHome:
 
 
 def choose_home_replica(
-    replicas: Sequence[int], load: Mapping[int, int], together: Mapping[int, int]
+    replicas: Sequence[int], load: Mapping[int, int], affinity_by_replica: Mapping[int, int]
 ) -> int:
     """The replica that has the most in common with a session, unless others have less to do.
 
     Args:
         replicas: Indices, at least one.
         load: Calls in flight and sessions at home.
-        together: How much of what the session asks is known there.
+        affinity_by_replica: How much of what the session asks is known there.
     """
     least = min(replicas, key=lambda index: (load.get(index, 0), index))
-    known = max(replicas, key=lambda index: (together.get(index, 0), -index))
+    known = max(replicas, key=lambda index: (affinity_by_replica.get(index, 0), -index))
     is_even = load.get(known, 0) <= LOAD_TOLERANCE * load.get(least, 0)
-    return known if is_even and together.get(known, 0) else least
+    return known if is_even and affinity_by_replica.get(known, 0) else least
 
 
 class Router:
@@ -111,7 +111,7 @@ class Router:
         self.newest_version = max(self.newest_version, packed_version)
 
     async def pick_replica(
-        self, session: Session, give_up_at: float, avoid: Container[int] = ()
+        self, session: Session, give_up_at: float, avoided_replicas: Container[int] = ()
     ) -> ReplicaView:
         """The session's replica, another if that one no longer serves; waits while none does.
 
@@ -131,11 +131,11 @@ class Router:
         home, now = self._homes.get(session), time.monotonic()
         if (
             home is None
-            or home.index in avoid
+            or home.index in avoided_replicas
             or home.index not in self._serving
             or now - home.used_at > IDLE_SESSION_S
         ):
-            others = [index for index in self._serving if index not in avoid]
+            others = [index for index in self._serving if index not in avoided_replicas]
             home = _SessionHome(self._choose_and_note_home(session, others or [*self._serving]))
             self._homes[session] = home
         home.used_at = now

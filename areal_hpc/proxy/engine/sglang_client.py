@@ -92,9 +92,9 @@ class SGLangClient:
         replica: ReplicaView,
         request: GenerateRequest,
         timeout_s: float,
-        take: Callable[[TokenChunk], Awaitable[None]],
+        take_chunk: Callable[[TokenChunk], Awaitable[None]],
     ) -> Generation:
-        """Generate, and hand each piece to `take` as it comes.
+        """Generate, and hand each piece to `take_chunk` as it comes.
 
         After an `abort` this returns what was generated until then.
 
@@ -115,7 +115,7 @@ class SGLangClient:
                 async for data in _read_events(answer):
                     piece, whole = reader.read_event(data)
                     if piece.output_ids or piece.text:
-                        await take(piece)
+                        await take_chunk(piece)
                     if whole is not None:
                         return whole
             raise EngineDiedError(f"{replica.url} ended the stream early")

@@ -87,11 +87,11 @@ async def send_events(
     await stream.send(b"", is_last=True)
 
 
-def to_request_error(caught: Exception) -> ProxyRequestError:
+def to_request_error(error: Exception) -> ProxyRequestError:
     """An error as its client is told of it."""
-    if isinstance(caught, ProxyRequestError):
-        return caught
-    if isinstance(caught, SignatureError):
-        return ProxyRequestError(caught.status, str(caught))
-    log.error("a request failed", exc_info=caught)
+    if isinstance(error, ProxyRequestError):
+        return error
+    if isinstance(error, SignatureError):
+        return ProxyRequestError(error.status, str(error))
+    log.error("a request failed", exc_info=error)
     return ProxyRequestError(500, "internal error of the proxy; see its log")

@@ -238,13 +238,13 @@ class JournaledRecorder:
             frozenset(self._gone_sessions), sealed, settled, sealed <= settled
         )
 
-    def compact_journal(self, rotation: JournalCompactionPlan) -> None:
-        """Drop the records that `rotation` does not need. May run in a thread.
+    def compact_journal(self, compaction_plan: JournalCompactionPlan) -> None:
+        """Drop the records that `compaction_plan` does not need. May run in a thread.
 
         Raises:
             ClusterError: The disk refuses; the journal stays as it is.
         """
-        self._journal.compact(rotation.must_keep)
+        self._journal.compact(compaction_plan.must_keep)
 
     async def compact_if_due(self) -> None:
         """Rotate the journal if that is due.
@@ -260,13 +260,13 @@ class JournaledRecorder:
                 await asyncio.to_thread(self.compact_journal, rotation)
                 self.forget_compacted(rotation)
 
-    def forget_compacted(self, rotation: JournalCompactionPlan) -> None:
+    def forget_compacted(self, compaction_plan: JournalCompactionPlan) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.journal_size_bytes
-        self._gone_sessions -= rotation.gone
-        if rotation.all_settled:
-            self._settled_refs -= rotation.settled
-            self._sealed_refs -= rotation.sealed
+        self._gone_sessions -= compaction_plan.gone
+        if compaction_plan.all_settled:
+            self._settled_refs -= compaction_plan.settled
+            self._sealed_refs -= compaction_plan.sealed
 
     def close(self) -> None:
         """Sync and close the journal."""

@@ -46,11 +46,11 @@ def compute_key_digest(key: str) -> bytes:
 class Session:
     """One episode's conversation with the model."""
 
-    def __init__(self, opened: events.SessionOpened) -> None:
-        self.opened = opened
-        self.session_id = opened.session_id
+    def __init__(self, opened_event: events.SessionOpened) -> None:
+        self.opened = opened_event
+        self.session_id = opened_event.session_id
         """Public name of the session; not a secret."""
-        self.request = opened.request
+        self.request = opened_event.request
         self.tree = InteractionTree()
         self.ended = False
         self.ended_at = 0.0

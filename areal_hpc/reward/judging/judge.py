@@ -48,7 +48,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
             )
             answers_end.close()  # each process alone holds its end now
             tests_end.close()
-            outcome = judge.communicate(beside=[judged])
+            outcome = judge.communicate(other_processes=[judged])
         finally:
             judged.kill()
     judged.require_begun()

@@ -107,14 +107,14 @@ class AnswerClient:
         return RemoteObject(self, module_name)
 
     @staticmethod
-    def _update_in_place(mine: Any, changed: Any) -> None:
-        if type(mine) is not type(changed):
+    def _update_in_place(own_value: Any, changed_value: Any) -> None:
+        if type(own_value) is not type(changed_value):
             return
-        if isinstance(mine, list):
-            mine[:] = changed
-        elif isinstance(mine, (dict, set)):
-            mine.clear()
-            mine.update(changed)
+        if isinstance(own_value, list):
+            own_value[:] = changed_value
+        elif isinstance(own_value, (dict, set)):
+            own_value.clear()
+            own_value.update(changed_value)
 
     @staticmethod
     def _get_remote_number(value: Any) -> int:

@@ -18,8 +18,8 @@ class ClosedChannelError(Exception):
     """The other end is gone, or sent what it may not."""
 
 
-def encode(value: Any, refer: Callable[[Any], int]) -> Any:
-    """A value as JSON can hold it; `refer` gives the number of an object that is no literal."""
+def encode(value: Any, get_reference_number: Callable[[Any], int]) -> Any:
+    """A value as JSON can hold it; an object that is no literal goes as its number."""
     if value is None or isinstance(value, bool):
         return value
     for plain in (int, float, str):
@@ -31,29 +31,38 @@ def encode(value: Any, refer: Callable[[Any], int]) -> Any:
         return ["complex", value.real, value.imag]
     for name, kind in _SEQUENCES.items():
         if isinstance(value, kind):
-            return [name, *(encode(one, refer) for one in value)]
+            return [name, *(encode(one, get_reference_number) for one in value)]
     if isinstance(value, dict):
-        return ["dict", *([encode(k, refer), encode(v, refer)] for k, v in value.items())]
-    return ["object", refer(value)]
+        return [
+            "dict",
+            *(
+                [encode(k, get_reference_number), encode(v, get_reference_number)]
+                for k, v in value.items()
+            ),
+        ]
+    return ["object", get_reference_number(value)]
 
 
-def decode(data: Any, resolve: Callable[[int], Any]) -> Any:
-    """The value that was encoded, made of Python's own types; `resolve` gives a number's object."""
+def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
+    """The value that was encoded, made of Python's own types and of the objects of numbers."""
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     if not isinstance(data, list) or not data:
         raise ClosedChannelError("what was sent is no value")
     name, *parts = data
     if name in _SEQUENCES:
-        return _SEQUENCES[name](decode(one, resolve) for one in parts)
+        return _SEQUENCES[name](decode(one, get_referenced_value) for one in parts)
     if name == "dict":
-        return {decode(key, resolve): decode(value, resolve) for key, value in parts}
+        return {
+            decode(key, get_referenced_value): decode(value, get_referenced_value)
+            for key, value in parts
+        }
     if name == "bytes":
         return bytes.fromhex(parts[0])
     if name == "complex":
         return complex(*parts)
     if name == "object":
-        return resolve(parts[0])
+        return get_referenced_value(parts[0])
     raise ClosedChannelError("what was sent is no value")
 
 

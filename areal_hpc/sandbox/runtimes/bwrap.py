@@ -170,7 +170,7 @@ def build_bwrap_arguments(
         spec,
         python.command,
         f"{GUEST_DIR}/command_server.py",
-        writable=writable,
+        writable_folders=writable,
         counts_processes=True,
     )
     options = contents.add("\0".join([*command, "--chdir", "/"]).encode())

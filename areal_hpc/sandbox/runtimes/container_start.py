@@ -174,7 +174,7 @@ def build_container_server(
         setup.spec,
         setup.python.command,
         f"{GUEST_DIR}/{SCRIPTS[0].name}",
-        writable=list_writable_folders(setup.spec),
+        writable_folders=list_writable_folders(setup.spec),
         counts_processes=True,
         channel_fd=channel_fd,
         filters_calls=filters_calls,

@@ -64,7 +64,7 @@ def build_server_command(
     python: Sequence[str],
     script: str,
     *,
-    writable: Sequence[str],
+    writable_folders: Sequence[str],
     counts_processes: bool,
     origin: str = "/",
     channel_fd: int | None = None,
@@ -76,7 +76,7 @@ def build_server_command(
         spec: What the sandbox is to be.
         python: The words that start Python there.
         script: The place of the server there.
-        writable: Folders that a snapshot looks through.
+        writable_folders: Folders that a snapshot looks through.
         counts_processes: The kernel counts the processes of this sandbox alone.
         origin: The folder that paths in a snapshot are relative to.
         channel_fd: The channel; None: standard input and output.
@@ -87,7 +87,7 @@ def build_server_command(
         "limits": _build_limit_fields(spec.limits, counts_processes),
         "channel_fd": channel_fd,
         "session_port": SESSION_PORT if spec.network == "session-only" else None,
-        "writable": list(writable),
+        "writable": list(writable_folders),
         "origin": origin,
         "lower": None if spec.root is None else LOWER_DIR,
         "filter": None if program_filter is None else program_filter.hex(),

@@ -102,7 +102,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
         spec,
         python.command,
         f"{GUEST_DIR}/{SCRIPTS[0].name}",
-        writable=writable,
+        writable_folders=writable,
         counts_processes=True,
     )
     config = {

@@ -25,7 +25,7 @@ class HostRuntime:
             spec,
             [sys.executable, "-I", "-S"],
             str(SCRIPTS[0]),
-            writable=[folder],
+            writable_folders=[folder],
             counts_processes=False,
             origin=folder,
         )

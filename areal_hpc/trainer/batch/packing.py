@@ -112,14 +112,14 @@ def plan_packs(
 
 
 def _assign_sequences_to_least_loaded_packs(
-    sequence_indices: Sequence[int], sizes: Sequence[int], packs: int
+    sequence_indices: Sequence[int], sequence_lengths: Sequence[int], packs: int
 ) -> list[list[int]]:
     loads = np.zeros(packs, dtype=np.int64)
     plan: list[list[int]] = [[] for _ in range(packs)]
     for index in sequence_indices:
         pack = int(loads.argmin())
         plan[pack].append(index)
-        loads[pack] += sizes[index]
+        loads[pack] += sequence_lengths[index]
     return plan
 
 

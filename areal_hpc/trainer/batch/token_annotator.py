@@ -87,13 +87,18 @@ class TokenAnnotator:
         self,
         batch: Sequence[TrajectoryRow],
         rows: Sequence[TrainingRow],
-        chosen: Sequence[int],
+        chosen_row_indices: Sequence[int],
         minibatch_count: int,
     ) -> None:
-        self._batch, self._rows, self._chosen, self._parts = batch, rows, chosen, minibatch_count
+        self._batch, self._rows, self._chosen, self._parts = (
+            batch,
+            rows,
+            chosen_row_indices,
+            minibatch_count,
+        )
         self._starts: dict[int, int] = {}
         self._size = 0
-        for place in chosen:
+        for place in chosen_row_indices:
             self._starts[place] = self._size
             self._size += len(rows[place].input_ids_T)
         self._places = [self._map_part_tokens_to_columns(part) for part in range(minibatch_count)]

@@ -74,13 +74,15 @@ def _send_around_ring(sent: torch.Tensor, received: torch.Tensor) -> None:
         work.wait()
 
 
-def _measure_median_round_s(act: Callable[[], object], device: torch.device, rounds: int) -> float:
+def _measure_median_round_s(
+    run_round: Callable[[], object], device: torch.device, rounds: int
+) -> float:
     """Median seconds of a round on the slowest rank."""
     times_s = []
     for number in range(WARM_UP_ROUNDS + rounds):
         dist.barrier()
         began_s = time.perf_counter()
-        act()
+        run_round()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         if number >= WARM_UP_ROUNDS:

@@ -111,7 +111,7 @@ def compute_loss_and_gap(
 
 
 def take_and_compare_step(
-    policy: Policy, exact: TransformersReference, rounded: TransformersReference
+    policy: Policy, exact_reference: TransformersReference, rounded_reference: TransformersReference
 ) -> StepComparison:
     """A step, what the policy makes of the rows before and after it, and transformers.
 
@@ -122,7 +122,7 @@ def take_and_compare_step(
             ids, 1, {ADVANTAGE_CHANNEL: advantage, EXPECTED_LOGPROBS_CHANNEL: [0.0, *expected]}
         )
         for (ids, advantage), expected in zip(
-            make_sequences_with_advantages(policy.arch.vocab), exact.logprobs, strict=True
+            make_sequences_with_advantages(policy.arch.vocab), exact_reference.logprobs, strict=True
         )
     ]
     stats, norm = take_step_with_fresh_adamw(policy, rows, LEARNING_RATE, compute_loss_and_gap)
@@ -136,9 +136,13 @@ def take_and_compare_step(
         dtype="float32" if policy.dtype == torch.float32 else "bfloat16",
         tokens=round(before.sums["tokens"]),
         logprob_gap=before.maxima["gap"],
-        reference_logprob_gap=find_largest_gap(rounded.logprobs, exact.logprobs),
-        gradient_norm_gap=abs(norm / exact.gradient_norm - 1),
-        reference_gradient_norm_gap=abs(rounded.gradient_norm / exact.gradient_norm - 1),
+        reference_logprob_gap=find_largest_gap(
+            rounded_reference.logprobs, exact_reference.logprobs
+        ),
+        gradient_norm_gap=abs(norm / exact_reference.gradient_norm - 1),
+        reference_gradient_norm_gap=abs(
+            rounded_reference.gradient_norm / exact_reference.gradient_norm - 1
+        ),
         rise=_compute_rewarded_minus_other_logprob(after)
         - _compute_rewarded_minus_other_logprob(before),
         peak_bytes=read_peak_memory_bytes(policy.device),

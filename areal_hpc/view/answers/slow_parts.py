@@ -104,14 +104,14 @@ class OutsideCallsKind:
 
 
 def group_times_outside_calls(
-    episodes: Sequence[BatchEpisode], between: Iterable[tuple[str, float]]
+    episodes: Sequence[BatchEpisode], times_between_calls: Iterable[tuple[str, float]]
 ) -> list[OutsideCallsKind]:
     """Times outside of model calls by kind, the one that took most first.
 
-    `between` are the times between calls, by the tool that was called.
+    `times_between_calls` are the times between calls, by the tool that was called.
     """
     found: dict[str, list[float]] = defaultdict(list)
-    for tool, seconds in between:
+    for tool, seconds in times_between_calls:
         name = "the agent between calls" if tool == WITHOUT_TOOL else f"the tool {tool}"
         found[name].append(seconds)
     for one in episodes:

@@ -40,12 +40,13 @@ def compare_tasks(
     run: str,
     now: Sequence[BatchEpisode],
     earlier_episodes: Sequence[BatchEpisode],
-    sizes: Sequence[int],
+    source_sizes: Sequence[int],
 ) -> TaskFindings:
     """Sources, new tasks, and tasks that went better before. Pure.
 
     A run that never comes back to a task has new ones at every step: only what the newest of the
-    steps before did not show, compared with the others, is a cause. `sizes` are those of sources.
+    steps before did not show, compared with the others, is a cause. `source_sizes` are
+    the rows of each source.
     """
     rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier_episodes)
     if not rewards or not before:
@@ -57,7 +58,8 @@ def compare_tasks(
     usual_now = _group_rewards_by_task(one for one in earlier_episodes if one.step == last)
     usual_before = _group_rewards_by_task(one for one in earlier_episodes if one.step < last)
     causes = [
-        Finding(one, page) for one in _describe_source_share_changes(now, earlier_episodes, sizes)
+        Finding(one, page)
+        for one in _describe_source_share_changes(now, earlier_episodes, source_sizes)
     ]
     if not any(_describe_move_to_other_lines(usual_now, usual_before)):
         causes += [Finding(one, page) for one in _describe_move_to_other_lines(rewards, before)]
@@ -88,13 +90,15 @@ def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[f
 
 
 def _describe_source_share_changes(
-    now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode], sizes: Sequence[int]
+    now: Iterable[BatchEpisode],
+    earlier_episodes: Iterable[BatchEpisode],
+    source_sizes: Sequence[int],
 ) -> Iterator[str]:
-    if len(sizes) < 2:
+    if len(source_sizes) < 2:
         return
     shares, before = (
-        _compute_source_shares(now, sizes),
-        _compute_source_shares(earlier_episodes, sizes),
+        _compute_source_shares(now, source_sizes),
+        _compute_source_shares(earlier_episodes, source_sizes),
     )
     for source in sorted(shares, key=lambda one: before[one] - shares[one]):
         if abs(shares[source] - before[source]) >= MIN_SOURCE_SHARE_CHANGE:
@@ -105,17 +109,17 @@ def _describe_source_share_changes(
 
 
 def _compute_source_shares(
-    episodes: Iterable[BatchEpisode], sizes: Sequence[int]
+    episodes: Iterable[BatchEpisode], source_sizes: Sequence[int]
 ) -> dict[int, float]:
     """The share of episodes by source: tasks of a source follow one another in the set."""
-    ends = list(accumulate(sizes))
+    ends = list(accumulate(source_sizes))
     counts = Counter(
         next((place for place, end in enumerate(ends) if one.task < end), -1)
         for one in episodes
         if one.task >= 0
     )
     total = max(1, counts.total())
-    return {source: counts[source] / total for source in range(len(sizes))}
+    return {source: counts[source] / total for source in range(len(source_sizes))}
 
 
 def _describe_move_to_other_lines(

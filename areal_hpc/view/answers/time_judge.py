@@ -260,8 +260,8 @@ class TimeJudge:
         usual = statistics.median(one.record.duration_s for one in timed)
         return longest if longest.record.duration_s >= MIN_LAST_TO_MEDIAN_DURATION * usual else None
 
-    def _describe_long_awaited_episode(self, late: BatchEpisode) -> str:
-        split, record = self.split, late.record
+    def _describe_long_awaited_episode(self, late_episode: BatchEpisode) -> str:
+        split, record = self.split, late_episode.record
         assert split is not None
         usual = statistics.median(
             one.record.duration_s for one in self.evidence.episodes if one.is_timed
@@ -269,7 +269,7 @@ class TimeJudge:
         place = self._name_cell_with_node(record.cell)
         return (
             f"the last episodes of batches were awaited for {split.last_s / split.total_s:.0%} of "
-            f"the waits: {late.title}{f' on {place}' if place else ''} took "
+            f"the waits: {late_episode.title}{f' on {place}' if place else ''} took "
             f"{record.duration_s:.1f} s, where {usual:.1f} s is usual"
         )
 

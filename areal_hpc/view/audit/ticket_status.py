@@ -177,19 +177,19 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished, episodes)
 
 
-def _pop_never_issued_ids(sealed: dict[int, str], next_ticket_id: int) -> list[Problem]:
+def _pop_never_issued_ids(shard_by_sealed_id: dict[int, str], next_ticket_id: int) -> list[Problem]:
     """Take out the ids that no ledger can have issued, and name them.
 
     `next_ticket_id` is above all known ids, which are positions of the task stream. Nobody plays a
     million of them without a trace.
     """
     problems = []
-    for ticket_id in sorted(sealed):
+    for ticket_id in sorted(shard_by_sealed_id):
         if 0 <= ticket_id < next_ticket_id + MAX_TRACELESS_IDS:
             next_ticket_id = max(next_ticket_id, ticket_id + 1)
         else:
             message = f"holds ticket {ticket_id}, which was never issued"
-            problems.append(Problem(message, sealed.pop(ticket_id)))
+            problems.append(Problem(message, shard_by_sealed_id.pop(ticket_id)))
     return problems
 
 
@@ -234,18 +234,18 @@ def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
 
 
 def _find_lost_traceless_ids(
-    evidence: TicketRecords, traceless: list[int], highest_batched: int
+    evidence: TicketRecords, traceless_ids: list[int], highest_batched: int
 ) -> set[int]:
     """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit.
 
     Nothing while the limit is not known: a recipe may be its owner's alone.
     """
     if evidence.is_finished:
-        return set(traceless)
+        return set(traceless_ids)
     if evidence.batch_size == 0:
         return set()
     most_in_cells = evidence.max_head_offpolicyness * evidence.batch_size
-    overtaken = [ticket_id for ticket_id in traceless if ticket_id < highest_batched]
+    overtaken = [ticket_id for ticket_id in traceless_ids if ticket_id < highest_batched]
     return set(overtaken[: max(0, len(overtaken) - most_in_cells)])
 
 
@@ -254,14 +254,14 @@ def _judge_and_explain_batched(
     rows: _ShardRowChecker,
     consumed: Mapping[int, Sequence[UntrainedRecord]],
     quarantined: Mapping[int, UntrainedRecord],
-    uses: list[_BatchUse],
+    batch_uses: list[_BatchUse],
     shares_with: int | None,
 ) -> tuple[TicketStatus, str]:
-    step, ticket = uses[0]
+    step, ticket = batch_uses[0]
     checkpoint = evidence.checkpoint
     where = f"step {step}, {ticket.shard} rows {ticket.rows}"
-    if len(uses) > 1:
-        steps = " and ".join(str(step) for step, _ in uses)
+    if len(batch_uses) > 1:
+        steps = " and ".join(str(step) for step, _ in batch_uses)
         return TicketStatus.DUPLICATE, f"in the batches of steps {steps}"
     if shares_with is not None:
         return TicketStatus.DUPLICATE, f"{where}: some rows also belong to ticket {shares_with}"
@@ -298,12 +298,12 @@ def _judge_consumed(
 
 
 def _judge_sealed(
-    rows: _ShardRowChecker, file: str, doubtful: dict[int, str]
+    rows: _ShardRowChecker, file: str, doubt_by_step: dict[int, str]
 ) -> tuple[TicketStatus, str]:
     if fault := rows.find_shard_fault(file):
         return TicketStatus.LOST, f"sealed in {file}: {fault}"
-    if doubtful:
-        doubt = next(iter(doubtful.values()))
+    if doubt_by_step:
+        doubt = next(iter(doubt_by_step.values()))
         return TicketStatus.LOST, f"sealed in {file}, perhaps trained: {doubt}"
     return TicketStatus.OPEN, f"sealed in {file}, in no batch yet"
 

@@ -142,25 +142,29 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
             yield f"  task {task}: {escape_controls(first)}"
 
 
-def compare_reports(before: EvaluationReport, after: EvaluationReport) -> list[ComparedMetric]:
+def compare_reports(
+    report_before: EvaluationReport, report_after: EvaluationReport
+) -> list[ComparedMetric]:
     """Every metric that both have, on the sets that both have, by a paired test.
 
     Raises:
         RecipeError: They have no set in common, other tasks or another pass reward of one, or no
             metric in common on it: then nothing would be compared, and nothing could be worse.
     """
-    common = [name for name in after.sets if name in before.sets]
+    common = [name for name in report_after.sets if name in report_before.sets]
     if not common:
         raise RecipeError(
-            f"{before.name} was evaluated on {', '.join(before.sets) or 'no set'}, "
-            f"this on {', '.join(after.sets)}",
+            f"{report_before.name} was evaluated on {', '.join(report_before.sets) or 'no set'}, "
+            f"this on {', '.join(report_after.sets)}",
             key="--compare",
             hint="evaluate it on the same set first",
         )
     return [
         one
         for name in common
-        for one in _compare_sets(name, before.sets[name], after.sets[name], before.name)
+        for one in _compare_sets(
+            name, report_before.sets[name], report_after.sets[name], report_before.name
+        )
     ]
 
 
@@ -214,15 +218,17 @@ def _find_same_metric(metric: str, other_set: EvaluatedSet) -> str | None:
 
 
 def list_left_out(
-    before: EvaluationReport, after: EvaluationReport, compared_metrics: Sequence[ComparedMetric]
+    report_before: EvaluationReport,
+    report_after: EvaluationReport,
+    compared_metrics: Sequence[ComparedMetric],
 ) -> Iterator[str]:
     """Lines: the numbers of an evaluation that could not be compared with another."""
-    for name, one in after.sets.items():
+    for name, one in report_after.sets.items():
         told = {each.metric.partition(" ")[0] for each in compared_metrics if each.set_name == name}
         if missing := [metric for metric in one.metrics if metric not in told]:
-            known = before.sets[name].metrics if name in before.sets else {}
+            known = report_before.sets[name].metrics if name in report_before.sets else {}
             has = f"has {', '.join(known)}" if known else "was not evaluated on it"
-            yield f"not compared: {', '.join(missing)} of {name}; {before.name} {has}"
+            yield f"not compared: {', '.join(missing)} of {name}; {report_before.name} {has}"
 
 
 def _compute_values_by_task(metric: str, evaluated_set: EvaluatedSet) -> list[float]:

@@ -36,14 +36,14 @@ class RunEventAnnouncer:
             self._told.add((event["event"], place))
         return list(tell(event))
 
-    def _format_failure_lines(self, cause: FailureCause, then: str) -> Iterator[str]:
+    def _format_failure_lines(self, cause: FailureCause, consequence: str) -> Iterator[str]:
         number = len(self.failures.causes)
         if number > MAX_SHOWN_CAUSES:
             if number == MAX_SHOWN_CAUSES + 1:
                 yield "agent    fails in further ways: areal-hpc why RUN lists them"
             return
         said, share = cause.message.removeprefix("the agent "), self.failures.share_text
-        yield f"agent    {said}  ({share} so far; {then})"
+        yield f"agent    {said}  ({share} so far; {consequence})"
         if cause.place:
             yield f"         at: {cause.place}"
         yield f"         try: {cause.suggested_fix}"

@@ -95,7 +95,9 @@ def pick_good_bad_and_typical(
             yield sort, one
 
 
-def _build_shown_episode(sort: str, episode: BatchEpisode, row: TrajectoryRow) -> ShownEpisode:
+def _build_shown_episode(
+    example_kind: str, episode: BatchEpisode, row: TrajectoryRow
+) -> ShownEpisode:
     calls = dict(locate_calls(row.record.calls))
     messages = [
         ShownMessage(
@@ -117,7 +119,7 @@ def _build_shown_episode(sort: str, episode: BatchEpisode, row: TrajectoryRow) -
     if episode.task >= 0:
         facts.append(f"task {episode.task}")
     facts.append(episode.name)
-    return ShownEpisode(sort, episode.title, ", ".join(facts), tuple(messages))
+    return ShownEpisode(example_kind, episode.title, ", ".join(facts), tuple(messages))
 
 
 def _describe_call(call: CallRecord) -> str:

@@ -59,14 +59,22 @@ def _count_nodes(job: JobPaths) -> int:
     return int(found[1]) if found else 1
 
 
-def describe_idle_time(rows: Sequence[Mapping[str, Any]], size: HeldGpusOrNodes) -> list[str]:
+def describe_idle_time(
+    rows: Sequence[Mapping[str, Any]], held_gpus_or_nodes: HeldGpusOrNodes
+) -> list[str]:
     """Hours that trainer and cells spent waiting for one another, of those they held. Pure."""
     hours = _sum_hours(rows, "time/step_s")
     waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)
     idle = _sum_hours(rows, IDLE_CELLS_METRIC)
-    per_cell = size.cells / max(size.cell_count, 1)
-    trainer = _format_hours(waited * size.trainer, hours * size.trainer, size.unit)
-    cells = _format_hours(idle * per_cell, hours * size.cells, size.unit)
+    per_cell = held_gpus_or_nodes.cells / max(held_gpus_or_nodes.cell_count, 1)
+    trainer = _format_hours(
+        waited * held_gpus_or_nodes.trainer,
+        hours * held_gpus_or_nodes.trainer,
+        held_gpus_or_nodes.unit,
+    )
+    cells = _format_hours(
+        idle * per_cell, hours * held_gpus_or_nodes.cells, held_gpus_or_nodes.unit
+    )
     return [f"trainer waiting for cells {trainer}", f"cells waiting for the trainer {cells}"]
 
 

@@ -95,18 +95,18 @@ SendBucket = Callable[[OpenBucket], WaitSent]
 
 def fill_and_send_buckets(
     buckets: Sequence[BucketPlan],
-    arrivals: Iterator[tuple[str, torch.Tensor]],
+    named_tensors: Iterator[tuple[str, torch.Tensor]],
     open_bucket: Callable[[BucketPlan], OpenBucket],
-    ship: SendBucket,
+    send_bucket: SendBucket,
     inspect_bucket: Callable[[OpenBucket], None] = lambda full: None,
 ) -> None:
     """Fill and send all buckets; never holds more than two, whatever the model's size.
 
     Args:
         buckets: As planned.
-        arrivals: Every parameter of the buckets, in the order in which they were planned.
+        named_tensors: Every parameter of the buckets, in the order in which they were planned.
         open_bucket: Makes a bucket to be filled; the last one may still be on its way.
-        ship: Called when the bucket before has arrived.
+        send_bucket: Called when the bucket before has arrived.
         inspect_bucket: Sees each bucket while it is on its way.
 
     Raises:
@@ -116,15 +116,15 @@ def fill_and_send_buckets(
     for bucket in buckets:
         filling = open_bucket(bucket)
         while not filling.is_full:
-            arrival = next(arrivals, None)
+            arrival = next(named_tensors, None)
             if arrival is None:
                 raise WeightSyncError("the parameters ended before their specs did")
             filling.place(*arrival)
         if wait_sent is not None:
             wait_sent()
-        wait_sent = ship(filling)
+        wait_sent = send_bucket(filling)
         inspect_bucket(filling)
     if wait_sent is not None:
         wait_sent()
-    if (extra := next(arrivals, None)) is not None:
+    if (extra := next(named_tensors, None)) is not None:
         raise WeightSyncError(f"expected no parameter after the last spec, got {extra[0]}")

@@ -305,7 +305,7 @@ def choose_group_size(backend: str, replicas: int) -> int:
 
 
 def partition_replicas(
-    replicas: Sequence[ReplicaKey], size: int, suspects: Set[tuple[str, int]]
+    replicas: Sequence[ReplicaKey], size: int, suspect_replicas: Set[tuple[str, int]]
 ) -> list[tuple[ReplicaKey, ...]]:
     """Groups of `size` neighbors; the last one may have fewer.
 
@@ -313,6 +313,6 @@ def partition_replicas(
     one too.
     """
     ordered = sorted(replicas, key=lambda key: key.cell_and_index)
-    trusted = [key for key in ordered if key.cell_and_index not in suspects]
+    trusted = [key for key in ordered if key.cell_and_index not in suspect_replicas]
     groups = [tuple(trusted[at : at + size]) for at in range(0, len(trusted), size)]
-    return groups + [(key,) for key in ordered if key.cell_and_index in suspects]
+    return groups + [(key,) for key in ordered if key.cell_and_index in suspect_replicas]

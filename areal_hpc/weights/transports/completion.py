@@ -78,25 +78,25 @@ def raise_if_work_failed(work: dist.Work) -> None:
         raise RuntimeError(str(error))
 
 
-def _resolve_if_over(collective_works: Sequence[dist.Work], over: Future[None]) -> bool:
+def _resolve_if_over(collective_works: Sequence[dist.Work], completion: Future[None]) -> bool:
     """Whether there is nothing more to ask."""
-    if over.cancelled():
+    if completion.cancelled():
         return True
     try:
         if not all(work.is_completed() for work in collective_works):
             return False
     except RuntimeError as error:
-        _resolve_future(over, error)
+        _resolve_future(completion, error)
     else:
-        _resolve_future(over)
+        _resolve_future(completion)
     return True
 
 
-def _resolve_future(over: Future[None], error: RuntimeError | None = None) -> None:
+def _resolve_future(completion: Future[None], error: RuntimeError | None = None) -> None:
     """Unless nobody waits any more."""
-    if not over.set_running_or_notify_cancel():
+    if not completion.set_running_or_notify_cancel():
         return
     if error is None:
-        over.set_result(None)
+        completion.set_result(None)
     else:
-        over.set_exception(error)
+        completion.set_exception(error)

@@ -241,7 +241,7 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
         again.index_new_rows()
         assert again.find_page(offset=0, count=1).total == 1, "another run is at this path now"
         with pytest.raises(RecipeError, match="no field"):
-            again.find_page(sort="named; DROP TABLE rows", offset=0, count=1)
+            again.find_page(sort_column="named; DROP TABLE rows", offset=0, count=1)
 
 
 def test_a_cache_that_others_may_write_is_refused(run: RunPaths, tmp_path: Path) -> None:

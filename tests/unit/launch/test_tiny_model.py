@@ -139,7 +139,15 @@ def test_untied_model_of_another_shape_loads(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM
 
     make_tiny_model(
-        tmp_path, texts(), layers=3, hidden=64, heads=8, kv_heads=4, head_dim=16, ffn=96, tie=False
+        tmp_path,
+        texts(),
+        layers=3,
+        hidden=64,
+        heads=8,
+        kv_heads=4,
+        head_dim=16,
+        ffn=96,
+        tie_embeddings=False,
     )
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
     assert not any(report.values())

@@ -144,7 +144,7 @@ def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
         arguments = encode_custom_input(item.input or "")
         return {"tool_calls": [format_tool_call(item.call_id, item.name or "", arguments)]}
     if item.type == "message" and item.role == "assistant":
-        return {"content": _join_texts(item.content or "", f"input[{i}].content", joint="")}
+        return {"content": _join_texts(item.content or "", f"input[{i}].content", separator="")}
     return None
 
 
@@ -155,7 +155,7 @@ def _build_non_assistant_message(item: InputItem, i: int) -> Message:
     return {"role": item.role, "content": _join_texts(item.content or "", f"input[{i}].content")}
 
 
-def _join_texts(content: str | Sequence[ContentPart], key: str, joint: str = "\n") -> str:
+def _join_texts(content: str | Sequence[ContentPart], key: str, separator: str = "\n") -> str:
     if isinstance(content, str):
         return content
     texts = []
@@ -165,4 +165,4 @@ def _join_texts(content: str | Sequence[ContentPart], key: str, joint: str = "\n
             problem = f"content parts of type {part.type!r} are not supported"
             raise ProxyRequestError(400, problem, key=f"{key}[{j}].type")
         texts.append(text)
-    return joint.join(texts)
+    return separator.join(texts)

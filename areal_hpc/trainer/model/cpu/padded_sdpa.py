@@ -163,9 +163,9 @@ class _GatherFromSlots(torch.autograd.Function):
     """Slots back into tokens; padding receives no gradient."""
 
     @staticmethod
-    def forward(ctx: Any, filled: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
+    def forward(ctx: Any, slot_values: torch.Tensor, slots: TokenSlots) -> torch.Tensor:
         ctx.slots = slots
-        return filled.index_select(0, slots.slot_of_token)
+        return slot_values.index_select(0, slots.slot_of_token)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
@@ -174,8 +174,8 @@ class _GatherFromSlots(torch.autograd.Function):
         return spread.index_copy_(0, slots.slot_of_token, gradient), None
 
 
-def gather_from_slots(filled: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
+def gather_from_slots(slot_values: torch.Tensor, slots: TokenSlots | None) -> torch.Tensor:
     """The inverse of `scatter_to_slots`: one row per token, padding left behind."""
     if slots is None:
-        return filled
-    return _GatherFromSlots.apply(filled, slots)  # type: ignore[no-any-return, no-untyped-call]
+        return slot_values
+    return _GatherFromSlots.apply(slot_values, slots)  # type: ignore[no-any-return, no-untyped-call]
