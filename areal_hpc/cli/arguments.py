@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -114,3 +115,17 @@ def parse_run_dir(path: Path) -> RunPaths:
             f"there is no run at {path}", hint=f"pass a directory that contains {RECIPE_FILE}"
         )
     return paths
+
+
+def parse_count(text: str) -> int:
+    """The whole number of 1 or more in an argument."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
+    return int(text)
+
+
+def parse_slurm_job_id(text: str) -> str:
+    """A job's number, or that of an array's task (`17_3`)."""
+    if not re.fullmatch(r"[0-9]+(_[0-9]+)?", text):
+        raise argparse.ArgumentTypeError(f"expected the number of a Slurm job, got {text!r}")
+    return text

@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.errors import ClusterError, RecipeError
+from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.metrics.step_line import format_metric
 from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
 from areal_hpc.rundir.paths import RunPaths
@@ -28,14 +28,14 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     """A table of runs, then their jobs that Slurm has and nobody recorded.
 
     Slurm is asked about all runs at once: of the jobs on record of those that are not finished, and
-    of all jobs of their owners. A run whose recipe is damaged is named below the table. Values that
+    of all jobs of their owners. A run that cannot be read is named below the table. Values that
     may be secrets are compared, and not shown.
     """
     notes, advance_by_run = [], {}
     for paths in runs:
         try:
             advance_by_run[paths] = read_run_progress(paths)
-        except RecipeError as error:
+        except (ArealError, OSError) as error:
             notes.append(f"left out: {paths.root}: {error}")
     advances = list(advance_by_run.values())
     run_jobs = fetch_jobs_of_runs(list(advance_by_run), queue)

@@ -9,7 +9,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup, parse_run_dir
+from areal_hpc.cli.arguments import (
+    UNHEALTHY_EXIT_CODE,
+    CommandGroup,
+    parse_count,
+    parse_run_dir,
+)
 from areal_hpc.errors import RecipeError, ShardError, escape_controls
 from areal_hpc.rundir.paths import RunPaths
 
@@ -120,7 +125,7 @@ def _add_shards_show_command(verbs: CommandGroup) -> None:
     show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
     show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
     most = "print at most so many rows, the last ones unless sorted; default 5, all of a ticket"
-    show.add_argument("-n", "--rows", type=_parse_row_count, metavar="COUNT", help=most)
+    show.add_argument("-n", "--rows", type=parse_count, metavar="COUNT", help=most)
     show.add_argument("--tokens", action="store_true", help="one line per token")
 
 
@@ -142,12 +147,6 @@ def _add_shards_export_command(verbs: CommandGroup) -> None:
     export.add_argument("--out", type=Path, required=True, help="the file; it must not exist")
     where = "only rows that match an expression, as for areal-hpc shards show"
     export.add_argument("--where", default="", metavar="EXPRESSION", help=where)
-
-
-def _parse_row_count(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")
-    return int(text)
 
 
 def _show_status(arguments: argparse.Namespace) -> int:

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import CommandGroup, parse_count
 from areal_hpc.errors import RecipeError
 
 
@@ -58,7 +58,7 @@ def add_commands(commands: CommandGroup) -> None:
     help_ = "as AReaL takes them"
     migrate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     rows = "number of training rows, to convert epochs to steps"
-    migrate.add_argument("--rows", type=int, help=rows)
+    migrate.add_argument("--rows", type=parse_count, help=rows)
     migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
 
 

@@ -9,7 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from areal_hpc.cli.arguments import CommandGroup
+from areal_hpc.cli.arguments import CommandGroup, parse_slurm_job_id
 from areal_hpc.cli.commands.plan import describe_plan
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
@@ -68,7 +68,14 @@ def add_commands(commands: CommandGroup) -> None:
     ):
         submit.add_argument(option, action="store_true", help=help_)
     help_ = "start after this job has succeeded (repeatable)"
-    submit.add_argument("--after", action="append", default=[], metavar="JOBID", help=help_)
+    submit.add_argument(
+        "--after",
+        action="append",
+        type=parse_slurm_job_id,
+        default=[],
+        metavar="JOBID",
+        help=help_,
+    )
     help_ = "sweep: one run per value, as job arrays, each with its own trial_name"
     submit.add_argument("--sweep", metavar="KEY=V1,V2,...", help=help_)
 

@@ -156,7 +156,7 @@ def judge_collapse(
 ) -> Answer:
     """Whether the trends of a run are those of a collapse, in sentences. Pure."""
     if len(rows) < MIN_STEPS_FOR_TREND:
-        return Answer(f"{len(rows)} steps are trained: at least {MIN_STEPS_FOR_TREND} show a trend")
+        return Answer(f"trained steps: {len(rows)}; at least {MIN_STEPS_FOR_TREND} show a trend")
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
     trends = {one.name: one for one in _list_trends(rows, distinct_share_by_step, window)}
     signs = [

@@ -97,7 +97,7 @@ def test_a_fall_without_signs_is_no_collapse(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_well_and_one_that_is_short(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     add_steps(run, 3, GROUP, 0.4, **HEALTHY)
-    assert explain_collapse(run.paths).headline.startswith("3 steps are trained: at least 6")
+    assert explain_collapse(run.paths).headline.startswith("trained steps: 3; at least 6")
     add_steps(run, 9, GROUP, 0.5, **HEALTHY)
     assert explain_collapse(run.paths).headline == "the policy does not collapse"
 
