@@ -23,7 +23,7 @@ from tests.support.environments import CHECKOUT
 from tests.support.small_run import CUT_DOWN, LIGHT, processes_of
 from tests.support.waiting import wait_for
 
-pytestmark = pytest.mark.timeout(400)
+pytestmark = pytest.mark.timeout(900)
 
 TASKS = 24
 FEW = "{dataset: {generator: 'tests.support.sums:tasks', kwargs: {size: 6, seed: 5, terms: 2}}, "

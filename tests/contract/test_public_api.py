@@ -26,6 +26,18 @@ def test_importing_it_imports_nothing_heavy() -> None:
     subprocess.run([sys.executable, "-c", IMPORT], check=True, timeout=60)
 
 
+PROCESS_MAIN = """
+import sys
+import areal_hpc.jobs.processes.process_main
+heavy = [name for name in sys.modules if name.startswith(("torch", "numpy", "areal_hpc.recipe"))]
+assert not heavy, heavy
+"""
+
+
+def test_processes_start_without_what_only_some_of_them_need() -> None:
+    subprocess.run([sys.executable, "-c", PROCESS_MAIN], check=True, timeout=60)
+
+
 @pytest.mark.parametrize("name", areal_hpc.__all__)
 def test_every_name_is_there(name: str) -> None:
     assert getattr(areal_hpc, name) is not None

@@ -89,7 +89,8 @@ class MadeRun:
         `sealing_s` after the last one. `phases` are further ones.
         """
         self.step += 1
-        begin = self.now
+        files_s = (phases or {}).get("files", 0.0)  # of the row before
+        begin = self.now + files_s
         wait_s = late_s + max(one.duration_s for one in episodes) + sealing_s
         rows = [
             self._make_row(place, one, begin + late_s, generation)
@@ -107,7 +108,7 @@ class MadeRun:
         write_manifest_once(self.paths, BatchManifest(self.step, generation, tickets))
         self.tickets += len(tickets)
         times = {"batch_wait": wait_s, "train": 0.5, "publish": 0.1, **(phases or {})}
-        self.now = begin + sum(times.values())
+        self.now = begin - files_s + sum(times.values())
         rewards = [one.reward for one in episodes]
         row = {
             "step": self.step,

@@ -50,7 +50,8 @@ class StepRecord:
         if self._is_open and step == self.version.step:
             self.row |= values
         else:
-            self.metrics.write(step, values)
+            with self.time_files():
+                self.metrics.write(step, values)
 
     def write_row_once(self, further: FlatRow) -> None:
         """Write the row once, with the times of its phases and `further` metrics."""

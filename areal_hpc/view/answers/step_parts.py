@@ -35,7 +35,8 @@ class StepPart:
 def split_batch_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> WaitSplit | None:
     """What episodes did while the trainer waited for their batches; None if it is not known.
 
-    The wait is the first phase of a step: the row's end and length tell when it was.
+    The row's end and length tell when a step began. The wait follows the writing of the row before,
+    which is nearly all of the time for small files.
     """
     split = WaitSplit()
     for row in rows:
@@ -44,7 +45,7 @@ def split_batch_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> 
             row.get(name) for name in ("unix_time_s", "time/step_s", "time/batch_wait_s")
         )
         if own and ended_at and step_s and wait_s:
-            begin = ended_at - step_s
+            begin = ended_at - step_s + (row.get("time/files_s") or 0.0)
             split.add(split_wait_by_activity(begin, begin + wait_s, own))
     return split if split.total_s > 0 else None
 

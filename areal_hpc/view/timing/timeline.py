@@ -22,8 +22,8 @@ from areal_hpc.view.slices import Slice
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 
 PLACED_PHASES_IN_ORDER = (
-    *("batch_wait", "read", "measure", "score", "pack", "train"),
-    *("cell_wait", "publish", "checkpoint", "eval", "export", "files"),
+    *("files", "batch_wait", "read", "measure", "score", "pack", "train"),
+    *("cell_wait", "publish", "checkpoint", "eval", "export"),
 )
 """Phases of a step in the order in which the trainer comes to them."""
 TRAINER_PROCESS = "trainer-trainer"

@@ -16,7 +16,6 @@ from areal_hpc.recipe.sections.cluster import SlurmConfig
 from tests.support.commands import write_program
 
 pytestmark = pytest.mark.timeout(600)
-RUN_TIMEOUT_S = 580.0
 
 
 @pytest.fixture

@@ -8,11 +8,13 @@ from urllib.parse import parse_qs
 
 import pytest
 
+from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.reference import list_keys
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
+from areal_hpc.view.answers.step_parts import list_mean_step_parts, split_batch_waits
 from areal_hpc.view.answers.wait_split import split_wait_by_activity
 from areal_hpc.view.batch_episodes import read_batch_episodes
 from areal_hpc.view.transcripts.filter_expression import parse_filter
@@ -114,6 +116,17 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     assert split.alone_s == {"cell-0": pytest.approx(3.0)}
     assert split.call_seconds == pytest.approx(3.0)
     assert split.calling_s == pytest.approx(2.0), "the first call of each at the same time"
+
+
+def test_a_wait_begins_when_the_row_before_is_written(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    run.add_step(PLAIN, {"files": 9.0}, sealing_s=3.0)
+    rows = read_metrics(run.paths.metrics)
+    split = split_batch_waits(rows, read_batch_episodes(run.paths, [1], []))
+    parts = {one.name: one.seconds for one in list_mean_step_parts(rows, split)}
+    assert parts["small files"] == 9.0
+    assert parts["sealing"] == pytest.approx(3.0)
+    assert "admission" not in parts
 
 
 def test_a_run_of_an_earlier_version_has_no_times_of_calls(tmp_path: Path) -> None:
