@@ -197,7 +197,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("time/eval_s", "s", "down", "waiting for held-out tasks"),
         ("time/export_s", "s", "down", "writing a Hugging Face model"),
         ("time/files_s", "s", "down",
-         "writing the row before, and reading small files of the run directory"),
+         "writing the row before and events, and reading small files of the run directory"),
         ("memory/trainer_peak_bytes", "bytes", "down",
          "most memory that a rank has held so far: of its GPU, else resident"),
         ("disk/free_bytes", "bytes", "up", "free on the storage of the run directory"),

@@ -4,6 +4,7 @@ import logging
 import math
 import time
 from collections.abc import Iterable
+from typing import Any
 
 import msgspec
 import torch
@@ -136,13 +137,13 @@ class LedgerSource(BatchSource):
         now = time.monotonic()
         if self._publisher.replica_count:
             if self._is_cell_missing:
-                self._events.record(CELL_FOUND_EVENT, waited_s=round(now - self._found_at, 1))
+                self._record_event(CELL_FOUND_EVENT, waited_s=round(now - self._found_at, 1))
             self._found_at = self._missed_at = now
             self._is_cell_missing = False
         elif now - self._missed_at > NO_CELL_LOG_PERIOD_S:
             self._missed_at = now
             if not self._is_cell_missing:
-                self._events.record(NO_CELL_EVENT, waited_s=round(now - self._found_at, 1))
+                self._record_event(NO_CELL_EVENT, waited_s=round(now - self._found_at, 1))
             self._is_cell_missing = True
             logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
         self._targets = self._backoff.filter_retryable(outdated, now)
@@ -191,7 +192,7 @@ class LedgerSource(BatchSource):
                 seconds = report.seconds.items()
                 self._record.row |= {f"weights/{name}_s": took_s for name, took_s in seconds}
             self._is_served = True
-        self._events.record(
+        self._record_event(
             "weights_published",
             version=str(version),
             replicas=len(report.ok),
@@ -200,6 +201,10 @@ class LedgerSource(BatchSource):
         )
         for key, error in report.failed.items():
             logger.warning("%s did not receive version %s: %s", key, version, error)
+
+    def _record_event(self, event_name: str, **facts: Any) -> None:
+        with self._record.time_files():
+            self._events.record(event_name, **facts)
 
     def get_weight_update_metrics(self) -> FlatRow:
         """Cost of the newest update to those who generate."""
@@ -231,7 +236,7 @@ class LedgerSource(BatchSource):
         if not evaluation.may_grant_episodes(self._publisher.evaluation_replicas, version):
             return
         given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
-        self._events.record(
+        self._record_event(
             "evaluation_begun",
             version=str(version),
             given_up=str(given_up) if given_up else None,
