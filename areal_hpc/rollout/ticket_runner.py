@@ -7,7 +7,14 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import AgentError, ArealError, HttpStatusError, RecipeError, escape_surrogates
+from areal_hpc.errors import (
+    AgentError,
+    ArealError,
+    HttpStatusError,
+    NodeShortageError,
+    RecipeError,
+    escape_surrogates,
+)
 from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
@@ -195,6 +202,8 @@ class TicketRunner:
         trace, cause = "", str(error)
         if isinstance(error, AgentError):
             trace, cause = error.trace, error.cause
+        is_node_short = isinstance(error, AgentError) and error.kind == NodeShortageError.__name__
+        cause = "" if is_node_short else cause
         reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
         self._record_ticket_event("ticket_dropped", ticket_grant, reason)
         log.error("dropped %s: %s", ticket_grant.ref, reason)
@@ -231,19 +240,34 @@ class TicketRunner:
         """Repeat one episode until it ends well, or as the recipe has failed ones end.
 
         Raises:
-            AgentError: It is missing from its group.
-            ClusterError: The node has had nothing for any episode for long.
+            AgentError: It is missing from its group: it kept failing, or it is of training and the
+                node has lacked something for it alone for long.
+            ClusterError: The node has lacked something for every episode for long.
         """
+        with self._shortages.follow_episode(_name_episode(ticket_grant.ref, split, episode)):
+            return await self._repeat_episode(ticket_grant, split, episode)
+
+    async def _repeat_episode(
+        self, ticket_grant: TicketGrant, split: str, episode: int
+    ) -> EpisodeOutcome:
         failures = 0
         while True:
             await self._gate.wait_until_open()
             spec = self._build_episode_spec(ticket_grant, split, episode, failures)
             outcome = await self._run_episode_in_time_span(ticket_grant, split, spec)
-            self._shortages.note_end(spec.session.task_id, outcome)
+            if outcome.status != "ok":
+                self._record_failed_episode(
+                    ticket_grant, episode, outcome, is_training=split == TRAIN
+                )
+            try:
+                self._shortages.note_end(spec.session.task_id, outcome)
+            except AgentError:
+                if split == TRAIN:  # what the node lacks says nothing of a model that is judged
+                    self._tickets.mark_episode_ended(ticket_grant.ref)
+                    raise
             if outcome.status == "ok":
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome
-            self._record_failed_episode(ticket_grant, episode, outcome, is_training=split == TRAIN)
             if outcome.status == "unserved":
                 self._gate.close()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
@@ -287,6 +311,7 @@ class TicketRunner:
             "episode": spec.session.episode,
             "limit_s": spec.timeout_s,
         }
+        self._shortages.note_begin(spec.session.task_id)
         with self._watch.follow_episode(spec.session.task_id, facts) as running:
             outcome = await run_episode(
                 spec, agent, self._proxy, self._http_client, self._sandboxes
@@ -336,7 +361,7 @@ class TicketRunner:
         ref, task = ticket_grant.ref, self._tasks[split][ticket_grant.task_index]
         limits = resolve_limits(self._rollout, task)
         session = StartSessionRequest(
-            f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}",
+            _name_episode(ref, split, episode),
             ref,
             episode,
             self._sampling[split],
@@ -373,6 +398,10 @@ class TicketRunner:
         self._events.record(
             event, **_build_ticket_facts(ticket_grant), **event_fields, reason=reason
         )
+
+
+def _name_episode(ref: TicketRef, split: str, episode: int) -> str:
+    return f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}"
 
 
 def _build_ticket_facts(ticket_grant: TicketGrant) -> dict[str, Any]:

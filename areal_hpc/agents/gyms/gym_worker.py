@@ -62,7 +62,7 @@ class GymWorker:
 
     @property
     def is_usable(self) -> bool:
-        """It lives, and waits for a request."""
+        """It lives, waits for a request, and had all that it needed for the last one."""
         return self._process.is_usable
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -70,13 +70,14 @@ class GymWorker:
 
         Raises:
             AgentError: It fails, ends, takes too long or answers too much.
-            NodeShortageError: It fails because the node lacks something.
+            NodeShortageError: It fails because the node lacks something; it is not used again.
         """
         told = await self._process.ask(json.dumps(request).encode(), timeout_s)
         answer: dict[str, Any] = json.loads(told)
         if "error" in answer:
             why = f"{self._name} failed: {answer['error']}"
             if answer["errno"] in SHORTAGE_ERRORS:
+                self._process.mark_short()
                 raise NodeShortageError(why, hint=SHORTAGE_HINT)
             raise AgentError(why)
         return answer

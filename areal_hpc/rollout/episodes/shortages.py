@@ -1,43 +1,81 @@
 """How long a node has lacked something for episodes, and when that is too long."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 
 from areal_hpc.errors import AgentError, ClusterError, NodeShortageError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 
 SHORTAGE_PAUSE_S = 15.0
 """Before an episode for which the node lacked something is tried again."""
-MAX_SHORTAGE_S = 600.0
-"""A node that has lacked something for so long is no longer taken for loaded."""
+MAX_SHORTAGE_S = 300.0
+"""A node that has lacked something for so long is no longer taken for loaded. Well below
+`RestartPolicy.healthy_s`: a driver that got no further than this has made no progress."""
+
+
+@dataclass(slots=True)
+class _Shortage:
+    """What an episode has met since it was last played, if ever."""
+
+    since: float
+    longest_try_s: float = 0.0
 
 
 class ShortageTracker:
     """How long the episodes of a cell have met nothing but shortages, each and all together."""
 
     def __init__(self) -> None:
-        self._short_since: dict[str, float] = {}
+        self._shortages: dict[str, _Shortage] = {}
+        self._tries_begun_at: dict[str, float] = {}
         self._played_at = float("-inf")
 
+    @contextmanager
+    def follow_episode(self, episode: str) -> Iterator[None]:
+        """Within the context the episode of this name is tried; after it nothing is known of it."""
+        try:
+            yield
+        finally:
+            self._tries_begun_at.pop(episode, None)
+            self._shortages.pop(episode, None)
+
+    def note_begin(self, episode: str) -> None:
+        """A try of an episode begins, which needs something of the node."""
+        self._tries_begun_at[episode] = time.monotonic()
+
     def note_end(self, episode: str, outcome: EpisodeOutcome) -> None:
-        """Take in how an episode ended, by its name.
+        """Take in how a try of an episode ended, by its name.
 
         Raises:
-            ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`.
+            ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`, and
+                none is being played.
             AgentError: This one could not, and others could: it asks for what the node never has.
         """
         now = time.monotonic()
+        begun_at = self._tries_begun_at.pop(episode, now)
         if not outcome.is_node_short:
-            self._short_since.pop(episode, None)
+            self._shortages.pop(episode, None)
             self._played_at = now
             return
-        since = self._short_since.setdefault(episode, now)
-        if now - since < MAX_SHORTAGE_S:
+        shortage = self._shortages.setdefault(episode, _Shortage(now))
+        shortage.longest_try_s = max(shortage.longest_try_s, now - begun_at)
+        if now - shortage.since < MAX_SHORTAGE_S:
             return
-        del self._short_since[episode]
         for_long = f"could be played for {MAX_SHORTAGE_S:g} s, the last time because of"
-        if self._played_at < since:
+        if self._played_at >= shortage.since:
+            del self._shortages[episode]
+            raise AgentError(
+                f"others, but not this one, {for_long}: {outcome.reason}",
+                kind=NodeShortageError.__name__,
+            )
+        if not self._is_any_played(now):
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")
-        raise AgentError(
-            f"others, but not this one, {for_long}: {outcome.reason}",
-            kind=NodeShortageError.__name__,
-        )
+
+    def _is_any_played(self, now: float) -> bool:
+        """True if a try under way has outlasted all that the node cut short: it has what it needs.
+
+        Episodes may take hours, and those that run must not end with the driver.
+        """
+        longest_s = max(one.longest_try_s for one in self._shortages.values())
+        return any(now - begun_at > longest_s for begun_at in self._tries_begun_at.values())

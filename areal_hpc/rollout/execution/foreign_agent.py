@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import AgentError, RecipeError, WorkerLostError
+from areal_hpc.errors import AgentError, NodeShortageError, RecipeError, WorkerLostError
 from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
 from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_answer
 from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
@@ -95,13 +95,18 @@ class OtherPythonAgentProcess:
 
         Raises:
             WorkerLostError: The process died.
+            NodeShortageError: The node lacks something; the process is not used again.
         """
         line = json.dumps({**self._request, **request}).encode()
         try:
             answer = await self._process.ask(line)
         except AgentError as error:
             raise WorkerLostError(error.problems[0].message) from error
-        return decode_answer(answer)
+        try:
+            return decode_answer(answer)
+        except NodeShortageError:
+            self._process.mark_short()
+            raise
 
     async def run(self, data: Mapping[str, Any], variables: Mapping[str, str]) -> Any:
         """Play a task; `variables` tell the agent whom to call."""

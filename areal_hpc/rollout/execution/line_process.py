@@ -60,7 +60,7 @@ class LineProcess:
     ) -> None:
         self._name, self._max_answer_bytes = process_name, max_answer_bytes
         self._received = bytearray()
-        self._is_asked = False
+        self._is_asked = self._has_run_short = False
         with contextlib.ExitStack() as opened:
             try:
                 self._link, theirs = map(opened.enter_context, socket.socketpair())
@@ -89,8 +89,13 @@ class LineProcess:
 
     @property
     def is_usable(self) -> bool:
-        """It lives, and waits for a line."""
-        return not self._is_asked and self._process.poll() is None
+        """It lives, waits for a line, and had all that it needed for the last one."""
+        is_free = not (self._is_asked or self._has_run_short)
+        return is_free and self._process.poll() is None
+
+    def mark_short(self) -> None:
+        """It lacked something, perhaps by what it left open itself: nobody uses it again."""
+        self._has_run_short = True
 
     async def ask(self, line: bytes, timeout_s: float | None = None) -> bytes:
         """What it answers to a line, which has no end of line. None: wait for ever.

@@ -20,7 +20,7 @@ from contextlib import AbstractAsyncContextManager
 from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
 
-from areal_hpc.errors import AgentError, WorkerLostError, WorkerStartError
+from areal_hpc.errors import AgentError, NodeShortageError, WorkerLostError, WorkerStartError
 from areal_hpc.jobs.processes.descendants import (
     adopt_orphans,
     kill_and_reap_process,
@@ -109,12 +109,13 @@ class _Process:
         self._link.setblocking(False)
         # Of a pool that nobody closed, and at the end of this process.
         weakref.finalize(self, _end_child, self._child, self._link)
-        self._is_ready = self._answering = False
+        self._is_ready = self._answering = self._has_run_short = False
 
     @property
     def is_usable(self) -> bool:
-        """Alive, and not in the middle of a call."""
-        return not self._answering and self._child.poll() is None
+        """Alive, not in the middle of a call, and with all that it needed for the last one."""
+        is_free = not (self._answering or self._has_run_short)
+        return is_free and self._child.poll() is None
 
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `ProcessPool.call`."""
@@ -140,7 +141,11 @@ class _Process:
                 f"the worker process exited with code {code} during the call"
             ) from error
         self._answering = False
-        return decode_answer(line)
+        try:
+            return decode_answer(line)
+        except NodeShortageError:
+            self._has_run_short = True  # perhaps by descriptors that its own calls left open
+            raise
 
     async def _read_line(self) -> bytes:
         """One line, of whatever pieces it comes in: the event loop goes on meanwhile."""

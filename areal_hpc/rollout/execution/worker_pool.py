@@ -11,7 +11,7 @@ class PooledWorker(Protocol):
 
     @property
     def is_usable(self) -> bool:
-        """It lives, and nobody waits for its answer."""
+        """It lives, nobody waits for its answer, and it had what it needed for the last one."""
 
     def close(self) -> None:
         """End it, whatever it does: in a thread, for a process may take its time to be gone."""
@@ -36,7 +36,7 @@ class WorkerPool(Generic[Worker]):
 
     @asynccontextmanager
     async def acquire(self) -> AsyncIterator[Worker]:
-        """A worker to oneself; waits while all are in use. One that is left mid-work is ended."""
+        """A worker to oneself; waits while all are in use. One left unusable is ended."""
         async with self._get_places_of_running_loop():
             worker = await self._take_idle_or_start()
             try:

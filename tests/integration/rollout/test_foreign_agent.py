@@ -111,16 +111,16 @@ def test_it_is_built_once_and_needs_no_areal_hpc(python: str, tmp_path: Path) ->
 
 
 def test_one_that_raises_leaves_or_hangs_costs_its_episode(python: str, tmp_path: Path) -> None:
-    thens = ("raise", "object", "leave", "hang", "", "run short")
+    thens = ("raise", "object", "leave", "hang", "run short", "")
     outcomes = play(tmp_path, python, *({"then": then} for then in thens))
     statuses = [one.status for one in outcomes]
-    assert statuses == ["failed"] * 3 + ["timed_out", "ok", "interrupted"]
+    assert statuses == ["failed"] * 3 + ["timed_out", "interrupted", "ok"]
     assert "ValueError: no idea" in outcomes[0].reason
     assert "their_agent.py" in outcomes[0].reason
     assert "cannot be sent back" in outcomes[1].reason
     assert "has ended" in outcomes[2].reason
-    assert outcomes[4].reward == 2.0  # of a new process
-    assert "Too many open files while the agent ran: ConnectionError: no" in outcomes[5].reason
+    assert "Too many open files while the agent ran: ConnectionError: no" in outcomes[4].reason
+    assert outcomes[5].reward == 2.0  # of a new process
 
 
 def test_it_sees_of_the_environment_what_is_named(

@@ -1,8 +1,11 @@
 """Patience with a node: what waits, what ends the driver, and what ends one ticket."""
 
+import time
+
 import pytest
 
 from areal_hpc.errors import AgentError, ClusterError
+from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rollout.episodes import shortages
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.shortages import ShortageTracker
@@ -23,3 +26,36 @@ def test_a_node_that_lacks_something_for_all_episodes_is_given_up_and_for_one_it
     with pytest.raises(ClusterError, match=r"no episode could be played .* no process left"):
         patience.note_end("c", SHORT)
     patience.note_end("c", GOOD)
+
+
+def test_a_node_is_not_given_up_while_an_episode_that_has_what_it_needs_runs_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
+    patience = ShortageTracker()
+    with patience.follow_episode("long"):
+        patience.note_begin("long")
+        patience.note_begin("a")
+        patience.note_end("a", SHORT)
+    patience.note_begin("a")
+    with patience.follow_episode("late"):
+        patience.note_begin("late")  # younger than tries that ended short: it may end so, too
+        with pytest.raises(ClusterError, match="no episode could be played"):
+            patience.note_end("a", SHORT)
+
+
+def test_nothing_is_left_of_an_episode_that_was_cancelled_while_it_was_short(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 60.0)
+    clock = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: clock)
+    patience = ShortageTracker()
+    with patience.follow_episode("a"):
+        patience.note_end("a", SHORT)
+    clock = 100.0
+    patience.note_end("a", SHORT)
+
+
+def test_a_driver_that_gave_its_node_up_has_made_no_progress() -> None:
+    assert RestartPolicy(1).healthy_s / 2 >= shortages.MAX_SHORTAGE_S

@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Coroutine
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
 from areal_hpc.agents.gyms.gym_worker import GymWorker
-from areal_hpc.errors import WorkerStartError
+from areal_hpc.errors import NodeShortageError, WorkerStartError
 from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
@@ -90,3 +91,18 @@ def test_a_worker_that_ends_before_it_takes_a_call_has_not_started() -> None:
     pool = ProcessPool(1, {"PYTHONHOME": "/nowhere"})  # as without memory for its imports
     with pytest.raises(WorkerStartError, match="exited with code 1 before it took a call"):
         asyncio.run(pool.call(len, ""))
+
+
+def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is() -> None:
+    async def scene() -> None:
+        pool = ProcessPool(1)
+        first = await pool.call(os.getpid)
+        with pytest.raises(ValueError, match="invalid literal"):
+            await pool.call(int, "x")
+        assert await pool.call(os.getpid) == first
+        with pytest.raises(NodeShortageError, match="No space left"):
+            await pool.call(Path.write_text, Path("/dev/full"), "x")
+        assert await pool.call(os.getpid) != first, "it may lack what it left open itself"
+        pool.close()
+
+    asyncio.run(scene())
