@@ -93,17 +93,34 @@ def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logg
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again
-        error: BaseException = caught  # task groups wrap even a single failure
-        while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-            error = error.exceptions[0]
-        if not isinstance(error, (ArealError, ValidationError)):
+        error = find_explained_error(caught)
+        if error is None:
             raise
         # The traceback of a collective that another rank broke would be taken for the cause, and an
         # agent's error has that of the agent.
         log.error("%s", error, exc_info=not isinstance(error, (LostPeerError, AgentError)))
         get_process_error_path(config_path).write_text(str(error))
-        # A configuration that does not validate will not validate at the next start either.
-        sys.exit(getattr(error, "exit_code", RecipeError.exit_code))
+        sys.exit(_get_exit_code(error))
+
+
+def find_explained_error(caught: BaseException) -> ArealError | ValidationError | None:
+    """The error that explains itself, or the first of a group of such with the same exit code.
+
+    Task groups wrap even a single failure, and several tasks may fail of the same cause at once.
+    """
+    if isinstance(caught, (ArealError, ValidationError)):
+        return caught
+    if not isinstance(caught, BaseExceptionGroup):
+        return None
+    explained = [find_explained_error(one) for one in caught.exceptions]
+    errors = [one for one in explained if one is not None]
+    is_one_kind = len({_get_exit_code(one) for one in errors}) == 1
+    return errors[0] if is_one_kind and len(errors) == len(explained) else None
+
+
+def _get_exit_code(error: ArealError | ValidationError) -> int:
+    """A configuration that does not validate will not validate at the next start either."""
+    return error.exit_code if isinstance(error, ArealError) else RecipeError.exit_code
 
 
 if __name__ == "__main__":

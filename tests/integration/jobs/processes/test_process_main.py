@@ -7,7 +7,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import LostPeerError
+import pytest
+
+from areal_hpc.errors import ArealError, ClusterError, LostPeerError, RecipeError
+from areal_hpc.jobs.processes.process_main import find_explained_error
 from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE
 from tests.support.commands import run_program, said_by
 
@@ -46,3 +49,19 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
     assert "ERROR" in ended.stderr
     assert "another trainer rank disappeared: Connection closed by peer" in ended.stderr
     assert "Traceback" not in ended.stderr, "`why` would take it for the cause"
+
+
+@pytest.mark.parametrize(
+    ("caught", "told"),
+    [
+        (ClusterError("a"), "a"),
+        (ExceptionGroup("", [ExceptionGroup("", [ClusterError("a"), ClusterError("b")])]), "a"),
+        (ExceptionGroup("", [ClusterError("a"), RecipeError("b")]), None),
+        (ExceptionGroup("", [ClusterError("a"), ValueError("b")]), None),
+        (ValueError("a"), None),
+    ],
+    ids=["one", "tasks alike", "with other codes", "with a bug", "a bug"],
+)
+def test_tasks_that_failed_alike_are_told_as_one(caught: Exception, told: str | None) -> None:
+    found = find_explained_error(caught)
+    assert (str(found) if isinstance(found, ArealError) else None) == told
