@@ -203,11 +203,16 @@ class TicketRunner:
         if isinstance(error, AgentError):
             trace, cause = error.trace, error.cause
         is_node_short = isinstance(error, AgentError) and error.kind == NodeShortageError.__name__
-        cause = "" if is_node_short else cause
         reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
         self._record_ticket_event("ticket_dropped", ticket_grant, reason)
         log.error("dropped %s: %s", ticket_grant.ref, reason)
-        drop = DropTicketRequest(self._cell, ticket_grant.ref, reason, cause=cause)
+        drop = DropTicketRequest(
+            self._cell,
+            ticket_grant.ref,
+            reason,
+            cause="" if is_node_short else cause,
+            is_node_short=is_node_short,
+        )
         await self._report_to_ledger("/drop", drop)
         try:  # threads of a cancelled agent may still ask in its sessions
             await self._finish_ticket_and_close_other_sessions(ticket_grant.ref, [])

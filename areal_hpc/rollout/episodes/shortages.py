@@ -17,7 +17,7 @@ MAX_SHORTAGE_S = 300.0
 
 @dataclass(slots=True)
 class _Shortage:
-    """What an episode has met since it was last played, if ever."""
+    """What an episode has met since it was last played or given more time, if ever."""
 
     since: float
     longest_try_s: float = 0.0
@@ -71,6 +71,7 @@ class ShortageTracker:
             )
         if not self._is_any_played(now):
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")
+        shortage.since = now  # what those leave at their ends may be all that it needs
 
     def _is_any_played(self, now: float) -> bool:
         """True if a try under way has outlasted all that the node cut short: it has what it needs.

@@ -126,6 +126,7 @@ class StandInLedger(Service):
         self.leased: dict[TicketRef, TicketGrant] = {}
         self.finished: set[TicketRef] = set()
         self.dropped: dict[TicketRef, str] = {}
+        self.causes: dict[TicketRef, str] = {}
         self.filtered: dict[TicketRef, str] = {}
         self.evaluated: dict[TicketRef, list[float]] = {}
         self.answers: dict[TicketRef, list[str]] = {}
@@ -173,7 +174,7 @@ class StandInLedger(Service):
     async def drop(self, key: str, told: DropTicketRequest) -> Acknowledged:
         self.leased.pop(told.ref, None)
         drops = self.filtered if told.kind == "filtered" else self.dropped
-        drops[told.ref] = told.reason
+        drops[told.ref], self.causes[told.ref] = told.reason, told.cause
         return Acknowledged()
 
     async def evaluate(self, key: str, told: EvaluationResultRequest) -> Acknowledged:

@@ -1,6 +1,8 @@
 import asyncio
+import errno
 import itertools
 import json
+import os
 import re
 import statistics
 import time
@@ -309,7 +311,9 @@ def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
 ) -> None:
     monkeypatch.setattr(pool, "RETRY_PAUSE_S", 0.01)
     monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.05)
-    cell = Cell(tmp_path, Steady(), tickets(2), max_episode_tries=1)
+    # Those that wait while the first sandbox is used are given up alone, and others come.
+    count = 2 if is_patient else 8
+    cell = Cell(tmp_path, Steady(), tickets(count), max_episode_tries=1)
     failures = 8 * pool.START_TRIES if is_patient else 1_000_000
     cell.sandboxes = AgentSandboxes(Loaded(failures, error), SandboxSpec(network="open"), 0)
     if not is_patient:
@@ -324,6 +328,48 @@ def test_a_sandbox_that_does_not_start_costs_no_try_unless_none_has_for_long(
     interrupted = cell.events("episode_interrupted")
     assert interrupted
     assert all(NO_PROCESS in one["reason"] for one in interrupted)
+
+
+class FullDisk:
+    """Task 0 finds the disk full, first while task 1 waits and then after that was played."""
+
+    def __init__(self, cell: Callable[[], Cell], ends_short: Callable[[], None]) -> None:
+        self.cell, self.ends_short = cell, ends_short
+        self.tries = 0
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await ask(extra_kwargs)
+        if data["task"] == 1:
+            while not self.cell().events("episode_interrupted"):
+                await asyncio.sleep(0.01)
+            return 1.0
+        self.tries += 1
+        if self.tries > 1:
+            while not self.cell().proxy.finished:
+                await asyncio.sleep(0.01)
+            self.ends_short()
+        if self.tries > 2:
+            return 0.5
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("step", [-1, 5], ids=["train", "valid"])
+def test_what_the_node_lacks_for_one_episode_ends_its_ticket_and_no_held_out_one(
+    step: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.01)
+    agent = FullDisk(lambda: cell, lambda: monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0))
+    short, played = (TicketGrant(TicketRef(i, 0, step), i, i, 1) for i in range(2))
+    cell = Cell(tmp_path, agent, [short, played], n_samples=1)
+    cell.run()
+    if step >= 0:
+        assert not cell.ledger.dropped
+        assert cell.ledger.evaluated == {short.ref: [0.5], played.ref: [1.0]}
+        return
+    assert set(cell.proxy.finished) == {played.ref}
+    assert "others, but not this one" in cell.ledger.dropped[short.ref]
+    assert cell.ledger.causes == {short.ref: ""}, "else the ledger takes it for the agent's fault"
+    assert len(cell.events("episode_interrupted")) == 2, "the last one, too"
 
 
 UNLUCKY = Fails(lambda task, _: task == 0)

@@ -180,7 +180,9 @@ def test_trouble_is_told_after_two_batches_of_failures_and_forgotten_after_a_suc
         assert tickets.drop_stats.find_problem() == ""
         for ref in tickets.lease_tickets("a", 2, 0.0):
             tickets.drop(DroppedTicket(ref, f"ticket {ref.ticket_id}: KeyError 'answer'"))
-    assert "ticket 3: KeyError 'answer'" in tickets.drop_stats.find_problem()
+        for ref in tickets.lease_tickets("a", 2, 0.0):
+            tickets.drop(DroppedTicket(ref, "no process left"), is_node_short=True)
+    assert "ticket 5: KeyError 'answer'" in tickets.drop_stats.find_problem()
     (ref,) = tickets.lease_tickets("a", 1, 0.0)
     tickets.settle(settled(ref))
     assert tickets.drop_stats.find_problem() == ""
