@@ -29,8 +29,10 @@ def compute_reply_digest(
     `prompt_json` is the inside of a JSON array of the prompt's ids.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    packed_spans = msgspec.json.encode(spans)
-    for part in (prompt_json, output_ids, logprobs, packed_spans, kept_counts, kept_ids):
+    parts = [prompt_json, output_ids, logprobs, msgspec.json.encode(spans)]
+    if kept_counts:  # without a mask it is as in journals of before masks were recorded
+        parts += [kept_counts, kept_ids]
+    for part in parts:
         digest.update(len(part).to_bytes(8, "little"))
         digest.update(part)
     return digest.digest()

@@ -139,8 +139,9 @@ class JournaledRecorder:
         digest = compute_reply_digest_of_call(call, session.tree)
         if not session.unrecorded_replies[digest]:
             raise UntrainableCallError(
-                "expected prompt, tokens, log-probabilities and weight versions of a reply that "
-                "/generate gave this session and that is not recorded yet, got others"
+                "expected prompt, tokens, log-probabilities, weight versions and sampling mask (if "
+                "the reply had one) of a reply that /generate gave this session and that is not "
+                "recorded yet, got others"
             )
         self.record(events.InteractionAdded(session.session_id, call, digest))
 

@@ -10,7 +10,10 @@ from areal_hpc.wire.ledger import TicketRef
 from tests.support.client_calls import change_call, generate_reply
 from tests.support.proxy_stage import Stage
 
-REFUSAL = "expected prompt, tokens, log-probabilities and weight versions of a reply"
+REFUSAL = (
+    "expected prompt, tokens, log-probabilities, weight versions and sampling mask "
+    "(if the reply had one) of a reply"
+)
 
 
 @pytest.fixture
