@@ -1,7 +1,7 @@
 """`RolloutWorkflow`: an agent that records its own model calls."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import msgspec
@@ -13,6 +13,9 @@ from areal_hpc.wire.proxy import EngineAddress, RecordCallsReply, RecordCallsReq
 from areal_hpc.wire.reward import Reward
 
 RECORD_TIMEOUT_S = 60.0
+MAX_RECORD_BATCH_BYTES = 4 << 20
+"""Of interactions in one request, unless one alone is larger: the proxy refuses requests of more
+than `max_request_bytes`, and sampling masks take up to 22 KB a token."""
 
 
 class RolloutWorkflow(ABC):
@@ -50,12 +53,12 @@ class RolloutWorkflow(ABC):
         if not exported:
             raise AgentError(f"arun_episode returned {exported!r}, expected exported interactions")
         interactions = _list_row_interactions(exported)
-        request = RecordCallsRequest(
-            [msgspec.Raw(msgspec.json.encode(one)) for one in interactions]
-        )
         client = AsyncWireClient(url, timeout_s=RECORD_TIMEOUT_S)
         try:
-            await client.call("/rl/record", request, RecordCallsReply, key=key)
+            for batch in _iterate_record_batches(interactions):
+                await client.call(
+                    "/rl/record", RecordCallsRequest(batch), RecordCallsReply, key=key
+                )
         finally:
             await client.close()
         return {name: _build_reward(one) for name, one in exported.items()}
@@ -71,6 +74,21 @@ def _list_row_interactions(exported: object) -> list[Interaction]:
     found = {one.interaction_id: one for row in rows for one in row.plan.path}
     # A replica of the client's counting is none of the cell's.
     return [msgspec.structs.replace(one, reward=None, replica=-1) for one in found.values()]
+
+
+def _iterate_record_batches(interactions: Iterable[Interaction]) -> Iterator[list[msgspec.Raw]]:
+    """The interactions in their order, so that a parent is recorded before what extends it."""
+    batch: list[msgspec.Raw] = []
+    size_bytes = 0
+    for one in interactions:
+        encoded = msgspec.json.encode(one)
+        if batch and size_bytes + len(encoded) > MAX_RECORD_BATCH_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(msgspec.Raw(encoded))
+        size_bytes += len(encoded)
+    if batch:
+        yield batch
 
 
 def _build_reward(row: Any) -> Reward:

@@ -8,16 +8,19 @@ import msgspec
 import numpy as np
 import pytest
 
+from areal_hpc.rollout import rollout_workflow
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_episode
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.trainer.batch.untrainable import count_untrainable_tokens
+from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import (
     ExportSettings,
     FinishTicketRequest,
+    RecordCallsRequest,
     SamplingDefaults,
     StartSessionRequest,
 )
@@ -60,7 +63,22 @@ def play(
 
 
 @pytest.mark.parametrize("is_bound_to_top_p", [False, True])
-def test_rows_are_what_the_clients_exported(stage: Stage, is_bound_to_top_p: bool) -> None:
+def test_rows_are_what_the_clients_exported(
+    stage: Stage, is_bound_to_top_p: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches: list[int] = []
+    if is_bound_to_top_p:  # masks are large: as if each call took all that a request holds
+        monkeypatch.setattr(rollout_workflow, "MAX_RECORD_BATCH_BYTES", 1)
+        call = AsyncWireClient.call
+
+        async def call_and_count(
+            self: AsyncWireClient, route: str, request: Any, *rest: Any, **more: Any
+        ) -> Any:
+            if isinstance(request, RecordCallsRequest):
+                batches.append(len(request.interactions))
+            return await call(self, route, request, *rest, **more)
+
+        monkeypatch.setattr(AsyncWireClient, "call", call_and_count)
     agent = load_agent(PATH, {"tokenizer": str(stage.model_dir)})
     stage.sglang.requests.clear()
     stage.ledger.settled.clear()
@@ -79,6 +97,7 @@ def test_rows_are_what_the_clients_exported(stage: Stage, is_bound_to_top_p: boo
     assert {row.record.calls[-1].reuse for row in rows} == {"none", "reused"}
     assert all((row.sampling_mask is not None) is is_bound_to_top_p for row in rows)
     assert not count_untrainable_tokens(rows)
+    assert batches == [1] * (4 * is_bound_to_top_p)
 
 
 class Mistaken(RolloutWorkflow):
