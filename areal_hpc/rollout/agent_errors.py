@@ -21,6 +21,8 @@ SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno
 """The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
 agent that computes what a model asks for meets that on any node."""
 SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
+NO_THREAD_TEXT = "can't start new thread"
+"""What Python says, in a `RuntimeError`, where no process is left for a thread."""
 _PACKAGE_DIR = str(Path(areal_hpc.__file__).parent)
 _STDLIB_DIR = sysconfig.get_path("stdlib")
 _INSTALLED_DIRS = {"site-packages", "dist-packages"}
@@ -57,14 +59,22 @@ def find_node_shortage(error: BaseException) -> NodeShortageError | None:
     while cause is not None:
         if isinstance(cause, NodeShortageError):
             return cause
-        if isinstance(cause, OSError) and cause.errno in SHORTAGE_ERRORS:
+        if lacking := _describe_shortage(cause):
             return NodeShortageError(
-                f"{os.strerror(cause.errno)} while the agent ran: "
-                f"{escape_surrogates(_describe_exception(error))}",
+                f"{lacking} while the agent ran: {escape_surrogates(_describe_exception(error))}",
                 hint=SHORTAGE_HINT,
             )
         cause = cause.__cause__
     return None
+
+
+def _describe_shortage(error: BaseException) -> str:
+    """What the node lacked by this error itself; empty if it is another."""
+    if isinstance(error, OSError) and error.errno in SHORTAGE_ERRORS:
+        return os.strerror(error.errno)
+    if isinstance(error, RuntimeError) and NO_THREAD_TEXT in str(error):
+        return os.strerror(errno.EAGAIN)
+    return ""
 
 
 def _describe_exception(error: BaseException) -> str:

@@ -59,6 +59,8 @@ _NO_LISTENER_ERROR_TEXTS = (
     "connection attempts failed",
 )
 """What HTTP clients of agents say where nobody listens."""
+_POSSIBLE_SHORTAGES = (NodeShortageError, OSError, RuntimeError)
+"""As what a shortage of the node shows where it is met: `find_node_shortage` tells."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
 
@@ -129,7 +131,9 @@ async def run_episode(
             acquire_sandbox(sandboxes, spec.data) as free,
         ):
             return await _play_in_session(spec, one, proxy, http_client, free)
-    except NodeShortageError as shortage:
+    except _POSSIBLE_SHORTAGES as error:  # a worker, a sandbox or a thread could not be started
+        if (shortage := find_node_shortage(error)) is None:
+            raise
         return _build_shortage_outcome(shortage)
 
 
@@ -162,7 +166,9 @@ async def _play_in_session(
         return EpisodeOutcome(
             "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
-    except NodeShortageError as shortage:
+    except _POSSIBLE_SHORTAGES as trouble:  # the agent's own come as a NodeShortageError
+        if (shortage := find_node_shortage(trouble)) is None:
+            raise
         await _end_session_of_failed_episode(session, proxy)
         return _build_shortage_outcome(shortage, session.session_id)
     except AgentError as failure:

@@ -18,7 +18,11 @@ from areal_hpc.rollout.episodes.episode import (
     run_episode,
 )
 from areal_hpc.rollout.episodes.http_client import make_http_client
+from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rundir import rendezvous
+from areal_hpc.sandbox.runtimes.host import HostRuntime
+from areal_hpc.sandbox.sandbox import Sandbox
+from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import EndSessionReply, SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.reward import Reward
@@ -158,8 +162,12 @@ def make_wrapped_error() -> Exception:
         (SandboxStartError("no sandbox"), "no sandbox"),
         (make_wrapped_error(), "Too many open files while the agent ran: ConnectionError: Connect"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device while the age"),
+        (
+            RuntimeError("can't start new thread"),
+            "Resource temporarily unavailable while the agent",
+        ),
     ],
-    ids=["worker", "sandbox", "descriptor", "disk"],
+    ids=["worker", "sandbox", "descriptor", "disk", "thread"],
 )
 def test_what_the_node_lacks_is_neither_the_agents_fault_nor_rewarded(
     tmp_path: Path, error: Exception, said: str
@@ -175,6 +183,34 @@ def test_what_the_node_lacks_is_neither_the_agents_fault_nor_rewarded(
     (session,) = proxy.sessions.values()
     assert session.ended
     assert not session.rewards
+
+
+@pytest.mark.parametrize(
+    ("owner", "method", "error"),
+    [
+        (Sandbox, "open_model_endpoint", OSError(errno.EMFILE, "Too many open files")),
+        (HostRuntime, "start", RuntimeError("can't start new thread")),
+    ],
+    ids=["no descriptor for the endpoint", "no thread for the start"],
+)
+def test_a_sandbox_for_which_the_node_lacks_something_ends_the_episode_and_no_driver(
+    tmp_path: Path, owner: type, method: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(owner, method, fail)
+
+    async def play_in_sandbox() -> tuple[EpisodeOutcome, StandInProxy]:
+        sandboxes = AgentSandboxes(HostRuntime(), SandboxSpec(network="open"), 0)
+        async with StandInProxy(tmp_path) as proxy, driving(tmp_path) as (peer, http_client):
+            ended = await run_episode(spec(), Ends(1.0), peer, http_client, sandboxes)
+            await sandboxes.close()
+            return ended, proxy
+
+    outcome, proxy = finish(play_in_sandbox())
+    assert (outcome.status, outcome.is_node_short, outcome.error) == ("interrupted", True, None)
+    assert all(session.ended for session in proxy.sessions.values())
 
 
 @pytest.mark.parametrize("stubborn", [False, True])

@@ -5,6 +5,7 @@ Imports nothing of areal_hpc: it runs with whatever Python a gym needs.
 
 import asyncio
 import ctypes
+import errno
 import json
 import os
 import signal
@@ -14,6 +15,9 @@ from pathlib import Path
 from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
+_SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+_NO_THREAD_TEXT = "can't start new thread"
+"""Both as in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
 
 
 class Gym:
@@ -57,13 +61,22 @@ def take_over_standard_streams() -> tuple[IO[str], IO[str]]:
     return requests, answers
 
 
-def _find_errno(error: BaseException | None) -> int:
-    """The number of the system's error that caused this one; 0 if none did."""
+def find_errno(error: BaseException | None) -> int:
+    """The number of the system's error that caused this one; 0 if none did.
+
+    Of several it is that of what the node lacks, which may be behind another: a server that found
+    no descriptor refuses connections.
+    """
+    found = 0
     while error is not None:
-        if isinstance(error, OSError) and error.errno:
-            return error.errno
+        number = (isinstance(error, OSError) and error.errno) or 0
+        if isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
+            number = errno.EAGAIN
+        if number in _SHORTAGE_ERRORS:
+            return number
+        found = found or number
         error = error.__cause__
-    return 0
+    return found
 
 
 async def _serve(
@@ -85,6 +98,6 @@ async def _serve(
             told = json.dumps(answer, allow_nan=False)
         except Exception as error:  # boundary: told to the agent
             said = f"{type(error).__name__}: {error}"[:2000]
-            told = json.dumps({"error": said, "errno": _find_errno(error)})
+            told = json.dumps({"error": said, "errno": find_errno(error)})
         answers.write(told + "\n")
         answers.flush()

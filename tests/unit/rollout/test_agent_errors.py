@@ -1,0 +1,53 @@
+"""What an agent's error says of the node, to the driver and to workers without its code."""
+
+import errno
+import importlib.util
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
+from areal_hpc.rollout.agent_errors import NO_THREAD_TEXT, SHORTAGE_ERRORS, find_node_shortage
+from areal_hpc.rollout.execution import agent_worker
+
+
+def load_gyms_worker_loop() -> Any:
+    spec = importlib.util.spec_from_file_location(
+        "worker_loop", Path(WORKERS_DIR, "worker_loop.py")
+    )
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def chain(*errors: BaseException) -> BaseException:
+    """The first, caused by the second, and so on."""
+    for error, cause in pairwise(errors):
+        error.__cause__ = cause
+    return errors[0]
+
+
+REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
+
+
+@pytest.mark.parametrize(
+    ("error", "is_short"),
+    [
+        (chain(ValueError("no tool"), OSError(errno.EMFILE, "no descriptor")), True),
+        (chain(REFUSED, OSError(errno.EMFILE, "no descriptor")), True),
+        (chain(ValueError("no tool"), RuntimeError(NO_THREAD_TEXT)), True),
+        (RuntimeError("another"), False),
+        (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), False),
+        (OSError("without a number"), False),
+    ],
+)
+def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
+    error: BaseException, is_short: bool
+) -> None:
+    assert (find_node_shortage(error) is not None) is is_short
+    assert bool(agent_worker.find_shortage(error)) is is_short
+    assert (load_gyms_worker_loop().find_errno(error) in SHORTAGE_ERRORS) is is_short
