@@ -9,7 +9,8 @@ import io
 import json
 import shlex
 import tarfile
-from collections.abc import Iterable, Mapping
+import time
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +32,9 @@ TEST_OUTPUT_FILE = f"{VERDICT_DIR}/test-stdout.txt"
 MAX_EXIT_CODE_UNLESS_KILLED = 128
 """A higher one tells the signal that ended a program."""
 MAX_VERDICT_BYTES = 1 << 16
+READ_RETRY_S, READ_PAUSE_S = 60.0, 2.0
+"""How long reading a task's files is repeated (a server of files or a descriptor may be missing for
+a moment), and the pauses."""
 _MAX_NOTE_BYTES = 2000
 _TEST_VARIABLES = {"HOME": VERDICT_DIR, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Of tests: programs find no settings that the agent left in its home folder."""
@@ -80,6 +84,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             RecipeError: They do not fit into the sandbox.
+            NodeShortageError: They cannot be read on this machine, or be put in time.
         """
         made = [self.work_dir] if self.work_dir else []
         pairs = [(Path(self.folder, source), place) for source, place in self.copies]
@@ -111,7 +116,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             SandboxLostError: The sandbox is gone before the tests began.
-            NodeShortageError: The tests cannot be read on this machine.
+            NodeShortageError: The tests cannot be read on this machine, or be put in time.
         """
         await sandbox.end_commands()
         try:
@@ -225,21 +230,42 @@ def build_archive(
 async def _unpack(
     sandbox: Sandbox, pairs: Iterable[tuple[Path, str]], folders: Iterable[str] = ()
 ) -> None:
-    """Put files into a sandbox; they are read in a thread, of a storage that may be slow.
+    """Put files into a sandbox.
 
     Raises:
-        NodeShortageError: They cannot be read on this machine.
+        NodeShortageError: They cannot be read on this machine, or the sandbox takes too long.
         OSError: They do not fit into the sandbox.
         SandboxLostError: The sandbox is gone.
     """
+    archive = await _read_archive([*pairs], [*folders])
     try:
-        archive = await asyncio.to_thread(build_archive, pairs, folders=folders)
-    except OSError as error:
+        await sandbox.unpack(archive)
+    except TimeoutError as error:
         raise NodeShortageError(
-            f"the files of a Harbor task cannot be read: {error}",
-            hint="see that this node reads the task's folder",
+            f"the files of a Harbor task could not be put into its sandbox: {error}",
+            hint="lower rollout.max_concurrent_rollouts",
         ) from error
-    await sandbox.unpack(archive)
+
+
+async def _read_archive(pairs: Sequence[tuple[Path, str]], folders: Sequence[str]) -> bytes:
+    """The files as a tar, read in a thread: their storage may be slow.
+
+    Reading is repeated for `READ_RETRY_S`: an episode that has been played is lost without them.
+
+    Raises:
+        NodeShortageError: They cannot be read on this machine.
+    """
+    give_up_at = time.monotonic() + READ_RETRY_S
+    while True:
+        try:
+            return await asyncio.to_thread(build_archive, pairs, folders=folders)
+        except OSError as error:
+            if time.monotonic() >= give_up_at:
+                raise NodeShortageError(
+                    f"the files of a Harbor task cannot be read: {error}",
+                    hint="see that this node reads the task's folder",
+                ) from error
+        await asyncio.sleep(READ_PAUSE_S)
 
 
 def _clear_owner(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:

@@ -264,6 +264,7 @@ class Sandbox:
         """Write the files of a tar; where it has a folder, a link to one will do.
 
         Raises:
+            TimeoutError: It took too long, as on a node that is loaded.
             OSError: They do not fit.
             SandboxLostError: The sandbox is gone.
         """
@@ -299,12 +300,15 @@ class Sandbox:
     async def _run_file_operation(
         self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
     ) -> bytes:
-        """What an operation on files gave."""
+        """What an operation on files gave; a `TimeoutError` is an `OSError`, too."""
         ended, timed_out = await self._run_over_channel(request, data, max_bytes, FILE_TIMEOUT_S)
-        if timed_out or ended.is_cut_off or ended.exit_code != 0:
+        operation = f"{request['operation']} {request.get('path', '')}"
+        if timed_out:
+            raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
+        if ended.is_cut_off or ended.exit_code != 0:
             said = ended.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
             why = f"it is longer than {max_bytes} bytes" if ended.is_cut_off else said
-            raise OSError(f"{request['operation']} {request.get('path', '')}: {why or 'too slow'}")
+            raise OSError(f"{operation}: {why}")
         return bytes(ended.stdout)
 
     async def _run_over_channel(

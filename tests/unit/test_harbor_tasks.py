@@ -1,8 +1,13 @@
 """Harbor's task folders as rows, and what of them is refused by name."""
 
+import asyncio
+import errno
+import io
 import json
 import random
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +18,8 @@ from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_fol
 from areal_hpc.dataset.sources import iterate_task_rows, list_source_files_and_folders
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
-from areal_hpc.reward.harbor import HarborTask, find_harbor_task, parse_verdict
+from areal_hpc.reward import harbor
+from areal_hpc.reward.harbor import HarborTask, build_archive, find_harbor_task, parse_verdict
 from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
 
 
@@ -58,6 +64,24 @@ def test_a_task_folder_is_a_row_with_its_instruction_and_its_sandbox(tmp_path: P
     assert (found.work_dir, found.has_network, found.test_timeout_s) == ("/app", False, 7.0)
     assert (found.memory_bytes, found.disk_bytes) == (1 << 30, 8 << 20)
     assert found.test_variables == {"C": "x"}
+
+
+def test_files_that_cannot_be_read_for_a_moment_are_read_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harbor, "READ_PAUSE_S", 0.0)
+    errors = iter([OSError(errno.ESTALE, "Stale file handle")])
+
+    def build_archive_after_errors(*pairs: Any, **folders: Any) -> bytes:
+        for error in errors:
+            raise error
+        return build_archive(*pairs, **folders)
+
+    monkeypatch.setattr(harbor, "build_archive", build_archive_after_errors)
+    (tmp_path / "test.sh").write_text("true")
+    content = asyncio.run(harbor._read_archive([(tmp_path, "/tests")], ["/logs"]))
+    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
+        assert archive.getnames() == ["logs", "tests", "tests/test.sh"]
 
 
 def test_a_task_s_sandbox_has_no_more_than_the_recipe_or_the_task_allows(tmp_path: Path) -> None:

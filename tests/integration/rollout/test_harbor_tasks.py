@@ -17,6 +17,7 @@ from areal_hpc.dataset.harbor.task_check import check_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.errors import NodeShortageError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
+from areal_hpc.reward import harbor
 from areal_hpc.reward.harbor import find_harbor_task
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
@@ -47,8 +48,12 @@ def find_row(tasks: Path) -> dict[str, Any]:
     return read_task_folder(folder)
 
 
-async def judge_after(row: dict[str, Any], *commands: str) -> Reward:
-    """The reward of an agent that runs these commands."""
+async def time_out(*_: Any) -> None:
+    raise TimeoutError("unpack: not done within 120 s")
+
+
+async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = False) -> Reward:
+    """The reward of an agent that runs these commands; `is_loaded`: tests are not put in time."""
     task = find_harbor_task(row)
     assert task is not None
     sandbox = await BwrapRuntime().start(task.narrow(SandboxSpec()))
@@ -57,7 +62,10 @@ async def judge_after(row: dict[str, Any], *commands: str) -> Reward:
         for command in commands:
             told = await sandbox.exec(command)
             assert told.exit_code == 0, told.text
-        return await task.judge(sandbox)
+        with pytest.MonkeyPatch.context() as patched:
+            if is_loaded:
+                patched.setattr(sandbox, "unpack", time_out)
+            return await task.judge(sandbox)
     finally:
         await sandbox.stop()
 
@@ -172,7 +180,9 @@ def test_a_forged_verdict_is_worth_nothing(forgery: str, tasks: Path) -> None:
     assert finish(judge_after(find_row(tasks), FORGERIES[forgery])).value == 0.0
 
 
-def test_tests_without_a_verdict_say_so(tasks: Path, tmp_path: Path) -> None:
+def test_tests_without_a_verdict_say_so(
+    tasks: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     row = find_row(tasks)
     folder = tmp_path / "task"
     subprocess.run(["cp", "-r", row["harbor"]["folder"], folder], check=True)
@@ -189,7 +199,10 @@ def test_tests_without_a_verdict_say_so(tasks: Path, tmp_path: Path) -> None:
         reward = finish(judge_after(row))
         assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
         assert said in reward.note
+    with pytest.raises(NodeShortageError, match="could not be put into its sandbox"):
+        finish(judge_after(row, is_loaded=True))
     shutil.rmtree(folder / "tests")
+    monkeypatch.setattr(harbor, "READ_RETRY_S", 0.0)
     with pytest.raises(NodeShortageError, match="the files of a Harbor task cannot be read"):
         finish(judge_after(row))  # no fault of the agent, which would be trained with 0
 
