@@ -28,6 +28,8 @@ TRIAL_TIMEOUT_S = 10.0
 """Longest that trial episodes hold up those of training: GPUs wait meanwhile."""
 REPLICA_POLL_S = 0.25
 RETRY_PAUSE_S = 0.25
+TRIAL_SHORTAGE_PAUSE_S = 3.0
+"""Before a trial for which the node lacked something is tried again."""
 
 
 async def play_trial_episode(
@@ -155,4 +157,4 @@ async def _retry_trial_until_decided(
         failures += outcome.status in ("failed", "timed_out")
         if failures == rollout.max_episode_tries:
             return outcome
-        await asyncio.sleep(RETRY_PAUSE_S)
+        await asyncio.sleep(TRIAL_SHORTAGE_PAUSE_S if outcome.is_node_short else RETRY_PAUSE_S)

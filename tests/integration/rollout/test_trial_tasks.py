@@ -15,6 +15,7 @@ from areal_hpc.proxy.config import ProxyJobConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout import trial_episodes
 from areal_hpc.rollout.config import RolloutJobConfig
+from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
@@ -98,6 +99,26 @@ def test_an_agent_that_fails_all_trials_alike_ends_the_run(config: TrialConfig) 
     assert [event["event"] for event in events] == ["episode_failed"] * 6
     assert {event["trial"] for event in events} == {0, 1, 2}
     assert "test_trial_tasks.py" in events[0]["reason"], "it has the line"
+
+
+def test_a_trial_for_which_the_node_lacks_something_waits_longer_for_its_next_try(
+    config: TrialConfig, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    short = EpisodeOutcome("interrupted", "", reason="no process left", is_node_short=True)
+    outcomes = iter([short, EpisodeOutcome("ok", "session", reward=1.0)])
+
+    async def play_next(*_: Any) -> EpisodeOutcome:
+        return next(outcomes)
+
+    monkeypatch.setattr(trial_episodes, "play_trial_episode", play_next)
+    monkeypatch.setattr(trial_episodes, "RETRY_PAUSE_S", 1e6)
+    monkeypatch.setattr(trial_episodes, "TRIAL_SHORTAGE_PAUSE_S", 0.0)
+    unused: Any = None
+    retry = trial_episodes._retry_trial_until_decided(
+        config.driver.rollout, unused, {}, 0, unused, unused,
+        EventLog(tmp_path / "events.jsonl", "driver-cell-0"), None,
+    )  # fmt: skip
+    assert asyncio.run(asyncio.wait_for(retry, 60)).status == "ok"
 
 
 def test_one_good_trial_is_enough(config: TrialConfig) -> None:
