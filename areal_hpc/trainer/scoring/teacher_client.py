@@ -32,6 +32,8 @@ URL_KEY, API_KEY_FILE_KEY = (
     f"trainer.objective.teacher.{name}" for name in ("url", "api_key_file")
 )
 CONNECT_TIMEOUT_S = 10.0
+WARNING_PERIOD_S = 30.0
+"""Failed calls are logged once in so long."""
 MAX_REPLY_BYTES, MAX_REPLY_BYTES_PER_TOKEN = 1 << 20, 1 << 10
 """What surrounds a reply's entries, and one of them, a tenth of which is usual."""
 MAX_LOGPROB = 1e-3
@@ -82,6 +84,7 @@ class TeacherClient:
             trust_env=False,
         )
         self._done, self._trouble = "", ""
+        self._warned_at = float("-inf")
 
     @property
     def progress(self) -> str:
@@ -248,6 +251,10 @@ class TeacherClient:
         if self._trouble:
             return  # the first since the last answer says where it stands still
         self._trouble = problem
+        now = time.monotonic()
+        if now - self._warned_at < WARNING_PERIOD_S:
+            return  # a server that is busy by half fails call after call, between others
+        self._warned_at = now
         logger.warning(
             "the teacher at %s: %s; calls are repeated for %g s",
             self._url,
