@@ -238,11 +238,12 @@ def _translate_teacher(
 def _check_rl_loss_weight(
     value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
-    if value in (0, 1):
+    if value in (0, 1) or not areal_values("teacher.path"):
         return {}
+    divided = ", and coef is divided by it" if areal_values("teacher.distill_loss_weight") else ""
     return Untranslatable(
-        "rewards weigh 1, and coef is divided by it: a loss that is larger as a whole differs in "
-        "what trainer.optimizer.clip_grad clips"
+        f"rewards weigh 1{divided}: a loss that is larger as a whole differs in what "
+        "trainer.optimizer.clip_grad clips"
     )
 
 

@@ -276,6 +276,10 @@ def test_what_no_teacher_here_does_is_said() -> None:
     assert not any("teacher" in key for key in recipe_of(tree))
     alone = {"teacher": {"path": "/t", "rl_loss_weight": 0.0}, "critic": {"path": "/m"}}
     assert "critic" in reasons({"actor": {"path": "/m"}, **alone})["teacher.path"]
+    assert not reasons({"actor": {"path": "/m"}, "teacher": {"rl_loss_weight": 2.0}})
+    undistilled = {"path": "/t", "distill_loss_weight": 0.0, "rl_loss_weight": 2.0}
+    said = reasons({"actor": {"path": "/m"}, "teacher": undistilled})
+    assert "coef" not in said["teacher.rl_loss_weight"]
 
 
 @pytest.mark.parametrize(
