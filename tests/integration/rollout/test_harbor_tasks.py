@@ -195,7 +195,8 @@ def test_tests_without_a_verdict_say_so(
         ("echo much > /logs/verifier/reward.txt", "holds no reward"),
     ):
         (folder / "tests/test.sh").write_text(script)
-        row["harbor"] |= {"folder": str(folder), "test_timeout_s": 1.0}
+        timeout_s = 1.0 if script.startswith("sleep") else 60.0
+        row["harbor"] |= {"folder": str(folder), "test_timeout_s": timeout_s}
         reward = finish(judge_after(row))
         assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
         assert said in reward.note
