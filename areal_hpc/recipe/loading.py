@@ -75,11 +75,24 @@ def load_recipe(
 
 def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
     """A text such as a partition would take `???`, which is OmegaConf's for a value to come."""
-    if missing := sorted(OmegaConf.missing_keys(tree)):
+    # OmegaConf's own `missing_keys` resolves: a resolved recipe may have a text with `${...}`.
+    if missing := sorted(_find_missing_keys(OmegaConf.to_container(tree))):
         raise RecipeError.from_problems(
             Problem("expected a value, got ???", key, f"write one, or add {key}=... to the command")
             for key in missing
         )
+
+
+def _find_missing_keys(value: object, key: str = "") -> Iterator[str]:
+    """Dotted keys below a value that are `???`."""
+    if value == "???":
+        yield key
+    elif isinstance(value, Mapping):
+        for name, one in value.items():
+            yield from _find_missing_keys(one, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for number, one in enumerate(value):
+            yield from _find_missing_keys(one, f"{key}[{number}]")
 
 
 def _suggest_recipe(path: Path) -> str:

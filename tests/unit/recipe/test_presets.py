@@ -132,6 +132,14 @@ def test_another_preset_replaces_what_a_resolved_recipe_has_of_the_first(tmp_pat
         assert recipe.trainer.minibatches == 4
 
 
+def test_a_text_with_a_literal_interpolation_stays_as_it_is() -> None:
+    values = build("grpo").model_dump(mode="json")
+    values["train_dataset"]["kwargs"] = {"home": "${HOME}"}
+    recipe = build_recipe(values)
+    merged = merge_overrides(recipe, ["trainer.total_steps=7"])
+    assert merged.train_dataset.kwargs == {"home": "${HOME}"}
+
+
 def test_a_preset_of_a_recipe_that_a_person_wrote_leaves_all_that_it_says(tmp_path: Path) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump({**BASE, "trainer": {"objective": {"clip_low": 0.2}}}))
