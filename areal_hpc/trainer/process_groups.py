@@ -23,7 +23,11 @@ from areal_hpc.jobs.node.topology import (
     get_task_log_dir,
     get_task_position,
 )
-from areal_hpc.jobs.processes.native_calls import list_native_calls, native_threads
+from areal_hpc.jobs.processes.native_calls import (
+    forget_native_threads,
+    list_native_calls,
+    note_native_threads,
+)
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
@@ -47,6 +51,8 @@ JobT = TypeVar("JobT", bound=RankJobConfig)
 JOIN_RANKS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 ARRIVED_RANK_COUNT_KEY = "arrived"
+NATIVE_LIBRARY = "torch.distributed"
+"""Whose threads live as long as the groups."""
 ARRIVAL_POLL_S = 0.2
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 """Torch's newer and older name of where the record of the last collectives goes."""
@@ -90,15 +96,14 @@ def run_rank(
     except RuntimeError as error:
         raise_if_peer_lost(error)
         raise
-    with native_threads("torch.distributed"):
-        with _watch_for_hanging_ranks(paths), let_first_failed_rank_report():
-            record_clock_sample(*measure_clock_lag_and_spread_s())
-            try:
-                finished = train(job, paths, device, stop)
-            except StopRequestedError:  # on all ranks, before any work was begun
-                finished = False
-        if not list_native_calls():  # of an update group or the store: torch would wait for them
-            destroy_process_groups()
+    with _watch_for_hanging_ranks(paths), let_first_failed_rank_report():
+        record_clock_sample(*measure_clock_lag_and_spread_s())
+        try:
+            finished = train(job, paths, device, stop)
+        except StopRequestedError:  # on all ranks, before any work was begun
+            finished = False
+    if not list_native_calls():  # of an update group or the store: torch would wait for them
+        destroy_process_groups()
     if not finished:
         raise SystemExit(STOPPED_EXIT_CODE)
 
@@ -130,6 +135,7 @@ def init_process_groups_and_device(
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     store = _create_or_join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
+    note_native_threads(NATIVE_LIBRARY)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=store,
@@ -175,9 +181,10 @@ def _watch_for_hanging_ranks(paths: RunPaths) -> AbstractContextManager[None]:
 
 
 def destroy_process_groups() -> None:
-    """Leave the groups."""
+    """Leave the groups, whose threads end with them."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
+    forget_native_threads(NATIVE_LIBRARY)
 
 
 def _choose_device(device_setting: str, local_rank: int) -> torch.device:

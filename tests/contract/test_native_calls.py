@@ -8,14 +8,19 @@ from tests.support.commands import run_program
 
 PROGRAM = """
 import atexit, sys
-from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls, native_threads
+from areal_hpc.jobs.processes.native_calls import (
+    exit_at_once_beside_native_calls, forget_native_threads, note_native_threads
+)
 
 atexit.register(print, "the interpreter's end")
-with exit_at_once_beside_native_calls(), native_threads("torch.distributed"):
+with exit_at_once_beside_native_calls():
+    note_native_threads("torch.distributed")
     if sys.argv[1] == "stops":
         sys.exit(80)
     if sys.argv[1] == "fails":
         raise ValueError("no traceback is lost")
+    if sys.argv[1] == "ends":
+        forget_native_threads("torch.distributed")
 """
 
 
@@ -23,11 +28,12 @@ with exit_at_once_beside_native_calls(), native_threads("torch.distributed"):
     ("how", "code", "said", "told"),
     [
         ("ends", 0, "the interpreter's end\n", ""),
+        ("leaves them", 0, "", ""),
         ("stops", 80, "", ""),
         ("fails", 1, "", "ValueError: no traceback is lost"),
     ],
 )
-def test_the_interpreter_ends_in_order_only_where_the_block_did(
+def test_the_interpreter_ends_in_order_only_where_the_threads_did(
     how: str, code: int, said: str, told: str
 ) -> None:
     ended = run_program(sys.executable, "-c", PROGRAM, how)

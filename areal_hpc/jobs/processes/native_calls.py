@@ -52,15 +52,17 @@ def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[R
     return future
 
 
-@contextmanager
-def native_threads(library: str) -> Iterator[None]:
-    """A library has threads of its own, until the block ends well: what fails leaves them.
+def note_native_threads(library: str) -> None:
+    """A library has threads of its own, until they are known to have ended: what fails leaves them.
 
     Gloo's drop the tensors of an operation some time after it failed, and those ask for the
     interpreter's lock.
     """
     _libraries.add(library)
-    yield
+
+
+def forget_native_threads(library: str) -> None:
+    """A library's threads have ended."""
     _libraries.discard(library)
 
 
@@ -74,16 +76,16 @@ def exit_at_once_beside_native_calls() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if not (names := [*list_native_calls(), *_libraries]):
+        if not (names := [*list_native_calls(), *list_native_libraries()]):
             raise
         code = end.code
     except BaseException:  # boundary: told as the interpreter would, which does not come to it
-        if not (names := [*list_native_calls(), *_libraries]):
+        if not (names := [*list_native_calls(), *list_native_libraries()]):
             raise
         sys.excepthook(*sys.exc_info())
         code = 1
     else:
-        if not (names := [*list_native_calls(), *_libraries]):
+        if not (names := [*list_native_calls(), *list_native_libraries()]):
             return
     # They may have returned by now: the exception is taken, so the process ends here all the same.
     log.info("the process ends at once, beside native calls: %s", ", ".join(names))
@@ -96,3 +98,8 @@ def exit_at_once_beside_native_calls() -> Iterator[None]:
 def list_native_calls() -> list[str]:
     """Names of those under way in threads that this module knows."""
     return [one.name for one in threading.enumerate() if isinstance(one, NativeCallThread)]
+
+
+def list_native_libraries() -> list[str]:
+    """Libraries that have threads of their own."""
+    return sorted(_libraries)

@@ -14,7 +14,9 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from areal_hpc.errors import LostPeerError
-from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls, native_threads
+from areal_hpc.jobs.processes.native_calls import (
+    exit_at_once_beside_native_calls, note_native_threads
+)
 from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_if_peer_lost
 from areal_hpc.trainer.rank_progress import RankProgress, enter_place, note_detail, watch_ranks
 
@@ -22,7 +24,9 @@ logging.basicConfig(stream=sys.stderr)
 rank, path = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(path, 2)
 store.add("imported", 1)
+give_up_at = time.monotonic() + 60
 while store.add("imported", 0) < 2:  # which takes as long as the machine likes
+    assert time.monotonic() < give_up_at, "the other rank did not come"
     time.sleep(0.05)
 dist.init_process_group(
     "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=6)
@@ -45,7 +49,8 @@ def work():
 progress = RankProgress(store, rank, 2, hang_s=1.0, look_s=0.1)
 with exit_at_once_beside_native_calls():
     try:
-        with native_threads("torch.distributed"), watch_ranks(progress):
+        note_native_threads("torch.distributed")
+        with watch_ranks(progress):
             work()
     except LostPeerError as lost:
         print(lost.problems[0].message, flush=True)
@@ -59,10 +64,16 @@ def test_the_rank_that_waits_names_the_one_that_hangs_and_where(tmp_path: Path) 
     with subprocess.Popen(
         [*command, "1", meeting], cwd=CHECKOUT, stderr=subprocess.PIPE, text=True
     ) as hanging:
-        waiting = subprocess.run(
-            [*command, "0", meeting], cwd=CHECKOUT, capture_output=True, text=True
-        )
-        hanging.kill()
+        try:
+            waiting = subprocess.run(
+                [*command, "0", meeting],
+                cwd=CHECKOUT,
+                capture_output=True,
+                text=True,
+                timeout=120,
+            )
+        finally:
+            hanging.kill()  # else the end of this block would wait until it has slept
         assert hanging.stderr is not None
         stacks = hanging.stderr.read()
     assert waiting.returncode == LostPeerError.exit_code, waiting.stderr + stacks

@@ -1,7 +1,11 @@
-"""Ranks that join wait for one that never comes no longer than for rank 0, and end at a stop."""
+"""Ranks that join wait for one that never comes no longer than for rank 0, and end at a stop.
+
+A rank that leaves knows whether the groups are still there.
+"""
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
 
@@ -11,11 +15,16 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.errors import ClusterError
+from megatron.core import parallel_state
+
+from areal_hpc.errors import ClusterError, LostPeerError
 from areal_hpc.jobs.node.topology import TaskPosition
-from areal_hpc.recipe.sections.trainer import ParallelConfig
+from areal_hpc.jobs.processes.native_calls import NativeCallThread, list_native_libraries
+from areal_hpc.jobs.processes.signals import StopRequest
+from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.trainer import process_groups
+from areal_hpc.trainer.config import RankJobConfig
 from tests.support.waiting import wait_for
 
 RANKS = 3
@@ -83,3 +92,44 @@ def test_a_stop_ends_the_wait_for_other_ranks(tmp_path: Path) -> None:
     wait_for(first.done, 60.0)
     with pytest.raises(ClusterError, match="rank 0 was stopped while it waited for other ranks"):
         first.result()
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[RankJobConfig]:
+    """The job of one rank; its groups are left behind."""
+    yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path, seed=1)
+    if dist.is_initialized():
+        process_groups.destroy_process_groups()
+    assert list_native_libraries() == []
+
+
+def run_rank(job: RankJobConfig, work: Callable[[], object] = lambda: None) -> None:
+    trainer = TrainerConfig(device="cpu")
+    process_groups.run_rank(job, trainer, StopRequest(), lambda *_: work() is None)
+
+
+def test_groups_that_stay_beside_a_native_call_keep_the_interpreter_from_ending_in_order(
+    job: RankJobConfig,
+) -> None:
+    run_rank(job)
+    assert (dist.is_initialized(), list_native_libraries()) == (False, [])
+    release = threading.Event()
+    call = NativeCallThread(release.wait, "update")
+    run_rank(job, call.start)
+    release.set()
+    call.join()
+    assert dist.is_initialized()
+    assert list_native_libraries() == ["torch.distributed"], "though the call has returned"
+
+
+def test_so_does_a_peer_that_is_lost_while_groups_are_made(
+    job: RankJobConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def lose_peer(**_: object) -> None:
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel_state, "initialize_model_parallel", lose_peer)
+        with pytest.raises(LostPeerError):
+            run_rank(job)
+    assert list_native_libraries() == ["torch.distributed"]
