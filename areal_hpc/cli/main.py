@@ -24,7 +24,7 @@ from areal_hpc.cli.commands import (
     view,
     why,
 )
-from areal_hpc.errors import ArealError, RecipeError, escape_controls
+from areal_hpc.errors import ArealError, Problem, RecipeError, escape_controls
 
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
@@ -34,12 +34,14 @@ COMMAND_MODULES = {
     "develop": (develop, completion),
 }
 """Modules of commands by the group that they are in, in the order of `--help`."""
-UNUSABLE_PATH_ERRORS = (
-    FileExistsError,
-    IsADirectoryError,
-    NotADirectoryError,
-    PermissionError,
-)
+HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
+    FileExistsError: "name another, or remove it",
+    FileNotFoundError: "check how it is written, and make the directory that it is in",
+    IsADirectoryError: "name a file",
+    NotADirectoryError: "name a directory",
+    PermissionError: "ask its owner, or name another",
+}
+"""What to try where a path of the command line cannot be used."""
 VARIADIC_ARGUMENTS = ("overrides", "names")
 """Arguments that a command may take any number of."""
 
@@ -55,22 +57,28 @@ def main(argv: Sequence[str] | None = None) -> None:
         head = "error: " if count == 1 else f"{count} errors:\n"
         print(escape_controls(f"{head}{error}"), file=sys.stderr)
         sys.exit(getattr(error, "code", error.exit_code))
-    except UNUSABLE_PATH_ERRORS as error:
+    except tuple(HINT_BY_PATH_ERROR) as error:
         if not _is_named_in(arguments, error.filename):
             raise  # a path of our own making
-        print(escape_controls(f"error: {error.strerror}\n  at: {error.filename}"), file=sys.stderr)
+        hint = next(text for kind, text in HINT_BY_PATH_ERROR.items() if isinstance(error, kind))
+        problem = Problem(str(error.strerror), error.filename, hint)
+        print(escape_controls(f"error: {problem}"), file=sys.stderr)
         sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
 
 
 def _is_named_in(arguments: argparse.Namespace, filename: object) -> bool:
-    """True for a path of the command line, or one below it."""
+    """True for a path of the command line, one below it, or the temporary one that becomes it."""
     if not isinstance(filename, str):
         return False
     path = Path(filename).resolve()
-    named = (one.resolve() for one in vars(arguments).values() if isinstance(one, Path))
-    return any(path.is_relative_to(one) for one in named)
+    values = [one if isinstance(one, list) else [one] for one in vars(arguments).values()]
+    named = [one.resolve() for value in values for one in value if isinstance(one, Path)]
+    return any(
+        path.is_relative_to(one) or (path.parent == one.parent and one.name in path.name)
+        for one in named
+    )
 
 
 def _parse_arguments(argv: Sequence[str]) -> argparse.Namespace:

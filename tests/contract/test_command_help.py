@@ -13,7 +13,8 @@ import pytest
 from areal_hpc.cli.arguments import find_subparsers
 from areal_hpc.cli.main import build_parser
 from areal_hpc.recipe.reference import list_keys
-from tests.support.commands import exit_code_of, run_program
+from areal_hpc.rundir.paths import RunPaths
+from tests.support.commands import exit_code_of, run_program, write_program
 from tests.support.environments import CHECKOUT
 
 QUICKSTART = "recipes/quickstart.yaml"
@@ -40,7 +41,6 @@ def test_help_has_an_example_and_a_word_on_every_argument(name: str) -> None:
     _, head, examples = shown.rpartition("\nexample")
     assert head, shown
     assert f"areal-hpc {name}" in examples, "the example is one of this command"
-    assert COMMANDS[name].description, "a sentence on what it does"
     silent = [action.dest for action in COMMANDS[name]._actions if not action.help]
     assert silent == []
 
@@ -80,8 +80,15 @@ UPSTREAM = "--upstream http://127.0.0.1:9"
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ("make-tiny-model --out README.md --texts LICENSE", "File exists\n  at: README.md"),
+        (
+            "make-tiny-model --out README.md --texts LICENSE",
+            "File exists\n  at: README.md\n  try: name another",
+        ),
         ("make-repair-tasks README.md", "Not a directory\n  at: README.md"),
+        (
+            "migrate tests/contract/areal_config.yaml --rows 9 --out nowhere/x.yaml",
+            "No such file or directory\n  at: nowhere/x.yaml\n  try: check how it is written",
+        ),
         (f"{PROXY} 0 --upstream x", "error: an upstream is an address such as"),
         (f"{PROXY} 70000 {UPSTREAM}", "it must be less than or equal to 65535, got 70000"),
         (f"{PROXY} 0 {UPSTREAM} --set max_sesions=1", "did you mean max_sessions?"),
@@ -94,6 +101,14 @@ def test_an_argument_that_cannot_be_used_is_told_without_a_traceback(
     assert said in capfd.readouterr().err
 
 
+def test_so_is_one_of_several(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = RunPaths(tmp_path)
+    run.recipe.write_text("trainer: {}")
+    run.metrics.mkdir()
+    assert exit_code_of("report", tmp_path, tmp_path, "--out", tmp_path / "x.html") == 78
+    assert f"error: Is a directory\n  at: {run.metrics}\n" in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     "name",
     [
@@ -101,8 +116,11 @@ def test_an_argument_that_cannot_be_used_is_told_without_a_traceback(
         *("setup", "setup_gyms", "setup_harnesses", "setup_oracles"),
     ],
 )
-def test_a_script_that_is_asked_for_help_installs_nothing(name: str) -> None:
-    environ = {**os.environ, "UV": "true"}
+def test_a_script_that_is_asked_for_help_installs_nothing(name: str, tmp_path: Path) -> None:
+    for program in ("apt-get", "curl", "npm", "pip", "sudo"):
+        write_program(tmp_path / program, "exit 1")  # a script that went on would install
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    environ = {**os.environ, "UV": "true", "PATH": path}
     ended = run_program(CHECKOUT / "scripts" / f"{name}.sh", "--help", environ=environ)
     assert (ended.returncode, ended.stdout) == (78, "")
     assert "\n  try: " in ended.stderr
