@@ -176,7 +176,7 @@ def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
             if shown:
                 await page.await_true(IS_NEW)
             else:
-                await asyncio.sleep(3)  # longer than news take
+                await page.await_true("isHeldBack")
                 assert not await page.ask(IS_NEW)
 
         query = "run=shown/run"
@@ -198,6 +198,12 @@ def test_what_the_reader_is_at_outlasts_news(tmp_path: Path) -> None:
         assert await page.ask("getSelection().toString()") == "Trajectories"
         await page.ask("getSelection().empty()")
         await page.await_true(IS_NEW)
+        point = "document.dispatchEvent(new PointerEvent('pointer{}', {{button: 0, buttons: {}}}))"
+        await page.ask(point.format("down", 1))
+        await page.ask(point.format("move", 1))
+        await hear_news(shown=False)
+        await page.ask(point.format("move", 0))
+        await page.await_true(IS_NEW)  # that it was let go was not told
 
         await show(page, address, "metrics", query)
         await page.ask("scrollTo(0, document.documentElement.scrollHeight)")

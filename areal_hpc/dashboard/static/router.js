@@ -106,9 +106,21 @@ function showHeldBack() {
 }
 
 document.addEventListener("pointerdown", (event) => { isPressed = event.button === 0; });
-for (const name of ["pointerup", "pointercancel"]) document.addEventListener(name, () => { isPressed = false; });
-for (const name of ["pointerup", "pointercancel", "focusout", "selectionchange"]) {
-  document.addEventListener(name, () => setTimeout(showHeldBack)); // after what else the event leads to
+for (const name of ["pointerup", "pointercancel", "change"]) document.addEventListener(name, endPress);
+window.addEventListener("blur", endPress);
+// A scroll bar or a list of choices may take the pointer, and keep what would tell that it was let go.
+for (const name of ["pointermove", "pointerover"]) {
+  document.addEventListener(name, (event) => { if (isPressed && !(event.buttons & 1)) endPress(); });
+}
+for (const name of ["focusout", "selectionchange"]) document.addEventListener(name, showHeldBackSoon);
+
+function endPress() {
+  isPressed = false;
+  showHeldBackSoon();
+}
+
+function showHeldBackSoon() {
+  setTimeout(showHeldBack); // after what else the event leads to
 }
 
 /** What the reader has opened, scrolled, chosen and typed; the function puts it into the page made anew. */
