@@ -7,9 +7,7 @@ no request names a file; what agents wrote goes out as JSON alone and is put int
 import asyncio
 import hmac
 import json
-import logging
 import math
-import sqlite3
 import threading
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import partial
@@ -29,6 +27,7 @@ from areal_hpc.dashboard.evaluation_sets import (
     build_set_filters,
     list_set_names,
 )
+from areal_hpc.dashboard.page_errors import explain_page_error
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
@@ -67,8 +66,6 @@ RUNS_POLL_S = 10.0
 PING_INTERVAL_S = 15.0
 END_CHECK_INTERVAL_S = 0.25
 """Between two looks at whether the server ends."""
-
-log = logging.getLogger(__name__)
 
 JsonObject = dict[str, Any]
 Query = Mapping[str, str]
@@ -131,13 +128,10 @@ class DashboardApp:
             return Response("there is no such page", 404)
         try:
             found = await run_in_threadpool(page, request.query_params)
-        except ArealError as error:
-            return _build_json_response({"error": str(error)}, 400)
-        except (OSError, sqlite3.Error) as error:
-            return _build_json_response({"error": f"cannot be read: {error}"}, 500)
         except Exception as error:  # boundary: the page says it; files may hold anything
-            log.warning("%s cannot be shown", request.url.path.rpartition("/")[2], exc_info=True)
-            return _build_json_response({"error": run_pages.explain_unreadable(error)}, 500)
+            of_run = f"{name} of {request.query_params.get('run', 'all runs')} in {self._place}"
+            status_code = 400 if isinstance(error, ArealError) else 500
+            return _build_json_response({"error": explain_page_error(of_run, error)}, status_code)
         return _build_json_response(found)
 
     def _find_run(self, query: Query) -> RunPaths:

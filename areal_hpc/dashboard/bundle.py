@@ -1,6 +1,9 @@
 """A run's pages as a folder of files, to attach to a paper or a ticket: no server is needed."""
 
-from collections.abc import Callable
+import os
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +11,7 @@ from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, encode_browser_json, read_static_file
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
 from areal_hpc.dashboard.evaluation_sets import add_set_names_to_rows, list_set_names
+from areal_hpc.dashboard.page_errors import explain_page_error
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.dashboard.run_states import RunStateCache
@@ -22,12 +26,27 @@ MAX_BUNDLED_ROWS = 500
 def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     """Write a run's pages into a new folder; how many conversations they have.
 
+    A page that cannot be made says why.
+
     Raises:
         RecipeError: The folder exists.
-        ShardError: A shard is damaged.
     """
     if folder.exists():
         raise RecipeError(f"{folder} exists", key="--bundle", hint="name another folder")
+    unfinished = folder.with_name(f".{folder.name}.partial_{os.getpid()}")
+    unfinished.mkdir(parents=True)
+    try:
+        count, pages = _write_trajectories(run, unfinished / "rows", cache_dir)
+        _write_pages(_describe_pages(run) | pages, unfinished)
+        unfinished.rename(folder)
+    except BaseException:  # boundary: raised again, without a folder that looks whole
+        shutil.rmtree(unfinished)
+        raise
+    return count
+
+
+def _write_trajectories(run: RunPaths, folder: Path, cache_dir: Path) -> tuple[int, dict[str, Any]]:
+    """Write rows that stand for all; how many they are, and the pages that list them."""
     index = RowIndex(run, cache_dir)
     sets = list_set_names(run, [])
     try:
@@ -35,29 +54,49 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         rows = index.choose_example_rows(MAX_BUNDLED_ROWS)
         total = index.find_page(offset=0, count=0).total
         failures = index.count_failure_causes()
-        (folder / "rows").mkdir(parents=True)
+        folder.mkdir()
         for row in rows:
             name = f"{row['shard']}/{row['row']}"
-            content = run_pages.describe_trajectory(run, row["shard"], row["row"])
-            content |= index.select_group_and_task_rows(row["shard"], row["row"])
-            add_set_names_to_rows([content, *content["group"], *content["task_rows"]], sets)
-            content["annotation"] = describe_annotation(run, content["group"], content)
-            _write_json_as_script(
-                folder / "rows" / f"{row['shard']}-{row['row']}.js", name, content
-            )
+            describe = partial(_describe_trajectory, run, index, row, sets)
+            content = _describe_or_explain(f"{name} of {run.root}", "problem", describe)
+            _write_json_as_script(folder / f"{row['shard']}-{row['row']}.js", name, content)
     finally:
         index.close()
     add_set_names_to_rows(rows, sets)
-    (state,) = RunStateCache().get_states([run])
-    pages: dict[str, Any] = {
-        "timeline": _describe_or_explain(lambda: describe_timeline(run, {})),
-        "runs": {"place": "", "runs": run_pages.describe_runs([run], [state])},
-        "overview": _describe_or_explain(lambda: run_pages.describe_run_overview(run, state)),
-        "metrics": run_pages.describe_metrics(run),
-        "evaluations": describe_evaluations(run),
+    pages = {
         "rows": {"rows": rows, "matching": len(rows), "total": total},
         "failures": failures,
     }
+    return len(rows), pages
+
+
+def _describe_trajectory(
+    run: RunPaths, index: RowIndex, row: Mapping[str, Any], set_names: Sequence[str]
+) -> dict[str, Any]:
+    content = run_pages.describe_trajectory(run, row["shard"], row["row"])
+    content |= index.select_group_and_task_rows(row["shard"], row["row"])
+    add_set_names_to_rows([content, *content["group"], *content["task_rows"]], set_names)
+    return content | {"annotation": describe_annotation(run, content["group"], content)}
+
+
+def _describe_pages(run: RunPaths) -> dict[str, Any]:
+    """Those that are made from other files than the shards."""
+    (state,) = RunStateCache().get_states([run])
+    pages: dict[str, Callable[[], dict[str, Any]]] = {
+        "timeline": lambda: describe_timeline(run, {}),
+        "runs": lambda: {"place": "", "runs": run_pages.describe_runs([run], [state])},
+        "overview": lambda: run_pages.describe_run_overview(run, state),
+        "metrics": lambda: run_pages.describe_metrics(run),
+        "evaluations": lambda: describe_evaluations(run),
+    }
+    return {
+        name: _describe_or_explain(f"{name} of {run.root}", "error", describe)
+        for name, describe in pages.items()
+    }
+
+
+def _write_pages(pages: Mapping[str, Any], folder: Path) -> None:
+    """Write their data, and what shows it."""
     for name in pages:
         _write_json_as_script(folder / f"{name}.data.js", name, pages[name])
     for name in MEDIA_TYPE_BY_STATIC_FILE:
@@ -72,15 +111,16 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
         '"use strict";\nwindow.bundle = {};\nwindow.bundled = (name, content) => {\n'
         "  window.bundle[name] = content;\n};\n"
     )
-    return len(rows)
 
 
-def _describe_or_explain(describe: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """A page; the reason where there is nothing to show yet, or the recipe is damaged."""
+def _describe_or_explain(
+    page: str, key: str, describe: Callable[[], dict[str, Any]]
+) -> dict[str, Any]:
+    """A page; below `key` the reason where its files do not yield one."""
     try:
         return describe()
-    except RecipeError as error:
-        return {"error": str(error)}
+    except Exception as error:  # boundary: the page says it, and the others are written
+        return {key: explain_page_error(page, error)}
 
 
 def _write_json_as_script(path: Path, variable_name: str, content: Any) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.dashboard.evaluation_sets import list_set_names, read_set_configs
+from areal_hpc.dashboard.evaluation_sets import read_set_configs, sort_set_names
 from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
     SetSamples,
@@ -25,9 +25,9 @@ def describe_evaluations(paths: RunPaths) -> JsonObject:
     problems: list[str] = []
     results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
     configs = read_set_configs(paths, problems)
-    names = list_set_names(paths, [])
     first_tickets = {
-        name: get_ticket_id_in_evaluation(number, 0) for number, name in enumerate(names)
+        name: get_ticket_id_in_evaluation(number, 0)
+        for number, name in enumerate(sort_set_names(configs))
     }
     sets = []
     for name, found in results.items():

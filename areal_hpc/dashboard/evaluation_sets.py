@@ -1,6 +1,6 @@
 """Names of the evaluation sets that recorded rows belong to."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from areal_hpc.errors import RecipeError
@@ -21,8 +21,12 @@ def list_set_names(paths: RunPaths, problems: list[str]) -> list[str]:
 
     A damaged recipe is told in `problems`: what else there is of the run is shown all the same.
     """
-    sets = read_set_configs(paths, problems)
-    return [VALID_SET_NAME, *sorted(name for name in sets if name != VALID_SET_NAME)]
+    return sort_set_names(read_set_configs(paths, problems))
+
+
+def sort_set_names(names: Iterable[str]) -> list[str]:
+    """Names of evaluation sets by their numbers; `valid`, which a run may lack, is the first."""
+    return [VALID_SET_NAME, *sorted(name for name in names if name != VALID_SET_NAME)]
 
 
 def read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
@@ -34,9 +38,11 @@ def read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
     except RecipeError as error:
         problems.append(str(error))
         return {}
-    section = recipe.get("evaluation")
-    sets = section.get("sets") if isinstance(section, dict) else None
+    section = recipe.get("evaluation") or {}
+    sets = (section.get("sets") or {}) if isinstance(section, dict) else section
     if not isinstance(sets, dict):
+        key = "evaluation.sets" if isinstance(section, dict) else "evaluation"
+        problems.append(f"{key} of the run's recipe: expected keys and values, got {sets!r:.100}")
         return {}
     return {str(name): one if isinstance(one, dict) else {} for name, one in sets.items()}
 

@@ -10,7 +10,8 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.dashboard.page_errors import explain_page_error
+from areal_hpc.errors import RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.limit import compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import read_metrics
@@ -56,16 +57,8 @@ def _describe_run(paths: RunPaths, state: str) -> JsonObject:
     row: JsonObject = {"name": paths.run_name, "state": state, "path": str(paths.root)}
     try:
         return row | _describe_run_progress(paths)
-    except (ArealError, OSError) as error:
-        return row | {"problem": f"cannot be read: {error}"}
     except Exception as error:  # boundary: one run's files do not hide the other runs
-        return row | {"problem": explain_unreadable(error)}
-
-
-def explain_unreadable(error: Exception) -> str:
-    """What to say of files that can be read and do not hold what this version expects."""
-    kind = type(error).__name__
-    return f"the run's files are damaged, or of another version of areal-hpc ({kind}: {error})"
+        return row | {"problem": explain_page_error(f"{paths.root} among runs", error)}
 
 
 def _describe_run_progress(paths: RunPaths) -> JsonObject:

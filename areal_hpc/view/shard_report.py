@@ -95,7 +95,9 @@ def _list_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
     except RecipeError as error:  # what is recorded can be shown without it
         log.warning("no tokenizer is looked for: %s", error)
         return
-    if named := recipe.get("model", {}).get("path"):
+    model = recipe.get("model")
+    named = model.get("path") if isinstance(model, dict) else None
+    if isinstance(named, str):
         yield Path(named) / "tokenizer.json"
 
 

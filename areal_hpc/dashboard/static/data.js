@@ -30,7 +30,9 @@ async function findBundled(page, query) {
       document.head.append(element("script", { src: file, onload: resolve, onerror: () => reject(new Error("this conversation is not in the bundle")) }));
     });
   }
-  return window.bundle[query.row];
+  const content = window.bundle[query.row];
+  if (content.problem) throw new Error(content.problem); // `error` is that of the episode
+  return content;
 }
 
 let news = null;
