@@ -3,6 +3,7 @@
 Looking at a run needs no more, and so runs of older and newer versions can be looked at, too.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,3 +34,14 @@ def read_run_recipe(path: Path) -> dict[str, Any]:
         message = f"the run's recipe cannot be read: {' '.join(str(error).split())}"
         raise RecipeError(message, key=str(path), hint=hint) from error
     return found
+
+
+def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
+    """The value of a dotted key of a recipe as a run keeps it; None if it is not there.
+
+    What stands above it may be damaged, or of another version.
+    """
+    value: Any = recipe
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value

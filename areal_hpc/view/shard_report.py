@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import VerifyReport
@@ -95,8 +95,7 @@ def _list_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
     except RecipeError as error:  # what is recorded can be shown without it
         log.warning("no tokenizer is looked for: %s", error)
         return
-    model = recipe.get("model")
-    named = model.get("path") if isinstance(model, dict) else None
+    named = get_recipe_value(recipe, "model.path")
     if isinstance(named, str):
         yield Path(named) / "tokenizer.json"
 

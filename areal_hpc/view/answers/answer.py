@@ -6,6 +6,7 @@ from typing import Any
 from urllib.parse import quote, urlencode
 
 from areal_hpc.errors import escape_controls
+from areal_hpc.rundir.run_recipe import get_recipe_value
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,14 +49,6 @@ def format_answer(answer: Answer, run: str) -> list[str]:
     if any(finding.page for finding in answer.findings):
         lines.append(f"pages: areal-hpc view {run} prints an address; #/... goes behind it")
     return [escape_controls(line) for line in lines]
-
-
-def get_recipe_value(recipe: Mapping[str, Any], key: str) -> Any:
-    """The value of a dotted key of a recipe as a run keeps it; None if it is not there."""
-    value: Any = recipe
-    for part in key.split("."):
-        value = value.get(part) if isinstance(value, Mapping) else None
-    return value
 
 
 def format_keys_with_values(recipe: Mapping[str, Any], *keys: str) -> str:

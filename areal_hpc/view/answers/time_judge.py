@@ -6,11 +6,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.metrics.step_metrics import IDLE_CELLS_METRIC
+from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import (
     Finding,
     build_page_address,
     format_keys_with_values,
-    get_recipe_value,
 )
 from areal_hpc.view.answers.slow_parts import (
     ReplicaOutlier,

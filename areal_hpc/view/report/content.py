@@ -17,6 +17,7 @@ from areal_hpc.recipe.loading import flatten_public_keys
 from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.rundir.manifests import read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.collapse import explain_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
@@ -134,7 +135,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
 
 def _get_held_out_sections(recipe: Mapping[str, Any]) -> tuple[Any, Any]:
     """What a recipe says of its held-out tasks."""
-    return recipe.get("valid_dataset"), (recipe.get("evaluation") or {}).get("sets")
+    return recipe.get("valid_dataset"), get_recipe_value(recipe, "evaluation.sets")
 
 
 def name_runs(runs: Sequence[RunPaths]) -> list[str]:

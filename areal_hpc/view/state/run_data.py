@@ -22,7 +22,7 @@ from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.transcripts.row_search import FoundRow, RowQuery, find_rows
@@ -215,7 +215,7 @@ class RunData:
             raise RecipeError(
                 f"expected avg@k, pass@k, pass@NUMBER or cons@k, got {metric!r}", key="metric"
             )
-        sets: dict[str, Any] = self.recipe.get("evaluation", {}).get("sets", {})
+        sets = get_recipe_value(self.recipe, "evaluation.sets") or {}
         pass_reward = sets.get(set_name, {}).get("pass_reward", DEFAULT_PASS_REWARD)
         samples = SetSamples(result.list_samples(), result.answers)
         try:

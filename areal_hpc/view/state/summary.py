@@ -16,7 +16,7 @@ from areal_hpc.metrics.step_line import (
 from areal_hpc.rundir.checkpoints import list_checkpoints
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import read_quarantined_batches
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.events.agent_failures import AgentFailures
 from areal_hpc.view.events.run_phase import RunPhase
@@ -54,21 +54,17 @@ class RunProgress:
     @property
     def cell_count(self) -> int:
         """The cells that the recipe asks for; 1 if that is not known."""
-        section = self.recipe.get("inference")
-        return int(section.get("cells") or 1) if isinstance(section, dict) else 1
+        return int(get_recipe_value(self.recipe, "inference.cells") or 1)
 
     @property
     def isolates_model_programs(self) -> bool:
         """False if programs that the model writes run as the user does."""
-        section = self.recipe.get("reward")
-        return not (isinstance(section, dict) and section.get("isolation") == "none")
+        return str(get_recipe_value(self.recipe, "reward.isolation")) != "none"
 
     @property
     def agent_isolation(self) -> str:
         """How commands of the agent are isolated; empty if it gets no sandbox."""
-        section = self.recipe.get("rollout")
-        agent = section.get("agent") if isinstance(section, dict) else None
-        return str(agent.get("isolation") or "") if isinstance(agent, dict) else ""
+        return str(get_recipe_value(self.recipe, "rollout.agent.isolation") or "")
 
     @property
     def step(self) -> int:

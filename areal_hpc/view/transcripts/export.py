@@ -12,7 +12,7 @@ from areal_hpc import __version__
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.atomic import fsync_path, open_temporary
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.run_recipe import read_run_recipe
+from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.atif import build_atif_trajectory
 from areal_hpc.view.transcripts.row_search import FoundRow
 
@@ -73,9 +73,9 @@ def _choose_row_builder(
         return _build_sft_conversation
     if file_format == "atif":
         recipe = read_run_recipe(paths.recipe) if paths.recipe.exists() else {}
-        agent = recipe.get("rollout", {}).get("workflow") or "agent"
-        model = recipe.get("model", {})
-        name = str(model.get("hub") or model.get("path") or "policy")
+        agent = get_recipe_value(recipe, "rollout.workflow") or "agent"
+        named = (get_recipe_value(recipe, f"model.{key}") for key in ("hub", "path"))
+        name = str(next(filter(None, named), "policy"))
         return lambda row: build_atif_trajectory(row, str(agent), f"areal_hpc {__version__}", name)
     return _build_full_record
 
