@@ -17,7 +17,7 @@ from areal_hpc.errors import AgentError, NodeShortageError, escape_surrogates
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
 MAX_SHOWN_COLUMNS = 10
-SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
+SHORTAGE_ERRORS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC))
 """The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
 agent that computes what a model asks for meets that on any node."""
 SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_rollouts"

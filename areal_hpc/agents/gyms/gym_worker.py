@@ -76,7 +76,7 @@ class GymWorker:
         answer: dict[str, Any] = json.loads(told)
         if "error" in answer:
             why = f"{self._name} failed: {answer['error']}"
-            if answer["errno"] in SHORTAGE_ERRORS:
+            if not SHORTAGE_ERRORS.isdisjoint(answer["errnos"]):
                 self._process.mark_short()
                 raise NodeShortageError(why, hint=SHORTAGE_HINT)
             raise AgentError(why)

@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
-_SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _NO_THREAD_TEXT = "can't start new thread"
-"""Both as in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
+"""As in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
 
 
 class Gym:
@@ -61,20 +60,14 @@ def take_over_standard_streams() -> tuple[IO[str], IO[str]]:
     return requests, answers
 
 
-def find_errno(error: BaseException | None) -> int:
-    """The number of the system's error that caused this one; 0 if none did.
-
-    Of several it is that of what the node lacks, which may be behind another: a server that found
-    no descriptor refuses connections.
-    """
-    found = 0
+def list_errnos(error: BaseException | None) -> list[int]:
+    """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
+    found = []
     while error is not None:
-        number = (isinstance(error, OSError) and error.errno) or 0
-        if isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
-            number = errno.EAGAIN
-        if number in _SHORTAGE_ERRORS:
-            return number
-        found = found or number
+        if isinstance(error, OSError) and error.errno:
+            found.append(error.errno)
+        elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
+            found.append(errno.EAGAIN)
         error = error.__cause__
     return found
 
@@ -98,6 +91,6 @@ async def _serve(
             told = json.dumps(answer, allow_nan=False)
         except Exception as error:  # boundary: told to the agent
             said = f"{type(error).__name__}: {error}"[:2000]
-            told = json.dumps({"error": said, "errno": find_errno(error)})
+            told = json.dumps({"error": said, "errnos": list_errnos(error)})
         answers.write(told + "\n")
         answers.flush()
