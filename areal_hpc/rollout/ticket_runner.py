@@ -11,8 +11,8 @@ from areal_hpc.errors import (
     AgentError,
     ArealError,
     HttpStatusError,
-    NodeShortageError,
     RecipeError,
+    UnplayableEpisodeError,
     escape_surrogates,
 )
 from areal_hpc.evaluation.ticket_numbers import split_ticket_id
@@ -202,7 +202,7 @@ class TicketRunner:
         trace, cause = "", str(error)
         if isinstance(error, AgentError):
             trace, cause = error.trace, error.cause
-        is_node_short = isinstance(error, AgentError) and error.kind == NodeShortageError.__name__
+        is_node_short = isinstance(error, UnplayableEpisodeError)
         reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
         self._record_ticket_event("ticket_dropped", ticket_grant, reason)
         log.error("dropped %s: %s", ticket_grant.ref, reason)
@@ -266,7 +266,7 @@ class TicketRunner:
                 )
             try:
                 self._shortages.note_end(spec.session.task_id, outcome)
-            except AgentError:
+            except UnplayableEpisodeError:
                 if split == TRAIN:  # what the node lacks says nothing of a model that is judged
                     self._tickets.mark_episode_ended(ticket_grant.ref)
                     raise

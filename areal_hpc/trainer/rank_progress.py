@@ -45,16 +45,16 @@ class ObservedRank(msgspec.Struct, frozen=True):
     """Seconds since rank 0 saw it move."""
 
 
-def describe_observed_ranks(standings: Sequence[ObservedRank]) -> str:
+def describe_observed_ranks(ranks_seen: Sequence[ObservedRank]) -> str:
     """One line that names first the ranks that are behind all others. Pure."""
-    by_place = sorted(standings, key=lambda one: (one.report.entered, one.report.detail, one.rank))
+    by_place = sorted(ranks_seen, key=lambda one: (one.report.entered, one.report.detail, one.rank))
     parts = []
     for report, members in groupby(by_place, lambda one: one.report):
         held = list(members)
         ranks = _format_ranks([one.rank for one in held])
         where = f"{report.place}, {report.detail}" if report.detail else report.place
         parts.append(f"{ranks} at {where} for {min(one.still_s for one in held):.0f} s")
-    is_someone_behind = len({one.report.entered for one in standings}) > 1
+    is_someone_behind = len({one.report.entered for one in ranks_seen}) > 1
     return ("behind all others: " if is_someone_behind else "") + "; ".join(parts)
 
 
@@ -79,7 +79,7 @@ class RankProgress:
         ranks: How many there are.
         on_hang: Told once of each time that ranks hang, on rank 0.
         hang_s: How long a rank may be at one place.
-        look_s: Time between two looks.
+        check_interval_s: Time between two looks at the others.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class RankProgress:
         on_hang: Callable[[str], None] = lambda line: None,
         *,
         hang_s: float = HANG_AFTER_S,
-        look_s: float = _CHECK_INTERVAL_S,
+        check_interval_s: float = _CHECK_INTERVAL_S,
     ) -> None:
         self._store, self._rank, self._ranks = store, rank, ranks
-        self._on_hang, self._hang_s, self._look_s = on_hang, hang_s, look_s
+        self._on_hang, self._hang_s, self._check_interval_s = on_hang, hang_s, check_interval_s
         self._own = PlaceReport(0, "the start")
         self._seen: dict[int, tuple[PlaceReport, float]] = {}
         self._hanging: Mapping[int, PlaceReport] = {}
@@ -120,11 +120,11 @@ class RankProgress:
     def close(self) -> None:
         """Watch no more."""
         self._is_over.set()
-        self._thread.join(2 * self._look_s)
+        self._thread.join(2 * self._check_interval_s)
 
     def _run(self) -> None:
         try:
-            while not self._is_over.wait(self._look_s):
+            while not self._is_over.wait(self._check_interval_s):
                 self.publish_place_and_report_hangs(time.monotonic())
         except RuntimeError as error:  # the store is gone, and the trainer with it
             logger.info("ranks are not watched any more: %s", error)

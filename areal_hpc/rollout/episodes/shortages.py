@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from areal_hpc.errors import AgentError, ClusterError, NodeShortageError
+from areal_hpc.errors import ClusterError, NodeShortageError, UnplayableEpisodeError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 
 SHORTAGE_PAUSE_S = 15.0
@@ -50,7 +50,7 @@ class ShortageTracker:
         Raises:
             ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`, and
                 none is being played.
-            AgentError: This one could not, and others could: it asks for what the node never has.
+            UnplayableEpisodeError: This one could not, and others could.
         """
         now = time.monotonic()
         begun_at = self._tries_begun_at.pop(episode, now)
@@ -65,7 +65,7 @@ class ShortageTracker:
         for_long = f"could be played for {MAX_SHORTAGE_S:g} s, the last time because of"
         if self._played_at >= shortage.since:
             del self._shortages[episode]
-            raise AgentError(
+            raise UnplayableEpisodeError(
                 f"others, but not this one, {for_long}: {outcome.reason}",
                 kind=NodeShortageError.__name__,
             )

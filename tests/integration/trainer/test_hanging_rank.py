@@ -46,7 +46,7 @@ def work():
     except RuntimeError as error:
         raise_if_peer_lost(error)
 
-progress = RankProgress(store, rank, 2, hang_s=1.0, look_s=0.1)
+progress = RankProgress(store, rank, 2, hang_s=1.0, check_interval_s=0.1)
 with exit_at_once_beside_native_calls():
     try:
         note_native_threads("torch.distributed")

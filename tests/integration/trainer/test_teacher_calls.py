@@ -250,7 +250,7 @@ def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
                 os.kill(pids[1], signal.SIGTERM)
 
     world = (get_default_store(), dist.get_rank(), dist.get_world_size())
-    with watch_ranks(RankProgress(*world, on_hang, hang_s=1.0, look_s=0.1)):
+    with watch_ranks(RankProgress(*world, on_hang, hang_s=1.0, check_interval_s=0.1)):
         learner = make_learner(scenario, paths, stop=stop)
         coordinator = None
         if dist.get_rank() == 0:

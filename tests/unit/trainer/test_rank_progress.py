@@ -126,7 +126,7 @@ def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> N
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def fail_in_the_watch() -> None:
-        with rank_progress.watch_ranks(RankProgress(store, 0, 2, look_s=30)):
+        with rank_progress.watch_ranks(RankProgress(store, 0, 2, check_interval_s=30)):
             assert "rank-progress" in list_native_calls()
             raise LostPeerError("rank 1 is gone")
 
