@@ -160,15 +160,15 @@ def measure(scenario: str, name: str, seed: int) -> tuple[float, float]:
     return measure_cosine(found, task.truth), ratio
 
 
-def measure_three(kind: str, name: str, seed: int) -> float:
+def measure_three(scenario: str, name: str, seed: int) -> float:
     """Cosine in groups of three."""
-    task = replace(_linear(kind)(seed), begun=3)
+    task = replace(prepare(scenario, name, seed), begun=3)
     return measure_cosine(compute_expected_gradient(task, OBJECTIVES[name]), task.truth)
 
 
-def measure_eight(kind: str, name: str, seed: int) -> tuple[float, float]:
+def measure_eight(scenario: str, name: str, seed: int) -> tuple[float, float]:
     """Cosine in groups of eight, with its standard error: groups are drawn."""
-    task = _linear(kind)(seed)
+    task = prepare(scenario, name, seed)
     parts = draw_gradients(task, OBJECTIVES[name], 8, DRAWS)
     cosine = measure_cosine(sum(parts, np.zeros_like(task.truth)), task.truth)
     spread = statistics.stdev(measure_cosine(one, task.truth) for one in parts)
