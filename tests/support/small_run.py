@@ -18,6 +18,7 @@ from tests.support.run_files import logs_of
 from tests.support.waiting import wait_for
 
 TIMEOUT_S = 240.0
+STOP_TIMEOUT_S = 60.0
 
 WITHOUT_SETS = ("evaluation.sets.longer=null", "evaluation.sets.sampled=null")
 """The quick start with no evaluation sets but `valid`."""
@@ -92,9 +93,14 @@ class SmallRun:
             )
 
     def wait(self, timeout_s: float = TIMEOUT_S) -> int:
-        """The exit code."""
+        """The exit code. A run that is not over by then is stopped, and the test fails."""
         assert self.process is not None
-        return self.process.wait(timeout_s)
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            os.killpg(self.process.pid, signal.SIGINT)
+            self.process.wait(STOP_TIMEOUT_S)
+            raise AssertionError(f"not over after {timeout_s:g} s:\n{self.said()}") from None
 
     def finish(self) -> None:
         """Start, and expect the run to complete."""
