@@ -77,12 +77,19 @@ def find_reason_to_leave(launch: LaunchFile, slurm: SlurmLaunchInfo) -> str:
 
 
 def was_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -> bool:
-    """True unless accounting says that Slurm did it, or an administrator for another user."""
+    """True unless accounting says that Slurm did it, or an administrator for another user.
+
+    Of what Slurm cancels by itself accounting names no user.
+    """
     if not job.state.is_cancelled:
         return False
     past = queue.read_accounting([job.job_id])
-    user_id = past[-1].cancelled_by if past else None
-    if user_id is None or user_id == owner_id:
+    if not past or not past[-1].state.is_cancelled:
+        return True  # nobody knows, or not yet
+    user_id = past[-1].cancelled_by
+    if user_id is None:
+        return False
+    if user_id == owner_id:
         return True
     return user_id != 0 and user_id != _find_slurm_user_id()
 

@@ -107,6 +107,9 @@ class SupervisedJob:
             f"srun {sys.executable} -c '{RUN_JOB}' {self.files.launch}",
         ]
         self.files.script.write_text("\n".join(lines) + "\n")
+        self.cluster.give_to_user(
+            *(self.root, folder.parent, folder, self.files.launch, self.files.script)
+        )
         self.is_submitted(
             self.cluster.slurm("sbatch", "--parsable", *only_now, str(self.files.script))
         )
@@ -116,6 +119,7 @@ class SupervisedJob:
         self.job_id = job_id
         submission = Submission(self.name, job_id, 1, 0.0, str(self.files.script))
         record_submission(self.run.submissions, submission)
+        self.cluster.give_to_user(self.run.submissions)
 
     def stop_first_task(self) -> None:
         """SIGTERM to the supervisor of the first task alone: the others hear of it by its note."""
@@ -137,6 +141,18 @@ class SupervisedJob:
                 os.kill(process.pid, signal.SIGKILL)
                 return
         raise AssertionError(f"no process has {config}")
+
+    def resubmissions(self) -> list[dict[str, object]]:
+        """Events of caretakers that submitted it."""
+        rows = read_lines(self.run.events)
+        return [e for e in rows if e["event"] == "job_submitted_again" and e["job"] == self.name]
+
+    def await_successor(self) -> None:
+        """Return once a later submission of the job runs; this is then that one."""
+        before = self.job_id
+        self.awaits(lambda: self.newest_id() != before)
+        self.job_id = self.newest_id()
+        self.awaits_state("RUNNING")
 
     def let_go(self) -> None:
         """Have a process that waits for it end well."""

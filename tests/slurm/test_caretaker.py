@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 
@@ -35,19 +34,6 @@ def preempt(cluster: Devcluster, job: SupervisedJob) -> None:
     job.awaits_state("PREEMPTED")
 
 
-def submitted_again(job: SupervisedJob) -> list[dict[str, object]]:
-    events = read_lines(job.run.events)
-    return [e for e in events if e["event"] == "job_submitted_again" and e["job"] == job.name]
-
-
-def await_successor(job: SupervisedJob) -> None:
-    """Return once a later submission of the job runs; `job` is then that one."""
-    before = job.job_id
-    job.awaits(lambda: job.newest_id() != before)
-    job.job_id = job.newest_id()
-    job.awaits_state("RUNNING")
-
-
 @pytest.mark.timeout(300)
 def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
     cancelling: Devcluster, tmp_path: Path
@@ -65,15 +51,15 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
     preempted.submit("steady", AT_RISK, elsewhere, only_now=("--nodelist=n02",))
     preempted.awaits_words(1)
     preempt(cancelling, preempted)
-    await_successor(preempted)
-    await_successor(lost)
+    preempted.await_successor()
+    lost.await_successor()
     lost.awaits_words(1)
     assert lost.excluded() == {"n04": "cell-0 ended there before its first task started"}
     assert "n04" not in cancelling.slurm("squeue", "-h", "-j", lost.job_id, "-o", "%N")
     preempt(cancelling, trainer)
-    await_successor(trainer)
+    trainer.await_successor()
     for job in (trainer, lost, preempted):
-        assert len(submitted_again(job)) == 1, job.name
+        assert len(job.resubmissions()) == 1, job.name
     names = cancelling.slurm("squeue", "-h", "-t", "R", "-o", "%j").split()
     found = sorted(name.partition(".")[0] for name in names if name != "wrap")
     assert found == [*CELLS, "trainer"]
@@ -93,14 +79,14 @@ def test_what_a_person_cancelled_stays_away_and_the_third_return_is_held(
     cancelling.slurm("scancel", unwanted.job_id)
     for _ in range(3):
         preempt(cancelling, luckless)
-        await_successor(luckless)
+        luckless.await_successor()
     preempt(cancelling, luckless)
     before = luckless.job_id
     luckless.awaits(lambda: luckless.newest_id() != before)
     luckless.job_id = luckless.newest_id()
     luckless.awaits(lambda: "JobHeldUser" in luckless.shown())
-    assert submitted_again(luckless)[-1]["is_held"] is True
-    assert submitted_again(unwanted) == []
+    assert luckless.resubmissions()[-1]["is_held"] is True
+    assert unwanted.resubmissions() == []
     assert unwanted.newest_id() == unwanted.job_id
 
 

@@ -2,10 +2,12 @@
 
 import json
 import os
+import pwd
+import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -26,6 +28,18 @@ SLURM_POLL_S = 0.2
 @dataclass(frozen=True)
 class Devcluster:
     state_dir: Path
+    user: str = ""
+    """Who calls Slurm's commands; empty: who runs the tests. See `as_user`."""
+
+    def as_user(self, name: str) -> "Devcluster":
+        """The same cluster for another user of this machine."""
+        return replace(self, user=name)
+
+    def give_to_user(self, *paths: Path) -> None:
+        """Make files and folders those of who calls Slurm's commands."""
+        for path in paths:
+            if self.user:
+                shutil.chown(path, self.user)
 
     @property
     def environ(self) -> dict[str, str]:
@@ -55,7 +69,15 @@ class Devcluster:
 
     def slurm(self, *command: str) -> str:
         """What one of Slurm's commands prints; it must succeed."""
-        return said_by(run_program(*command, environ=self.environ)).strip()
+        return said_by(run_program(*self._become_user, *command, environ=self.environ)).strip()
+
+    @property
+    def _become_user(self) -> tuple[str, ...]:
+        """The start of a command line that runs as the user."""
+        if not self.user:
+            return ()
+        group = pwd.getpwnam(self.user).pw_gid
+        return ("setpriv", f"--reuid={self.user}", f"--regid={group}", "--clear-groups", "--")
 
     def submit(self, script: str, *options: str) -> str:
         """The number of a new job."""

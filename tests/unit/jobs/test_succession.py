@@ -78,6 +78,16 @@ def test_an_administrator_who_cancels_another_users_job_wants_its_nodes_and_not_
     assert was_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
 
 
+@pytest.mark.parametrize(("state", "is_by_person"), [("CANCELLED", False), ("RUNNING", True)])
+def test_of_what_slurm_cancels_by_itself_accounting_names_no_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, is_by_person: bool
+) -> None:
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    slurm.answer("sacct", f"echo '7|{state}|0:0|None assigned|Unknown|Unknown|None'")
+    job = QueuedJob("7", parse_state("CANCELLED"))
+    assert was_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
+
+
 def test_without_accounting_every_cancellation_is_a_persons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
