@@ -16,7 +16,14 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from areal_hpc.errors import AgentError, ArealError, LostPeerError, RecipeError
+from areal_hpc.errors import (
+    AgentError,
+    ArealError,
+    IdleError,
+    LostPeerError,
+    RecipeError,
+    SupersededTrainerError,
+)
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
 from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls
 from areal_hpc.jobs.processes.process_setup import (
@@ -24,6 +31,7 @@ from areal_hpc.jobs.processes.process_setup import (
     raise_open_file_limit,
     set_up_logging,
 )
+from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
 from areal_hpc.rundir.telemetry.spans import enter_state, log_spans_of_process
@@ -104,9 +112,10 @@ def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logg
 
 
 def find_explained_error(caught: BaseException) -> ArealError | ValidationError | None:
-    """The error that explains itself, or the first of a group of such with the same exit code.
+    """The error that explains itself, or the one that decides in a group of nothing but such.
 
-    Task groups wrap even a single failure, and several tasks may fail of the same cause at once.
+    Task groups wrap even a single failure, and several tasks may fail at once. The first of those
+    that weigh most is told.
     """
     if isinstance(caught, (ArealError, ValidationError)):
         return caught
@@ -114,8 +123,17 @@ def find_explained_error(caught: BaseException) -> ArealError | ValidationError 
         return None
     explained = [find_explained_error(one) for one in caught.exceptions]
     errors = [one for one in explained if one is not None]
-    is_one_kind = len({_get_exit_code(one) for one in errors}) == 1
-    return errors[0] if is_one_kind and len(errors) == len(explained) else None
+    return max(errors, key=_weigh_error) if len(errors) == len(explained) else None
+
+
+def _weigh_error(error: ArealError | ValidationError) -> int:
+    """Who was superseded leaves; what no start mends outweighs the rest; a lost peer is an echo."""
+    code = _get_exit_code(error)
+    if code == SupersededTrainerError.exit_code:
+        return 3
+    if code in PERMANENT_EXIT_CODES:
+        return 2
+    return 0 if code in (LostPeerError.exit_code, IdleError.exit_code) else 1
 
 
 def _get_exit_code(error: ArealError | ValidationError) -> int:

@@ -9,7 +9,15 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.errors import ArealError, ClusterError, LostPeerError, RecipeError
+from areal_hpc.errors import (
+    AgentError,
+    ArealError,
+    ClusterError,
+    LostPeerError,
+    RecipeError,
+    ShardError,
+    SupersededTrainerError,
+)
 from areal_hpc.jobs.processes.process_main import find_explained_error
 from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE
 from tests.support.commands import run_program, said_by
@@ -56,12 +64,20 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
     [
         (ClusterError("a"), "a"),
         (ExceptionGroup("", [ExceptionGroup("", [ClusterError("a"), ClusterError("b")])]), "a"),
-        (ExceptionGroup("", [ClusterError("a"), RecipeError("b")]), None),
+        (ExceptionGroup("", [ClusterError("a"), RecipeError("b")]), "b"),
+        (ExceptionGroup("", [LostPeerError("a"), ShardError("b"), AgentError("c")]), "c"),
+        (ExceptionGroup("", [LostPeerError("a"), ClusterError("b")]), "b"),
+        (ExceptionGroup("", [RecipeError("a"), SupersededTrainerError("b")]), "b"),
         (ExceptionGroup("", [ClusterError("a"), ValueError("b")]), None),
         (ValueError("a"), None),
     ],
-    ids=["one", "tasks alike", "with other codes", "with a bug", "a bug"],
+    ids=[
+        *("one", "tasks alike", "what no start mends", "beside an echo", "no echo", "superseded"),
+        *("with a bug", "a bug"),
+    ],
 )
-def test_tasks_that_failed_alike_are_told_as_one(caught: Exception, told: str | None) -> None:
+def test_tasks_that_failed_at_once_are_told_as_one_error(
+    caught: Exception, told: str | None
+) -> None:
     found = find_explained_error(caught)
     assert (str(found) if isinstance(found, ArealError) else None) == told
