@@ -245,8 +245,8 @@ class TicketRunner:
         """Repeat one episode until it ends well, or as the recipe has failed ones end.
 
         Raises:
-            AgentError: It is missing from its group: it kept failing, or it is of training and the
-                node has lacked something for it alone for long.
+            AgentError: It is missing from its group: it kept failing, or the node has lacked
+                something for it alone for long.
             ClusterError: The node has lacked something for every episode for long.
         """
         with self._shortages.follow_episode(_name_episode(ticket_grant.ref, split, episode)):
@@ -265,11 +265,10 @@ class TicketRunner:
                     ticket_grant, episode, outcome, is_training=split == TRAIN
                 )
             try:
-                self._shortages.note_end(spec.session.task_id, outcome)
+                self._shortages.note_end(spec.session.task_id, outcome, is_held_out=split != TRAIN)
             except UnplayableEpisodeError:
-                if split == TRAIN:  # what the node lacks says nothing of a model that is judged
-                    self._tickets.mark_episode_ended(ticket_grant.ref)
-                    raise
+                self._tickets.mark_episode_ended(ticket_grant.ref)
+                raise
             if outcome.status == "ok":
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome

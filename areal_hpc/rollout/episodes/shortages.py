@@ -13,6 +13,9 @@ SHORTAGE_PAUSE_S = 15.0
 MAX_SHORTAGE_S = 300.0
 """A node that has lacked something for so long is no longer taken for loaded. Well below
 `RestartPolicy.healthy_s`: a driver that got no further than this has made no progress."""
+MAX_HELD_OUT_VERDICTS = 3
+"""So often a held-out episode has to last that long: its task scores 0, which may say nothing of
+the model that is judged."""
 
 
 @dataclass(slots=True)
@@ -21,6 +24,8 @@ class _Shortage:
 
     since: float
     longest_try_s: float = 0.0
+    verdicts: int = 0
+    """Times that it was found to be this episode's own."""
 
 
 class ShortageTracker:
@@ -44,13 +49,17 @@ class ShortageTracker:
         """A try of an episode begins, which needs something of the node."""
         self._tries_begun_at[episode] = time.monotonic()
 
-    def note_end(self, episode: str, outcome: EpisodeOutcome) -> None:
+    def note_end(self, episode: str, outcome: EpisodeOutcome, *, is_held_out: bool = False) -> None:
         """Take in how a try of an episode ended, by its name.
+
+        Training waits for the last held-out episodes of an evaluation, so nothing else may be
+        tried beside one. That it alone is short says nothing of the node, and the next driver
+        would end for it as well.
 
         Raises:
             ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`, and
                 none is being played.
-            UnplayableEpisodeError: This one could not, and others could.
+            UnplayableEpisodeError: This one could not, and others could, or are not tried.
         """
         now = time.monotonic()
         begun_at = self._tries_begun_at.pop(episode, now)
@@ -63,11 +72,16 @@ class ShortageTracker:
         if now - shortage.since < MAX_SHORTAGE_S:
             return
         for_long = f"could be played for {MAX_SHORTAGE_S:g} s, the last time because of"
-        if self._played_at >= shortage.since:
+        are_others_played = self._played_at >= shortage.since
+        if are_others_played or (is_held_out and len(self._shortages) == 1):
+            shortage.verdicts += 1
+            if is_held_out and shortage.verdicts < MAX_HELD_OUT_VERDICTS:
+                shortage.since = now
+                return
             del self._shortages[episode]
+            who = "others, but not this one," if are_others_played else "the only one left never"
             raise UnplayableEpisodeError(
-                f"others, but not this one, {for_long}: {outcome.reason}",
-                kind=NodeShortageError.__name__,
+                f"{who} {for_long}: {outcome.reason}", kind=NodeShortageError.__name__
             )
         if not self._is_any_played(now):
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")

@@ -372,6 +372,32 @@ def test_what_the_node_lacks_for_one_episode_ends_its_ticket_and_no_held_out_one
     assert len(cell.events("episode_interrupted")) == 2, "the last one, too"
 
 
+class Oversized:
+    """Task 0 asks for more space than there is."""
+
+    async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
+        await ask(extra_kwargs)
+        if data["task"] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return 1.0
+
+
+@pytest.mark.parametrize("count", [1, 2], ids=["alone", "beside another"])
+def test_a_held_out_task_that_no_node_can_play_scores_0_and_ends_no_driver(
+    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.05)
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
+    lost, *others = [TicketRef(i, 0, 5) for i in range(count)]
+    cell = Cell(tmp_path, Oversized(), [*evaluations(count)], n_samples=1)
+    cell.run()
+    assert cell.ledger.evaluated == {ref: [1.0] for ref in others}
+    assert "could be played" in cell.ledger.dropped[lost]
+    assert cell.ledger.causes == {lost: ""}, "else the ledger takes it for the agent's fault"
+    tries = len(cell.events("episode_interrupted"))
+    assert tries >= shortages.MAX_HELD_OUT_VERDICTS
+
+
 UNLUCKY = Fails(lambda task, _: task == 0)
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from areal_hpc.errors import AgentError, ClusterError
+from areal_hpc.errors import AgentError, ClusterError, UnplayableEpisodeError
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rollout.episodes import shortages
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
@@ -42,6 +42,31 @@ def test_a_node_is_not_given_up_while_an_episode_that_has_what_it_needs_runs_on(
         patience.note_begin("late")  # younger than tries that ended short: it may end so, too
         with pytest.raises(ClusterError, match="no episode could be played"):
             patience.note_end("a", SHORT)
+
+
+@pytest.mark.parametrize("is_another_played", [True, False])
+def test_a_held_out_episode_that_is_never_played_ends_its_ticket_late_and_never_the_driver(
+    is_another_played: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
+    patience = ShortageTracker()
+    for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
+        patience.note_end("a", SHORT, is_held_out=True)
+        if is_another_played:
+            patience.note_end("b", GOOD)
+    said = "others, but not this one," if is_another_played else "the only one left never"
+    with pytest.raises(UnplayableEpisodeError, match=f"{said} could be played"):
+        patience.note_end("a", SHORT, is_held_out=True)
+
+
+def test_a_node_that_lacks_something_for_several_held_out_episodes_is_given_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patience = ShortageTracker()
+    patience.note_end("a", SHORT, is_held_out=True)
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
+    with pytest.raises(ClusterError, match="no episode could be played"):
+        patience.note_end("b", SHORT, is_held_out=True)
 
 
 def test_nothing_is_left_of_an_episode_that_was_cancelled_while_it_was_short(
