@@ -6,7 +6,7 @@ import errno
 import os
 import sysconfig
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -68,10 +68,23 @@ def find_node_shortage(error: BaseException) -> NodeShortageError | None:
     return None
 
 
+def build_oom_kill_error(process_name: str) -> NodeShortageError:
+    """The error for a process that the kernel ended for want of memory."""
+    return NodeShortageError(
+        f"{process_name} was killed: the memory of the job, or of the node, ran out",
+        hint=SHORTAGE_HINT,
+    )
+
+
+def describe_errno_shortage(errnos: Iterable[int]) -> str:
+    """What the node lacked, by the first of the system's error numbers that tells; else empty."""
+    return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRORS), "")
+
+
 def _describe_shortage(error: BaseException) -> str:
     """What the node lacked by this error itself; empty if it is another."""
-    if isinstance(error, OSError) and error.errno in SHORTAGE_ERRORS:
-        return os.strerror(error.errno)
+    if isinstance(error, OSError) and error.errno is not None:
+        return describe_errno_shortage([error.errno])
     if isinstance(error, RuntimeError) and NO_THREAD_TEXT in str(error):
         return os.strerror(errno.EAGAIN)
     return ""

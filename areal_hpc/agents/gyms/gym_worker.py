@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, NodeShortageError, RecipeError
-from areal_hpc.rollout.agent_errors import SHORTAGE_ERRORS, SHORTAGE_HINT
+from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, describe_errno_shortage
 from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
@@ -76,7 +76,7 @@ class GymWorker:
         answer: dict[str, Any] = json.loads(told)
         if "error" in answer:
             why = f"{self._name} failed: {answer['error']}"
-            if not SHORTAGE_ERRORS.isdisjoint(answer["errnos"]):
+            if describe_errno_shortage(answer["errnos"]):
                 self._process.mark_short()
                 raise NodeShortageError(why, hint=SHORTAGE_HINT)
             raise AgentError(why)

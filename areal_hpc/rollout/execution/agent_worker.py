@@ -18,9 +18,8 @@ from typing import IO, Any
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
-_SHORTAGE_ERRORS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC)
 _NO_THREAD_TEXT = "can't start new thread"
-"""Both as in `agent_errors.py`: what the node lacks is no fault of the agent."""
+"""As in `agent_errors.py`."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
 
@@ -81,15 +80,16 @@ def describe_error(error: BaseException) -> str:
     return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
 
 
-def find_shortage(error: BaseException | None) -> str:
-    """What the node lacked, if that is the cause of an error; empty if it is not."""
+def list_errnos(error: BaseException | None) -> list[int]:
+    """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
+    found = []
     while error is not None:
-        if isinstance(error, OSError) and error.errno in _SHORTAGE_ERRORS:
-            return os.strerror(error.errno)
-        if isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
-            return os.strerror(errno.EAGAIN)
+        if isinstance(error, OSError) and error.errno:
+            found.append(error.errno)
+        elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
+            found.append(errno.EAGAIN)
         error = error.__cause__
-    return ""
+    return found
 
 
 def encode_raised_error(error: BaseException) -> dict[str, Any]:
@@ -98,15 +98,6 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
-    if lacking := find_shortage(error):
-        message = f"{lacking} while the agent ran: {describe_error(error)}"[:_MAX_TEXT_CHARS]
-        hint = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
-        return {
-            "name": "NodeShortageError",
-            "problems": [[message, "", hint]],
-            "kind": "",
-            "trace": "",
-        }
     message = f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS]
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
     problem = [message, "", ""]
@@ -115,6 +106,7 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
         "problems": [problem],
         "kind": type(error).__name__,
         "trace": trace,
+        "errnos": list_errnos(error),
     }
 
 

@@ -23,7 +23,11 @@ from areal_hpc.errors import (
     SandboxStartError,
     WorkerStartError,
 )
-from areal_hpc.rollout.agent_errors import find_node_shortage
+from areal_hpc.rollout.agent_errors import (
+    SHORTAGE_HINT,
+    describe_errno_shortage,
+    find_node_shortage,
+)
 from areal_hpc.wire.reward import Reward
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
@@ -130,6 +134,10 @@ def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
         [Problem(*map(str, one)) for one in error_fields["problems"]],
     )
     first = problems[0]
+    if lacking := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
+        return NodeShortageError(
+            f"{lacking} while the agent ran: {first.message}", hint=SHORTAGE_HINT
+        )
     if name == "RecipeError":
         return RecipeError.from_problems(problems)
     if name == "InvalidRewardError":

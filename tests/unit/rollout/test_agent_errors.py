@@ -2,6 +2,7 @@
 
 import errno
 import importlib.util
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,14 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
-from areal_hpc.rollout.agent_errors import NO_THREAD_TEXT, SHORTAGE_ERRORS, find_node_shortage
+from areal_hpc.errors import AgentError, NodeShortageError
+from areal_hpc.rollout.agent_errors import (
+    NO_THREAD_TEXT,
+    describe_errno_shortage,
+    find_node_shortage,
+)
 from areal_hpc.rollout.execution import agent_worker
+from areal_hpc.rollout.execution.answers import decode_answer
 
 
 def load_gyms_worker_loop() -> Any:
@@ -49,6 +56,8 @@ def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
     error: BaseException, is_short: bool
 ) -> None:
     assert (find_node_shortage(error) is not None) is is_short
-    assert bool(agent_worker.find_shortage(error)) is is_short
-    errnos = load_gyms_worker_loop().list_errnos(error)
-    assert bool(SHORTAGE_ERRORS.intersection(errnos)) is is_short
+    for worker in (agent_worker, load_gyms_worker_loop()):
+        assert bool(describe_errno_shortage(worker.list_errnos(error))) is is_short
+    told = json.dumps({"raised": agent_worker.encode_raised_error(error)}).encode()
+    with pytest.raises(NodeShortageError if is_short else AgentError, match=r"while|raised"):
+        decode_answer(told)
