@@ -46,7 +46,7 @@ def picture(store: SessionStore) -> dict[str, Any]:
         "sessions": {
             session_id: (
                 *(session.opened, session.ended, session.failure, list(session.tree)),
-                session.hidden_responses,
+                *(session.hidden_responses, session.recorded_bytes),
             )
             for session_id, session in store.sessions.items()
             if session.must_persist
