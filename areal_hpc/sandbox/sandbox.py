@@ -13,13 +13,14 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_hpc.errors import ClusterError, SandboxLostError
+from areal_hpc.errors import ClusterError, NodeShortageError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
     kill_and_reap_process,
     list_descendants,
     read_memory_file_bytes,
     read_resident_bytes,
 )
+from areal_hpc.jobs.processes.oom_kills import OomKillWatch
 from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
@@ -184,6 +185,7 @@ class Sandbox:
 
         Raises:
             SandboxLostError: The sandbox is gone.
+            NodeShortageError: The kernel killed the command, or the sandbox, for want of memory.
         """
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         request = {
@@ -316,17 +318,24 @@ class Sandbox:
     ) -> tuple[RunningCommand, bool]:
         self._active.set()
         self._running += 1
+        oom_kills = OomKillWatch()
+        shown = shlex.join(request.get("command", [request["operation"]]))[:200]
         try:
-            return await self._channel.run(request, data, max_bytes, timeout_s)
+            ended, timed_out = await self._channel.run(request, data, max_bytes, timeout_s)
         except EOFError:
             why = self._why_lost or "what ran in it ended it"
-            shown = shlex.join(request.get("command", [request["operation"]]))[:200]
+            is_oom_kill = not self._why_lost and oom_kills.has_any()
             await self.stop()
+            if is_oom_kill:
+                raise _build_oom_kill_error(shown) from None
             raise SandboxLostError(
                 f"the sandbox is gone ({why}) while it ran: {shown}", kind="SandboxLost"
             ) from None
         finally:
             self._running -= 1
+        if not (timed_out or ended.is_cut_off) and oom_kills.has_killed(ended.exit_code):
+            raise _build_oom_kill_error(shown)
+        return ended, timed_out
 
     async def _watch_limits(self) -> None:
         """End the sandbox when it uses too much, beside what it took when nothing had run in it.
@@ -376,6 +385,13 @@ class Sandbox:
             await asyncio.sleep(0.05)
         said = stream.read() or b""
         return " ".join(said.decode(errors="replace").split())[-_MAX_COMPLAINT_CHARS:]
+
+
+def _build_oom_kill_error(command: str) -> NodeShortageError:
+    return NodeShortageError(
+        f"killed in a sandbox, as the memory of the job, or of the node, ran out: {command}",
+        hint="give the job more memory, or lower rollout.max_concurrent_rollouts",
+    )
 
 
 def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess.Popen[bytes]:

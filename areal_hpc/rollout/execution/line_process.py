@@ -11,7 +11,8 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from areal_hpc.errors import AgentError, WorkerStartError
-from areal_hpc.rollout.agent_errors import SHORTAGE_HINT
+from areal_hpc.jobs.processes.oom_kills import OomKillWatch
+from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, build_oom_kill_error
 
 PASSED_VARIABLE_PATTERNS = (
     *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_*", "TZ", "TMPDIR", "XDG_*"),
@@ -19,6 +20,8 @@ PASSED_VARIABLE_PATTERNS = (
 )
 """Patterns of variables that hold no secret, and without which programs do not run."""
 _PIECE_BYTES = 1 << 16
+_EXIT_TIMEOUT_S = 1.0
+"""For a process whose end of the link is closed to be over."""
 _NO_PROGRAM_ERRORS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.EINVAL),
@@ -102,15 +105,22 @@ class LineProcess:
 
         Raises:
             AgentError: It ends, takes too long or answers too much.
+            NodeShortageError: The kernel ended it for want of memory.
         """
-        self._is_asked = True
+        self._is_asked, oom_kills = True, OomKillWatch()
         try:
             async with asyncio.timeout(timeout_s):
                 await asyncio.get_running_loop().sock_sendall(self._link, line + b"\n")
                 answer = await self._read_line()
         except TimeoutError:
             raise AgentError(f"{self._name} did not answer within {timeout_s:g} s") from None
-        except OSError as error:
+        except (EOFError, OSError) as error:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self._process.wait, _EXIT_TIMEOUT_S)
+            if oom_kills.has_killed(self._process.returncode):
+                raise build_oom_kill_error(self._name) from error
+            if isinstance(error, EOFError):
+                raise AgentError(f"{self._name} has ended; see what it printed") from error
             raise AgentError(f"{self._name} cannot be talked to: {error}") from error
         self._is_asked = False
         return answer
@@ -119,7 +129,7 @@ class LineProcess:
         while b"\n" not in self._received[-_PIECE_BYTES:]:
             piece = await asyncio.get_running_loop().sock_recv(self._link, _PIECE_BYTES)
             if not piece:
-                raise AgentError(f"{self._name} has ended; see what it printed")
+                raise EOFError
             self._received += piece
             if len(self._received) > self._max_answer_bytes:
                 limit = self._max_answer_bytes >> 20

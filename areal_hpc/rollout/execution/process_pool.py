@@ -28,7 +28,8 @@ from areal_hpc.jobs.processes.descendants import (
     list_descendants,
 )
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
-from areal_hpc.rollout.agent_errors import SHORTAGE_HINT
+from areal_hpc.jobs.processes.oom_kills import OomKillWatch
+from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, build_oom_kill_error
 from areal_hpc.rollout.execution.answers import (
     MAX_ANSWER_BYTES,
     decode_answer,
@@ -74,6 +75,7 @@ class ProcessPool:
 
         Raises:
             WorkerLostError: The process died.
+            NodeShortageError: The kernel ended it for want of memory.
             WorkerStartError: None can be started now.
             Exception: Whatever the function raised.
         """
@@ -120,7 +122,7 @@ class _Process:
     async def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `ProcessPool.call`."""
         call = ForkingPickler.dumps((function, args, kwargs))
-        self._answering = True
+        self._answering, oom_kills = True, OomKillWatch()
         try:
             loop = asyncio.get_running_loop()
             # A child that is starting reads nothing yet: the event loop must not wait for it.
@@ -132,6 +134,8 @@ class _Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._child.wait, _EXIT_TIMEOUT_S)
             code = self._child.returncode
+            if oom_kills.has_killed(code):
+                raise build_oom_kill_error("the worker process") from error
             if not self._is_ready:
                 raise WorkerStartError(
                     f"a worker process exited with code {code} before it took a call",

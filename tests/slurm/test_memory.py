@@ -1,0 +1,72 @@
+"""A job's memory runs out beside an episode: the node was short, and no agent is charged."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.devclusters import Devcluster
+from tests.support.environments import CHECKOUT
+
+PROGRAM = """
+import asyncio, sys
+from areal_hpc.errors import ArealError
+from areal_hpc.rollout.execution.line_process import LineProcess
+from areal_hpc.rollout.execution.process_pool import ProcessPool
+from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.spec import SandboxSpec
+
+HOG = "sys.stdin.readline(); held = [b'x' * (64 << 20) for _ in range(64)]"
+
+async def ask_line_process():
+    process = LineProcess([sys.executable, "-c", f"import sys; {HOG}"], {}, "the gym", 1000)
+    try:
+        await process.ask(b"go")
+    finally:
+        process.close()
+
+async def call_pool():
+    pool = ProcessPool(1)
+    try:
+        await pool.call(exec, "held = [b'x' * (64 << 20) for _ in range(64)]")
+    finally:
+        pool.close()
+
+async def run_in_sandbox():
+    sandbox = await make_runtime("bwrap").start(SandboxSpec())
+    try:
+        await sandbox.exec("exec tail /dev/zero")  # keeps all of a line that never ends
+    finally:
+        await sandbox.stop()
+
+async def kill_in_sandbox():
+    sandbox = await make_runtime("bwrap").start(SandboxSpec())
+    try:
+        print("exit code", (await sandbox.exec("kill -9 $$")).exit_code, flush=True)
+    finally:
+        await sandbox.stop()
+
+for one in (ask_line_process, call_pool, run_in_sandbox, kill_in_sandbox):
+    try:
+        asyncio.run(one())
+    except ArealError as error:
+        print(type(error).__name__, "|", error.problems[0].message, flush=True)
+"""
+
+
+@pytest.mark.timeout(120)
+def test_what_the_kernel_kills_for_want_of_memory_is_no_fault_of_the_agent(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    run = f"PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1 {sys.executable} {program}"
+    job = cluster.submit(run, "--partition=priority", "--mem=500")
+    told = [line for line in cluster.await_output(job, 4) if not line.startswith("slurmstepd")]
+    ran_out = "the memory of the job, or of the node, ran out"
+    assert told == [
+        f"NodeShortageError | the gym was killed: {ran_out}",
+        f"NodeShortageError | the worker process was killed: {ran_out}",
+        f"NodeShortageError | killed in a sandbox, as {ran_out}: /bin/sh -c 'exec tail /dev/zero'",
+        "exit code 137",
+    ]
