@@ -135,9 +135,7 @@ def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
     )
     first = problems[0]
     if lacking := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
-        return NodeShortageError(
-            f"{lacking} while the agent ran: {first.message}", hint=SHORTAGE_HINT
-        )
+        return NodeShortageError(f"{lacking}: {first.message}", hint=SHORTAGE_HINT)
     if name == "RecipeError":
         return RecipeError.from_problems(problems)
     if name == "InvalidRewardError":
