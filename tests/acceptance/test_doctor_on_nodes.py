@@ -33,6 +33,9 @@ def test_two_nodes_are_examined_by_a_job_that_leaves_nothing(
     between = report["cluster_rates"]
     assert (between["ranks"], between["wrong_elements"]) == (2 * NODES, 0), between
     assert report["node_rates"]["ranks"] == 2
+    said = " ".join(ended.stdout.split())
+    for node in ("n01", "n02"):
+        assert f"ok isolation {node}: programs of the model run in namespaces" in said
     assert "ok    2 nodes" in ended.stdout
     assert "ok    weight update" in ended.stdout
     assert list((tmp_path / "runs").iterdir()) == []

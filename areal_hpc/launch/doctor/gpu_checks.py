@@ -8,6 +8,7 @@ from areal_hpc.launch.doctor.gpu.fact_judgments import (
     judge_facts,
     prefix_findings_with_host,
 )
+from areal_hpc.launch.doctor.gpu.node_isolation import judge_isolation
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport
 from areal_hpc.launch.doctor.gpu.step_judgments import (
     MIN_NVLINK_ALLREDUCE_BYTES_PER_S,
@@ -28,10 +29,17 @@ def check_gpu_nodes(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """Facts of every node, then the measured steps in the order in which a run needs them."""
     assert doctor_subject.gpus is not None
     plan, report = doctor_subject.gpus.plan, doctor_subject.gpus.report
+    if plan.nodes:  # without a job they are this machine, whose isolation has a check of its own
+        yield from _judge_isolation_of_nodes(report)
     yield from _judge_facts_of_nodes(report, plan)
     yield from _judge_collectives(report)
     yield judge_step(report.step)
     yield from judge_engine(report.engine)
+
+
+def _judge_isolation_of_nodes(report: GpuReport) -> Iterator[CheckResult]:
+    for facts in report.nodes:
+        yield from prefix_findings_with_host([*map(judge_isolation, facts.isolation)], facts.host)
 
 
 def _judge_facts_of_nodes(report: GpuReport, plan: GpuCheckPlan) -> Iterator[CheckResult]:

@@ -22,7 +22,14 @@ from areal_hpc.launch.doctor.gpu.fact_judgments import (
     judge_rdma,
 )
 from areal_hpc.launch.doctor.gpu.node_facts import has_nvlink, parse_nvidia_smi_gpus
-from areal_hpc.launch.doctor.gpu.report import GpuFacts, NodeFacts, PythonFacts, Unmeasured
+from areal_hpc.launch.doctor.gpu.node_isolation import judge_isolation
+from areal_hpc.launch.doctor.gpu.report import (
+    GpuFacts,
+    IsolationFacts,
+    NodeFacts,
+    PythonFacts,
+    Unmeasured,
+)
 from areal_hpc.launch.doctor.gpu.step_judgments import (
     judge_engine,
     judge_rates,
@@ -65,6 +72,16 @@ def test_a_sound_node_passes_every_check() -> None:
     names = ["GPUs", "driver", "torch train", "torch serve", "NCCL", "RDMA", "memlock", "nvcc"]
     assert [one.name for one in found] == names
     assert found[0].finding == f"8 visible: {H100} with 80 GiB, joined by NVLink"
+
+
+def test_a_node_that_isolates_nothing_fails_a_recipe_whose_agents_have_sandboxes() -> None:
+    why = "bubblewrap cannot isolate on this machine: no user namespaces"
+    programs = IsolationFacts(is_of_agents=False, problem=why, hint="allow them")
+    warned = judge_isolation(programs)
+    assert (warned.verdict, warned.hint) == (CheckStatus.WARN, "allow them")
+    assert warned.finding == f"{why} (only code_reward needs it)"
+    failed = judge_isolation(msgspec.structs.replace(programs, is_of_agents=True))
+    assert (failed.verdict, failed.finding) == (CheckStatus.FAIL, why)
 
 
 @dataclass(frozen=True)

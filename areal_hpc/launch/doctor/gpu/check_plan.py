@@ -40,4 +40,9 @@ def build_check_plan(
         gpus=recipe.cluster.gpus if recipe and not nodes else "auto",
         interface=slurm.network.interface,
         hca=slurm.network.hca,
+        agent=(
+            recipe.rollout.agent.model_dump(mode="json")
+            if recipe and recipe.rollout.agent.isolation
+            else None
+        ),
     )

@@ -15,6 +15,7 @@ from typing import cast
 import msgspec
 
 from areal_hpc.jobs.node.gpus import filter_and_order_gpus, find_visible_gpus, read_numa_nodes
+from areal_hpc.launch.doctor.gpu.node_isolation import try_isolation
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuFacts, NodeFacts, PythonFacts
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
@@ -64,6 +65,7 @@ def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
             ask_python_for_gpu_facts(role, plan.pythons[role], plan.variables[role])
             for role in ASKED_ROLES
         ),
+        isolation=try_isolation(plan.agent),
     )
 
 

@@ -32,6 +32,8 @@ class GpuCheckPlan(Struct, frozen=True):
     interface: str = ""
     hca: str = ""
     """InfiniBand adapters that the site names."""
+    agent: dict[str, Any] | None = None
+    """The recipe's section `rollout.agent` where it gives agents sandboxes."""
 
 
 class GpuFacts(Struct, frozen=True):
@@ -57,6 +59,16 @@ class PythonFacts(Struct, frozen=True):
     """Why it could not be asked; empty if it could."""
 
 
+class IsolationFacts(Struct, frozen=True):
+    """Whether a node keeps apart what models write or ask for."""
+
+    is_of_agents: bool
+    """True of the sandboxes that a recipe gives agents, false of programs that are judged."""
+    problem: str = ""
+    """Why it cannot; empty if it can."""
+    hint: str = ""
+
+
 class NodeFacts(Struct, frozen=True):
     """One node."""
 
@@ -76,6 +88,7 @@ class NodeFacts(Struct, frozen=True):
     nvcc: str = ""
     """Path of CUDA's compiler; empty: there is none."""
     pythons: tuple[PythonFacts, ...] = ()
+    isolation: tuple[IsolationFacts, ...] = ()
 
 
 class Unmeasured(Struct, frozen=True, tag=True):
