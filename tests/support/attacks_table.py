@@ -1,20 +1,45 @@
-"""Table of `docs/security.md`: what stopped each attack on a sandbox, by runtime."""
+"""Tables of `docs/security.md`: what stopped each attack on a sandbox, by runtime."""
 
+from collections.abc import Callable
 from typing import Any
 
 from tests.support.results import read_results
 from tests.support.tables import markdown
 
+IN_JOB = " in a job"
+"""Behind a runtime's name, of runs whose cells are jobs of Slurm."""
+
 
 def table() -> str:
-    """By attack; the words are those of the attack itself, or of the sandbox's end."""
+    """Runs on one machine, by attack; the words are those of the attack or of the sandbox's end."""
+    return _render({name: found for name, found in _read_means().items() if IN_JOB not in name})
+
+
+def table_of_jobs() -> str:
+    """Runs whose cells are jobs of a devcluster."""
+    return _render({name: found for name, found in _read_means().items() if IN_JOB in name})
+
+
+TABLES: dict[str, Callable[[], str]] = {"attacks": table, "attacks in jobs": table_of_jobs}
+
+
+def _read_means() -> dict[str, dict[str, Any]]:
     means: dict[str, dict[str, Any]] = read_results("isolation", {})
+    return {name: means[name] for name in sorted(means)}
+
+
+def _render(means: dict[str, dict[str, Any]]) -> str:
     names = dict.fromkeys(name for found in means.values() for name in found)
     rows = [
         (name, *(_shorten(found.get(name, "")) for found in means.values()))
         for name in sorted(names, key=lambda name: (int(name.split()[0]), name))
     ]
-    return markdown(("attack", *(f"`{name}`" for name in means)), rows)
+    return markdown(("attack", *map(_name_column, means)), rows)
+
+
+def _name_column(place: str) -> str:
+    runtime, in_job, limits = place.partition(IN_JOB)
+    return f"`{runtime}`{limits}" if in_job else f"`{runtime}`"
 
 
 def _shorten(means: str) -> str:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import secrets
 import socket
 import subprocess
@@ -18,6 +19,7 @@ from areal_hpc.errors import SandboxLostError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.sandbox.runtimes.system_view import GUEST_VARIABLES
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool
 from tests.support.environments import CHECKOUT
 
@@ -37,6 +39,8 @@ SANDBOX = {
     "output_bytes": 1 << 16,
     "warm": 1,
 }
+HIGHEST_PID_INSIDE = 300
+"""Of processes that a sandbox has while an attack looks at others'."""
 OUTLASTED = ("15 stubborn process",)
 CUT_OFF = ("21 output",)
 
@@ -146,6 +150,8 @@ class Hostile:
     def _collect_facts(self, daemon: str) -> Mapping[str, Any]:
         """Where everything is."""
         paths = self._paths
+        slurm = _find_slurm()
+        slurm_files = [str(slurm.slurm_conf), str(slurm.munge_key)] if slurm else []
         for folder in self._host_folders():
             folder.mkdir(parents=True, exist_ok=True)
             (folder / KEPT).touch()
@@ -153,7 +159,7 @@ class Hostile:
             "daemon": daemon,
             "run_dir": str(paths.root),
             "home": str(self._home),
-            "keys": [str(paths.service_key), str(paths.admin_key), "/etc/shadow"],
+            "keys": [str(paths.service_key), str(paths.admin_key), "/etc/shadow", *slurm_files],
             "records": [
                 *map(str, (paths.metrics, paths.events, paths.shards_dir, paths.manifests_dir)),
                 *map(str, Path("/tmp").glob("areal_hpc-*")),
@@ -161,12 +167,20 @@ class Hostile:
             "host_folders": [str(one) for one in (*self._host_folders(), CHECKOUT)],
             "kept": KEPT,
             "answers": [str(paths.dataset("train")), str(CHECKOUT / "areal_hpc/reward/code.py")],
-            "addresses": [*_list_addresses(paths.rendezvous_dir), ("127.0.0.1", self._listen())],
-            "sockets": [str(self._home.parent / "socket")],
+            "addresses": [
+                *_list_addresses(paths.rendezvous_dir),
+                *(_list_controllers(slurm) if slurm else ()),
+                ("127.0.0.1", self._listen()),
+            ],
+            "sockets": [
+                str(self._home.parent / "socket"),
+                *([str(slurm.munge_socket)] if slurm else []),
+            ],
+            "slurm_conf": str(slurm.slurm_conf) if slurm else "",
             "abstract": [f"@areal-abstract-{os.getpid()}"],
             "variables": [*GUEST_VARIABLES, *(_ENDPOINT_VARIABLES)],
             "secret_words": [*SECRET_WORDS.values()],
-            "pids": [pid for pid in _list_run_processes(str(paths.root)) if pid > 300],
+            "pids": _list_targets(str(paths.root)),
             "packages": [*map(str, _package_folders())],
             "memory_mib": MEMORY_MIB,
             "disk_mib": DISK_MIB,
@@ -200,6 +214,20 @@ def _package_folders() -> list[Path]:
     return [Path(sysconfig.get_path("purelib")), Path(sys.prefix)]
 
 
+def _find_slurm() -> DevclusterPaths | None:
+    """The devcluster whose job this is; None outside of jobs."""
+    if "SLURM_JOB_ID" not in os.environ:
+        return None
+    return DevclusterPaths(Path(os.environ["SLURM_CONF"]).parents[1])
+
+
+def _list_controllers(slurm: DevclusterPaths) -> Iterator[tuple[str, int]]:
+    text = slurm.slurm_conf.read_text()
+    (host,) = re.findall(r"^SlurmctldHost=\S+\((\S+)\)$", text, re.MULTILINE)
+    (port,) = re.findall(r"^SlurmctldPort=(\d+)$", text, re.MULTILINE)
+    yield host, int(port)
+
+
 def _list_addresses(rendezvous_dir: Path) -> Iterator[tuple[str, int]]:
     """The services of the run, SGLang's own ports among them."""
     for path in rendezvous_dir.glob("*.json"):
@@ -214,14 +242,20 @@ def _list_addresses(rendezvous_dir: Path) -> Iterator[tuple[str, int]]:
             yield "127.0.0.1", int(port)
 
 
-def _list_run_processes(run_dir: str) -> Iterator[int]:
-    """This process and others of the run."""
-    yield os.getpid()
+def _list_targets(run_dir: str) -> list[int]:
+    """This process, others of the run, and those of Slurm that started it.
+
+    Sandboxes give low numbers to processes of their own.
+    """
+    pids = [os.getpid()]
     for pid in tool.processes():
         with contextlib.suppress(OSError):
             words = Path(f"/proc/{pid}/cmdline").read_bytes()
-            if run_dir.encode() in words:
-                yield int(pid)
+            if run_dir.encode() in words or words.startswith(b"slurmstepd"):
+                pids.append(int(pid))
+    targets = [pid for pid in pids if pid > HIGHEST_PID_INSIDE]
+    assert targets, f"all of {pids} could be processes of a sandbox"
+    return targets
 
 
 def _is(pid: str, name: str) -> bool:

@@ -185,9 +185,11 @@ def connect_locally(facts: dict[str, Any]) -> None:
 
 @attack("10 Slurm")
 def use_slurm(facts: dict[str, Any]) -> None:
+    environ = {**os.environ, **({"SLURM_CONF": facts["slurm_conf"]} if facts["slurm_conf"] else {})}
     for words in (["sbatch", "--wrap=true"], ["scancel", "1"], ["scontrol", "ping"], ["squeue"]):
         try:
-            if subprocess.run(words, capture_output=True, timeout=10).returncode == 0:
+            told = subprocess.run(words, capture_output=True, timeout=4, env=environ)
+            if told.returncode == 0:
                 broke(f"{words[0]} worked")
         except (OSError, subprocess.TimeoutExpired):
             continue
