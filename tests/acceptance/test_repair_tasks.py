@@ -20,13 +20,16 @@ pytestmark = pytest.mark.timeout(1500)
 ISOLATIONS = ("bwrap", "podman")
 GROUPS, STEPS = 5, 10
 RUN_TIMEOUT_S = 1200.0
+CHECK_TIMEOUT_S = 600.0
+"""For fifty tasks, twice each."""
 
 
 @pytest.mark.parametrize("isolation", ISOLATIONS)
 def test_fifty_tasks_tell_their_solutions_from_nothing(isolation: str, tmp_path: Path) -> None:
     made = areal_hpc("make-repair-tasks", tmp_path / "tasks", "--count", 50)
     assert made.returncode == 0, made.stderr
-    checked = areal_hpc("check-tasks", tmp_path / "tasks", "--isolation", isolation)
+    command = ("check-tasks", tmp_path / "tasks", "--isolation", isolation)
+    checked = areal_hpc(*command, timeout_s=CHECK_TIMEOUT_S)
     assert checked.returncode == 0, checked.stdout
     *tasks, summary = checked.stdout.splitlines()
     assert summary.startswith("50 tasks, 0 whose tests")

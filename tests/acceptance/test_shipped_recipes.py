@@ -13,8 +13,11 @@ from examples.harbor.sums import write_tasks
 from tests.support.commands import areal_hpc, said_by
 from tests.support.run_files import events_of
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = pytest.mark.timeout(2700)
 
+CHECK_TIMEOUT_S = 600.0
+"""For 64 tasks, twice each, in sandboxes."""
+RUN_TIMEOUT_S = 1900.0
 LEAST_GAIN = 0.3
 """Of the held-out reward; each recipe's head says how much it was."""
 
@@ -22,7 +25,7 @@ LEAST_GAIN = 0.3
 @pytest.mark.parametrize("recipe", ["disk_transport", "off_policy", "partial_groups"])
 def test_a_recipe_learns_and_raises_no_failure(recipe: str, tmp_path: Path) -> None:
     command = ("run", f"recipes/{recipe}.yaml", f"cluster.fileroot={tmp_path}")
-    said_by(areal_hpc(*command, timeout_s=1700))
+    said_by(areal_hpc(*command, timeout_s=RUN_TIMEOUT_S))
     paths = RunPaths(tmp_path / "quickstart" / recipe)
     said_by(areal_hpc("status", paths.root))  # exits with 1 for an alert that is a failure
     levels = [event["level"] for event in events_of(paths, "alert")]
@@ -34,14 +37,16 @@ def test_a_recipe_learns_and_raises_no_failure(recipe: str, tmp_path: Path) -> N
 def test_commands_in_sandboxes_are_learned_on_harbors_tasks(tmp_path: Path) -> None:
     for name, count, seed in (("sums", 512, 1), ("sums-held-out", 64, 2)):
         write_tasks(tmp_path / name, count, seed)
-    checked = said_by(areal_hpc("check-tasks", tmp_path / "sums-held-out"))
+    checked = said_by(
+        areal_hpc("check-tasks", tmp_path / "sums-held-out", timeout_s=CHECK_TIMEOUT_S)
+    )
     assert "64 tasks, 0 whose tests" in checked
     said_by(
         areal_hpc(
             *("run", "recipes/quickstart_harbor.yaml", f"cluster.fileroot={tmp_path}"),
             f"train_dataset.harbor={tmp_path / 'sums'}",
             f"valid_dataset.harbor={tmp_path / 'sums-held-out'}",
-            timeout_s=1700,
+            timeout_s=RUN_TIMEOUT_S,
         )
     )
     paths = RunPaths(tmp_path / "quickstart" / "harbor")
