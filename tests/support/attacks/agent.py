@@ -29,7 +29,9 @@ SECRET_WORDS = {"HF_TOKEN": "hub-secret-word", "AWS_SECRET_ACCESS_KEY": "aws-sec
 KEPT = "areal-kept"
 """A file that lies in each folder of the machine that is attacked, and stays as it is."""
 DAEMON_GONE_AFTER_S = 4.0
-COMMAND_TIMEOUT_S = 20.0
+COMMAND_TIMEOUT_S = 120.0
+"""In gVisor a Python takes long to start where many other processes are at work."""
+OUTLASTED_TIMEOUT_S = 20.0
 MEMORY_MIB, DISK_MIB, FILES, PROCESSES = 512, 32, 3000, 40
 SANDBOX = {
     "memory_bytes": MEMORY_MIB << 20,
@@ -80,7 +82,8 @@ class Hostile:
         held: list[str] = []
         try:
             words = ["python3", f"{sandbox.folder}/tool.py", name]
-            told = await sandbox.exec(words, stdin=facts, timeout_s=COMMAND_TIMEOUT_S)
+            timeout_s = OUTLASTED_TIMEOUT_S if name in OUTLASTED else COMMAND_TIMEOUT_S
+            told = await sandbox.exec(words, stdin=facts, timeout_s=timeout_s)
             broke, held = self._judge(name, told)
             broke += await self._read_results(name, sandbox)
         except SandboxLostError as error:
@@ -99,7 +102,9 @@ class Hostile:
         held = [one.removeprefix("HELD ") for one in lines if one.startswith("HELD ")]
         if name in CUT_OFF:
             return ([], ["killed at its limit"]) if told.is_cut_off else (["endless output"], [])
-        if told.timed_out:
+        if told.timed_out and name not in OUTLASTED:
+            broke.append(f"nothing is known of it: it took longer than {COMMAND_TIMEOUT_S:.0f} s")
+        elif told.timed_out:
             held.append("killed at its time limit")
         elif name in OUTLASTED:
             broke.append("it was not killed")
