@@ -27,14 +27,19 @@ def read_alerts(paths: RunPaths) -> list[Alert]:
         return find_alerts(rows, config)
     since = read_launch_time(paths)
     events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
-    failing = find_alert_if_all_episodes_failed(events)
+    failing = find_alert_if_all_episodes_failed(events, config.max_failed_episodes)
     return [failing] if failing else []
 
 
-def find_alert_if_all_episodes_failed(events: Sequence[dict[str, Any]]) -> Alert | None:
-    """The alert of agents whose episodes have only failed so far; None if some ended well."""
+def find_alert_if_all_episodes_failed(
+    events: Sequence[dict[str, Any]], max_failed_share: float
+) -> Alert | None:
+    """The alert of agents whose episodes have only failed so far; None if enough ended well."""
     failures = [event for event in events if is_training_episode_failure(event)]
     if len(failures) < MIN_FAILED_TRIES_IN_STEP:
+        return None
+    ended_well = _count_good_ends_since_first_failure(events)
+    if len(failures) / (len(failures) + ended_well) <= max_failed_share:
         return None
     newest = failures[-1]
     reason = str(newest.get("message") or newest.get("reason", "")).strip().splitlines()
@@ -46,6 +51,23 @@ def find_alert_if_all_episodes_failed(events: Sequence[dict[str, Any]]) -> Alert
         f"{len(failures)} tries of episodes failed, and no step has been trained{last}",
         "areal-hpc why RUN names their errors",
     )
+
+
+def _count_good_ends_since_first_failure(events: Sequence[dict[str, Any]]) -> int:
+    """Episodes that ended well since a driver's first failed try, by the counts that it tells.
+
+    Held-out episodes before it say nothing of the tasks that are trained on.
+    """
+    first: dict[str, int] = {}
+    newest: dict[str, int] = {}
+    for event in events:
+        role, failed, ended = event["role"], event.get("failed"), event.get("ended")
+        if not (isinstance(failed, int) and isinstance(ended, int)):
+            continue
+        if role in first or is_training_episode_failure(event):
+            first.setdefault(role, ended - failed)
+            newest[role] = max(newest.get(role, 0), ended - failed)
+    return sum(newest[role] - first[role] for role in first)
 
 
 def read_alerts_config(paths: RunPaths) -> AlertsConfig:
