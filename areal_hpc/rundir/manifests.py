@@ -167,6 +167,18 @@ def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResu
     return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
 
 
+def read_current_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
+    """The result of a set for weights of `step` that the run still has; None without one.
+
+    Raises:
+        ShardError: It, or the ledger's state, is damaged.
+    """
+    result = read_evaluation(paths, step, set_name)
+    if result is None or read_ledger_state(paths).is_evaluation_current(step, result.generation):
+        return result
+    return None
+
+
 def append_evaluated_ticket(paths: RunPaths, step: int, ticket: EvaluatedTicket) -> None:
     """Keep the rewards of one task. Not forced to disk: a node that is lost costs its last tasks.
 
@@ -199,14 +211,17 @@ def replace_evaluated_tickets(
 def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:
     """Every result with the name of its set, by set and step; those of `main_set` come first.
 
+    Those of weights that a trainer which resumed from an earlier step gave up are left out.
+
     Raises:
-        ShardError: One of them is damaged.
+        ShardError: One of them, or the ledger's state, is damaged.
     """
-    folder = paths.evaluations_dir
+    state, folder = read_ledger_state(paths), paths.evaluations_dir
     names = sorted(one.name for one in folder.iterdir() if one.is_dir()) if folder.is_dir() else ()
     for name in (main_set, *names):
         for file in sorted(paths.evaluation(0, name).parent.glob("*.json")):
-            if (result := read_json_file(file, EvaluationResult)) is not None:
+            result = read_json_file(file, EvaluationResult)
+            if result and state.is_evaluation_current(result.step, result.generation):
                 yield name, result
 
 

@@ -18,7 +18,11 @@ from areal_hpc.evaluation.set_metrics import (
 )
 from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_paired
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.manifests import EvaluationResult, read_json_file
+from areal_hpc.rundir.manifests import (
+    EvaluationResult,
+    read_current_evaluation,
+    read_json_file,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.tables import format_table
 
@@ -269,7 +273,7 @@ def build_report_of_run_step(
     """
     found = {}
     for name, (metrics, pass_reward) in sets.items():
-        result = read_json_file(paths.evaluation(step, name), EvaluationResult)
+        result = read_current_evaluation(paths, step, name)
         if result is not None:
             tasks = paths.evaluation_tasks(name)
             found[name] = build_evaluated_set(result, tasks, metrics, pass_reward)

@@ -20,7 +20,7 @@ from areal_hpc.evaluation.set_metrics import (
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.manifests import list_evaluations, read_evaluation
+from areal_hpc.rundir.manifests import list_evaluations, read_current_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
@@ -204,7 +204,7 @@ class RunData:
         return compare_paired(first.tolist(), second.tolist())
 
     def _compute_task_values(self, set_name: str, step: int, metric: str) -> Column:
-        result = read_evaluation(self._paths, step, set_name)
+        result = read_current_evaluation(self._paths, step, set_name)
         if result is None:
             raise RecipeError(
                 f"the weights of step {step} were not evaluated on the set {set_name}",

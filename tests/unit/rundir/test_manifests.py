@@ -5,7 +5,13 @@ import pytest
 from areal_hpc.errors import ShardError
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.rundir import manifests
-from areal_hpc.rundir.manifests import DroppedTicket, LedgerState, append_drop, read_drops
+from areal_hpc.rundir.manifests import (
+    DroppedTicket,
+    EvaluationResult,
+    LedgerState,
+    append_drop,
+    read_drops,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
@@ -67,3 +73,22 @@ def test_a_drop_follows_the_half_line_of_a_crash(paths: RunPaths) -> None:
         stream.write(b'{"cell":"cell-0","ref":{"ti')
     append_drop(paths, second)
     assert list(read_drops(paths)) == [first, second]
+
+
+def test_results_of_weights_that_a_resumed_trainer_gave_up_are_left_out(paths: RunPaths) -> None:
+    """The first trainer evaluated steps 10 and 20, the second one resumed from step 15."""
+    for name in ("valid", "aime"):
+        paths.evaluation(0, name).parent.mkdir(parents=True, exist_ok=True)
+        for step in (10, 20):
+            given = EvaluationResult(step, 1, 0.5, [0.5], {}, 1)
+            manifests.write_evaluation(paths, name, given)
+    state = LedgerState().with_opened_generation(1, 0).with_opened_generation(2, 15)
+    manifests.write_ledger_state(paths, state)
+    listed = [(name, one.step) for name, one in manifests.list_evaluations(paths, "valid")]
+    assert listed == [("valid", 10), ("aime", 10)]
+    assert manifests.read_current_evaluation(paths, 10, "aime") is not None
+    assert manifests.read_current_evaluation(paths, 20, "aime") is None
+    again = EvaluationResult(20, 1, 0.75, [0.75], {}, 2)
+    manifests.write_evaluation(paths, "aime", again)
+    assert manifests.read_current_evaluation(paths, 20, "aime") == again
+    assert [one.step for _, one in manifests.list_evaluations(paths, "valid")] == [10, 10, 20]
