@@ -84,9 +84,14 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
 def estimate_metrics(
     samples: SetSamples, metrics: Sequence[str], pass_reward: float
 ) -> dict[str, Estimate]:
-    """Each metric with its interval, and `avg@k` always; names have a number in place of k."""
+    """Each metric with its interval, and `avg@k` always; names have a number in place of k.
+
+    Those of more samples than there are stay out: an earlier launch may have played fewer.
+    """
     found = {}
     for metric in dict.fromkeys(("avg@k", *metrics)):
+        if parse_k(metric, samples.n_samples) > samples.n_samples:
+            continue
         values_T = compute_task_values(metric, samples, pass_reward)
         if values_T is not None:
             found[format_metric_name(metric, samples.n_samples)] = estimate_mean(values_T)

@@ -34,6 +34,12 @@ def test_a_sample_passes_from_the_reward_that_the_recipe_says() -> None:
     assert estimate_metrics(SAMPLES, ("pass@1",), 0.2)["pass@1"].value == pytest.approx(0.5)
 
 
+def test_a_metric_of_more_samples_than_were_played_is_left_out() -> None:
+    """Of an evaluation before `evaluation.n_samples` was raised: its other numbers stand."""
+    found = estimate_metrics(SetSamples([[1.0, 0.0], [0.0, 0.0]]), ("pass@8", "pass@2"), 1.0)
+    assert set(found) == {"avg@2", "pass@2"}
+
+
 def test_tasks_with_the_same_rewards_in_another_order_score_the_same() -> None:
     """Or they would seem to differ by 1e-16, and the interval would have no width."""
     samples = SetSamples([[0.1, 0.2, 0.3], [0.3, 0.2, 0.1]] * 15)
