@@ -9,7 +9,12 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from areal_hpc.view.transcripts.conversation import extract_text, locate_calls
+from areal_hpc.view.transcripts.conversation import (
+    extract_text,
+    get_raw_tool_calls,
+    list_tool_schemas,
+    locate_calls,
+)
 from areal_hpc.view.transcripts.row_search import FoundRow
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -29,7 +34,7 @@ def build_atif_trajectory(
     record = row.record
     steps = _build_steps(row)
     metrics = [step["metrics"] for step in steps if "metrics" in step]
-    tools = [tool for schemas in row.tool_schemas.values() for tool in schemas or ()]
+    tools = list_tool_schemas(row)
     session = {"session_id": record.session_id} if record.session_id else {}
     return {
         "schema_version": SCHEMA_VERSION,
@@ -66,7 +71,10 @@ def build_atif_trajectory(
 def _build_steps(row: TrajectoryRow) -> list[JsonObject]:
     calls = dict(locate_calls(row.record.calls))
     steps: list[JsonObject] = []
-    for place, message in enumerate(row.meta.get("messages") or ()):
+    messages = row.meta.get("messages")
+    for place, message in enumerate(messages if isinstance(messages, list) else ()):
+        if not isinstance(message, dict):  # an agent may put anything there
+            continue
         if message.get("role") in ("tool", "function") and steps:
             _add_observation(steps[-1], message)
             continue
@@ -85,7 +93,7 @@ def _build_reply_fields(
     facts: JsonObject = {}
     if reasoning := message.get("reasoning_content"):
         facts["reasoning_content"] = extract_text(reasoning)
-    if called := message.get("tool_calls"):
+    if called := get_raw_tool_calls(message):
         facts["tool_calls"] = [_build_tool_call(one, at) for at, one in enumerate(called)]
     if not row.record.calls:
         return facts  # of version 1 of the shard format, which knew no calls
@@ -114,16 +122,20 @@ def _build_reply_fields(
     }
 
 
-def _build_tool_call(raw_call: JsonObject, call_index: int) -> JsonObject:
-    """A call of a tool; arguments that are no JSON object stand in `extra` as they were said."""
-    function = raw_call.get("function") or {}
+def _build_tool_call(raw_call: object, call_index: int) -> JsonObject:
+    """A call of a tool; what is no JSON object of arguments stands in `extra` as it was said."""
+    call = raw_call if isinstance(raw_call, dict) else {}
+    named = call.get("function")
+    function = named if isinstance(named, dict) else {"arguments": raw_call}
     said = function.get("arguments")
     try:
         arguments = json.loads(said) if isinstance(said, str) else said
     except ValueError:
         arguments = None
+    if function is not named:
+        arguments = None
     made = {
-        "tool_call_id": str(raw_call.get("id") or f"call-{call_index}"),
+        "tool_call_id": str(call.get("id") or f"call-{call_index}"),
         "function_name": str(function.get("name") or "?"),
     }
     if isinstance(arguments, dict):
@@ -135,7 +147,7 @@ def _add_observation(step: JsonObject, message: JsonObject) -> None:
     """Put a tool's result beside the calls of a step; one of an unknown call without its id."""
     result: JsonObject = {"content": extract_text(message.get("content"))}
     call_id = message.get("tool_call_id")
-    if call_id in {one["tool_call_id"] for one in step.get("tool_calls", ())}:
+    if call_id in [one["tool_call_id"] for one in step.get("tool_calls", ())]:
         result["source_call_id"] = call_id
     elif call_id is not None:
         result["extra"] = {"tool_call_id": call_id}

@@ -137,6 +137,16 @@ def get_raw_tool_calls(message: Message) -> list[Any]:
     return called if isinstance(called, list) else [called] if called else []
 
 
+def list_tool_schemas(row: TrajectoryRow) -> list[Any]:
+    """The tools that calls of a row could call, each once, whichever of the calls had them."""
+    offered = [
+        tool
+        for schemas in row.tool_schemas.values()
+        for tool in (schemas if isinstance(schemas, list) else [schemas] if schemas else [])
+    ]
+    return list({msgspec.json.encode(tool, order="sorted"): tool for tool in offered}.values())
+
+
 def format_tool_call(raw_call: object) -> str:
     """A called tool as `name(arguments)`."""
     function = raw_call.get("function") if isinstance(raw_call, dict) else None

@@ -14,6 +14,7 @@ from areal_hpc.rundir.atomic import fsync_path, open_temporary
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.atif import build_atif_trajectory
+from areal_hpc.view.transcripts.conversation import list_tool_schemas
 from areal_hpc.view.transcripts.row_search import FoundRow
 
 ExportFormat = Literal["jsonl", "parquet", "sft", "atif"]
@@ -85,7 +86,7 @@ def _build_sft_conversation(found_row: FoundRow) -> JsonObject | None:
     row = found_row.read()
     if not (messages := row.meta.get("messages")):
         return None
-    tools = [tool for schemas in row.tool_schemas.values() for tool in schemas or ()]
+    tools = list_tool_schemas(row)
     return {"messages": messages, **({"tools": tools} if tools else {})}
 
 

@@ -147,6 +147,44 @@ def test_arguments_that_are_no_object_are_kept_as_they_were_said(
     assert (call.arguments, call.extra) == ({}, {"arguments": said})
 
 
+@pytest.mark.parametrize("file_format", ["sft", "atif"])
+def test_a_tool_that_several_calls_had_beside_others_stands_once(
+    paths: RunPaths, file_format: ExportFormat
+) -> None:
+    other = {"type": "function", "function": {"name": "stop"}}
+    row = conversation()
+    first, second = row.record.calls
+    record = msgspec.structs.replace(
+        row.record, calls=[first, msgspec.structs.replace(second, tools="i")]
+    )
+    seal_in(paths, [replace(row, record=record, tool_schemas={"h": [TOOL], "i": [other, TOOL]})])
+    (line,) = lines_of(exported(paths, file_format)[0])
+    tools = line["tools"] if file_format == "sft" else line["agent"]["tool_definitions"]
+    assert tools == [TOOL, other]
+
+
+def test_messages_of_any_shape_are_exported_and_do_not_move_tokens(paths: RunPaths) -> None:
+    """An agent may put anything there; the reply is the fourth message, whatever the others are."""
+    row = conversation()
+    odd = {"role": "assistant", "content": 5, "tool_calls": ["add", {"function": "add"}, 7]}
+    result = {"role": "tool", "tool_call_id": ["t1"], "content": "of a list"}
+    messages = ["no message", odd, result, None, *row.meta["messages"][4:]]
+    lone = replace(trajectory(2, 0), meta={"messages": {"role": "user"}})
+    seal_in(paths, [replace(row, meta={"messages": messages}), lone])
+    first, *_ = lines_of(exported(paths, "atif")[0])
+    found = atif.Trajectory.model_validate(first)
+    brought, calling, answering = found.steps
+    assert brought.tool_calls
+    assert [one.extra for one in brought.tool_calls] == [
+        {"arguments": "add"},
+        {"arguments": {"function": "add"}},
+        {"arguments": 7},
+    ]
+    assert calling.metrics
+    assert calling.metrics.prompt_token_ids == row.input_ids_T[:3].tolist()
+    assert answering.message == "4"
+
+
 @pytest.mark.parametrize("file_format", ["jsonl", "parquet", "sft", "atif"])
 def test_a_shard_of_version_1_is_exported_and_no_file_is_overwritten(
     paths: RunPaths, file_format: ExportFormat
