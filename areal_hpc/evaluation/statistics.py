@@ -129,7 +129,8 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
     """Compare two checkpoints by a value per task each, in the same order of tasks.
 
     The interval of the difference is mean +- t s / sqrt(T); the p-value is that of the test that
-    flips the signs of the differences, which asks for no distribution of them.
+    flips the signs of the differences, which asks for no distribution of them. Differences that
+    are all the same tell no spread: with so few that the test shows nothing the interval holds 0.
 
     Raises:
         ValueError: There are no tasks, or not the same number.
@@ -137,15 +138,16 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
     if len(first_T) != len(second_T):
         raise ValueError(f"a paired test needs the same tasks: {len(first_T)} and {len(second_T)}")
     differences = np.asarray(second_T, dtype=np.float64) - np.asarray(first_T, dtype=np.float64)
+    p_value = _compute_sign_flip_p_value(differences)
     return PairedComparison(
-        _estimate_difference(differences),
-        _compute_sign_flip_p_value(differences),
+        _estimate_difference(differences, p_value),
+        p_value,
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
     )
 
 
-def _estimate_difference(differences: Values) -> Estimate:
+def _estimate_difference(differences: Values, p_value: float) -> Estimate:
     n_tasks = len(differences)
     if not n_tasks:
         raise ValueError("a paired test needs at least one task")
@@ -154,6 +156,8 @@ def _estimate_difference(differences: Values) -> Estimate:
         return Estimate(mean, -math.inf, math.inf, 1)
     t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
     half = t * _compute_standard_error(differences)
+    if not half and p_value > 1 - CONFIDENCE:
+        half = abs(mean)
     return Estimate(mean, mean - half, mean + half, n_tasks)
 
 

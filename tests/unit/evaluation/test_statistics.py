@@ -159,6 +159,14 @@ def test_few_pairs_are_never_significant_and_no_difference_is_none() -> None:
         compare_paired([1.0], [1.0, 0.0])
 
 
+@pytest.mark.parametrize(("n_tasks", "is_shown"), [(2, False), (5, False), (6, True)])
+def test_a_few_tasks_that_differ_alike_show_no_difference(n_tasks: int, is_shown: bool) -> None:
+    """They have no spread to make an interval of: two tasks would show anything for certain."""
+    found = compare_paired([1.0] * n_tasks, [0.0] * n_tasks)
+    assert (found.difference.high < 0) is is_shown is (found.p_value < 0.05)
+    assert found.difference.low <= found.difference.value == -1.0
+
+
 @pytest.mark.parametrize("n_tasks", [12, 30])
 def test_paired_test_errs_one_time_in_twenty(n_tasks: int) -> None:
     random = np.random.default_rng(5)
