@@ -190,14 +190,18 @@ class LogFollower:
 
     def _read_new_text(self, path: Path) -> str:
         offset = self._offsets.get(path, 0)
-        size = path.stat().st_size
-        if size < offset:
-            offset = 0  # it was begun anew
-        if size == offset:
+        try:
+            size = path.stat().st_size
+            if size < offset:
+                offset = 0  # it was begun anew
+            if size == offset:
+                return ""
+            with path.open("rb") as stream:
+                stream.seek(offset)
+                piece = stream.read(MAX_READ_BYTES)
+        except FileNotFoundError:  # removed with its run, which may begin anew
+            self._offsets[path] = 0
             return ""
-        with path.open("rb") as stream:
-            stream.seek(offset)
-            piece = stream.read(MAX_READ_BYTES)
         whole = piece[: piece.rfind(b"\n") + 1]
         if len(piece) == MAX_READ_BYTES and not whole:
             whole = piece  # one endless line

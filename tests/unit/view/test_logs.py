@@ -1,5 +1,6 @@
 """Logs of many processes as one stream."""
 
+import shutil
 from pathlib import Path
 
 from hypothesis import given
@@ -96,6 +97,15 @@ def test_what_is_added_is_followed_into_new_restarts_and_attempts(tmp_path: Path
     new.write_text("node n02 job 9 restart 0\n")
     shown = follower.read_new_lines()
     assert [(file.node, line) for file, line in shown] == [("n02", "node n02 job 9 restart 0")]
+
+
+def test_a_run_that_is_removed_and_begun_anew_is_followed_on(tmp_path: Path) -> None:
+    paths = make_run(tmp_path)
+    follower = LogFollower(paths, ["trainer"])
+    shutil.rmtree(paths.root)
+    assert follower.read_new_lines() == []
+    make_run(tmp_path)
+    assert follower.read_new_lines()
 
 
 def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
