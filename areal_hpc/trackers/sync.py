@@ -19,7 +19,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree, write_once
-from areal_hpc.rundir.checkpoints import list_checkpoints
+from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.jsonl import FlatRow, read_lines, replace_lines
 from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths, TrackerPaths
@@ -112,7 +112,8 @@ def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
     rows = read_metrics(paths.metrics)
     if paths.finished_marker.exists():
         return rows
-    saved = max((one.state.step for one in list_checkpoints(paths.checkpoints_dir)), default=0)
+    newest = find_latest_checkpoint(paths.checkpoints_dir)
+    saved = newest.state.step if newest else 0
     return [row for row in rows if row["step"] < saved]
 
 

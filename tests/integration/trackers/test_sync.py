@@ -84,6 +84,18 @@ def test_each_step_is_written_once_when_no_resume_can_take_it_back(
     assert [row for row in rows if "loss" not in row] == [{"step": 2, "eval/reward": 0.5}]
 
 
+def test_a_late_checkpoint_of_a_trainer_that_was_replaced_settles_nothing(
+    paths: RunPaths, tracker: TrackerChoice
+) -> None:
+    """The first trainer completes step 9 after the second one resumed from step 4."""
+    train_to(paths, 8, saved=9)
+    folder = paths.checkpoints_dir / format_step_dir(4)
+    folder.mkdir()
+    write_trainer_state(folder, TrainerState(step=4, generation=2, seed=1))
+    (folder / COMPLETE_MARKER_FILE).touch()
+    assert write_part_of_new_rows(paths, tracker) == 4
+
+
 def test_a_sync_that_was_killed_leaves_no_step_out_and_none_twice(
     paths: RunPaths, tracker: TrackerChoice
 ) -> None:
