@@ -4,6 +4,7 @@ import importlib
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +67,8 @@ def _make_column(values: Sequence[Any]) -> Column:
     if all(value is None or isinstance(value, int | float) for value in values):
         return np.array([np.nan if one is None else one for one in values], dtype=np.float64)
     column = np.empty(len(values), dtype=object)
-    column[:] = values
+    for place, value in enumerate(values):  # lists of one length would be taken for a matrix
+        column[place] = value
     return column
 
 
@@ -101,9 +103,8 @@ class RunData:
         rows = [
             {"shard": one.shard.path.name, "row": one.row}
             | {name: one.get_field(name) for name in _TRAJECTORY_FIELDS}
-            for one in self._rows
+            for one in self._iterate_rows_by_shard()
         ]
-        self._forget_read_rows()
         return Columns(rows, ("shard", "row", *_TRAJECTORY_FIELDS))
 
     @cached_property
@@ -123,10 +124,9 @@ class RunData:
                 "finish": call.finish_reason,
                 "reward": call.reward.value if call.reward else None,
             }
-            for one in self._rows
+            for one in self._iterate_rows_by_shard()
             for place, call in enumerate(one.record.calls)
         ]
-        self._forget_read_rows()
         return Columns(rows, names)
 
     @cached_property
@@ -235,9 +235,13 @@ class RunData:
         (found,) = ShardReader(self._paths.shards_dir / shard).read_rows([int(row)])
         return found
 
-    def _forget_read_rows(self) -> None:
-        for shard in {id(one.shard): one.shard for one in self._rows}.values():
-            shard.forget_read_rows()
+    def _iterate_rows_by_shard(self) -> Iterator[FoundRow]:
+        """All rows. Those of a shard are read at once, and forgotten after them."""
+        for _, rows in groupby(self._rows, key=lambda one: one.shard.first_row):
+            first, *others = rows
+            first.shard.expect_search()
+            yield from (first, *others)
+            first.shard.forget_read_rows()
 
 
 def open_run(path: str | Path) -> RunData:

@@ -59,6 +59,10 @@ class SearchedShard:
         """Forget what was read of all rows: few of them are shown."""
         self._columns, self._records, self._is_searched = {}, [], False
 
+    def expect_search(self) -> None:
+        """Read the records of all rows at once when a field next needs one: all are looked at."""
+        self._is_searched = True
+
     def get_value(self, column: str, row: int) -> Any:
         """A value of a column of rows, as Python's number."""
         if column not in self._columns:

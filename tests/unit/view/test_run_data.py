@@ -10,6 +10,8 @@ import pytest
 import areal_hpc
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
+from areal_hpc.view.state.run_data import Columns
+from tests.support.counted_reads import counted_reads
 from tests.support.environments import CHECKOUT
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.sample_trajectories import seal_in, trajectory
@@ -43,6 +45,20 @@ def test_columns_hold_what_was_recorded(made: MadeRun) -> None:
     assert run.groups["episodes"].tolist() == [4] * 4
     assert run.calls.n_rows == 2 * (4 * 2 + 4 * 3)
     assert np.allclose(run.calls["answered_at"] - run.calls["asked_at"], 1.0)
+
+
+def test_columns_read_a_shard_as_a_whole_and_not_row_by_row(tmp_path: Path) -> None:
+    run = MadeRun(tmp_path)
+    seal_in(run.paths, [trajectory(ticket, 0) for ticket in range(100)])
+    made = areal_hpc.open_run(run.paths.root)
+    with counted_reads() as reads:
+        assert (made.trajectories.n_rows, made.calls.n_rows) == (100, 0)
+    assert len(reads) < 50
+
+
+def test_a_column_takes_values_of_any_shape() -> None:
+    columns = Columns([{"ranks": [0, 1]}, {"ranks": [2, 3]}])
+    assert columns["ranks"].tolist() == [[0, 1], [2, 3]]
 
 
 def test_an_episode_of_several_rows_counts_as_their_mean(tmp_path: Path) -> None:
