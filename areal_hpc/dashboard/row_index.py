@@ -205,10 +205,16 @@ class RowIndex:
                 "AND eval_step = ? ORDER BY episode, row LIMIT 200",
                 (one["ticket"], one["attempt"], one["eval_step"]),
             )
+            # Evaluation sets count their tasks alike, and each ticket is a task of one set.
+            same, number = (
+                ("ticket = ? AND eval_step >= 0", one["ticket"])
+                if one["eval_step"] >= 0
+                else ("task = ? AND eval_step < 0", one["task"])
+            )
             task = self._select_as_dicts(
-                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE task = ? AND kind = ? "
+                f"SELECT {_LISTED_COLUMNS} FROM rows WHERE {same} AND kind = ? "
                 "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
-                (one["task"], one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
+                (number, one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
             )
             return {"group": group, "task_rows": task}
 

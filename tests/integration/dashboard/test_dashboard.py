@@ -7,6 +7,7 @@ import signal
 import stat
 from collections.abc import Iterator
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from areal_hpc.wire.row_record import RowRecord
+from areal_hpc.wire.trajectory import RowKind
 from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
 from tests.support.kept_run import unpack_kept_run
@@ -117,6 +120,26 @@ def test_rows_of_every_kind_are_shown_as_data(url: str) -> None:
     assert ask(url, "failures")[0]["count"] == 1
     problem = httpx.get(f"{url}data/rows", params={"run": "shown/run", "where": "rewrad>0"})
     assert (problem.status_code, "rewrad" in problem.json()["error"]) == (400, True)
+
+
+def test_tasks_of_other_evaluation_sets_are_not_the_same_task(tmp_path: Path) -> None:
+    """Each set counts its tasks from 0; a ticket names the set as well."""
+    run = make_run(tmp_path / "runs")
+    played = [(1, 5), (1, 10), (1_000_001, 5), (1_000_001, 10)]
+    rows = [
+        replace(trajectory(ticket, 0), kind=kind, eval_step=step, record=RowRecord(task_index=1))
+        for kind in (RowKind.EVALUATION, RowKind.FAILED)
+        for ticket, step in played
+    ]
+    trained_too = replace(trajectory(40, 0), kind=RowKind.FAILED, record=RowRecord(task_index=1))
+    name = seal_in(run, [*rows, trained_too]).file
+    with closing(RowIndex(run, tmp_path / "cache")) as index:
+        index.index_new_rows()
+        for place, kind in ((2, "evaluation"), (6, "failed")):
+            found = index.select_group_and_task_rows(name, place)["task_rows"]
+            assert [(one["kind"], one["ticket"], one["step"]) for one in found] == [
+                (kind, 1_000_001, 10)
+            ]
 
 
 def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> None:
