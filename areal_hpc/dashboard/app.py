@@ -193,7 +193,7 @@ class DashboardApp:
         add_set_names_to_rows(
             [found, *related["group"], *related["task_rows"]], list_set_names(run, [])
         )
-        return found | {"annotation": describe_annotation(run, related["group"], found)}
+        return found | {"annotation": describe_annotation(run, found)}
 
     async def _stream_change_events(self, request: Request) -> Response:
         """Server-sent events: the files of one run, or of any run, have changed."""

@@ -76,7 +76,7 @@ def _describe_trajectory(
     content = run_pages.describe_trajectory(run, row["shard"], row["row"])
     content |= index.select_group_and_task_rows(row["shard"], row["row"])
     add_set_names_to_rows([content, *content["group"], *content["task_rows"]], set_names)
-    return content | {"annotation": describe_annotation(run, content["group"], content)}
+    return content | {"annotation": describe_annotation(run, content)}
 
 
 def _describe_pages(run: RunPaths) -> dict[str, Any]:

@@ -19,16 +19,12 @@ _NUMBER_TYPE_BY_FIELD = (
 )
 
 
-def describe_annotation(
-    paths: RunPaths, group: Sequence[Mapping[str, Any]], row_description: Mapping[str, Any]
-) -> JsonObject | None:
-    """The annotation of a described row, whose step stands in the row of its `group`.
+def describe_annotation(paths: RunPaths, row_description: Mapping[str, Any]) -> JsonObject | None:
+    """The annotation of a row that is described with its step.
 
     None for a row that no batch has had, or that was not annotated.
     """
-    shard, row = row_description["shard"], row_description["row"]
-    own = (one for one in group if (one["shard"], one["row"]) == (shard, row))
-    step = next((one["step"] for one in own), None)
+    step, shard, row = (row_description[name] for name in ("step", "shard", "row"))
     if step is None:
         return None
     annotation = find_row_annotation(paths, step, shard, row)

@@ -191,8 +191,8 @@ class RowIndex:
                 )
             return rows
 
-    def select_group_and_task_rows(self, shard: str, row: int) -> dict[str, list[JsonObject]]:
-        """The episodes of a row's group, and the rows of its task at other times."""
+    def select_group_and_task_rows(self, shard: str, row: int) -> JsonObject:
+        """A row's step, the episodes of its group, and the rows of its task at other times."""
         with self._lock:
             found = self._select_as_dicts(
                 "SELECT * FROM rows WHERE shard = ? AND row = ?", (shard, row)
@@ -216,7 +216,7 @@ class RowIndex:
                 "AND NOT (ticket = ? AND attempt = ? AND eval_step = ?) ORDER BY step LIMIT 200",
                 (number, one["kind"], one["ticket"], one["attempt"], one["eval_step"]),
             )
-            return {"group": group, "task_rows": task}
+            return {"step": one["step"], "group": group, "task_rows": task}
 
     def count_failure_causes(self) -> list[JsonObject]:
         """Failed episodes by exception and line, the most frequent first."""

@@ -12,15 +12,18 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import yaml
 
 from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_manifest_once
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.rundir.telemetry.annotations import RowAnnotation, StepAnnotations
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.commands import areal_hpc
@@ -140,6 +143,21 @@ def test_tasks_of_other_evaluation_sets_are_not_the_same_task(tmp_path: Path) ->
             assert [(one["kind"], one["ticket"], one["step"]) for one in found] == [
                 (kind, 1_000_001, 10)
             ]
+
+
+def test_what_training_did_is_shown_of_the_last_row_of_a_large_group_too(
+    url: str, run: RunPaths
+) -> None:
+    rows = [trajectory(50, episode) for episode in range(201)]
+    name, places = seal_in(run, rows).file, list(range(201))
+    group = SealedTicket(TicketRef(50, 1), name, places, [0.0] * 201, NO_VERSION)
+    write_manifest_once(run, BatchManifest(4, 1, [group]))
+    run.annotation(4).parent.mkdir()
+    told = RowAnnotation(shard=name, row=200, outcome="masked")
+    content = StepAnnotations(step=4, generation=1, rows_of_batch=201, rows=[told])
+    run.annotation(4).write_bytes(msgspec.msgpack.encode(content))
+    found = ask(url, "trajectory", row=f"{name}/200")["annotation"]
+    assert (found["step"], found["outcome"]) == (4, "masked")
 
 
 def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> None:
