@@ -58,7 +58,7 @@ function buildChart({ title, hint, unit, series, restarts = [], height = 150, fo
     if (width === drawnWidth) return;
     drawnWidth = width;
     place.replaceChildren(drawLines(drawn, { width, height, restarts, 
-      describe: (index) => tell(drawn.map(() => index), formatX(drawn[0].x[index])), leave: showLast, title }));
+      describe: (x) => tell(drawn.map((one) => one.x.indexOf(x)), formatX(x)), leave: showLast, title }));
   };
   new ResizeObserver(() => requestAnimationFrame(draw)).observe(place);
   return chart;
@@ -105,10 +105,9 @@ function drawLines(series, { width, height, restarts, describe, leave, title }) 
   made.addEventListener("pointermove", (event) => {
     const box = made.getBoundingClientRect();
     const x = lowX + (((event.clientX - box.left) * width / box.width - MARGIN.left) / inner.width) * (highX - lowX);
-    const nearest = series[0].x.reduce((best, item, index) =>
-      Math.abs(item - x) < Math.abs(series[0].x[best] - x) ? index : best, 0);
-    cursor.setAttribute("x1", toX(series[0].x[nearest]));
-    cursor.setAttribute("x2", toX(series[0].x[nearest]));
+    const nearest = xs.reduce((best, item) => Math.abs(item - x) < Math.abs(best - x) ? item : best);
+    cursor.setAttribute("x1", toX(nearest));
+    cursor.setAttribute("x2", toX(nearest));
     cursor.setAttribute("visibility", "visible");
     describe(nearest);
   });
