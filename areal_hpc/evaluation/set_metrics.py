@@ -86,7 +86,7 @@ def estimate_metrics(
 ) -> dict[str, Estimate]:
     """Each metric with its interval, and `avg@k` always; names have a number in place of k.
 
-    Those of more samples than there are stay out: an earlier launch may have played fewer.
+    Those of more samples than there are stay out: an evaluation to compare with may have fewer.
     """
     found = {}
     for metric in dict.fromkeys(("avg@k", *metrics)):

@@ -35,7 +35,7 @@ def test_a_sample_passes_from_the_reward_that_the_recipe_says() -> None:
 
 
 def test_a_metric_of_more_samples_than_were_played_is_left_out() -> None:
-    """Of an evaluation before `evaluation.n_samples` was raised: its other numbers stand."""
+    """`eval --compare STEP` with more samples than the run played: other numbers are compared."""
     found = estimate_metrics(SetSamples([[1.0, 0.0], [0.0, 0.0]]), ("pass@8", "pass@2"), 1.0)
     assert set(found) == {"avg@2", "pass@2"}
 
