@@ -5,15 +5,21 @@ from collections.abc import Sequence
 from areal_hpc.metrics.alert_rules import RULES, Alert, AlertLevel, StepRow
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
-MAX_JUDGED_ROWS = 200
-"""The newest rows that are looked at: more than any rule needs, and cheap after each step."""
+MIN_JUDGED_ROWS = 200
+"""The newest rows that are looked at: cheap after each step, and enough unless a rule asks for more
+steps in a row."""
 STEPS_BEFORE_REPEATED_ALERT = 10
 """An alert that comes back within so many steps is not told again."""
 
 
+def count_judged_rows(config: AlertsConfig) -> int:
+    """The newest rows that these rules need."""
+    return max(MIN_JUDGED_ROWS, config.no_signal_steps or 0)
+
+
 def find_alerts(rows: Sequence[StepRow], config: AlertsConfig) -> list[Alert]:
     """What the rows of `metrics.jsonl` say of the run as of the newest one, failures first."""
-    trained = [row for row in rows[-MAX_JUDGED_ROWS:] if row.get("episodes")]
+    trained = [row for row in rows[-count_judged_rows(config) :] if row.get("episodes")]
     if not trained:
         return []
     found = [alert for rule in RULES if (alert := rule.check(trained, config)) is not None]

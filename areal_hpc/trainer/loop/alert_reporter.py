@@ -11,7 +11,7 @@ from collections import deque
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.alerts import MAX_JUDGED_ROWS, AlertTracker
+from areal_hpc.metrics.alerts import AlertTracker, count_judged_rows
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.jsonl import FlatRow
@@ -38,7 +38,7 @@ class AlertReporter:
         self._run_dir = str(paths.root)
         self._events = events
         self._rows: deque[dict[str, Any]] = deque(
-            read_metrics(paths.metrics), maxlen=MAX_JUDGED_ROWS
+            read_metrics(paths.metrics), maxlen=count_judged_rows(config)
         )
         self._tracker = AlertTracker(config)
         self._tracker.find_new_alerts([*self._rows])

@@ -107,6 +107,12 @@ def test_a_reward_that_falls_and_stays_low_is_a_failure_from_the_step_of_the_fal
     ]
 
 
+def test_a_rule_may_ask_for_more_steps_in_a_row_than_are_looked_at_else() -> None:
+    patient = CONFIG.model_copy(update={"no_signal_steps": 250})
+    assert find_alerts(rows(*[CONSTANT] * 249), patient) == []
+    assert told(find_alerts(rows(*[CONSTANT] * 250), patient)) == [("no_signal", "failure", 1)]
+
+
 def test_a_noisy_reward_and_one_that_hardly_moves_are_none() -> None:
     noisy = rewards(*[0.3, 0.7] * 12, 0.1)
     assert find_alerts(noisy, CONFIG) == []
