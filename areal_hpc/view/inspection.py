@@ -171,9 +171,16 @@ def find_last_traceback(file: LogFile, text: str) -> LogTraceback | None:
         begins = [number for number, line in enumerate(record.lines) if TRACEBACK_HEADER in line]
         if begins:
             lines = _cut_after_traceback(record.lines[begins[0] :])
-            at = datetime.fromisoformat(record.time).timestamp() if record.time else None
-            return LogTraceback(at, file, lines)
+            return LogTraceback(_parse_log_time(record.time), file, lines)
     return None
+
+
+def _parse_log_time(text: str) -> float | None:
+    """Unix time of a record; None without one, or if a program wrote digits that are no time."""
+    try:
+        return datetime.fromisoformat(text).timestamp()
+    except (ValueError, OverflowError, OSError):
+        return None
 
 
 def _cut_after_traceback(lines: Sequence[str]) -> tuple[str, ...]:

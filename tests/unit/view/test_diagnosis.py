@@ -180,3 +180,12 @@ RuntimeError: the effect
     assert stack is not None
     assert stack.lines[-1] == "KeyError: 'the cause'"
     assert stack.at is not None
+
+
+def test_digits_in_a_log_that_are_no_time_do_not_hide_its_traceback() -> None:
+    """Such as the date of nothing that databases print."""
+    lines = ("Traceback (most recent call last):", "ValueError: no date")
+    text = "\n".join(["0000-00-00 00:00:00 | NULL", *lines])
+    stack = find_last_traceback(log_file("trainer", "trainer"), text)
+    assert stack is not None
+    assert (stack.at, stack.lines) == (None, lines)
