@@ -121,13 +121,16 @@ def read_first_row_of_each_episode(
     Raises:
         ShardError: One cannot be read.
     """
-    readers: dict[str, ShardReader] = {}
-    rows = []
-    for one in episodes:
-        if one.shard not in readers:
-            readers[one.shard] = ShardReader(paths.shards_dir / one.shard)
-        rows += readers[one.shard].read_rows([one.row], with_meta=with_meta)
-    return rows
+    chosen = list(episodes)
+    places: dict[str, list[int]] = {}
+    for place, one in enumerate(chosen):
+        places.setdefault(one.shard, []).append(place)
+    found: dict[int, TrajectoryRow] = {}
+    for shard, own in places.items():  # all of a shard at once: a batch has thousands of episodes
+        reader = ShardReader(paths.shards_dir / shard)
+        rows = reader.read_rows([chosen[place].row for place in own], with_meta=with_meta)
+        found |= zip(own, rows, strict=True)
+    return [found[place] for place in range(len(chosen))]
 
 
 def list_times_between_calls(row: TrajectoryRow) -> Iterator[tuple[str, float]]:
