@@ -250,14 +250,14 @@ def test_pointing_at_compared_curves_tells_the_same_step_of_every_run(tmp_path: 
 
     async def use(page: Page) -> None:
         await page.resize(*WIDE)
-        await show(page, url, "", "compare=shown/run,shown/two")
+        await show(page, address, "", "compare=shown/run,shown/two")
         await page.await_true("document.querySelector('.chart svg') !== null")
         assert await page.ask(f"{point}(0.5)") == "step 3 0.75,0.3"
         assert await page.ask(f"{point}(1)") == "step 5 \u2013,0.5"
         assert page.errors == []
 
     environ = {**os.environ, "XDG_CACHE_HOME": str(tmp_path / "cache")}
-    with serving_pages(tmp_path / "runs", environ) as url:
+    with serving_pages(tmp_path / "runs", environ) as address:
         in_browser(tmp_path, use)
 
 
