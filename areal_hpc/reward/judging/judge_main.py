@@ -5,6 +5,7 @@ answer's: calls of it go over the channel. Names of Python and of its library ne
 """
 
 import builtins
+import contextlib
 import importlib
 import sys
 import types
@@ -72,7 +73,8 @@ class AnswerClient:
         self.names = {
             name: self._resolve_answer_name(name)
             for name in map(str, started["names"])
-            if not hasattr(builtins, name)
+            # What Python itself looks up, such as `__builtins__`, is never the answer's.
+            if not (name.startswith("__") or hasattr(builtins, name))
         }
 
     def request_operation(
@@ -103,7 +105,8 @@ class AnswerClient:
     def _resolve_answer_name(self, module_name: str) -> Any:
         """The library's own module for a name of it: an answer's `math` judges nothing."""
         if module_name in sys.stdlib_module_names:
-            return importlib.import_module(module_name)
+            with contextlib.suppress(ImportError):  # one of another system, as `winreg`
+                return importlib.import_module(module_name)
         return RemoteObject(self, module_name)
 
     @staticmethod

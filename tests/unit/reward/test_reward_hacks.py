@@ -150,6 +150,22 @@ def test_a_hack_is_no_solution(name: str) -> None:
     assert code_reward("", answer, [], [], CASES) == 0.0
 
 
+def test_an_answer_gives_tests_no_builtins() -> None:
+    speaks_for_itself = (
+        "import os, sys, literals\n"
+        "channel = literals.JsonLineSocket(int(sys.argv[3]))\n"
+        "channel.send({'names': ['__builtins__', 'solve']})\n"
+        "while True:\n"
+        "    try: asked = channel.receive()\n"
+        "    except literals.ClosedChannelError: os._exit(0)\n"
+        "    value = 0 if asked['operation'] == 'call' else ['object', 1]\n"
+        "    channel.send({'value': value, 'arguments': asked['arguments']})\n"
+    )
+    answer = f"```python\n{speaks_for_itself}```"
+    for test in ("assert abs(solve(20) - 6765) < 1", "assert sorted(solve(20)) == sorted([6765])"):
+        assert code_reward("", answer, [], [], {"program": test}) == 0.0, test
+
+
 def test_the_right_answer_is_one() -> None:
     assert code_reward("", f"```python\n{RIGHT}```", [], [], PROGRAM) == 1.0
     assert code_reward("", f"```python\n{BY_INPUT}```", [], [], CASES) == 1.0
@@ -189,5 +205,6 @@ def test_tests_of_the_usual_forms_work_over_the_channel(test: str) -> None:
         "def third(): return 1 / 3\n"
         "def fail(): raise ValueError('no')\n"
         "def same(x): return x\n"
+        "nt = turtle = winreg = 'names of modules that this machine has not'\n"
     )
     assert code_reward("", f"```python\n{answer}```", [], [], {"program": test}) == 1.0
