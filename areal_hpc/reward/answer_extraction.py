@@ -1,12 +1,18 @@
 """Extraction of an answer from a reply: boxed, tagged or fenced."""
 
 import re
+from collections.abc import Callable
 
 _ANSWER_START_PATTERN, _ANSWER_END_PATTERN = (
     re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>")
 )
-_FENCE_START_PATTERN = re.compile(r"```(?:python|py)?[^\S\n]*\n", re.IGNORECASE)
+_FENCE_START_PATTERN = re.compile(
+    r"(?:^[^\S\n]*```(?P<label>[^`\n]*)|```(?:python3?|py)?[^\S\n]*)\n",
+    re.IGNORECASE | re.MULTILINE,
+)
+"""A block of another language has to begin its line: three backticks within one are often none."""
 _FENCE_END_PATTERN = re.compile("```")
+_PYTHON_LABELS = ("", "python", "python3", "py")
 
 
 def extract_boxed(text: str) -> str | None:
@@ -30,12 +36,20 @@ def extract_tagged(text: str) -> str | None:
 
 
 def extract_code(text: str) -> str | None:
-    """The last fenced block of Python; None without one."""
-    return _extract_last_between(_FENCE_START_PATTERN, _FENCE_END_PATTERN, text)
+    """The last fenced block that is labelled Python, or not at all; None without one."""
+    return _extract_last_between(_FENCE_START_PATTERN, _FENCE_END_PATTERN, text, _has_python_label)
+
+
+def _has_python_label(opening: re.Match[str]) -> bool:
+    label, *_ = (opening["label"] or "").lower().split() or ("",)
+    return label in _PYTHON_LABELS
 
 
 def _extract_last_between(
-    opening_pattern: re.Pattern[str], closing_pattern: re.Pattern[str], text: str
+    opening_pattern: re.Pattern[str],
+    closing_pattern: re.Pattern[str],
+    text: str,
+    is_wanted: Callable[[re.Match[str]], bool] = lambda opening: True,
 ) -> str | None:
     """What the last pair encloses; a pair reaches to the first end, and pairs do not overlap.
 
@@ -45,5 +59,7 @@ def _extract_last_between(
     while (begin := opening_pattern.search(text, place)) and (
         end := closing_pattern.search(text, begin.end())
     ):
-        found, place = text[begin.end() : end.start()], end.end()
+        place = end.end()
+        if is_wanted(begin):
+            found = text[begin.end() : end.start()]
     return found

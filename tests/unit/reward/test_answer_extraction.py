@@ -3,6 +3,7 @@
 import re
 import sys
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
@@ -10,12 +11,30 @@ from areal_hpc.reward.answer_extraction import extract_boxed, extract_code, extr
 from tests.support.commands import run_program, said_by
 
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL | re.IGNORECASE)
-FENCED = re.compile(r"```(?:python|py)?[^\S\n]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+FENCED = re.compile(
+    r"(?:^[^\S\n]*```(?P<label>[^`\n]*)|```(?:python3?|py)?[^\S\n]*)\n(?P<code>.*?)```",
+    re.DOTALL | re.IGNORECASE | re.MULTILINE,
+)
 """What is meant, as one expression each. Their time grows with the square of the text."""
 
 TAGS = ["<answer>", "</answer>", "<ANSWER>", "</Answer>", "<an\u017fwer>"]
 TAGS += ["<", "/", "answer>", "a\n "]
-FENCES = ["```", "``", "`", "python", "Py", "text", " ", "\t", "\u00a0", "\r", "\n", "x = 1\n"]
+FENCES = [
+    "```",
+    "``",
+    "`",
+    "python",
+    "\n```",
+    "3",
+    "Py",
+    "text",
+    " ",
+    "\t",
+    "\u00a0",
+    "\r",
+    "\n",
+    "x = 1\n",
+]
 
 
 def texts(pieces: list[str]) -> st.SearchStrategy[str]:
@@ -34,8 +53,28 @@ def test_the_last_tags_are_those_of_the_expression(text: str) -> None:
 @example("```text\na\n```\nb\n```")
 @example("````python\na```\n```")
 def test_the_last_fence_is_that_of_the_expression(text: str) -> None:
-    found = FENCED.findall(text)
+    found = [
+        one["code"]
+        for one in FENCED.finditer(text)
+        if (one["label"] or "").lower().split()[:1] in ([], ["python"], ["python3"], ["py"])
+    ]
     assert extract_code(text) == (found[-1] if found else None)
+
+
+@pytest.mark.parametrize(
+    ("reply", "code"),
+    [
+        ("Run\n```bash\npip install x\n```\nand\n```python\nx = 1\n```\n", "x = 1\n"),
+        ("```python\nx = 1\n```\nIt prints\n```text\n1\n```\nas asked.\n", "x = 1\n"),
+        ("```python3\nx = 1\n```", "x = 1\n"),
+        ('  ```Python title="a.py"\nx = 1\n  ```', "x = 1\n  "),
+        ("Between ``` and ```:\n```\nx = 1\n```", "x = 1\n"),
+        ("So: ```py\nx = 1\n```", "x = 1\n"),
+        ("```bash\nls\n```\n", None),
+    ],
+)
+def test_blocks_of_other_languages_are_no_code(reply: str, code: str | None) -> None:
+    assert extract_code(reply) == code
 
 
 def test_a_box_may_hold_braces() -> None:
