@@ -1,5 +1,6 @@
 """Images in OCI archives: layers on one another, in a folder that they do not leave."""
 
+import io
 import tarfile
 from pathlib import Path
 
@@ -48,6 +49,18 @@ def test_links_are_followed_within_the_image_and_never_out_of_it(tmp_path: Path)
     assert Path(f"{folder}{outside}/planted").read_bytes() == b"x"
 
 
+def test_a_link_in_the_place_of_a_folder_changes_no_mode_outside(tmp_path: Path) -> None:
+    below = tmp_path / "outside" / "below"
+    below.mkdir(parents=True)
+    below.chmod(0o750)
+    layers: list[list[Entry]] = [
+        [("a", None), ("a/below", None)],
+        [(".wh.a", b""), ("a", str(tmp_path / "outside"))],
+    ]
+    unpack(tmp_path, *layers)
+    assert below.stat().st_mode & 0o777 == 0o750
+
+
 @pytest.mark.parametrize("name", ["a/..", "a/.wh...", ".wh.."])
 def test_names_of_the_folder_above_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="there is a file"):
@@ -66,6 +79,19 @@ def test_a_blob_that_is_not_what_its_digest_says_is_refused(tmp_path: Path) -> N
     (tmp_path / "rootfs").mkdir()
     with pytest.raises(RecipeError, match="is another's content"):
         unpack_image(image, tmp_path / "rootfs")
+
+
+def test_an_image_without_one_of_its_layers_is_refused_before_a_run(tmp_path: Path) -> None:
+    layer = make_layer([("a", b"of the image")])
+    whole = write_image(tmp_path / "image.tar", [layer])
+    with tarfile.open(whole) as file, tarfile.open(tmp_path / "cut.tar", "w") as cut:
+        for member in file:
+            content = file.extractfile(member)
+            assert content is not None
+            if (data := content.read()) != layer:
+                cut.addfile(member, io.BytesIO(data))
+    with pytest.raises(RecipeError, match="it is damaged"):
+        read_image(tmp_path / "cut.tar")
 
 
 def test_other_tars_are_no_images(tmp_path: Path) -> None:

@@ -52,7 +52,8 @@ class RootTree:
     def apply_recorded_folder_modes(self) -> None:
         """Give folders their modes, now that all is written; their owner may always write."""
         for path, mode in self._modes.items():
-            if Path(path).is_dir() and not Path(path).is_symlink():
+            # A later layer may have a link in the place of the folder, or of one above it.
+            if Path(path).is_dir() and os.path.realpath(path) == path:
                 Path(path).chmod(mode & _FILE_MODE_BITS | 0o700)
 
     def _write_member(self, layer: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:

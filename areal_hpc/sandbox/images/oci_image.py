@@ -143,6 +143,8 @@ def _read_manifest(archive: Path, blobs: _Blobs) -> OciImage:
         digest = _choose_manifest_digest(archive, document["manifests"])
         document = blobs.read_document(digest)
     config = blobs.read_document(document["config"]["digest"]).get("config") or {}
+    for layer in document["layers"]:
+        blobs.open(layer["digest"])  # it is there
     return OciImage(
         archive,
         digest,
