@@ -83,7 +83,7 @@ class HarborAgent:
             command = given["command"]
             if not isinstance(command, str) or "\0" in command:
                 raise TypeError
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             return 'expected {"command": "..."}'
         told = await sandbox.exec(command, timeout_s=self.command_timeout_s)
         how = "was stopped, it took too long" if told.timed_out else f"exit code {told.exit_code}"

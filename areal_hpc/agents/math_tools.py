@@ -35,9 +35,9 @@ def call_calculator(arguments: str) -> str:
     """The calculator's reply to a tool call whose arguments, hopefully JSON, the model wrote."""
     try:
         given = json.loads(arguments)["expression"]
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         return "error: give an expression"
-    return calculate(given)
+    return calculate(given) if isinstance(given, str) else "error: give the expression as text"
 
 
 class SubprocessRewardFunction:

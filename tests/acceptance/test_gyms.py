@@ -112,6 +112,15 @@ def test_gymnasium_is_played_by_its_actions(play: Any) -> None:
     assert "That is no action" in prompts[3]
 
 
+def test_whatever_a_model_writes_for_a_list_of_numbers_is_an_action_or_none(play: Any) -> None:
+    agent = GymnasiumAgent("Pendulum-v1", python=python_of("gymnasium"), max_turns=4)
+    written = ('{"torque": 1}', "[" * 2000, "[1e999]", "[0.5]")
+    lines = [f"<action>{one}</action>" for one in written]
+    rewards, prompts = play(agent, {"seed": 1}, *lines)
+    assert [one == 0.0 for one in rewards.values()] == [True, True, True, False]
+    assert all("That is no action" in one for one in prompts[1:])
+
+
 def test_tools_of_a_server_by_stdio_are_called(play: Any, tmp_path: Path) -> None:
     script = tmp_path / "server.py"
     script.write_text(TOOL_SERVER)

@@ -30,7 +30,7 @@ class GymnasiumGym(Gym):
     async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
         try:
             action = parse_action(reply["text"], self._space)
-        except ValueError:
+        except (ValueError, TypeError, OverflowError, RecursionError):  # whatever a model may write
             return {"text": f"That is no action. {self._how}", "reward": 0.0, "done": False}
         observation, reward, terminated, truncated, _ = self._env.step(action)
         return {
@@ -64,6 +64,9 @@ def parse_action(text: str, action_space: Any) -> Any:
 
     Raises:
         ValueError: It has none, or it is outside of the space.
+        TypeError: It is JSON of another kind.
+        OverflowError: A number of it is too large for the space.
+        RecursionError: It is nested too deep.
     """
     tags = ACTION.findall(text)
     said = tags[-1].strip() if tags else text.strip()
@@ -77,7 +80,10 @@ def parse_action(text: str, action_space: Any) -> Any:
     else:
         import numpy as np
 
-        action = np.asarray(json.loads(said), dtype=action_space.dtype)
+        given = json.loads(said)
+        action = np.asarray(given, dtype=action_space.dtype)
+        if action_space.dtype.kind != "f" and not np.array_equal(action, given):
+            raise ValueError("not whole numbers")
     if not action_space.contains(action):
         raise ValueError("outside of the space")
     return action
