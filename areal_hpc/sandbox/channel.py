@@ -129,7 +129,12 @@ class CommandChannel:
             self._reader.cancel()
             await asyncio.wait({self._reader})
         self._wake_all_as_closed()
-        self._socket.close()
+        # A write that the server does not take ends first: the loop would go on watching its
+        # number, and fail whoever gets that next.
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        async with self._turn:
+            self._socket.close()
         self.servers_end.close()
 
     async def _wait_for_end_and_kill_if_cut_off(
