@@ -91,7 +91,11 @@ class HarnessFolder:
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
-        """Copy it to a folder of this machine; nothing is written outside of that."""
+        """Copy it to a folder of this machine; nothing is written outside of that.
+
+        Links that lead out of it, such as a virtual environment's to its Python, and pipes are
+        left out.
+        """
         await self._run_script_or_raise("tar -cf after.tar -C work .", self._root)
         content = await self._read("after.tar", MAX_FOLDER_BYTES)
         try:
@@ -124,4 +128,15 @@ def _pack(source_dir: Path | None) -> bytes:
 
 def _unpack(content: bytes, target: Path) -> None:
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        archive.extractall(target, filter="data")
+        archive.extractall(target, filter=_filter_member)
+
+
+def _filter_member(tar_member: tarfile.TarInfo, target: str) -> tarfile.TarInfo | None:
+    try:
+        return tarfile.data_filter(tar_member, target)
+    except (
+        tarfile.AbsoluteLinkError,
+        tarfile.LinkOutsideDestinationError,
+        tarfile.SpecialFileError,
+    ):
+        return None

@@ -1,5 +1,6 @@
 """Programs as agents: in a folder of their own, judged by what they left, and gone afterwards."""
 
+import asyncio
 import dataclasses
 import errno
 import json
@@ -14,10 +15,13 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.harness.harness_agent import HarnessAgent
+from areal_hpc.agents.harness.harness_folder import HarnessFolder
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
 from areal_hpc.sandbox import pool
+from areal_hpc.sandbox.runtimes.choice import make_runtime
+from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import play
 from tests.integration.rollout.test_episode import finish, spec
@@ -165,6 +169,28 @@ headers = {"authorization": "Bearer " + session["apiKey"], "content-type": "appl
 url = session["baseUrl"] + "/chat/completions"
 urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers)).read()
 """
+
+
+def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> None:
+    made = (
+        "echo 4 > answer.txt; ln -s answer.txt within; ln -s /usr/bin/env absolute; mkfifo pipe; "
+        "mkdir below; ln -s ../.. below/above; ln -s ../answer.txt below/answer"
+    )
+
+    async def scene() -> None:
+        sandbox = await make_runtime("none").start(SandboxSpec(network="open"))
+        try:
+            folder = HarnessFolder(sandbox)
+            await folder.fill(None)
+            assert (await folder.run(["/bin/sh", "-c", made], {}, 30.0)).exit_code == 0
+            await folder.copy_to(tmp_path)
+        finally:
+            await sandbox.stop()
+
+    asyncio.run(scene())
+    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.rglob("*"))
+    assert found == ["answer.txt", "below", "below/answer", "within"]
+    assert (tmp_path / "below/answer").read_text() == "4\n"
 
 
 def judge_what_it_was_told(*, folder: Path, **others: Any) -> float:
