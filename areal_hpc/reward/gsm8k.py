@@ -6,18 +6,26 @@ from typing import Any
 
 from areal_hpc.reward.answer_extraction import extract_boxed
 
+_THOUSANDS_PATTERN = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")
+"""What LaTeX puts between thousands in the place of a comma: `1{,}234`, `1\\,234`, `1,\\!234`."""
 _NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
 
 
 def gsm8k_reward_fn(
-    prompt: Any, completions: str, prompt_ids: Any, completion_ids: Any, answer: str, **task: Any
+    prompt: Any,
+    completions: str,
+    prompt_ids: Any,
+    completion_ids: Any,
+    answer: str | float,
+    **task: Any,
 ) -> float:
     r"""1.0 if the number given is the right one, else 0.0.
 
     It is the last number of the last `\boxed{...}`, else of what follows the last `####`, else of
-    the whole reply. `answer` is the right number, or GSM8K's solution, which ends in `#### 1,234`.
+    the whole reply. `answer` is the right number, as text or as a number, or GSM8K's solution,
+    which ends in `#### 1,234`.
     """
-    right = _extract_last_number(answer.rpartition("####")[2])
+    right = _extract_last_number(str(answer).rpartition("####")[2])
     if right is None:
         raise ValueError(f"the reference answer contains no number: {answer!r:.200}")
     in_box = extract_boxed(completions)
@@ -26,7 +34,7 @@ def gsm8k_reward_fn(
 
 
 def _extract_last_number(text: str) -> Fraction | None:
-    found = _NUMBER_PATTERN.findall(text)
+    found = _NUMBER_PATTERN.findall(_THOUSANDS_PATTERN.sub("", text))
     try:
         return Fraction(found[-1].replace(",", "")) if found else None
     except (ZeroDivisionError, ValueError):  # 1/0; 1.5/2, or more digits than Python reads

@@ -18,10 +18,15 @@ from areal_hpc.reward.gsm8k import gsm8k_reward_fn
         ("\\boxed{}, or 7", "7", 0.0),
         ("1/0", "7", 0.0),
         ("#### 1.5/2", "7", 0.0),
+        ("\\boxed{1{,}234}", "1234", 1.0),
+        ("\\boxed{12\\,345,\\!678}", "12345678", 1.0),
+        ("\\boxed{(1\\,23)}", "23", 1.0),
+        ("\\boxed{7}", 7, 1.0),
+        ("\\boxed{0.5}", 0.5, 1.0),
         ("7, and no end of it: " + "9" * 5000, "7", 0.0),
     ],
 )
-def test_the_last_number_counts(said: str, answer: str, reward: float) -> None:
+def test_the_last_number_counts(said: str, answer: str | float, reward: float) -> None:
     assert gsm8k_reward_fn(None, said, None, None, answer) == reward
 
 
