@@ -27,17 +27,20 @@ def read_task_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
 
 def _read_json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
     hint = "write one JSON object on each line, without empty ones"
-    with path.open() as stream:
-        for number, line in enumerate(stream, 1):
-            try:
+    number = 0
+    try:
+        with path.open(encoding="utf-8") as stream:
+            for number, line in enumerate(stream, 1):
                 row = json.loads(line.rstrip("\n"))
-            except json.JSONDecodeError as error:
-                message = f"{path}:{number}:{error.colno} is not JSON: {error.msg}"
-                raise RecipeError(message, key=key, hint=hint) from error
-            if not isinstance(row, dict):
-                message = f"{path}:{number} holds {type(row).__name__}, expected an object"
-                raise RecipeError(message, key=key, hint=hint)
-            yield row
+                if not isinstance(row, dict):
+                    message = f"{path}:{number} holds {type(row).__name__}, expected an object"
+                    raise RecipeError(message, key=key, hint=hint)
+                yield row
+    except json.JSONDecodeError as error:
+        message = f"{path}:{number}:{error.colno} is not JSON: {error.msg}"
+        raise RecipeError(message, key=key, hint=hint) from error
+    except (OSError, UnicodeDecodeError) as error:  # a compressed file, for one
+        raise RecipeError(f"{path} cannot be read: {error}", key=key, hint=hint) from error
 
 
 def _read_saved_dataset(folder: Path, key: str) -> Iterator[dict[str, Any]]:

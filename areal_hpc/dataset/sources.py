@@ -23,11 +23,21 @@ def iterate_task_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
             `to_task` failed.
     """
     source = _iterate_source_rows(config, key)
-    return (
-        source
-        if config.to_task is None
-        else _convert_rows_by_user_function(source, config.to_task, f"{key}.to_task")
-    )
+    if config.to_task is not None:
+        key = f"{key}.to_task"
+        source = _convert_rows_by_user_function(source, config.to_task, key)
+    return _check_rows_are_dicts(source, key)
+
+
+def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
+    for number, row in enumerate(rows):
+        if not isinstance(row, dict):
+            raise RecipeError(
+                f"row {number} is a {type(row).__name__}, expected a dict",
+                key=key,
+                hint='write it as one, such as {"messages": [...], "answer": ...}',
+            )
+        yield row
 
 
 def list_source_files_and_folders(config: TaskSetConfig, key: str) -> list[Path]:

@@ -62,6 +62,8 @@ class ModelConfig(BaseConfig):
     def _check_one_source(self) -> ModelConfig:
         if [self.path, self.hub, self.tiny].count(None) != 2:
             raise ValueError("set exactly one of model.path, model.hub and model.tiny")
+        if self.revision and not self.hub:
+            raise ValueError("model.revision is one of model.hub: leave it out")
         return self
 
 

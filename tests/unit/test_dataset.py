@@ -26,6 +26,7 @@ def functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "def good(size): return ({'n': i} for i in range(size))\n"
         "def empty(): return []\n"
         "def breaks(): yield {'n': 1}; raise ValueError('out of questions')\n"
+        "def bare(): return [1, 2]\n"
         "def odd(): yield {'n': object()}\n"
         "def long(row): return {'q': row['question']} if '1,200' in row['question'] else None\n"
         "def wrong(row): return row['absent']\n"
@@ -75,6 +76,7 @@ def test_several_sources_are_written_one_after_another(functions: None, tmp_path
         ({"generator": "made_up_tasks:absent"}, "has no 'absent'"),
         ({"generator": "nowhere_at_all:x"}, "there is no module 'nowhere_at_all'"),
         ({"generator": "nocolon"}, "expected `package.module:function`"),
+        ({"generator": "made_up_tasks:bare"}, "row 0 is a int, expected a dict"),
         ({**GOOD, "kwargs": {"size": 3}}, "row 2, n: it is two"),
     ],
 )
@@ -106,11 +108,12 @@ def test_tables_are_read_row_by_row(path: Path) -> None:
     [
         ("bad.jsonl", "{broken\n", "bad.jsonl:1:2 is not JSON"),
         ("bad.jsonl", "[1]\n", "holds list"),
+        ("bad.jsonl", '{"n": "\udcff"}\n', r"bad\.jsonl cannot be read: .*utf-8"),
         ("bad.parquet", "not parquet", r"bad\.parquet cannot be read"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path: Path, name: str, content: str, complaint: str) -> None:
-    (tmp_path / name).write_text(content)
+    (tmp_path / name).write_text(content, encoding="utf-8", errors="surrogateescape")
     with pytest.raises(RecipeError, match=complaint):
         read(path=tmp_path / name)
 
@@ -166,6 +169,9 @@ def test_reasoning_gym_is_a_source_by_name() -> None:
         ({"path": "x", "files": "*"}, "files"),
         ({"hub": "a/../b", "files": "*"}, "hub"),
         ({"reasoning_gym": "chain_sum", "kwargs": {"size": 3}}, "seed"),
+        ({"path": "x", "revision": "main"}, "`revision` is one of `hub`"),
+        ({"path": "x", "kwargs": {"size": 3}}, "`kwargs` are arguments of"),
+        ({"sources": [{"path": "x"}], "to_task": "a:b"}, "each of `sources` has a `to_task`"),
     ],
 )
 def test_keys_that_do_not_go_together_are_refused(wrong: dict[str, Any], said: str) -> None:

@@ -40,6 +40,12 @@ class TaskSetConfig(BaseConfig):
             raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.choices)}")
         if bool(self.hub) != bool(self.files):
             raise ValueError("`hub` needs `files`: which files of the repository to read")
+        if self.revision and not self.hub:
+            raise ValueError("`revision` is one of `hub`: leave it out")
+        if self.kwargs and not (self.generator or self.reasoning_gym):
+            raise ValueError(
+                "`kwargs` are arguments of `generator` or `reasoning_gym`: leave them out"
+            )
         if self.reasoning_gym and not {"size", "seed"} <= self.kwargs.keys():
             raise ValueError("`kwargs` of `reasoning_gym` must give `size` and `seed`")
         return self
@@ -63,6 +69,15 @@ class TrainTaskSetConfig(TaskSetConfig):
     """Several sources, mixed by weight; a list of what follows."""
 
     choices: ClassVar[tuple[str, ...]] = (*TaskSetConfig.choices, "sources")
+
+    @model_validator(mode="after")
+    def _check_sources_convert_their_rows(self) -> Self:
+        if self.sources and self.to_task:
+            raise ValueError(
+                f"each of `sources` has a `to_task` of its own, got to_task={self.to_task} beside "
+                "them: give it to those whose rows it makes tasks of"
+            )
+        return self
 
     def list_sources(self, key: str) -> list[tuple[TaskSetConfig, str]]:
         """The sources, each with its place in the recipe; `key` is that of this section."""

@@ -22,7 +22,7 @@ class SamplingConfig(BaseConfig):
     """0 is greedy."""
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     """Nucleus sampling."""
-    top_k: int = -1
+    top_k: Annotated[int, Field(ge=-1)] = -1
     """-1 keeps all tokens."""
     max_new_tokens: Annotated[int, Field(ge=1)] = 512
     """Maximum tokens of one reply."""
