@@ -33,12 +33,19 @@ def read_container_file(path: Path) -> ContainerFile:
     """The Dockerfile at a path; its paths are those of its own folder.
 
     Raises:
-        RecipeError: A file that it copies is not there, or lies outside.
+        RecipeError: A file that it copies is not there, or lies outside; or it cannot be read.
     """
     found = ContainerFile()
     for line in _split_into_instructions(path.read_text(errors="replace")):
-        name, _, rest = line.partition(" ")
-        _apply_instruction(found, name.upper(), rest.strip(), path)
+        name, *rest = line.split(maxsplit=1)
+        try:
+            _apply_instruction(found, name.upper(), "".join(rest).strip(), path)
+        except ValueError as error:
+            raise RecipeError(
+                f"{path} has an instruction that cannot be read, {line[:80]!r}: {error}",
+                key=str(path),
+                hint="write it as Docker takes it, each quote with its end",
+            ) from error
     return found
 
 
@@ -73,7 +80,8 @@ def _parse_variables(arguments: str) -> dict[str, str]:
 
 
 def _is_local_copy(arguments: str) -> bool:
-    return not re.search(r"--from|https?://|\$|<<|\*|\.tar|git@", arguments)
+    options = "--from|--chmod|--exclude|--parents"
+    return not re.search(rf"{options}|https?://|\$|<<|\*|\.tar|git@", arguments)
 
 
 def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> list[tuple[str, str]]:
@@ -82,7 +90,8 @@ def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> li
     words = json.loads(words_text) if words_text.startswith("[") else shlex.split(words_text)
     *sources, target = words
     place = posixpath.normpath(posixpath.join(work_dir, target))
-    is_folder = target.endswith(("/", "/.")) or target == "." or len(sources) > 1
+    is_folder = target.endswith(("/", "/.")) or len(sources) > 1
+    is_folder |= place in ("/", posixpath.normpath(work_dir))
     pairs = []
     for source in sources:
         name = posixpath.normpath(source.lstrip("/"))
