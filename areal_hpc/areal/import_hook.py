@@ -82,7 +82,11 @@ def install_import_hook() -> None:
 def _describe_unknown_module(module_name: str) -> str:
     package = Path(__file__).parent
     paths = (path.relative_to(package).with_suffix("") for path in package.rglob("*.py"))
-    known = [".".join([AREAL_PACKAGE, *path.parts]) for path in paths]
+    known = [
+        ".".join([AREAL_PACKAGE, *path.parts]).removesuffix(".__init__")
+        for path in paths
+        if path.name != "__main__"
+    ]
     near = difflib.get_close_matches(module_name, [*known, *MODULE_ALIASES], n=1)
     return f"areal_hpc does not provide {module_name!r}" + (
         f"; did you mean {near[0]}?" if near else ""

@@ -37,6 +37,9 @@ assert AsyncRewardWrapper is Ours
 assert Client is ArealOpenAI
 assert PPOTrainer is Trainer
 assert import_from_string("areal.api.reward_api.AsyncRewardWrapper") is Ours
+import inspect
+asked = [*inspect.signature(load_hf_tokenizer).parameters]
+assert asked == ["model_name_or_path", "fast_tokenizer", "padding_side"]
 import areal_hpc.areal.api.cli_args
 assert areal.api.cli_args is areal_hpc.areal.api.cli_args
 assert areal_hpc.areal.api.cli_args.__spec__.name == "areal_hpc.areal.api.cli_args"
@@ -45,6 +48,7 @@ assert areal_hpc.areal.api.cli_args.__spec__.name == "areal_hpc.areal.api.cli_ar
 
 UNKNOWN = {
     "import areal.api.workflows_api": "did you mean areal.api.workflow_api?",
+    "import areal.apis": "did you mean areal.api?",
     "import areal.workflow.nothing_of_ours": "areal_hpc does not provide 'areal.workflow",
     "from areal.api import AsyncRewardWraper": "cannot import name 'AsyncRewardWraper'",
     "import areal.ledger.tickets": "areal_hpc does not provide 'areal.ledger",
