@@ -120,8 +120,10 @@ class Sandbox:
             async with asyncio.timeout(START_TIMEOUT_S):
                 listener = await channel.wait_for_server()
         except (EOFError, TimeoutError, OSError) as error:
-            said = await sandbox._read_error_output()
-            await sandbox.stop()
+            try:
+                said = await sandbox._read_error_output()
+            finally:  # it may be cancelled meanwhile
+                await sandbox.stop()
             why = (
                 said
                 or (f"no answer within {START_TIMEOUT_S:.0f} s", "it ended")[

@@ -2,9 +2,13 @@
 
 import asyncio
 import socket
+from contextlib import suppress
+from pathlib import Path
 
 from areal_hpc.sandbox.channel import CommandChannel
 from areal_hpc.sandbox.command_server import FRAME_HEADER_STRUCT, HELLO_FRAME
+from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
+from areal_hpc.sandbox.spec import SandboxLimits
 
 
 def test_a_channel_that_is_closed_in_a_write_leaves_its_number_to_others() -> None:
@@ -31,5 +35,29 @@ def test_a_channel_that_is_closed_in_a_write_leaves_its_number_to_others() -> No
                 await asyncio.sleep(0.05)
                 other.send(b"hello")
                 assert await asyncio.wait_for(reading, 5.0) == b"hello"
+
+    asyncio.run(scene())
+
+
+def find_sleepers(seconds: str) -> list[str]:
+    found = []
+    for one in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):  # it has ended
+            found += [one.parent.name] * (one.read_bytes() == f"sleep\0{seconds}\0".encode())
+    return found
+
+
+def test_a_start_that_is_cancelled_while_its_complaint_is_read_leaves_no_process() -> None:
+    silent = ["/bin/sh", "-c", "exec <&- >&- sleep 273.5"]
+
+    async def scene() -> None:
+        plan = SandboxStartPlan(silent, "/", SandboxLimits(), {})
+        starting = asyncio.create_task(Sandbox.start(plan))
+        while not find_sleepers("273.5"):
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.1)
+        assert starting.cancel()
+        await asyncio.wait({starting})
+        assert not find_sleepers("273.5")
 
     asyncio.run(scene())
