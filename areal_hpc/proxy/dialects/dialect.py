@@ -20,7 +20,7 @@ class Exchange(ABC):
 
     stream_media_type: str = "text/event-stream"
     ping_event: ClassVar[bytes] = b": ping\n\n"
-    """What a stream says when nothing has happened for long: a comment, if nothing else."""
+    """What a stream says in a long silence, where that is always the same: a comment at least."""
 
     def __init__(
         self, call: ModelCall, model: ServedModel, id_prefix: str, streams: bool | None
@@ -39,6 +39,10 @@ class Exchange(ABC):
     @abstractmethod
     def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """Server-sent events of the reply. What tells an end comes after its journal record."""
+
+    def format_ping(self) -> bytes:
+        """What the stream says when nothing has happened for long."""
+        return self.ping_event
 
     @abstractmethod
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:

@@ -32,7 +32,7 @@ class EventStream:
         self._send = send
         kind = (b"content-type", exchange.stream_media_type.encode())
         self._headers = [kind, (b"cache-control", b"no-cache"), *headers]
-        self._ping = exchange.ping_event
+        self._format_ping = exchange.format_ping
         self.begun = False
         """The client has the status: an error can only be told within the stream."""
         self._last_sent_at = time.monotonic()
@@ -55,7 +55,7 @@ class EventStream:
         while True:
             silence_s = time.monotonic() - self._last_sent_at
             if silence_s >= PING_AFTER_S:
-                await self.send(self._ping)
+                await self.send(self._format_ping())
             else:
                 await asyncio.sleep(PING_AFTER_S - silence_s)
 

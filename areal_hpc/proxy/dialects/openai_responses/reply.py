@@ -66,11 +66,7 @@ class _ResponsesExchange(Exchange):
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in reply_stream:
-            beginning = b""
-            if not self._sent:
-                frame = self._build_in_progress_response()
-                beginning = self._format_event("response.created", response=frame)
-                beginning += self._format_event("response.in_progress", response=frame)
+            beginning = self._format_beginning()
             if isinstance(happened, ReplyChunk):
                 self._tokens += self._format_logprobs(happened.piece)
                 yield beginning + b"".join(
@@ -84,6 +80,19 @@ class _ResponsesExchange(Exchange):
                 )
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
+
+    def _format_beginning(self) -> bytes:
+        """The first events of the stream, once."""
+        if self._sent:
+            return b""
+        frame = self._build_in_progress_response()
+        return self._format_event("response.created", response=frame) + self._format_event(
+            "response.in_progress", response=frame
+        )
+
+    def format_ping(self) -> bytes:
+        """The beginning, or what OpenAI itself says in a silence: to Codex a comment is no life."""
+        return self._format_beginning() or self._format_event("keepalive")
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         fields = format_error_fields(refusal)
