@@ -13,17 +13,20 @@ KILLS := 300
 SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup frameworks harnesses harnesses-newest gyms oracles slurm demo test check lint format unit contract \
-  integration slurm-tests acceptance soak parity gpu gpu8 clean
+.PHONY: help setup frameworks framework-programs harnesses harnesses-newest gyms oracles slurm demo test check \
+  lint format unit contract integration slurm-tests acceptance soak parity gpu gpu8 clean
 
 help: ## this list
-	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-16s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: ## make or repair the environments in .venvs/
 	@scripts/setup.sh all
 
 frameworks: ## all environments, those of the agent frameworks included, which only tests need
 	@scripts/setup.sh tests
+
+framework-programs: setup ## SDKs and agent frameworks (1.5 GB), which only acceptance tests run
+	@scripts/setup_framework_programs.sh
 
 harnesses: setup ## coding harnesses from npm and PyPI (4 GB), which only acceptance tests run
 	@scripts/setup_harnesses.sh
@@ -76,7 +79,7 @@ integration: frameworks ## real servers, real processes
 slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespaces)
 	$(PYTEST) tests/slurm
 
-acceptance: setup harnesses gyms oracles ## kill, compare and train at length, and write the tables (four hours)
+acceptance: setup harnesses framework-programs gyms oracles ## kill, compare and train at length, and write the tables (four hours)
 	@scripts/install_browser.sh
 	$(PYTEST) tests/acceptance
 

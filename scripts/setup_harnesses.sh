@@ -1,14 +1,11 @@
 #!/usr/bin/env bash
-# Installs what tests/acceptance/test_harnesses.py and test_framework_programs.py run against the
-# proxy into .venvs/harnesses: each coding harness from its lock in requirements/harnesses, and
-# agent frameworks and SDKs from requirements/harnesses.txt, requirements/more-frameworks.txt, which
-# is at odds with the former, and requirements/node. Idempotent, like scripts/setup.sh, which makes
-# the Python it uses.
+# Installs what tests/acceptance/test_harnesses.py runs against the proxy into .venvs/harnesses: each
+# coding harness from its lock in requirements/harnesses. Idempotent, like
+# scripts/setup.sh, which makes the Python it uses.
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 home=$root/.venvs/harnesses
-locks=$root/requirements
 python=$root/.venvs/train/bin/python
 
 fail() { # message, hint
@@ -20,27 +17,3 @@ fail() { # message, hint
 [ -x "$python" ] || fail "there is no Python to start from" "make setup"
 echo "set-up: harnesses  4 GB from npm and PyPI"
 "$python" -m areal_hpc install-harness all --dir "$home"
-
-make_anew() { # folder, lock, command: fill the folder by the lock, unless that has been done
-  stamp=$(cat "$2" "${BASH_SOURCE[0]}" | sha256sum | cut -d' ' -f1)
-  [ "$(cat "$1/.installed" 2>/dev/null)" != "$stamp" ] || return 0
-  rm -rf "$1"
-  "$3" "$1" "$2"
-  printf '%s\n' "$stamp" >"$1/.installed"
-}
-
-install_python() { # folder, lock
-  "$python" -m venv "$1"
-  "$1/bin/python" -m pip install --quiet --no-deps --require-hashes -r "$2"
-}
-
-install_node_packages() { # folder, lock
-  mkdir -p "$1"
-  cp "$(dirname "$2")"/package*.json "$1"
-  # Not npm ci: it gives up on optional packages for other systems that a registry lacks.
-  (cd "$1" && npm install --no-save --no-audit --no-fund --loglevel=error)
-}
-
-make_anew "$home/python" "$locks/harnesses.txt" install_python
-make_anew "$home/frameworks" "$locks/more-frameworks.txt" install_python
-make_anew "$home/node" "$locks/node/package-lock.json" install_node_packages

@@ -1,7 +1,7 @@
 """Programs of SDKs and agent frameworks against `areal-hpc proxy`, recorded token by token.
 
 The model is scripted, SGLang's parsers are real, and nothing of the frameworks is changed.
-`scripts/setup_harnesses.sh` installs them.
+`scripts/setup_framework_programs.sh` installs them.
 """
 
 import json
@@ -9,8 +9,8 @@ import os
 import re
 import shutil
 import subprocess
-from contextlib import closing
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,9 @@ PROGRAMS = Path(__file__).parent / "harness_programs"
 TASK = "Run a command that prints seventeen. Then run it again. Then say DONE."
 COMMAND = "echo seventeen"
 PATIENCE_S = 300.0
+SILENCE_S = 11.0
+"""Longer than a stream is silent."""
+DIALECTS = ("chat", "responses", "messages")
 
 
 def call(tool: str, **arguments: object) -> str:
@@ -41,7 +44,7 @@ def call(tool: str, **arguments: object) -> str:
 
 
 _RUN = call("run_command", command=COMMAND)
-THOUGHT = "<think>\nIt has to be run.\n</think>\n\nLet me see.\n"
+REASONING = "<think>\nIt has to be run.\n</think>\n\n"
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class FrameworkProgram:
     """The same where each turn has reasoning, text and two calls; 0: it makes no such turns."""
     says: tuple[str, ...] = (_RUN, _RUN, "DONE")
     """What the model says, turn by turn."""
+    remark: str = "Let me see.\n"
+    """Text beside the calls of a turn, where that has reasoning and two calls."""
     ignored: frozenset[str] = frozenset()
     """Parameters that it sends and the proxy ignores."""
     overflow: str = ""
@@ -97,7 +102,12 @@ class FrameworkProgram:
         """What the model says, turn by turn."""
         if not with_two_calls:
             return [*self.says]
-        return [THOUGHT + (f"{one}\n{one}" if one == _RUN else one) for one in self.says]
+        return [
+            f"{REASONING}{self.remark}{one}\n{one}"
+            if one.startswith("<tool_call>")
+            else f"{REASONING}{self.remark}{one}"
+            for one in self.says
+        ]
 
 
 def _say_fields(**fields: str) -> str:
@@ -112,112 +122,216 @@ _STEP = _say_fields(
     next_tool_name="run_command",
     next_tool_args=json.dumps({"command": COMMAND}),
 )
+
+_TYPICAL = FrameworkProgram((), rows_with_two_calls=1, environment="frameworks")
+
+
+def _program(script: str, *arguments: str, **more: Any) -> FrameworkProgram:
+    """One whose turns are one row, with one call each or with two."""
+    return replace(_TYPICAL, command=(script, *arguments), **more)
+
+
+def _in_dialects(
+    name: str, program: FrameworkProgram, *dialects: str
+) -> dict[str, FrameworkProgram]:
+    """A program in each of its dialects, streamed and whole, by its name and theirs."""
+    rows = {}
+    for dialect in dialects:
+        whole = replace(program, command=(*program.command, dialect, "whole"))
+        stream = (*program.command, dialect, "stream")
+        rows[f"{name}-{dialect}"] = whole
+        rows[f"{name}-{dialect}-stream"] = replace(program, command=stream, overflow="")
+    return rows
+
+
+_SAYS_OF_THREE_QUESTIONS = (_RUN, "Seventeen.", _RUN, "Yes.", "DONE")
+_SAYS_WITH_A_TOOL_FOR_THE_END = (_RUN, _RUN, call("final_answer", answer="DONE"))
+_CODE = f"Run it.\n<code>\nprint(run_command({COMMAND!r}))\n</code>"
 FRAMEWORKS = {
-    "inspect-ai": FrameworkProgram(
-        ("inspect_ai_responses.py",),
+    "openai-chat": _program("openai_python.py", "chat"),
+    "openai-responses": _program("openai_python.py", "responses"),
+    "anthropic": _program("anthropic_python.py"),
+    "google-genai": _program(
+        "google_python.py",
+        ignored=frozenset({"tools[].functionDeclarations[].responseJsonSchema"}),
+    ),
+    "openai-node-chat": _program(
+        "openai_node.mjs",
+        "chat",
+        rows_with_two_calls=3,  # its helper keeps the last piece of the reasoning alone
+    ),
+    "openai-node-responses": _program("openai_node.mjs", "responses"),
+    "anthropic-node": _program("anthropic_node.mjs"),
+    "google-node": _program("google_node.mjs"),
+    **_in_dialects(
+        "vercel-ai", _program("vercel_ai.mjs", says=_SAYS_OF_THREE_QUESTIONS), "default", "chat"
+    ),
+    "vercel-ai-messages": _program(
+        "vercel_ai.mjs", "messages", "whole", says=_SAYS_OF_THREE_QUESTIONS
+    ),
+    "vercel-ai-messages-stream": _program(
+        *("vercel_ai.mjs", "messages", "stream"),
+        says=_SAYS_OF_THREE_QUESTIONS,
+        ignored=frozenset({"tools[].eager_input_streaming"}),
+    ),
+    **_in_dialects(
+        "litellm",
+        _program("litellm_client.py", overflow="ContextWindowExceeded"),
+        *("openai", "anthropic"),
+    ),
+    **_in_dialects(
+        "pydantic-ai",
+        _program("pydantic_ai_agent.py", overflow="ModelContextWindowExceeded"),
+        *DIALECTS,
+    ),
+    **_in_dialects(
+        "langchain", _program("langchain_agent.py", overflow="ContextOverflowError"), *DIALECTS
+    ),
+    "inspect-ai-chat": _program(
+        "inspect_ai_agent.py", "chat", environment="python", overflow="model_length"
+    ),
+    "inspect-ai-responses": _program(
+        *("inspect_ai_agent.py", "responses"),
+        environment="python",
         ignored=frozenset({"include", "reasoning.effort", "reasoning.summary"}),
         rows=2,  # it tries first what the model can do
+        rows_with_two_calls=2,
         overflow="model_length",
     ),
-    "instructor": FrameworkProgram(
-        ("instructor_responses.py",),
+    "inspect-ai-messages": _program(
+        *("inspect_ai_agent.py", "messages"),
+        environment="python",
+        ignored=frozenset({"cache_control", "tools[].cache_control"}),
+        overflow="model_length",
+    ),
+    "instructor": _program(
+        "instructor_responses.py",
+        environment="python",
         rows=3,  # it puts what was wrong with a call in the place of the call
+        rows_with_two_calls=3,
         says=(call("Count", times=1), call("Count", times=2), call("Count", times=3)),
     ),
-    "litellm-chat": FrameworkProgram(
-        ("litellm_client.py", "openai"),
-        rows_with_two_calls=1,
-        environment="frameworks",
-        overflow="ContextWindowExceeded",
+    "llama-index": _program("llama_index_agent.py", environment="llama-index"),
+    "smolagents": _program("smolagents_agent.py", "whole", says=_SAYS_WITH_A_TOOL_FOR_THE_END),
+    "smolagents-stream": _program(
+        "smolagents_agent.py", "stream", says=_SAYS_WITH_A_TOOL_FOR_THE_END
     ),
-    "pydantic-ai-chat": FrameworkProgram(
-        ("pydantic_ai_agent.py", "chat"), rows_with_two_calls=1, environment="frameworks"
+    "smolagents-code": _program(
+        *("smolagents_agent.py", "code"),
+        rows_with_two_calls=0,
+        says=(_CODE, _CODE, '<code>\nfinal_answer("DONE")\n</code>'),
+        knows_task_by="New task:",
     ),
-    "langchain-messages": FrameworkProgram(
-        ("langchain_anthropic_agent.py",),
-        rows_with_two_calls=1,
-        environment="frameworks",
-        overflow="ContextOverflowError",
-    ),
-    "dspy": FrameworkProgram(
-        ("dspy_agent.py",),
+    "dspy": _program(
+        "dspy_agent.py",
         rows=3,  # each turn is a question of its own, which tells what was done
+        rows_with_two_calls=0,
         says=(_STEP, _STEP, _say_fields(reasoning="It was run.", answer="DONE")),
-        environment="frameworks",
         overflow="ContextWindowExceeded",
         knows_task_by="[[ ##",
     ),
-    "openai-node": FrameworkProgram(("openai_node.mjs",)),
-    "anthropic-node": FrameworkProgram(("anthropic_node.mjs",), rows_with_two_calls=1),
-    "google-node": FrameworkProgram(("google_node.mjs",), rows_with_two_calls=1),
-    "vercel-ai": FrameworkProgram(
-        ("vercel_ai.mjs",), rows_with_two_calls=1, says=(_RUN, "Seventeen.", _RUN, "Yes.", "DONE")
+    "dspy-tools": _program(
+        "dspy_tools.py",
+        rows=3,
+        rows_with_two_calls=3,
+        says=(_RUN, _RUN, _say_fields(thought="DONE")),
+        remark="[[ ## thought ## ]]\nLet me see.\n\n",
     ),
 }
 
 
-class Scene:
-    """A program, its proxy and its model."""
+class Stage:
+    """A proxy and its scripted model, before which programs play one after the other."""
 
-    def __init__(
-        self,
-        program: FrameworkProgram,
-        folder: Path,
-        context_tokens: str,
-        *,
-        with_two_calls: bool = False,
-    ) -> None:
+    def __init__(self, folder: Path, *arguments: str) -> None:
         self.tokenizer = byte_level_tokenizer()
+        self._loop = LoopThread()
+        self.server = ScriptedSGLang(self.tokenizer, incremental=True)
+        self._loop.run(self.server.start())
+        arguments = ("--tool-call-parser", "qwen25", *arguments)
+        self.proxy = LoneProxy(folder, self.server.url, arguments=arguments)
+
+    def get_ignored_counts(self) -> dict[str, float]:
+        """How often each parameter has had no effect so far."""
+        text = httpx.get(f"{self.proxy.url}/metrics", timeout=60).text
+        found = re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=.*\} (.+)', text)
+        counts: dict[str, float] = {}
+        for name, value in found:
+            counts[name] = counts.get(name, 0.0) + float(value)
+        return counts
+
+    def close(self) -> None:
+        self.proxy.kill()
+        self._loop.run(self.server.stop())
+        self._loop.stop()
+
+
+ARGUMENTS = {
+    "plain": ("--context-length", "200000"),
+    "two calls": ("--context-length", "200000", "--reasoning-parser", "qwen3"),
+    "short context": ("--context-length", TOO_SHORT_A_CONTEXT),
+}
+
+
+@pytest.fixture(scope="module")
+def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage]]:
+    """Proxies by their arguments: SGLang's parsers take long to start."""
+    made = {
+        name: Stage(tmp_path_factory.mktemp("stage"), *arguments)
+        for name, arguments in ARGUMENTS.items()
+    }
+    yield made
+    for stage in made.values():
+        stage.close()
+
+
+class Scene:
+    """A program before a proxy."""
+
+    def __init__(self, program: FrameworkProgram, stage: Stage, replies: list[str]) -> None:
         self.turns: list[tuple[list[int], list[int]]] = []
         """Prompt and reply of each turn of the task."""
-        self._program = program
-        self._folder = folder
-        self._loop = LoopThread()
-        self._server = ScriptedSGLang(self.tokenizer, self._script, incremental=True)
-        self._loop.run(self._server.start())
-        self.replies = program.get_replies(with_two_calls)
-        arguments = ["--tool-call-parser", "qwen25", "--context-length", context_tokens]
-        if with_two_calls:
-            arguments += ["--reasoning-parser", "qwen3"]
-        self.proxy = LoneProxy(folder, self._server.url, arguments=arguments)
-        self.session_id, self.key = self.proxy.open_session()
+        self.delays: list[dict[str, Any]] = []
+        """How the first turns are said, unless at once."""
+        self._program, self._stage, self._replies = program, stage, replies
+        self._ignored_before = stage.get_ignored_counts()
+        stage.server.script = self._script
+        self._session_id, self._key = stage.proxy.open_session()
 
     def _script(self, request: dict[str, Any]) -> Script:
         prompt = self.text_of(request["input_ids"])
         if self._program.knows_task_by not in prompt or TASK not in prompt:  # no turn of the task
             return Script("Seventeen.")
-        said = self.replies[min(len(self.turns), len(self.replies) - 1)]
-        reply = self.tokenizer.encode(f"{said}<|im_end|>").ids
+        said = self._replies[min(len(self.turns), len(self._replies) - 1)]
+        reply = self._stage.tokenizer.encode(f"{said}<|im_end|>").ids
+        delay = self.delays[len(self.turns)] if len(self.turns) < len(self.delays) else {}
         self.turns.append((request["input_ids"], reply))
-        return Script(said, piece_tokens=8)
+        return Script(said, **{"piece_tokens": 8, **delay})
 
     def text_of(self, ids: list[int]) -> str:
-        return self.tokenizer.decode(ids, skip_special_tokens=False)
+        return self._stage.tokenizer.decode(ids, skip_special_tokens=False)
 
-    def play(self) -> tuple[int, str, str]:
+    def play(self, folder: Path) -> tuple[int, str, str]:
         """Exit status, output, and that with all else that may tell what went wrong."""
-        done = self._program.run(self.proxy.url, self.key, self._folder / "home")
-        told = (done.stdout[-3000:], done.stderr[-3000:], self.proxy.log.read_text())
+        proxy = self._stage.proxy
+        done = self._program.run(proxy.url, self._key, folder / "home")
+        told = (done.stdout[-3000:], done.stderr[-3000:], proxy.log.read_text()[-3000:])
         return done.returncode, done.stdout + done.stderr, "\n".join(told)
 
     def ignored(self) -> set[str]:
         """The parameters that had no effect."""
-        text = httpx.get(f"{self.proxy.url}/metrics", timeout=60).text
-        return {*re.findall(r'_ignored_parameters_total\{parameter="(.+)",route=', text)}
+        counts = self._stage.get_ignored_counts()
+        return {one for one, count in counts.items() if count > self._ignored_before.get(one, 0)}
 
     def rows(self) -> list[dict[str, list[int]]]:
         """The session's export, once it has been rewarded."""
+        proxy = self._stage.proxy
         for route in ("/rl/set_reward", "/rl/end_session"):
-            assert self.proxy.post(route, {"reward": 1.0}, self.key).status_code == 200
-        asked = {"session_id": self.session_id, "style": "concat"}
-        exported = self.proxy.post("/export_trajectories", asked).json()["interactions"]
+            assert proxy.post(route, {"reward": 1.0}, self._key).status_code == 200
+        asked = {"session_id": self._session_id, "style": "concat"}
+        exported = proxy.post("/export_trajectories", asked).json()["interactions"]
         tensors = [row["tensor_dict"] for row in exported.values()]
         return [{name: values[0] for name, values in one.items()} for one in tensors]
-
-    def close(self) -> None:
-        self.proxy.kill()
-        self._loop.run(self._server.stop())
-        self._loop.stop()
 
 
 @pytest.mark.parametrize(
@@ -228,18 +342,19 @@ class Scene:
     ],
 )
 def test_the_turns_of_a_program_are_recorded_token_by_token(
-    name: str, with_two_calls: bool, tmp_path: Path
+    name: str, with_two_calls: bool, stages: dict[str, Stage], tmp_path: Path
 ) -> None:
     program = FRAMEWORKS[name]
-    with closing(Scene(program, tmp_path, "200000", with_two_calls=with_two_calls)) as scene:
-        code, output, told = scene.play()
-        assert (code, len(scene.turns)) == (0, len(program.says)), told
-        assert "DONE" in output, told
-        heard = [scene.text_of(prompt).count("seventeen") for prompt, _ in scene.turns]
-        assert heard == sorted(heard)
-        assert heard[-1] - heard[0] >= (4 if with_two_calls else 2), "what was run was told"
-        assert scene.ignored() == program.ignored
-        rows = scene.rows()
+    stage = stages["two calls" if with_two_calls else "plain"]
+    scene = Scene(program, stage, program.get_replies(with_two_calls))
+    code, output, told = scene.play(tmp_path)
+    assert (code, len(scene.turns)) == (0, len(program.says)), told
+    assert "DONE" in output, told
+    heard = [scene.text_of(prompt).count("seventeen") for prompt, _ in scene.turns]
+    assert heard == sorted(heard)
+    assert heard[-1] - heard[0] >= (4 if with_two_calls else 2), "what was run was told"
+    assert scene.ignored() == program.ignored
+    rows = scene.rows()
     assert len(rows) == (program.rows_with_two_calls if with_two_calls else program.rows)
     for prompt, reply in scene.turns:
         end = len(prompt) + len(reply)
@@ -248,9 +363,32 @@ def test_the_turns_of_a_program_are_recorded_token_by_token(
 
 
 @pytest.mark.parametrize("name", [name for name, one in FRAMEWORKS.items() if one.overflow])
-def test_a_program_knows_a_prompt_that_is_too_long(name: str, tmp_path: Path) -> None:
+def test_a_program_knows_a_prompt_that_is_too_long(
+    name: str, stages: dict[str, Stage], tmp_path: Path
+) -> None:
     program = FRAMEWORKS[name]
-    with closing(Scene(program, tmp_path, TOO_SHORT_A_CONTEXT)) as scene:
-        _, output, told = scene.play()
-        assert program.overflow in output, told
-        assert scene.turns == []
+    scene = Scene(program, stages["short context"], program.get_replies(False))
+    _, output, told = scene.play(tmp_path)
+    assert program.overflow in output, told
+    assert scene.turns == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("openai-responses", "openai-node-responses", "vercel-ai-default-stream"),
+        *("pydantic-ai-responses-stream", "langchain-responses-stream"),
+    ],
+)
+def test_a_program_waits_through_silences_of_a_response(
+    name: str, stages: dict[str, Stage], tmp_path: Path
+) -> None:
+    program = FRAMEWORKS[name]
+    scene = Scene(program, stages["plain"], program.get_replies(False))
+    scene.delays = [
+        {"delay_s": SILENCE_S},  # the stream has not begun
+        {"piece_tokens": 60, "piece_delay_s": SILENCE_S},  # a call is being said
+    ]
+    code, output, told = scene.play(tmp_path)
+    assert (code, len(scene.turns)) == (0, len(program.says)), told
+    assert "DONE" in output, told

@@ -113,7 +113,7 @@ def test_so_is_one_of_several(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     "name",
     [
         *("install_browser", "install_sandbox_runtime", "install_slurm", "renew_hashes"),
-        *("setup", "setup_gyms", "setup_harnesses", "setup_oracles"),
+        *("setup", "setup_framework_programs", "setup_gyms", "setup_harnesses", "setup_oracles"),
     ],
 )
 def test_a_script_that_is_asked_for_help_installs_nothing(name: str, tmp_path: Path) -> None:

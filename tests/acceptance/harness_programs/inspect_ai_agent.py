@@ -1,9 +1,9 @@
-"""inspect-ai over OpenAI's Responses: one sample, whose model must use a tool."""
+"""inspect-ai over chat, Responses or messages: one sample, whose model must use a tool."""
 
 import asyncio
 import sys
 
-from inspect_ai.model import ChatMessageUser, GenerateConfig, get_model
+from inspect_ai.model import ChatMessageUser, GenerateConfig, Model, get_model
 from inspect_ai.tool import Tool, tool
 
 
@@ -22,11 +22,19 @@ def run_command() -> Tool:
     return execute
 
 
-async def main(task: str) -> None:
+def choose_model(dialect: str) -> Model:
+    """The model by the API that it is asked through."""
+    config = GenerateConfig(max_retries=0)
+    if dialect == "messages":
+        return get_model("anthropic/tiny", config=config)
+    return get_model("openai/tiny", config=config, responses_api=dialect == "responses")
+
+
+async def main(dialect: str, task: str) -> None:
     """Let the model call the tool until it says what it has found."""
-    model = get_model("openai/tiny", config=GenerateConfig(max_retries=0), responses_api=True)
-    _, output = await model.generate_loop([ChatMessageUser(content=task)], tools=[run_command()])
+    asked = [ChatMessageUser(content=task)]
+    _, output = await choose_model(dialect).generate_loop(asked, tools=[run_command()])
     print(output.completion, output.stop_reason)
 
 
-asyncio.run(main(sys.argv[1]))
+asyncio.run(main(*sys.argv[1:]))

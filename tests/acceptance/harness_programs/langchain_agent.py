@@ -1,10 +1,14 @@
-"""LangChain over Anthropic's messages: a bound tool, called in a loop."""
+"""LangChain over chat, Responses or messages, streamed or whole: a bound tool, called in a loop."""
 
+import functools
+import operator
 import sys
+from typing import Any
 
 from langchain_anthropic import ChatAnthropic
 from langchain_core.messages import HumanMessage, ToolMessage
 from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
 
 
 @tool
@@ -13,10 +17,21 @@ def run_command(command: str) -> str:
     return command.removeprefix("echo ")
 
 
-model = ChatAnthropic(model="tiny", max_tokens=500, max_retries=0).bind_tools([run_command])
-messages = [HumanMessage(sys.argv[1])]
+def choose_model(dialect: str) -> Any:
+    """The model by the API that it is asked through."""
+    if dialect == "messages":
+        return ChatAnthropic(model="tiny", max_tokens=500, max_retries=0)
+    return ChatOpenAI(model="tiny", max_retries=0, use_responses_api=dialect == "responses")
+
+
+dialect, way, task = sys.argv[1:]
+model = choose_model(dialect).bind_tools([run_command])
+messages: list[Any] = [HumanMessage(task)]
 while True:
-    said = model.invoke(messages)
+    if way == "stream":
+        said = functools.reduce(operator.add, model.stream(messages))
+    else:
+        said = model.invoke(messages)
     messages.append(said)
     if not said.tool_calls:
         print(said.text)

@@ -1,10 +1,11 @@
-"""LiteLLM, over OpenAI's chat or Anthropic's messages: calls in a loop, each reply put back."""
+"""LiteLLM over OpenAI's chat or Anthropic's messages, streamed or whole: calls in a loop."""
 
 import sys
+from typing import Any
 
 import litellm
 
-provider, task = sys.argv[1:]
+provider, way, task = sys.argv[1:]
 tool = {
     "type": "function",
     "function": {
@@ -13,11 +14,12 @@ tool = {
         "parameters": {"type": "object", "properties": {"command": {"type": "string"}}},
     },
 }
-messages = [{"role": "user", "content": task}]
+messages: list[Any] = [{"role": "user", "content": task}]
 while True:
-    said = litellm.completion(
-        model=f"{provider}/tiny", messages=messages, tools=[tool], max_tokens=500
-    )
+    asked: Any = {"model": f"{provider}/tiny", "messages": messages, "tools": [tool]}
+    said: Any = litellm.completion(**asked, max_tokens=500, stream=way == "stream")
+    if way == "stream":
+        said = litellm.stream_chunk_builder([*said], messages)
     message = said.choices[0].message
     messages.append(message.model_dump(exclude_none=True))
     if not message.tool_calls:

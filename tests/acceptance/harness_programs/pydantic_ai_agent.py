@@ -1,13 +1,14 @@
-"""Pydantic AI over chat, Responses or messages: one agent with one tool."""
+"""Pydantic AI over chat, Responses or messages, streamed or whole: one agent with one tool."""
 
 import sys
+from collections.abc import AsyncIterable
 
 from pydantic_ai import Agent
 from pydantic_ai.models.anthropic import AnthropicModel
 from pydantic_ai.models.openai import OpenAIChatModel, OpenAIResponsesModel
 
 MODELS = {"chat": OpenAIChatModel, "responses": OpenAIResponsesModel, "messages": AnthropicModel}
-dialect, task = sys.argv[1:]
+dialect, way, task = sys.argv[1:]
 agent = Agent(MODELS[dialect]("tiny"))
 
 
@@ -17,4 +18,11 @@ def run_command(command: str) -> str:
     return command.removeprefix("echo ")
 
 
-print(agent.run_sync(task).output)
+async def read_events(context: object, events: AsyncIterable[object]) -> None:
+    """Nothing is done with what is streamed."""
+    async for _ in events:
+        pass
+
+
+handler = read_events if way == "stream" else None
+print(agent.run_sync(task, event_stream_handler=handler).output)
