@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def call(tool: str, **arguments: object) -> str:
 
 
 _RUN = call("run_command", command=COMMAND)
-REASONING = "<think>\nIt has to be run.\n</think>\n\n"
+THOUGHT = "<think>\nIt has to be run.\n</think>\n\nLet me see.\n"
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,6 @@ class FrameworkProgram:
     """The same where each turn has reasoning, text and two calls; 0: it makes no such turns."""
     says: tuple[str, ...] = (_RUN, _RUN, "DONE")
     """What the model says, turn by turn."""
-    remark: str = "Let me see.\n"
-    """Text beside the calls of a turn, where that has reasoning and two calls."""
     ignored: frozenset[str] = frozenset()
     """Parameters that it sends and the proxy ignores."""
     overflow: str = ""
@@ -102,12 +100,9 @@ class FrameworkProgram:
         """What the model says, turn by turn."""
         if not with_two_calls:
             return [*self.says]
-        return [
-            f"{REASONING}{self.remark}{one}\n{one}"
-            if one.startswith("<tool_call>")
-            else f"{REASONING}{self.remark}{one}"
-            for one in self.says
-        ]
+        *turns, end = self.says
+        twice = [f"{one}\n{one}" if one.startswith("<tool_call>") else one for one in turns]
+        return [THOUGHT + one for one in (*twice, end)]
 
 
 def _say_fields(**fields: str) -> str:
@@ -145,7 +140,6 @@ def _in_dialects(
 
 
 _SAYS_OF_THREE_QUESTIONS = (_RUN, "Seventeen.", _RUN, "Yes.", "DONE")
-_SAYS_WITH_A_TOOL_FOR_THE_END = (_RUN, _RUN, call("final_answer", answer="DONE"))
 _CODE = f"Run it.\n<code>\nprint(run_command({COMMAND!r}))\n</code>"
 FRAMEWORKS = {
     "openai-chat": _program("openai_python.py", "chat"),
@@ -212,12 +206,18 @@ FRAMEWORKS = {
         says=(call("Count", times=1), call("Count", times=2), call("Count", times=3)),
     ),
     "llama-index": _program("llama_index_agent.py", environment="llama-index"),
-    "smolagents": _program("smolagents_agent.py", "whole", says=_SAYS_WITH_A_TOOL_FOR_THE_END),
-    "smolagents-stream": _program(
-        "smolagents_agent.py", "stream", says=_SAYS_WITH_A_TOOL_FOR_THE_END
-    ),
+    **{
+        f"smolagents-{way}": _program(
+            *("smolagents_agent.py", way),
+            rows=3,  # it hands its calls back as text
+            rows_with_two_calls=3,
+            says=(_RUN, _RUN, call("final_answer", answer="DONE")),
+        )
+        for way in ("whole", "stream")
+    },
     "smolagents-code": _program(
         *("smolagents_agent.py", "code"),
+        rows=3,
         rows_with_two_calls=0,
         says=(_CODE, _CODE, '<code>\nfinal_answer("DONE")\n</code>'),
         knows_task_by="New task:",
@@ -235,7 +235,6 @@ FRAMEWORKS = {
         rows=3,
         rows_with_two_calls=3,
         says=(_RUN, _RUN, _say_fields(thought="DONE")),
-        remark="[[ ## thought ## ]]\nLet me see.\n\n",
     ),
 }
 
@@ -273,14 +272,21 @@ ARGUMENTS = {
 }
 
 
+GetStage = Callable[[str], Stage]
+"""A proxy by the name of its arguments: SGLang's parsers take long to start."""
+
+
 @pytest.fixture(scope="module")
-def stages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Stage]]:
-    """Proxies by their arguments: SGLang's parsers take long to start."""
-    made = {
-        name: Stage(tmp_path_factory.mktemp("stage"), *arguments)
-        for name, arguments in ARGUMENTS.items()
-    }
-    yield made
+def get_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[GetStage]:
+    """Proxies, each of which starts when it is first asked for."""
+    made: dict[str, Stage] = {}
+
+    def get(name: str) -> Stage:
+        if name not in made:
+            made[name] = Stage(tmp_path_factory.mktemp("stage"), *ARGUMENTS[name])
+        return made[name]
+
+    yield get
     for stage in made.values():
         stage.close()
 
@@ -342,10 +348,10 @@ class Scene:
     ],
 )
 def test_the_turns_of_a_program_are_recorded_token_by_token(
-    name: str, with_two_calls: bool, stages: dict[str, Stage], tmp_path: Path
+    name: str, with_two_calls: bool, get_stage: GetStage, tmp_path: Path
 ) -> None:
     program = FRAMEWORKS[name]
-    stage = stages["two calls" if with_two_calls else "plain"]
+    stage = get_stage("two calls" if with_two_calls else "plain")
     scene = Scene(program, stage, program.get_replies(with_two_calls))
     code, output, told = scene.play(tmp_path)
     assert (code, len(scene.turns)) == (0, len(program.says)), told
@@ -364,10 +370,10 @@ def test_the_turns_of_a_program_are_recorded_token_by_token(
 
 @pytest.mark.parametrize("name", [name for name, one in FRAMEWORKS.items() if one.overflow])
 def test_a_program_knows_a_prompt_that_is_too_long(
-    name: str, stages: dict[str, Stage], tmp_path: Path
+    name: str, get_stage: GetStage, tmp_path: Path
 ) -> None:
     program = FRAMEWORKS[name]
-    scene = Scene(program, stages["short context"], program.get_replies(False))
+    scene = Scene(program, get_stage("short context"), program.get_replies(False))
     _, output, told = scene.play(tmp_path)
     assert program.overflow in output, told
     assert scene.turns == []
@@ -381,10 +387,10 @@ def test_a_program_knows_a_prompt_that_is_too_long(
     ],
 )
 def test_a_program_waits_through_silences_of_a_response(
-    name: str, stages: dict[str, Stage], tmp_path: Path
+    name: str, get_stage: GetStage, tmp_path: Path
 ) -> None:
     program = FRAMEWORKS[name]
-    scene = Scene(program, stages["plain"], program.get_replies(False))
+    scene = Scene(program, get_stage("plain"), program.get_replies(False))
     scene.delays = [
         {"delay_s": SILENCE_S},  # the stream has not begun
         {"piece_tokens": 60, "piece_delay_s": SILENCE_S},  # a call is being said
