@@ -69,8 +69,8 @@ def test_paths_named_as_code_exist(document: Path) -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
 def test_make_targets_named_as_code_exist(document: Path) -> None:
-    targets = set(re.findall(r"^([a-z]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
-    named = re.findall(r"^\s*(?:\$ )?make ([a-z]+)", code_of(document), re.MULTILINE)
+    targets = set(re.findall(r"^([a-z0-9-]+):", (CHECKOUT / "Makefile").read_text(), re.MULTILINE))
+    named = re.findall(r"^\s*(?:\$ )?make ([a-z0-9-]+)", code_of(document), re.MULTILINE)
     assert targets.issuperset(named)
 
 
