@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 from urllib.parse import urlsplit
 
-from areal_hpc.errors import ClusterError, NodeShortageError, SandboxLostError
+from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
     kill_and_reap_process,
     list_descendants,
@@ -187,7 +187,6 @@ class Sandbox:
 
         Raises:
             SandboxLostError: The sandbox is gone.
-            NodeShortageError: The kernel killed the command, or the sandbox, for want of memory.
         """
         words = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
         request = {
@@ -321,23 +320,21 @@ class Sandbox:
         self._active.set()
         self._running += 1
         oom_kills = OomKillWatch()
-        shown = shlex.join(request.get("command", [request["operation"]]))[:200]
         try:
-            ended, timed_out = await self._channel.run(request, data, max_bytes, timeout_s)
+            return await self._channel.run(request, data, max_bytes, timeout_s)
         except EOFError:
-            why = self._why_lost or "what ran in it ended it"
-            is_oom_kill = not self._why_lost and oom_kills.has_any()
+            # Still the fault of what ran: a program that uses up the node must not be played again
+            # and again, as where a node is short for a moment.
+            of_memory = "the memory of the job, or of the node, ran out"
+            by_itself = of_memory if oom_kills.has_any() else "what ran in it ended it"
+            why = self._why_lost or by_itself
+            shown = shlex.join(request.get("command", [request["operation"]]))[:200]
             await self.stop()
-            if is_oom_kill:
-                raise _build_oom_kill_error(shown) from None
             raise SandboxLostError(
                 f"the sandbox is gone ({why}) while it ran: {shown}", kind="SandboxLost"
             ) from None
         finally:
             self._running -= 1
-        if not (timed_out or ended.is_cut_off) and oom_kills.has_killed(ended.exit_code):
-            raise _build_oom_kill_error(shown)
-        return ended, timed_out
 
     async def _watch_limits(self) -> None:
         """End the sandbox when it uses too much, beside what it took when nothing had run in it.
@@ -387,13 +384,6 @@ class Sandbox:
             await asyncio.sleep(0.05)
         said = stream.read() or b""
         return " ".join(said.decode(errors="replace").split())[-_MAX_COMPLAINT_CHARS:]
-
-
-def _build_oom_kill_error(command: str) -> NodeShortageError:
-    return NodeShortageError(
-        f"killed in a sandbox, as the memory of the job, or of the node, ran out: {command}",
-        hint="give the job more memory, or lower rollout.max_concurrent_rollouts",
-    )
 
 
 def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess.Popen[bytes]:

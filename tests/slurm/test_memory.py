@@ -1,4 +1,4 @@
-"""A job's memory runs out beside an episode: the node was short, and no agent is charged."""
+"""A job's memory runs out beside an episode: who is charged?"""
 
 import sys
 from pathlib import Path
@@ -35,18 +35,12 @@ async def call_pool():
 async def run_in_sandbox():
     sandbox = await make_runtime("bwrap").start(SandboxSpec())
     try:
-        await sandbox.exec("exec tail /dev/zero")  # keeps all of a line that never ends
+        # keeps all of a line that never ends
+        print("exit code", (await sandbox.exec("exec tail /dev/zero")).exit_code, flush=True)
     finally:
         await sandbox.stop()
 
-async def kill_in_sandbox():
-    sandbox = await make_runtime("bwrap").start(SandboxSpec())
-    try:
-        print("exit code", (await sandbox.exec("kill -9 $$")).exit_code, flush=True)
-    finally:
-        await sandbox.stop()
-
-for one in (ask_line_process, call_pool, run_in_sandbox, kill_in_sandbox):
+for one in (ask_line_process, call_pool, run_in_sandbox):
     try:
         asyncio.run(one())
     except ArealError as error:
@@ -55,18 +49,17 @@ for one in (ask_line_process, call_pool, run_in_sandbox, kill_in_sandbox):
 
 
 @pytest.mark.timeout(120)
-def test_what_the_kernel_kills_for_want_of_memory_is_no_fault_of_the_agent(
+def test_processes_of_ours_are_the_nodes_shortage_and_commands_in_a_sandbox_their_own(
     cluster: Devcluster, tmp_path: Path
 ) -> None:
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     run = f"PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1 {sys.executable} {program}"
     job = cluster.submit(run, "--partition=priority", "--mem=500")
-    told = [line for line in cluster.await_output(job, 4) if not line.startswith("slurmstepd")]
+    told = [line for line in cluster.await_output(job, 3) if not line.startswith("slurmstepd")]
     ran_out = "the memory of the job, or of the node, ran out"
     assert told == [
         f"NodeShortageError | the gym was killed: {ran_out}",
         f"NodeShortageError | the worker process was killed: {ran_out}",
-        f"NodeShortageError | killed in a sandbox, as {ran_out}: /bin/sh -c 'exec tail /dev/zero'",
         "exit code 137",
     ]
