@@ -63,7 +63,9 @@ FRESH, OLD, DECOUPLED, NAIVE_RUN = AGES
 LEARNS = f"""# Does the quick start learn?
 
 Held-out reward (greedy, {HELD_OUT_TASKS:,} tasks that no training saw) before and after 25 steps of
-reinforcement learning, on two CPU cores. `make acceptance` measures it and writes this page.
+reinforcement learning, on two CPU cores. `ppo` is `recipes/quickstart_ppo.yaml`, with a critic;
+`opd` is `recipes/quickstart_opd.yaml`, {HALF_WAY} steps with a teacher and without a reward.
+`make acceptance` measures it and writes this page.
 Brackets: 95 % intervals, Wilson's for a run, Student's for means over the three seeds.
 
 {{runs}}
