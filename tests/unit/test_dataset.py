@@ -170,7 +170,6 @@ def test_reasoning_gym_is_a_source_by_name() -> None:
         ({"hub": "a/../b", "files": "*"}, "hub"),
         ({"reasoning_gym": "chain_sum", "kwargs": {"size": 3}}, "seed"),
         ({"path": "x", "revision": "main"}, "`revision` is one of `hub`"),
-        ({"path": "x", "kwargs": {"size": 3}}, "`kwargs` are arguments of"),
         ({"sources": [{"path": "x"}], "to_task": "a:b"}, "each of `sources` has a `to_task`"),
     ],
 )

@@ -42,10 +42,6 @@ class TaskSetConfig(BaseConfig):
             raise ValueError("`hub` needs `files`: which files of the repository to read")
         if self.revision and not self.hub:
             raise ValueError("`revision` is one of `hub`: leave it out")
-        if self.kwargs and not (self.generator or self.reasoning_gym):
-            raise ValueError(
-                "`kwargs` are arguments of `generator` or `reasoning_gym`: leave them out"
-            )
         if self.reasoning_gym and not {"size", "seed"} <= self.kwargs.keys():
             raise ValueError("`kwargs` of `reasoning_gym` must give `size` and `seed`")
         return self
