@@ -36,7 +36,10 @@ def test_the_reference_shows_values_as_recipes_state_them() -> None:
     assert "| int >= 1 or null | `null` |" in rows["cluster.slurm.time_limit_minutes"]
     assert "| bool | `true` |" in rows["cluster.slurm.requeue"]
     assert '| str | `""` |' in rows["rollout.should_accept"]
-    assert "| [float, float] | `[0.9, 0.95]` |" in rows["trainer.optimizer.betas"]
+    assert (
+        "| [float >= 0 and < 1, float >= 0 and < 1] | `[0.9, 0.95]` |"
+        in rows["trainer.optimizer.betas"]
+    )
     assert "| one of auto, cpu, cuda | `auto` |" in rows["trainer.device"]
     for word in ("Annotated", "FieldInfo", "Literal", "Optional", "typing"):
         assert not any(word in line for line in lines), word
