@@ -39,7 +39,8 @@ def _read_json_lines(path: Path, key: str) -> Iterator[dict[str, Any]]:
     except json.JSONDecodeError as error:
         message = f"{path}:{number}:{error.colno} is not JSON: {error.msg}"
         raise RecipeError(message, key=key, hint=hint) from error
-    except (OSError, UnicodeDecodeError) as error:  # a compressed file, for one
+    except (OSError, UnicodeDecodeError) as error:
+        hint = "give a file that you may read, in UTF-8; unpack one that is compressed"
         raise RecipeError(f"{path} cannot be read: {error}", key=key, hint=hint) from error
 
 
