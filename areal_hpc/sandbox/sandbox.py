@@ -20,7 +20,6 @@ from areal_hpc.jobs.processes.descendants import (
     read_memory_file_bytes,
     read_resident_bytes,
 )
-from areal_hpc.jobs.processes.oom_kills import OomKillWatch
 from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
@@ -319,15 +318,10 @@ class Sandbox:
     ) -> tuple[RunningCommand, bool]:
         self._active.set()
         self._running += 1
-        oom_kills = OomKillWatch()
         try:
             return await self._channel.run(request, data, max_bytes, timeout_s)
         except EOFError:
-            # Still the fault of what ran: a program that uses up the node must not be played again
-            # and again, as where a node is short for a moment.
-            of_memory = "the memory of the job, or of the node, ran out"
-            by_itself = of_memory if oom_kills.has_any() else "what ran in it ended it"
-            why = self._why_lost or by_itself
+            why = self._why_lost or "what ran in it ended it"
             shown = shlex.join(request.get("command", [request["operation"]]))[:200]
             await self.stop()
             raise SandboxLostError(

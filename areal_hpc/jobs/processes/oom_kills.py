@@ -1,4 +1,4 @@
-"""Kills by the kernel's out-of-memory killer: what it ended is no fault of its program."""
+"""Kills by the kernel's out-of-memory killer, counted for the whole machine."""
 
 import contextlib
 import signal
@@ -10,22 +10,21 @@ _COUNTER = b"oom_kill "
 
 
 class OomKillWatch:
-    """Watch for kills for want of memory on this machine, from its construction on."""
+    """Watch for out-of-memory kills on this machine, from its construction on."""
 
     def __init__(self) -> None:
         self._before = count_oom_kills()
 
-    def has_any(self) -> bool:
-        """True once there was one: of whatever process, so look at how that in question ended."""
-        return count_oom_kills() > self._before
-
     def has_killed(self, exit_code: int | None) -> bool:
-        """True if there was one, and this is the exit code of a process that SIGKILL ended."""
-        return exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) and self.has_any()
+        """True if a child with this `Popen.returncode` died by SIGKILL and there was such a kill.
+
+        It may have been another process's: the kernel counts them all together.
+        """
+        return exit_code == -signal.SIGKILL and count_oom_kills() > self._before
 
 
 def count_oom_kills() -> int:
-    """Processes killed for want of memory since this machine started; 0 where it does not tell."""
+    """Out-of-memory kills since this machine started; 0 where the kernel does not count them."""
     with contextlib.suppress(OSError, ValueError):
         for line in _VMSTAT_PATH.read_bytes().splitlines():
             if line.startswith(_COUNTER):
