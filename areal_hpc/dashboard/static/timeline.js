@@ -2,7 +2,7 @@
 // The timeline: what every process did from when to when, drawn on canvases, one a lane.
 
 const SLICE_COLORS = {
-  batch_wait: "--idle", cell_wait: "--idle", command_wait: "--idle", idle: "--idle", "no replica": "--bad", start: "--series-5",
+  batch_wait: "--idle", cell_wait: "--idle", command_wait: "--idle", rank_wait: "--idle", idle: "--idle", "no replica": "--bad", start: "--series-5",
   train: "--series-3", read: "--series-1", measure: "--series-5", pack: "--series-4", score: "--series-4",
   publish: "--series-2", "weight update": "--series-2", checkpoint: "--warn", eval: "--series-4", export: "--warn", files: "--warn",
   label: "--panel", "label of a light bar": "--quiet", "chosen-mark": "--text", episodes: "--series-1", serve: "--line", "server start": "--series-5", seal: "--series-3", "lost call": "--bad", several: "--quiet",

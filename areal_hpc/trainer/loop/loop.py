@@ -197,7 +197,9 @@ def run_loop(
     while True:
         with _time_span_on_other_ranks(coordinator, "command_wait"):
             enter_place("the next command")
-            if is_true_on_any_rank(stop.requested):
+            with _time_span_on_first_rank(coordinator, "rank_wait"):
+                is_stop_requested = is_true_on_any_rank(stop.requested)
+            if is_stop_requested:
                 stop.request()
             _publish_checkpoint_if_written(learner, coordinator, wait=False)
             enter_place("rank 0's decision")
@@ -222,7 +224,8 @@ def _broadcast_next_command(
             raise  # a successor may already have taken over: nothing is ours to finish
         except ArealError as error:
             command, trouble = StopCommand(finished=False), error
-    return broadcast_object(command, RankCommand), trouble
+    with _time_span_on_first_rank(coordinator, "rank_wait"):
+        return broadcast_object(command, RankCommand), trouble
 
 
 def _execute_command(
@@ -274,6 +277,13 @@ def _time_span_on_other_ranks(
 ) -> AbstractContextManager[object]:
     """Note the time of the block on a rank other than 0, which has its timer for that."""
     return nullcontext() if coordinator else time_span(span_name)
+
+
+def _time_span_on_first_rank(
+    coordinator: Coordinator | None, span_name: str
+) -> AbstractContextManager[object]:
+    """Note the time of the block on rank 0, whose other ranks have a span around it."""
+    return time_span(span_name) if coordinator else nullcontext()
 
 
 def _publish_checkpoint_if_written(
