@@ -8,8 +8,7 @@ from pathlib import Path
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.compare import fetch_jobs_of_runs
-from areal_hpc.view.state.jobs import get_run_state
+from areal_hpc.view.compare import fetch_states_of_runs
 
 MIN_QUERY_INTERVAL_S = 15.0
 """Between two questions to Slurm about the same runs, however many pages are open."""
@@ -29,6 +28,6 @@ class RunStateCache:
         with self._lock:
             asked_at, states = self._known.get(key, (-math.inf, []))
             if time.monotonic() - asked_at > max(MIN_QUERY_INTERVAL_S, self._queue.pause_s):
-                states = [get_run_state(one) for one in fetch_jobs_of_runs(runs, self._queue)]
+                states = [one.word for one in fetch_states_of_runs(runs, self._queue)]
                 self._known[key] = time.monotonic(), states
             return states

@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from areal_hpc.errors import ArealError, ClusterError
@@ -12,7 +13,6 @@ from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_jobs
 from areal_hpc.view.state.jobs import (
-    RunJobs,
     build_run_jobs,
     describe_unrecorded_jobs,
     get_run_state,
@@ -38,14 +38,13 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
         except (ArealError, OSError) as error:
             notes.append(f"left out: {paths.root}: {error}")
     advances = list(advance_by_run.values())
-    run_jobs = fetch_jobs_of_runs(list(advance_by_run), queue)
-    states = [get_run_state(one) for one in run_jobs]
+    states = fetch_states_of_runs(list(advance_by_run), queue)
     differing = find_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
             paths.run_name,
-            state,
+            state.word,
             f"{advance.step}/{advance.total_steps or '?'}",
             _format_last_value(advance, "reward/mean"),
             _format_last_value(advance, "eval/reward"),
@@ -53,25 +52,50 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
         )
         for (paths, advance), state in zip(advance_by_run.items(), states, strict=True)
     ]
-    notes += [line for one in run_jobs for line in describe_unrecorded_jobs(one)]
+    notes += [note for state in states for note in state.notes]
     return [*format_table([head, *rows]), *notes]
 
 
-def fetch_jobs_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[RunJobs]:
-    """The jobs of runs and what Slurm says of them, in one question for all."""
-    unfinished = [paths for paths in runs if not paths.finished_marker.exists()]
-    ids = [job_id for paths in unfinished for job_id in list_recorded_job_ids(paths)]
+@dataclass(frozen=True, slots=True)
+class ListedRunState:
+    """State of one run among several."""
+
+    word: str
+    """As `get_run_state` says it; `unreadable` where files of the run cannot be read."""
+    notes: tuple[str, ...] = ()
+    """Lines: jobs of the run that nobody recorded, or why its state cannot be read."""
+
+
+def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[ListedRunState]:
+    """The state of each run; Slurm is asked once for all."""
+    ids = [job_id for paths in runs for job_id in _list_unfinished_job_ids(paths)]
     snapshot = (
         queue.poll(ids)
         if has_slurm()
         else QueueSnapshot(outage="there is no Slurm on this machine")
     )
-    owners = {paths.root.stat().st_uid for paths in runs}
     queued: list[QueuedJob] = []
     if not snapshot.outage:
+        owners = {paths.root.stat().st_uid for paths in runs if paths.root.exists()}
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
             queued = [job for owner in owners for job in list_jobs_of_user(owner)]
-    return [build_run_jobs(paths, snapshot, list_unrecorded_jobs(paths, queued)) for paths in runs]
+    return [_read_listed_run_state(paths, snapshot, queued) for paths in runs]
+
+
+def _list_unfinished_job_ids(paths: RunPaths) -> tuple[str, ...]:
+    with contextlib.suppress(ArealError, OSError):  # its state says why
+        return () if paths.finished_marker.exists() else list_recorded_job_ids(paths)
+    return ()
+
+
+def _read_listed_run_state(
+    paths: RunPaths, snapshot: QueueSnapshot, queued: Sequence[QueuedJob]
+) -> ListedRunState:
+    try:
+        jobs = build_run_jobs(paths, snapshot, list_unrecorded_jobs(paths, queued))
+        return ListedRunState(get_run_state(jobs), tuple(describe_unrecorded_jobs(jobs)))
+    except (ArealError, OSError) as error:
+        return ListedRunState("unreadable", (f"state unreadable: {paths.root}: {error}",))
 
 
 def _format_last_value(advance: RunProgress, metric_name: str) -> str:

@@ -51,6 +51,19 @@ def test_a_sweep_is_a_table(tmp_path: Path) -> None:
     assert list_runs(tmp_path / "nowhere") == []
 
 
+def test_a_run_whose_jobs_cannot_be_read_does_not_hide_the_others(tmp_path: Path) -> None:
+    make_run(tmp_path, "a", 0.5).submissions.mkdir(parents=True)
+    make_run(tmp_path, "b", 0.5)
+    head, first, second, *notes = compare_runs(list_runs(tmp_path), QueuePoller())
+    assert [first.split()[:2], second.split()[:2]] == [
+        ["exp/a", "unreadable"],
+        ["exp/b", "stopped"],
+    ]
+    assert len(notes) == 1
+    assert notes[0].startswith(f"state unreadable: {tmp_path / 'exp' / 'a'}: ")
+    assert head.split() == ["run", "state", "step", "reward", "held-out"]
+
+
 def test_values_that_may_be_secrets_are_compared_and_not_shown(tmp_path: Path) -> None:
     for trial, secret in (("a", "sk-1"), ("b", "sk-2")):
         paths = make_run(tmp_path, trial, 0.5)
