@@ -18,10 +18,17 @@ Location = tuple[int | str, ...]
 
 
 class BaseConfig(BaseModel):
-    """One stage's part of a recipe. Unknown keys are errors; values never change after parsing."""
+    """One stage's part of a recipe. Unknown keys are errors; values never change after parsing.
+
+    Floats are finite.
+    """
 
     model_config = ConfigDict(
-        frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True
+        frozen=True,
+        extra="forbid",
+        use_attribute_docstrings=True,
+        validate_default=True,
+        allow_inf_nan=False,
     )
 
 

@@ -31,6 +31,8 @@ REFUSED = [
     ("cluster.gpus=abc", "cluster.gpus", "'auto' or 'none'|valid integer|grep -F cluster.gpus"),
     ("cluster.gpus=[0, -1]", "cluster.gpus", "greater than or equal to 0|got -1"),
     ("trainer.optimizer.betas=[0.9, 1.0]", "trainer.optimizer.betas.1", "less than 1|got 1.0"),
+    ("trainer.optimizer.lr=.inf", "trainer.optimizer.lr", "must be a finite number, got inf"),
+    ("trainer.optimizer.betas=[.nan, 0.9]", "trainer.optimizer.betas.0", "finite number, got nan"),
     ("evaluation.sampling.top_k=-5", "evaluation.sampling.top_k", "or equal to -1|got -5"),
     (
         "rollout.failed_episodes={rewrad: 0.5}",
