@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_files import list_writable_binds
+from areal_hpc.sandbox.runtimes.container_files import check_bind_paths, list_writable_binds
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
@@ -63,13 +63,19 @@ def _plan_container(setup: ContainerSetup) -> ContainerPlan:
         *("--no-init", "--no-home", "--no-privs", "--no-umask", "--no-eval"),
         *(f"--no-mount={_NOT_MOUNTED}", "--pwd=/"),
         *([] if setup.spec.root is None else ["--writable"]),
-        *(f"--bind={source}:{place}{how}" for source, place, how in _list_binds(setup)),
+        *_list_bind_options(setup),
         f"{scratch}/rootfs",
         *build_container_server(setup, filters_calls=True),
     ]
     own = {"TMPDIR": "run", "APPTAINER_CONFIGDIR": "storage", "APPTAINER_CACHEDIR": "storage"}
     variables = {name: f"{scratch}/{folder}" for name, folder in own.items()}
     return ContainerPlan(command, {"HOME": scratch, **variables})
+
+
+def _list_bind_options(setup: ContainerSetup) -> Iterator[str]:
+    for source, place, how in _list_binds(setup):
+        check_bind_paths("Apptainer", (source, place), ":,")
+        yield f"--bind={source}:{place}{how}"
 
 
 def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:

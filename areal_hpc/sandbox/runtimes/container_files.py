@@ -8,10 +8,12 @@ one for each further folder), or what a root file system is written over with (`
 import io
 import os
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.bubblewrap import SYSTEM_FILES, SYSTEM_LINKS
+from areal_hpc.sandbox.runtime import ISOLATION_KEY
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SCRIPTS, GuestPython
 from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, WORK_DIR
 from areal_hpc.sandbox.spec import SandboxSpec
@@ -45,6 +47,22 @@ def list_machine_binds(spec: SandboxSpec, python: GuestPython) -> Iterator[tuple
     for name in (*SYSTEM_LINKS, *SYSTEM_FILES, *shared):
         if Path(name).exists() and not (name in SYSTEM_LINKS and Path(name).is_symlink()):
             yield os.path.realpath(name), name
+
+
+def check_bind_paths(program: str, paths: Iterable[str], separators: str) -> None:
+    """Refuse paths that a command line with `SOURCE:PLACE` cannot tell apart.
+
+    Raises:
+        RecipeError: A path has one of `separators`.
+    """
+    for path in paths:
+        if any(one in path for one in separators):
+            raise RecipeError(
+                f"{program} cannot show {path}: expected a path without any of {separators!r}, at "
+                "which its command line is split",
+                key=ISOLATION_KEY,
+                hint="name a path without them, or set rollout.agent.isolation=bwrap",
+            )
 
 
 def build_scratch_archive(

@@ -13,7 +13,7 @@ from functools import partial
 
 from areal_hpc.sandbox.bubblewrap import NOBODY_UID
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_files import list_writable_binds
+from areal_hpc.sandbox.runtimes.container_files import check_bind_paths, list_writable_binds
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
@@ -127,13 +127,21 @@ def _list_podman_options(setup: ContainerSetup) -> Iterator[str]:
     yield "--tmpfs=/dev:rw,size=64k,nr_inodes=64,mode=755"
     if spec.root is None:
         yield from ("--read-only", "--read-only-tmpfs=false")
+    for source, place, how in _list_binds(setup):
+        check_bind_paths("podman", (source, place), ":")
+        yield f"--volume={source}:{place}:{how}"
+
+
+def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:
+    """What podman shows: from, to, how; the outer ones first."""
+    spec, scratch = setup.spec, setup.scratch
     for source, place in list_writable_binds(spec):
-        yield f"--volume={scratch}/{source}:{place}:rw"
-    yield f"--volume={scratch}/guest:{GUEST_DIR}:ro"
+        yield f"{scratch}/{source}", place, "rw"
+    yield f"{scratch}/guest", GUEST_DIR, "ro"
     for source, place in setup.binds:
-        yield f"--volume={source}:{place}:ro"
+        yield source, place, "ro"
     if spec.root is not None:
-        yield f"--volume={scratch}/guest/root:{GUEST_DIR}/root:ro"
+        yield f"{scratch}/guest/root", f"{GUEST_DIR}/root", "ro"
 
 
 def _list_own_files(scratch: str) -> Iterator[tuple[str, bytes]]:
