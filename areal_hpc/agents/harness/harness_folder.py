@@ -12,15 +12,26 @@ from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 MAX_DIFF_BYTES = 4 << 20
 MAX_FOLDER_BYTES = 256 << 20
 STEP_TIMEOUT_S = 60.0
-_GIT = "git --git-dir=../before.git --work-tree=."
-_SNAPSHOT_BEFORE_SCRIPT = f"""set -e
-mkdir -p ../home
-{_GIT} init -q
-{_GIT} config user.name areal-hpc
-{_GIT} config user.email areal-hpc@localhost
-{_GIT} add -A
-{_GIT} commit -q --allow-empty -m before"""
-_WRITE_DIFF_SCRIPT = f"{_GIT} add -A && {_GIT} diff --cached --binary HEAD > ../diff"
+_UNPACK_SCRIPT = """set -e
+git --version > /dev/null
+mkdir -p home work
+tar -xf before.tar -C work
+rm before.tar"""
+_REMOVE_DIFF_SCRIPT = "rm -rf before.tar before before.git diff"
+_GIT = "git --git-dir=before.git -c user.name=areal-hpc -c user.email=areal-hpc@localhost"
+# One pack for all: a file for each would count towards the sandbox's limit of files.
+_ADD = "-c core.bigFileThreshold=1 add -A"
+_WRITE_DIFF_SCRIPT = f"""set -e
+mkdir before
+tar -xf before.tar -C before
+rm before.tar
+{_GIT} --work-tree=before init -q
+{_GIT} --work-tree=before {_ADD}
+{_GIT} --work-tree=before commit -q --allow-empty -m before
+{_GIT} --work-tree=work {_ADD}
+{_GIT} --work-tree=work diff --cached --binary HEAD > diff"""
+_DIFF_VARIABLES = {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
+"""Without git's settings, which the program may have written."""
 _RUN_WITH_LOG_SCRIPT = 'exec "$@" > ../log 2>&1 < /dev/null'
 
 
@@ -29,13 +40,14 @@ class HarnessFolder:
 
     def __init__(self, sandbox: Sandbox) -> None:
         self._sandbox = sandbox
+        self._source_dir: Path | None = None
         self._root = f"{sandbox.folder.rstrip('/')}/harness"
         self._work = f"{self._root}/work"
         self.home = f"{self._root}/home"
         """Home of the program."""
 
     async def fill(self, source_dir: Path | None) -> None:
-        """Copy a folder of this machine into it, and note how it is.
+        """Copy a folder of this machine into it.
 
         Raises:
             AgentError: There is no such folder, or the sandbox has no git or tar.
@@ -44,11 +56,9 @@ class HarnessFolder:
             raise AgentError(
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
             )
-        await self._sandbox.put(
-            f"{self._root}/before.tar", await asyncio.to_thread(_pack, source_dir)
-        )
-        await self._run_script_or_raise("mkdir -p work && tar -xf before.tar -C work", self._root)
-        await self._run_script_or_raise(_SNAPSHOT_BEFORE_SCRIPT, self._work)
+        self._source_dir = source_dir
+        await self._put_source()
+        await self._run_script_or_raise(_UNPACK_SCRIPT)
 
     async def write_into_home(self, files: Mapping[str, str]) -> None:
         """Write settings of the program, which nobody else may read."""
@@ -81,13 +91,18 @@ class HarnessFolder:
         )
 
     async def read_diff(self) -> str:
-        """What changed in it, as git shows it."""
-        await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, self._work)
+        """What changed in it, as git shows it, once nothing of the program runs any more.
+
+        It is compared with a new copy: whatever lay in the sandbox, the program could write.
+        """
+        await self._run_script_or_raise(_REMOVE_DIFF_SCRIPT)
+        await self._put_source()
+        await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, _DIFF_VARIABLES)
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
     async def read_log(self, max_bytes: int) -> str:
         """The end of what the program printed."""
-        tail = await self._run_script_or_raise(f"tail -c {max_bytes} log", self._root)
+        tail = await self._run_script_or_raise(f"tail -c {max_bytes} log")
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
@@ -96,7 +111,7 @@ class HarnessFolder:
         Links that lead out of it, such as a virtual environment's to its Python, and pipes are
         left out.
         """
-        await self._run_script_or_raise("tar -cf after.tar -C work .", self._root)
+        await self._run_script_or_raise("tar -cf after.tar -C work .")
         content = await self._read("after.tar", MAX_FOLDER_BYTES)
         try:
             await asyncio.to_thread(_unpack, content, target)
@@ -109,8 +124,16 @@ class HarnessFolder:
         except OSError as error:
             raise AgentError(f"the program left too much: {error}") from error
 
-    async def _run_script_or_raise(self, script: str, folder: str) -> CommandResult:
-        ended = await self._sandbox.exec(script, timeout_s=STEP_TIMEOUT_S, folder=folder)
+    async def _put_source(self) -> None:
+        packed = await asyncio.to_thread(_pack, self._source_dir)
+        await self._sandbox.put(f"{self._root}/before.tar", packed)
+
+    async def _run_script_or_raise(
+        self, script: str, variables: Mapping[str, str] | None = None
+    ) -> CommandResult:
+        ended = await self._sandbox.exec(
+            script, timeout_s=STEP_TIMEOUT_S, folder=self._root, variables=variables
+        )
         if ended.exit_code != 0:
             raise AgentError(
                 f"the folder of the program cannot be prepared or read: {ended.text.strip()[-500:]}"

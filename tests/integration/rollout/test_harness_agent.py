@@ -193,6 +193,43 @@ def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> Non
     assert (tmp_path / "below/answer").read_text() == "4\n"
 
 
+def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_its_own(
+    tmp_path: Path,
+) -> None:
+    task = tmp_path / "task"
+    task.mkdir()
+    (task / "answer.txt").write_text("?\n")
+    (task / "empty").touch()
+    forged = (
+        "echo 4 > answer.txt; mkdir new; echo 5 > new/one; "
+        "git --git-dir=../before.git --work-tree=. init -q; "
+        "git --git-dir=../before.git config diff.external true; "
+        "mkdir -p ../before ../../.config/git; cp * ../before; ln -s /etc/passwd ../diff; "
+        "tar -cf ../before.tar answer.txt; echo '*' > ../../.config/git/ignore; "
+        "printf '[diff]\\nexternal = true\\n' > ../../.gitconfig"
+    )
+    found: list[str] = []
+
+    async def scene() -> None:
+        sandbox = await make_runtime("bwrap").start(SandboxSpec())
+        try:
+            folder = HarnessFolder(sandbox)
+            await folder.fill(task)
+            assert await folder.read_diff() == ""
+            await folder.run(["/bin/sh", "-c", forged], {}, 30.0)
+            found.append(await folder.read_diff())
+        finally:
+            await sandbox.stop()
+
+    asyncio.run(scene())
+    lines = found[0].splitlines()
+    assert [one for one in lines if one.startswith("diff ")] == [
+        "diff --git a/answer.txt b/answer.txt",
+        "diff --git a/new/one b/new/one",
+    ]
+    assert [one for one in lines if re.match(r"[+-]\S$|[+-]\?", one)] == ["-?", "+4", "+5"]
+
+
 def judge_what_it_was_told(*, folder: Path, **others: Any) -> float:
     told = (folder / "told").read_text()
     arguments, work, home, settings = told.split("\n", 3)
