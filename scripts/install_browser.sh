@@ -4,12 +4,8 @@
 # Idempotent. Exit code 78 where a person has to act.
 set -euo pipefail
 
-fail() { # message, then one hint a line
-  printf 'browser: %s\n' "$1" >&2
-  shift
-  printf '  try: %s\n' "$@" >&2
-  exit 78
-}
+topic=browser
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 ! command -v chromium >/dev/null || exit 0
@@ -18,12 +14,4 @@ command -v apt-get >/dev/null ||
 [ "$(id -u)" = 0 ] ||
   fail "installing packages needs root" "sudo scripts/install_browser.sh"
 
-log=$(mktemp)
-install() {
-  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends chromium >>"$log" 2>&1
-}
-install || { apt-get update >>"$log" 2>&1 && install; } || {
-  tail -n 15 "$log" | sed 's/^/    /' >&2
-  fail "apt-get failed; its whole output is in $log" "fix what it says and repeat"
-}
-rm -f "$log"
+install_packages chromium

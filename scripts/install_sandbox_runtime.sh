@@ -7,12 +7,8 @@
 # Idempotent. Exit code 78 where a person has to act.
 set -euo pipefail
 
-fail() { # message, then one hint a line
-  printf 'sandbox runtime: %s\n' "$1" >&2
-  shift
-  printf '  try: %s\n' "$@" >&2
-  exit 78
-}
+topic='sandbox runtime'
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 wanted=("$@")
 [ $# -gt 0 ] || fail "name what to install" "$0 gvisor podman"
@@ -33,13 +29,4 @@ command -v apt-get >/dev/null ||
   fail "this installs Debian's packages, and apt-get is not here" "$by_hand"
 [ "$(id -u)" = 0 ] || fail "installing packages needs root" "sudo $0 $*" "$by_hand"
 
-log=$(mktemp)
-install() {
-  DEBIAN_FRONTEND=noninteractive \
-    apt-get install -y --no-install-recommends "${packages[@]}" >>"$log" 2>&1
-}
-install || { apt-get update >>"$log" 2>&1 && install; } || {
-  tail -n 15 "$log" | sed 's/^/    /' >&2
-  fail "apt-get failed; its whole output is in $log" "fix what it says and repeat"
-}
-rm -f "$log"
+install_packages "${packages[@]}"

@@ -5,18 +5,14 @@
 # Idempotent. Exit code 78 where a person has to act.
 set -euo pipefail
 
+topic=slurm
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 packages=(slurmctld slurmd slurmdbd slurm-client slurm-wlm-basic-plugins slurm-wlm-mysql-plugin
   munge mariadb-server iproute2 util-linux)
 commands=(slurmctld slurmd slurmdbd srun munged mungekey mariadbd mariadb-install-db ip unshare)
 services=(slurmctld slurmd slurmdbd munge mariadb)
 policy=/usr/sbin/policy-rc.d
-
-fail() { # message, then one hint a line
-  printf 'slurm: %s\n' "$1" >&2
-  shift
-  printf '  try: %s\n' "$@" >&2
-  exit 78
-}
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 
@@ -52,16 +48,8 @@ for service in "${services[@]}"; do
   [ ! -e "/lib/systemd/system/$service.service" ] || known+=("$service")
 done
 
-log=$(mktemp)
 began=$SECONDS
-install() {
-  DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "${packages[@]}" >>"$log" 2>&1
-}
-install || { apt-get update >>"$log" 2>&1 && install; } || {
-  tail -n 15 "$log" | sed 's/^/    /' >&2
-  fail "apt-get failed; its whole output is in $log" "fix what it says and repeat"
-}
-rm -f "$log"
+install_packages "${packages[@]}"
 
 if command -v systemctl >/dev/null; then
   for service in "${services[@]}"; do

@@ -4,19 +4,15 @@
 # Needs uv (or UV=/path/to/uv) and the package index.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+topic=hashes
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 uv=${UV:-uv}
-command -v "$uv" >/dev/null || {
-  printf 'hashes: there is no %s\n  try: pip install uv, or UV=/path/to/uv\n' "$uv" >&2
-  exit 78
-}
+command -v "$uv" >/dev/null || fail "there is no $uv" "pip install uv, or UV=/path/to/uv"
 [ $# -gt 0 ] || mapfile -t locks < <(find "$root/requirements" -name '*.txt' ! -name torch-cpu.txt | sort)
 [ $# -eq 0 ] || locks=("$@")
 for lock in "${locks[@]}"; do
-  [ -f "$lock" ] || {
-    printf 'hashes: there is no lock %s\n  try: %s requirements/*.txt\n' "$lock" "$0" >&2
-    exit 78
-  }
+  [ -f "$lock" ] || fail "there is no lock $lock" "$0 requirements/*.txt"
 done
 
 python_of() { # lock: the version that its head names, a release that no package finds too old

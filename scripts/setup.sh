@@ -9,20 +9,15 @@
 # lock, a moved checkout, a set-up that was interrupted - is built again from nothing.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+topic=set-up
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 venvs=$root/.venvs
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 needed_mib=5000 # all environments together
 with_cuda=false
 on_terminal=false
 [ ! -t 1 ] || on_terminal=true
-
-fail() { # message, then one hint a line
-  printf 'set-up: %s\n' "$1" >&2
-  shift
-  printf '  try: %s\n' "$@" >&2
-  exit 78
-}
 
 packages() { # how this distribution installs its Debian-named ($1) or Fedora-named ($2) packages
   if command -v apt-get >/dev/null; then

@@ -5,15 +5,12 @@
 # packages from requirements/node. Idempotent, like scripts/setup.sh, which makes the Python it uses.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+topic='set-up of framework programs'
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 home=$root/.venvs/harnesses
 locks=$root/requirements
 python=$root/.venvs/train/bin/python
-
-fail() { # message, hint
-  printf 'set-up of framework programs: %s\n  try: %s\n' "$1" "$2" >&2
-  exit 78
-}
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 [ -x "$python" ] || fail "there is no Python to start from" "make setup"

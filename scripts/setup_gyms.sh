@@ -3,14 +3,11 @@
 # requirements/gyms/NAME.txt: all of them, or those that are named. Idempotent.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+topic='set-up of gyms'
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 home=${GYMS_DIR:-$root/.venvs/gyms}
 locks=$root/requirements/gyms
-
-fail() { # message, hint
-  printf 'set-up of gyms: %s\n  try: %s\n' "$1" "$2" >&2
-  exit 78
-}
 
 find_python() { # a Python 3.12: on the PATH (a shim of pyenv's may be empty), pyenv's, uv's
   local one

@@ -4,14 +4,11 @@
 # scripts/setup.sh, which makes the Python it uses.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+topic='set-up of harnesses'
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 home=$root/.venvs/harnesses
 python=$root/.venvs/train/bin/python
-
-fail() { # message, hint
-  printf 'set-up of harnesses: %s\n  try: %s\n' "$1" "$2" >&2
-  exit 78
-}
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 [ -x "$python" ] || fail "there is no Python to start from" "make setup"

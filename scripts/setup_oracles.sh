@@ -4,14 +4,11 @@
 # requirements/oracles.txt. Idempotent.
 set -euo pipefail
 
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+topic='set-up of oracles'
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+
 home=${ORACLES_DIR:-$root/.venvs/oracles}
 lock=$root/requirements/oracles.txt
-
-fail() { # message, hint
-  printf 'set-up of oracles: %s\n  try: %s\n' "$1" "$2" >&2
-  exit 78
-}
 
 packages_of() { "$1" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'; } # interpreter
 

@@ -9,7 +9,7 @@ from tests.support.environments import CHECKOUT
 def refusal(path: Path) -> str:
     """What a user without root is told, with no Slurm on the PATH."""
     write_program(path / "id", "echo 1000")
-    environ = {"PATH": only_programs(path, "bash", "env")}
+    environ = {"PATH": only_programs(path, "bash", "dirname", "env")}
     ended = run_program(CHECKOUT / "scripts" / "install_slurm.sh", environ=environ)
     assert ended.returncode == 78
     return ended.stderr
