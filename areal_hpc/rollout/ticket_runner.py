@@ -265,7 +265,11 @@ class TicketRunner:
                     ticket_grant, episode, outcome, is_training=split == TRAIN
                 )
             try:
-                self._shortages.note_end(spec.session.task_id, outcome, is_held_out=split != TRAIN)
+                self._shortages.note_end(
+                    spec.session.task_id,
+                    outcome,
+                    held_out_ticket=None if split == TRAIN else ticket_grant.ref,
+                )
             except UnplayableEpisodeError:
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 raise

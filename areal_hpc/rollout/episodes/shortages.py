@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from areal_hpc.errors import ClusterError, NodeShortageError, UnplayableEpisodeError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
+from areal_hpc.wire.ledger import TicketRef
 
 SHORTAGE_PAUSE_S = 15.0
 """Before an episode for which the node lacked something is tried again."""
@@ -23,9 +24,12 @@ class _Shortage:
     """What an episode has met since it was last played or given more time, if ever."""
 
     since: float
+    held_out_ticket: TicketRef | None = None
     longest_try_s: float = 0.0
     verdicts: int = 0
     """Times that it was found to be this episode's own."""
+    were_others_played: bool = False
+    """Once while it was short for `MAX_SHORTAGE_S`: the node had what those needed."""
 
 
 class ShortageTracker:
@@ -49,12 +53,14 @@ class ShortageTracker:
         """A try of an episode begins, which needs something of the node."""
         self._tries_begun_at[episode] = time.monotonic()
 
-    def note_end(self, episode: str, outcome: EpisodeOutcome, *, is_held_out: bool = False) -> None:
+    def note_end(
+        self, episode: str, outcome: EpisodeOutcome, *, held_out_ticket: TicketRef | None = None
+    ) -> None:
         """Take in how a try of an episode ended, by its name.
 
         Training waits for the last held-out episodes of an evaluation, so nothing else may be
-        tried beside one. That it alone is short says nothing of the node, and the next driver
-        would end for it as well.
+        tried beside them. That one task alone is short says nothing of the node, and the next
+        driver would end for it as well; so it is with those that were short beside others played.
 
         Raises:
             ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`, and
@@ -67,25 +73,37 @@ class ShortageTracker:
             self._shortages.pop(episode, None)
             self._played_at = now
             return
-        shortage = self._shortages.setdefault(episode, _Shortage(now))
+        shortage = self._shortages.setdefault(episode, _Shortage(now, held_out_ticket))
         shortage.longest_try_s = max(shortage.longest_try_s, now - begun_at)
         if now - shortage.since < MAX_SHORTAGE_S:
             return
         for_long = f"could be played for {MAX_SHORTAGE_S:g} s, the last time because of"
         are_others_played = self._played_at >= shortage.since
-        if are_others_played or (is_held_out and len(self._shortages) == 1):
+        shortage.were_others_played |= are_others_played
+        if shortage.were_others_played or self._is_last_held_out_task(shortage):
             shortage.verdicts += 1
-            if is_held_out and shortage.verdicts < MAX_HELD_OUT_VERDICTS:
+            if held_out_ticket is not None and shortage.verdicts < MAX_HELD_OUT_VERDICTS:
                 shortage.since = now
                 return
             del self._shortages[episode]
-            who = "others, but not this one," if are_others_played else "the only one left never"
+            who = (
+                "others, but not this one,"
+                if are_others_played
+                else "nothing else is left, and this one never"
+            )
             raise UnplayableEpisodeError(
                 f"{who} {for_long}: {outcome.reason}", kind=NodeShortageError.__name__
             )
         if not self._is_any_played(now):
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")
         shortage.since = now  # what those leave at their ends may be all that it needs
+
+    def _is_last_held_out_task(self, shortage: _Shortage) -> bool:
+        """True if all else that is short is of the same held-out task, or was so beside others."""
+        return shortage.held_out_ticket is not None and all(
+            one.were_others_played or one.held_out_ticket == shortage.held_out_ticket
+            for one in self._shortages.values()
+        )
 
     def _is_any_played(self, now: float) -> bool:
         """True if a try under way has outlasted all that the node cut short: it has what it needs.

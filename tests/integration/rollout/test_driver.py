@@ -10,6 +10,7 @@ from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
@@ -382,14 +383,17 @@ class Oversized:
         return 1.0
 
 
-@pytest.mark.parametrize("count", [1, 2], ids=["alone", "beside another"])
+@pytest.mark.parametrize(
+    ("count", "samples"), [(1, 1), (1, 2), (2, 1)], ids=["alone", "twice", "beside another"]
+)
 def test_a_held_out_task_that_no_node_can_play_scores_0_and_ends_no_driver(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    count: int, samples: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(ticket_runner, "SHORTAGE_PAUSE_S", 0.05)
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     lost, *others = [TicketRef(i, 0, 5) for i in range(count)]
-    cell = Cell(tmp_path, Oversized(), [*evaluations(count)], n_samples=1)
+    grants = [msgspec.structs.replace(one, n_episodes=samples) for one in evaluations(count)]
+    cell = Cell(tmp_path, Oversized(), grants, n_samples=1)
     cell.run()
     assert cell.ledger.evaluated == {ref: [1.0] for ref in others}
     assert "could be played" in cell.ledger.dropped[lost]

@@ -9,9 +9,11 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rollout.episodes import shortages
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.shortages import ShortageTracker
+from areal_hpc.wire.ledger import TicketRef
 
 SHORT = EpisodeOutcome("interrupted", "", reason="no process left", is_node_short=True)
 GOOD = EpisodeOutcome("ok", "session", reward=1.0)
+A, B = (TicketRef(i, 0, 5) for i in range(2))
 
 
 def test_a_node_that_lacks_something_for_all_episodes_is_given_up_and_for_one_its_ticket(
@@ -51,22 +53,56 @@ def test_a_held_out_episode_that_is_never_played_ends_its_ticket_late_and_never_
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     patience = ShortageTracker()
     for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
-        patience.note_end("a", SHORT, is_held_out=True)
+        patience.note_end("a", SHORT, held_out_ticket=A)
         if is_another_played:
             patience.note_end("b", GOOD)
-    said = "others, but not this one," if is_another_played else "the only one left never"
+    said = (
+        "others, but not this one,"
+        if is_another_played
+        else "nothing else is left, and this one never"
+    )
     with pytest.raises(UnplayableEpisodeError, match=f"{said} could be played"):
-        patience.note_end("a", SHORT, is_held_out=True)
+        patience.note_end("a", SHORT, held_out_ticket=A)
 
 
 def test_a_node_that_lacks_something_for_several_held_out_episodes_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patience = ShortageTracker()
-    patience.note_end("a", SHORT, is_held_out=True)
+    patience.note_end("a", SHORT, held_out_ticket=A)
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     with pytest.raises(ClusterError, match="no episode could be played"):
-        patience.note_end("b", SHORT, is_held_out=True)
+        patience.note_end("b", SHORT, held_out_ticket=B)
+
+
+def test_several_samples_of_one_held_out_task_are_no_sign_of_the_node(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    patience = ShortageTracker()
+    patience.note_end("a-1", SHORT, held_out_ticket=A)
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
+    for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
+        patience.note_end("a-2", SHORT, held_out_ticket=A)
+    with pytest.raises(UnplayableEpisodeError):
+        patience.note_end("a-2", SHORT, held_out_ticket=A)
+
+
+def test_held_out_tasks_that_were_short_while_others_were_played_end_no_driver_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    held_out = {"a": A, "b": B}
+    patience = ShortageTracker()
+    for name, ticket in held_out.items():
+        patience.note_end(name, SHORT, held_out_ticket=ticket)
+    patience.note_end("c", GOOD)
+    monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
+    for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
+        for name, ticket in held_out.items():
+            patience.note_end(name, SHORT, held_out_ticket=ticket)
+    patience.note_end("d", SHORT, held_out_ticket=TicketRef(3, 0, 5))
+    for name, ticket in held_out.items():
+        with pytest.raises(UnplayableEpisodeError, match="nothing else is left"):
+            patience.note_end(name, SHORT, held_out_ticket=ticket)
 
 
 def test_nothing_is_left_of_an_episode_that_was_cancelled_while_it_was_short(
