@@ -196,20 +196,34 @@ def check_engine_mismatch(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
 def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
     """More tries of episodes fail than a working agent's should."""
     row, bound = rows[-1], config.max_failed_episodes
-    failures, episodes = row.get("episode/failures") or 0, row["episodes"]
+    failures, ended_well = row.get("episode/failures") or 0, _estimate_good_ends(row)
     if bound is None or failures < MIN_FAILED_TRIES_IN_STEP:
         return None
-    share = failures / (failures + episodes)
+    share = failures / (failures + ended_well)
     if share <= bound:
         return None
     return Alert(
         "failing_agents",
         "failure",
         row["step"],
-        f"{failures} tries of episodes failed, {episodes} ended well: {share:.0%} failed, "
+        f"{failures} tries of episodes failed, {ended_well:.0f} ended well: {share:.0%} failed, "
         f"above {bound:.0%}",
         "areal-hpc why RUN names their errors",
     )
+
+
+def _estimate_good_ends(row: StepRow) -> float:
+    """Training episodes that ended well since the row before, in the batch and in other tickets.
+
+    Another ticket is taken to have as many episodes as one of the batch. Failures that earn a
+    reward are among the episodes of a ticket; one of nothing else is dropped as failed.
+    """
+    rewarded = row.get("episode/rewarded_failures") or 0
+    kinds = ("filtered", "stale_dropped", "stale_requeued", *(("failed",) if rewarded else ()))
+    others = sum(row.get(f"tickets/{kind}") or 0 for kind in kinds)
+    episodes: float = row["episodes"]
+    per_ticket = episodes / row["groups"] if row.get("groups") else 0.0
+    return max(0.0, episodes + others * per_ticket - rewarded)
 
 
 # Notes -------------------------------------------------------------------------------------------
@@ -321,9 +335,19 @@ RULES: tuple[AlertRule, ...] = (
         "failing_agents",
         "failure",
         ("max_failed_episodes",),
-        ("episode/failures", "episodes"),
+        (
+            "episode/failures",
+            "episode/rewarded_failures",
+            "episodes",
+            "groups",
+            "tickets/filtered",
+            "tickets/stale_dropped",
+            "tickets/stale_requeued",
+            "tickets/failed",
+        ),
         "more than this share of the tries of episodes failed, and at least "
-        f"{MIN_FAILED_TRIES_IN_STEP}",
+        f"{MIN_FAILED_TRIES_IN_STEP}; those of tickets that were filtered out or too old count as "
+        "well",
         check_failing_agents,
     ),
     _make_bound_rule(

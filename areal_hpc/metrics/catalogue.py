@@ -82,6 +82,7 @@ CATALOGUE: tuple[Metric, ...] = (
          "largest advantage of a trained token, without its sign: at most sqrt(m) where "
          "`trainer.objective.scale_rewards` divides m numbers, without a teacher"),
         ("episodes", "", "-", "episodes of the batch"),
+        ("groups", "", "-", "tickets of the batch whose episodes these are"),
         ("reply/tokens_mean", "tokens", "steady",
          "sampled tokens of a reply: of a stretch that the model sampled without a break"),
         ("reply/tokens_p95", "tokens", "steady", "95th percentile of the same"),
@@ -222,6 +223,8 @@ CATALOGUE: tuple[Metric, ...] = (
         "events",
         ("episode/failures", "", "down",
          "tries of training episodes that raised or took too long since the row before"),
+        ("episode/rewarded_failures", "", "down",
+         "those of them that earn a reward all the same: `rollout.failed_episodes`"),
     ),
     *_build_metrics_from_rows(
         "weights",

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,15 @@ FAILURE_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
 """Events of a try that counts against its episode: outages of servers do not."""
 MAX_READ_BYTES = 16 << 20
 """Of what was appended since the last look; more than that is not read, and not counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureCounts:
+    """Tries of training episodes that raised or took too long."""
+
+    tries: int = 0
+    rewarded: int = 0
+    """Those of them that earn a reward all the same."""
 
 
 class EpisodeFailureCounter:
@@ -25,13 +35,15 @@ class EpisodeFailureCounter:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
             self._read_bytes = os.fstat(stream.fileno()).st_size
 
-    def count_new_failures(self) -> int:
+    def count_new_failures(self) -> FailureCounts:
         """Failed tries of training episodes since the last call."""
         try:
             content = self._read_appended_lines()
         except FileNotFoundError:
-            return 0
-        return sum(map(is_training_episode_failure, decode_lines(content, dict[str, Any])))
+            return FailureCounts()
+        events = decode_lines(content, dict[str, Any])
+        failures = [event for event in events if is_training_episode_failure(event)]
+        return FailureCounts(len(failures), sum("reward" in event for event in failures))
 
     def _read_appended_lines(self) -> bytes:
         """Whole lines since the last look; the last one may still be in the writing."""

@@ -345,7 +345,7 @@ class TicketRunner:
                 "ended": self._watch.ended,
             }
             if outcome.is_rewarded:
-                facts["then"] = f"it earns {outcome.reward:g}"
+                facts |= {"reward": outcome.reward, "then": f"it earns {outcome.reward:g}"}
             elif is_training and self._rollout.failed_episodes == "drop":
                 facts["then"] = "it is left out"
         self._record_ticket_event(

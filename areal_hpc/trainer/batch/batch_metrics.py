@@ -87,7 +87,7 @@ def summarize_rewards(
     between its ends nothing is best or worst. Groups vary as `objective/advantages.py` says.
     """
     if not groups or reward_range is None:
-        return {"episodes": 0}
+        return {"episodes": 0, "groups": 0}
     rewards = np.concatenate(groups)
     means = np.array([group.mean() for group in groups])
     spreads = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
@@ -99,6 +99,7 @@ def summarize_rewards(
 
     return {
         "episodes": len(rewards),
+        "groups": len(groups),
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
         "reward/min": float(rewards.min()),

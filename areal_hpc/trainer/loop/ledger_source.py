@@ -99,7 +99,9 @@ class LedgerSource(BatchSource):
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             self._ticket_counts[IDLE_CELLS_METRIC] = round(reply.idle_cell_s, 3)
-            self._ticket_counts["episode/failures"] = self._episode_failures.count_new_failures()
+            failures = self._episode_failures.count_new_failures()
+            self._ticket_counts["episode/failures"] = failures.tries
+            self._ticket_counts["episode/rewarded_failures"] = failures.rewarded
         return reply.manifest
 
     def lacks_cells_too_long(self) -> bool:

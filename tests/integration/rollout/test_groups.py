@@ -175,9 +175,9 @@ def test_a_failed_episode_is_trained_with_the_reward_that_the_recipe_gives_it(
     assert sealed(cell) == {0: [1.0], 1: [-0.5], 2: [-0.5], 3: [1.0]}
     assert len(cell.sessions) == 4, "none is repeated"
     failures = cell.events("episode_failed")
-    assert [(one["episode"], one["then"]) for one in failures] == [
-        (1, "it earns -0.5"),
-        (2, "it earns -0.5"),
+    assert [(one["episode"], one["reward"], one["then"]) for one in failures] == [
+        (1, -0.5, "it earns -0.5"),
+        (2, -0.5, "it earns -0.5"),
     ]
     assert cell.proxy.failed == [], "a row is sealed as trained or as failed, not as both"
 

@@ -12,6 +12,7 @@ from areal_hpc.recipe.sections.alerts import AlertsConfig
 CONFIG = AlertsConfig()
 HEALTHY = {
     "episodes": 256,
+    "groups": 32,
     "reward/mean": 0.5,
     "reward/standard_error": 0.02,
     "reward/min": 0.0,
@@ -152,6 +153,26 @@ def test_what_was_not_compared_and_a_few_failures_are_no_alerts() -> None:
     blind = {"logprob/compared_tokens": 0, "logprob/engine_trainer_mean_abs_diff": 0.0}
     assert find_alerts(rows(blind), CONFIG) == []
     assert find_alerts(rows({"episodes": 4, "episode/failures": 7}), CONFIG) == []
+
+
+def test_episodes_that_ended_well_in_tickets_that_were_not_trained_count_as_well() -> None:
+    many = {"episode/failures": 300}
+    for kind in ("filtered", "stale_dropped", "stale_requeued"):
+        assert find_alerts(rows({**many, f"tickets/{kind}": 16}), CONFIG) == []
+    (alert,) = find_alerts(rows({**many, "tickets/filtered": 4, "tickets/failed": 99}), CONFIG)
+    assert alert.message.startswith("300 tries of episodes failed, 288 ended well: 51% failed")
+
+
+def test_failures_that_earn_a_reward_are_no_good_ends_of_the_batch() -> None:
+    worse = {"episode/failures": 154, "episode/rewarded_failures": 154}
+    (alert,) = find_alerts(rows(worse), CONFIG)
+    assert alert.message.startswith("154 tries of episodes failed, 102 ended well: 60% failed")
+    better = {"episode/failures": 115, "episode/rewarded_failures": 115}
+    assert find_alerts(rows(better), CONFIG) == []
+    # Of pairs, 45 % of whose episodes fail, a fifth are dropped with nothing but failures.
+    pairs = {"episodes": 160, "groups": 80, "tickets/failed": 20,
+             "episode/failures": 90, "episode/rewarded_failures": 90}  # fmt: skip
+    assert find_alerts(rows(pairs), CONFIG) == []
 
 
 def test_batches_that_were_not_trained_are_passed_over() -> None:

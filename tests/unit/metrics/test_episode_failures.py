@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
+from areal_hpc.metrics.episode_failures import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.view.state.health import find_alert_if_all_episodes_failed
 
@@ -16,24 +16,25 @@ def test_new_failures_of_training_episodes_are_counted_once(tmp_path: Path) -> N
     path = tmp_path / "events.jsonl"
     append_line(path, failure())
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new_failures() == 0, "what was there before is no news"
-    for event in (failure(), failure("episode_timed_out"), failure("episode_unserved"),
-                  failure(eval_step=5), {"event": "alert"}):  # fmt: skip
+    assert counter.count_new_failures() == FailureCounts(), "what was there before is no news"
+    earning = failure("episode_timed_out", reward=-0.5)
+    for event in (failure(), earning, failure("episode_unserved"), failure(eval_step=5),
+                  {"event": "alert"}):  # fmt: skip
         append_line(path, event)
-    assert counter.count_new_failures() == 2
-    assert counter.count_new_failures() == 0
+    assert counter.count_new_failures() == FailureCounts(tries=2, rewarded=1)
+    assert counter.count_new_failures() == FailureCounts()
 
 
 def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new_failures() == 0, "there is no log yet"
+    assert counter.count_new_failures().tries == 0, "there is no log yet"
     append_line(path, failure())
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
-    assert counter.count_new_failures() == 1
+    assert counter.count_new_failures().tries == 1
     path.write_bytes(whole + whole)
-    assert counter.count_new_failures() == 1
+    assert counter.count_new_failures().tries == 1
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:

@@ -68,8 +68,8 @@ def test_best_and_worst_are_those_of_the_run_and_a_constant_reward_is_neither() 
 
 def test_an_episode_of_several_rows_counts_once_with_their_mean() -> None:
     found = summarize([row(0, 0, 1.0), row(0, 0, 0.0), row(0, 1, 0.5)])
-    assert (found["episodes"], found["groups/zero_variance"]) == (2, 1.0)
-    assert summarize([]) == {"episodes": 0}
+    assert (found["episodes"], found["groups"], found["groups/zero_variance"]) == (2, 1, 1.0)
+    assert summarize([]) == {"episodes": 0, "groups": 0}
 
 
 def test_replies_are_the_stretches_that_the_model_sampled() -> None:
