@@ -77,7 +77,7 @@ def check_learning_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
         return None
     last, first = rows[-1], rows[-streak]
     since = f"steps {first['step']} to {last['step']}"
-    equal = last.get("groups/zero_variance") or 0.0
+    equal = _get_share_of_equal_groups(last)
     alert = partial(Alert, "no_signal", step=first["step"])
     if all(map(_is_mostly_solved, rows[-wanted:])):
         return alert(
@@ -108,12 +108,18 @@ def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
         return not has_gradient or row.get("reward/std") == 0
     if "kl/teacher" in row:  # it judges every token, whatever the rewards are
         return row.get("grad_norm") == 0
-    equal = row.get("groups/zero_variance")
-    return row.get("grad_norm") == 0 or (equal is not None and equal >= config.max_zero_variance)
+    return row.get("grad_norm") == 0 or _get_share_of_equal_groups(row) >= config.max_zero_variance
+
+
+def _get_share_of_equal_groups(row: StepRow) -> float:
+    """Groups that teach nothing; where groups are compared with one another, all or none."""
+    if "groups/zero_variance" not in row:
+        return 1.0 if row.get("reward/std") == 0 and row["episodes"] > 1 else 0.0
+    return row["groups/zero_variance"] or 0.0
 
 
 def _is_mostly_solved(row: StepRow) -> bool:
-    equal, best = row.get("groups/zero_variance") or 0.0, row.get("groups/all_best") or 0.0
+    equal, best = _get_share_of_equal_groups(row), row.get("groups/all_best") or 0.0
     return equal > 0 and best >= MIN_SOLVED_SHARE * equal
 
 
@@ -309,6 +315,7 @@ RULES: tuple[AlertRule, ...] = (
         ),
         "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards "
         "(with a critic: the critic's gradient is zero too, or all episodes have equal rewards; "
+        "with a baseline over the batch, or none: all episodes have equal rewards; "
         "with a teacher rewards do not matter); "
         "only a note where rewards have varied and these groups have the best one: the tasks are "
         "solved",

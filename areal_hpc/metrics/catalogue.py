@@ -73,7 +73,8 @@ CATALOGUE: tuple[Metric, ...] = (
          "standard deviation of the groups' mean rewards / sqrt(groups)"),
         ("groups/zero_variance", "share", "down",
          "groups whose rewards vary less than `trainer.objective.min_reward_std`: they teach "
-         "nothing"),
+         "nothing. Absent with `trainer.objective.baseline` of `batch_mean` or `none`, with which "
+         "they teach as well"),
         ("groups/all_best", "share", "-",
          "groups of which every episode has the highest reward that the run has seen"),
         ("groups/all_worst", "share", "down",

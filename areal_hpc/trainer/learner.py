@@ -293,7 +293,7 @@ class Learner:
         Raises an UntrainableBatchError, as `train_batch` does.
         """
         metrics = {
-            **summarize_rewards(groups, reward_range, self._config.objective.min_reward_std),
+            **summarize_rewards(groups, reward_range, self._config.objective),
             **summarize_token_staleness(batch, self.version, self.state.forks),
         }
         untrainable = count_untrainable_tokens(batch)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.objective.advantages import compute_mean_episode_rewards
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -79,13 +80,15 @@ def extend_reward_range(
 
 
 def summarize_rewards(
-    groups: Sequence[FloatArray], reward_range: RewardRange | None, min_reward_std: float
+    groups: Sequence[FloatArray], reward_range: RewardRange | None, objective: ObjectiveConfig
 ) -> dict[str, float]:
     """Rewards of the batch, and the shares of groups that teach nothing. No rewards: no metrics.
 
     `reward_range` is the range of rewards up to and including this batch: without a difference
-    between its ends nothing is best or worst. Groups vary as `objective/advantages.py` says.
+    between its ends nothing is best or worst. Groups vary as `objective/advantages.py` says; where
+    they are compared with one another those whose rewards are equal teach as well.
     """
+    min_reward_std = objective.min_reward_std
     if not groups or reward_range is None:
         return {"episodes": 0, "groups": 0}
     rewards = np.concatenate(groups)
@@ -97,7 +100,7 @@ def summarize_rewards(
         near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
         return float(np.mean(near)) if has_varied else 0.0
 
-    return {
+    metrics = {
         "episodes": len(rewards),
         "groups": len(groups),
         "reward/mean": float(rewards.mean()),
@@ -107,10 +110,13 @@ def summarize_rewards(
         "reward/standard_error": (
             float(means.std(ddof=1) / np.sqrt(len(means))) if len(means) > 1 else 0.0
         ),
-        "groups/zero_variance": float(np.mean([spread < min_reward_std for spread in spreads])),
         "groups/all_best": compute_share_at(reward_range.highest),
         "groups/all_worst": compute_share_at(reward_range.lowest),
     }
+    if objective.baseline not in ("batch_mean", "none"):
+        equal = [spread < min_reward_std for spread in spreads]
+        metrics["groups/zero_variance"] = float(np.mean(equal))
+    return metrics
 
 
 # Replies -----------------------------------------------------------------------------------------

@@ -83,6 +83,21 @@ def test_three_steps_that_teach_nothing_are_a_failure_unless_the_tasks_are_solve
     assert told(find_alerts(rows(*changes), CONFIG)) == expected
 
 
+def test_equal_groups_that_are_compared_with_one_another_teach() -> None:
+    def compared(**changes: Any) -> list[dict[str, Any]]:
+        history = rows(*[{"reward/std": 0.4, "groups/all_best": 0.5, **changes}] * 3)
+        return [{k: v for k, v in row.items() if k != "groups/zero_variance"} for row in history]
+
+    assert find_alerts(compared(), CONFIG) == []
+    assert told(find_alerts(compared(grad_norm=0.0), CONFIG)) == [("no_signal", "failure", 1)]
+    assert find_alerts(compared(**{"reward/std": 0.0, "episodes": 1}), CONFIG) == []
+    equal = {"reward/std": 0.0, "groups/all_best": 0.0}
+    (constant,) = find_alerts(compared(**equal), CONFIG)
+    assert constant.message.startswith("steps 1 to 3 taught nothing: 100% of groups have equal")
+    solved = {"reward/std": 0.0, "groups/all_best": 1.0}
+    assert told(find_alerts(compared(**solved), CONFIG)) == [("no_signal", "note", 1)]
+
+
 def test_the_message_says_what_was_seen_and_what_to_try() -> None:
     (constant,) = find_alerts(rows(*[CONSTANT] * 3), CONFIG)
     assert constant.message.startswith("steps 1 to 3 taught nothing: 100% of groups have equal")

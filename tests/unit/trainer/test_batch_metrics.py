@@ -1,8 +1,11 @@
 """What a batch's rows say of its rewards, groups and replies."""
 
+from typing import Literal
+
 import numpy as np
 import pytest
 
+from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.batch.batch_metrics import (
     REPETITION_WINDOW_TOKENS,
@@ -12,9 +15,11 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_replies,
     summarize_rewards,
 )
+from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, build_rows
 from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
-MIN_STD = 1e-4
+DEFAULT_OBJECTIVE = ObjectiveConfig()
 
 
 def row(ticket: int, episode: int, reward: float, mask: str = "011") -> TrajectoryRow:
@@ -40,9 +45,13 @@ def groups(*rewards: list[float]) -> list[TrajectoryRow]:
     ]
 
 
-def summarize(batch: list[TrajectoryRow], seen: RewardRange | None = None) -> dict[str, float]:
+def summarize(
+    batch: list[TrajectoryRow],
+    seen: RewardRange | None = None,
+    objective: ObjectiveConfig = DEFAULT_OBJECTIVE,
+) -> dict[str, float]:
     found = group_episode_rewards(batch)
-    return summarize_rewards(found, extend_reward_range(seen, found), MIN_STD)
+    return summarize_rewards(found, extend_reward_range(seen, found), objective)
 
 
 def test_groups_that_teach_nothing_are_told_by_where_they_stand() -> None:
@@ -64,6 +73,20 @@ def test_best_and_worst_are_those_of_the_run_and_a_constant_reward_is_neither() 
     assert (later["groups/all_best"], later["groups/all_worst"]) == (0.0, 1.0)
     assert extend_reward_range(RewardRange(0.0, 1.0), [np.array([2.0])]) == RewardRange(0.0, 2.0)
     assert extend_reward_range(None, []) is None
+
+
+@pytest.mark.parametrize("baseline", ["batch_mean", "none"])
+def test_groups_that_are_compared_with_one_another_teach_though_each_has_equal_rewards(
+    baseline: Literal["batch_mean", "none"],
+) -> None:
+    objective = ObjectiveConfig(baseline=baseline, scale_rewards="batch")
+    single = groups([1], [0], [0])
+    found = summarize(single, objective=objective)
+    assert (found["episodes"], found["groups"]) == (3, 3)
+    assert "groups/zero_variance" not in found
+    advantages = [built.channels[ADVANTAGE_CHANNEL] for built in build_rows(
+        single, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)]  # fmt: skip
+    assert any(one.any() for one in advantages)
 
 
 def test_an_episode_of_several_rows_counts_once_with_their_mean() -> None:
