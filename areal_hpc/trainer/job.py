@@ -24,6 +24,7 @@ from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.generations import claim_next_number, make_generation_check
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
+from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.rundir.telemetry.events import EventLog
@@ -124,7 +125,8 @@ def _open_generation_and_make_coordinator(
         paths.metrics, paths.board_run_dir, version.step, job.schedule.total_steps
     )
     register_samples(lambda: build_samples("areal_hpc_trainer", metrics.newest_line))
-    alerts = AlertReporter(job.alerts, paths, events)
+    reopened: FlatRow = {"step": version.step, **metrics.reopened} if metrics.reopened else {}
+    alerts = AlertReporter(job.alerts, paths, events, reopened)
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_new_alerts
     )

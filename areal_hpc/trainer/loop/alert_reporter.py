@@ -11,7 +11,11 @@ from collections import deque
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.alerts import AlertTracker, count_judged_rows
+from areal_hpc.metrics.alerts import (
+    STEPS_BEFORE_REPEATED_ALERT,
+    AlertTracker,
+    count_judged_rows,
+)
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.jsonl import FlatRow
@@ -30,10 +34,17 @@ VARIABLE_PREFIX = "AREAL_HPC_ALERT_"
 class AlertReporter:
     """Judges the run after each step, and tells every alert once.
 
-    Alerts that the run had before this start of the trainer are not told again.
+    Alerts that the run had before this start of the trainer are not told again. `reopened` is a
+    row that was told of then and will be reported once more.
     """
 
-    def __init__(self, config: AlertsConfig, paths: RunPaths, events: EventLog) -> None:
+    def __init__(
+        self,
+        config: AlertsConfig,
+        paths: RunPaths,
+        events: EventLog,
+        reopened: FlatRow | None = None,
+    ) -> None:
         self._command = list(config.command)
         self._run_dir = str(paths.root)
         self._events = events
@@ -41,7 +52,9 @@ class AlertReporter:
             read_metrics(paths.metrics), maxlen=count_judged_rows(config)
         )
         self._tracker = AlertTracker(config)
-        self._tracker.find_new_alerts([*self._rows])
+        known = [*self._rows, *([reopened] if reopened else [])]
+        for judged in range(max(0, len(known) - STEPS_BEFORE_REPEATED_ALERT), len(known)):
+            self._tracker.find_new_alerts(known[: judged + 1])
 
     def report_new_alerts(self, row: FlatRow) -> None:
         """Judge the run by another row of metrics, that of its newest step."""
