@@ -88,8 +88,9 @@ class MetricsWriter:
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
         self._held: list[tuple[int, FlatRow]] | None = None
+        self._newest_step = -1
         self.newest_line: FlatRow = {}
-        """The line that this process wrote last."""
+        """The newest step of which this process wrote a line, with what it knows beside."""
 
     def write(self, step: int, values: FlatRow) -> None:
         """Append a line of one step, or keep it for later after `hold_back_lines`.
@@ -99,7 +100,8 @@ class MetricsWriter:
         if self._held is not None:
             self._held.append((step, values))
             return
-        self.newest_line = line = {"step": step, **replace_non_finite_by_none(values)}
+        line: FlatRow = {"step": step, **replace_non_finite_by_none(values)}
+        self._keep_newest_line(step, line)
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:
@@ -107,6 +109,13 @@ class MetricsWriter:
                 if isinstance(value, int | float):
                     self._board.add_scalar(format_tensorboard_tag(name), value, step)
             self._board.flush()
+
+    def _keep_newest_line(self, step: int, line: FlatRow) -> None:
+        """Put what a late evaluation says of an earlier step beside the newest step's numbers."""
+        if step > self._newest_step:
+            self._newest_step, self.newest_line = step, line
+        else:
+            self.newest_line = {**self.newest_line, **line, "step": self._newest_step}
 
     def hold_back_lines(self) -> None:
         """Keep lines back: they follow a checkpoint that is not durable yet."""
