@@ -81,7 +81,9 @@ class WriterClient:
         if self._request is None:
             return True
         assert self._process.stdout is not None
-        if not select.select([self._process.stdout], [], [], timeout_s)[0]:
+        replies = select.poll()  # select() refuses descriptors from 1024 on, which many ranks need
+        replies.register(self._process.stdout, select.POLLIN)
+        if not replies.poll(timeout_s * 1000):
             return False
         line = self._process.stdout.readline()
         if not line.endswith(b"\n"):
