@@ -69,8 +69,10 @@ class LedgerSource(BatchSource):
         self._episode_failures = episode_failures
         self._async_evaluation = async_evaluation
         self._idle_timeout_s = idle_timeout_s
-        self._found_at = self._missed_at = time.monotonic()
-        """When a replica was found last."""
+        self._looked_at = self._missed_at = time.monotonic()
+        """When replicas were looked for last, and when it was last told that none is there."""
+        self._missing_since: float | None = None
+        """The first look that found none; None if the last one found some."""
         self._is_cell_missing = False
         """The event log says so."""
         self._logged_at = float("-inf")
@@ -105,8 +107,12 @@ class LedgerSource(BatchSource):
         return reply.manifest
 
     def lacks_cells_too_long(self) -> bool:
-        """No cell has been there for so long that the job's nodes are better given back."""
-        return time.monotonic() - self._found_at > self._idle_timeout_s
+        """No cell has been there for so long that the job's nodes are better given back.
+
+        What is known is of the last look: nobody looks during a step, however long it takes.
+        """
+        since = self._missing_since
+        return since is not None and self._looked_at - since > self._idle_timeout_s
 
     # Replicas --------------------------------------------------------------------------------
 
@@ -136,18 +142,8 @@ class LedgerSource(BatchSource):
             return False
         with self._record.timer.time_phase("publish"):
             outdated = self._publisher.discover_outdated_replicas(self._record.version)
-        now = time.monotonic()
-        if self._publisher.replica_count:
-            if self._is_cell_missing:
-                self._record_event(CELL_FOUND_EVENT, waited_s=round(now - self._found_at, 1))
-            self._found_at = self._missed_at = now
-            self._is_cell_missing = False
-        elif now - self._missed_at > NO_CELL_LOG_PERIOD_S:
-            self._missed_at = now
-            if not self._is_cell_missing:
-                self._record_event(NO_CELL_EVENT, waited_s=round(now - self._found_at, 1))
-            self._is_cell_missing = True
-            logger.info("no cell is there; waiting for one for %.0f s", now - self._found_at)
+        now = self._looked_at = time.monotonic()
+        self._note_missing_cells(now)
         self._targets = self._backoff.filter_retryable(outdated, now)
         if not self._targets and not self._is_served:
             self._targets = self._backoff.filter_retryable(outdated, now, is_urgent=True)
@@ -155,6 +151,22 @@ class LedgerSource(BatchSource):
         if self._async_evaluation:
             self._poll_async_evaluation(self._async_evaluation)
         return bool(self._targets)
+
+    def _note_missing_cells(self, now: float) -> None:
+        """Keep since when no look has found a replica, and tell of it now and then."""
+        if self._missing_since is None:
+            self._missing_since = self._missed_at = now
+        waited_s = now - self._missing_since
+        if self._publisher.replica_count:
+            if self._is_cell_missing:
+                self._record_event(CELL_FOUND_EVENT, waited_s=round(waited_s, 1))
+            self._missing_since, self._is_cell_missing = None, False
+        elif now - self._missed_at > NO_CELL_LOG_PERIOD_S:
+            self._missed_at = now
+            if not self._is_cell_missing:
+                self._record_event(NO_CELL_EVENT, waited_s=round(waited_s, 1))
+            self._is_cell_missing = True
+            logger.info("no cell is there; waiting for one for %.0f s", waited_s)
 
     def _target_evaluation_replicas_lacking_weights(
         self, evaluation: AsyncEvaluationTracker

@@ -43,6 +43,7 @@ from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
+from areal_hpc.wire.replicas import ReplicaList, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.environments import CHECKOUT
 
@@ -55,8 +56,10 @@ class Ledger(http.server.BaseHTTPRequestHandler):
     """Has every batch at once."""
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["content-length"]))
-        content = msgspec.json.encode(self.reply(body))
+        self.answer(self.reply(self.rfile.read(int(self.headers["content-length"]))))
+
+    def answer(self, message: object) -> None:
+        content = msgspec.json.encode(message)
         self.send_response(200)
         self.send_header("content-length", str(len(content)))
         self.end_headers()
@@ -72,13 +75,22 @@ class Ledger(http.server.BaseHTTPRequestHandler):
         """Nothing on standard error."""
 
 
-def start_ledger(stack: ExitStack, directory: Path, handler: type[Ledger] = Ledger) -> None:
+class CellThatStarts(Ledger):
+    """A cell's control proxy, whose replica is not ready yet."""
+
+    def do_GET(self) -> None:
+        self.answer(ReplicaList("cell-0", [ReplicaView(0, 1, "starting", "")]))
+
+
+def start_ledger(
+    stack: ExitStack, directory: Path, handler: type[Ledger] = Ledger, service: str = "ledger"
+) -> None:
     server = stack.enter_context(http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler))
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
     stack.callback(thread.join)
     stack.callback(server.shutdown)
-    rendezvous.publish_endpoint(directory, "ledger", f"http://127.0.0.1:{server.server_address[1]}")
+    rendezvous.publish_endpoint(directory, service, f"http://127.0.0.1:{server.server_address[1]}")
 
 
 def start_relay(
@@ -152,6 +164,18 @@ def test_a_trainer_without_cells_gives_its_nodes_back(stack: ExitStack, tmp_path
     coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=2.0)
     with pytest.raises(IdleError, match="no cell has been there"):
         train(coordinator, 1)
+
+
+def test_a_step_that_takes_longer_than_a_cell_may_be_missing_is_no_reason_to_give_nodes_back(
+    stack: ExitStack, tmp_path: Path
+) -> None:
+    start_ledger(stack, tmp_path, CellThatStarts, "control-cell-0")
+    coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=0.5)
+    assert coordinator.next_command() == WaitCommand(), (
+        "its replica is there, and takes nothing yet"
+    )
+    time.sleep(1.0)
+    assert coordinator.next_command() == WaitCommand()
 
 
 class EmptySource(BatchSource):
