@@ -115,7 +115,8 @@ def _get_share_of_equal_groups(row: StepRow) -> float:
     """Groups that teach nothing; where groups are compared with one another, all or none."""
     if "groups/zero_variance" not in row:
         return 1.0 if row.get("reward/std") == 0 and row["episodes"] > 1 else 0.0
-    return row["groups/zero_variance"] or 0.0
+    share: float = row["groups/zero_variance"] or 0.0
+    return share
 
 
 def _is_mostly_solved(row: StepRow) -> bool:
@@ -229,7 +230,8 @@ def _estimate_good_ends(row: StepRow) -> float:
     others = sum(row.get(f"tickets/{kind}") or 0 for kind in kinds)
     episodes: float = row["episodes"]
     per_ticket = episodes / row["groups"] if row.get("groups") else 0.0
-    return max(0.0, episodes + others * per_ticket - rewarded)
+    ended_well: float = episodes + others * per_ticket - rewarded
+    return max(0.0, ended_well)
 
 
 # Notes -------------------------------------------------------------------------------------------

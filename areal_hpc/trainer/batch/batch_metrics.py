@@ -100,7 +100,7 @@ def summarize_rewards(
         near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
         return float(np.mean(near)) if has_varied else 0.0
 
-    metrics = {
+    metrics: dict[str, float] = {
         "episodes": len(rewards),
         "groups": len(groups),
         "reward/mean": float(rewards.mean()),

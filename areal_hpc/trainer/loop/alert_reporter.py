@@ -52,7 +52,7 @@ class AlertReporter:
             read_metrics(paths.metrics), maxlen=count_judged_rows(config)
         )
         self._tracker = AlertTracker(config)
-        known = [*self._rows, *([reopened] if reopened else [])]
+        known: list[FlatRow] = [*self._rows, *([reopened] if reopened else [])]
         for judged in range(max(0, len(known) - STEPS_BEFORE_REPEATED_ALERT), len(known)):
             self._tracker.find_new_alerts(known[: judged + 1])
 

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import FlatRow, read_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.alert_reporter import AlertReporter
@@ -18,7 +18,7 @@ CUT = {"reply/cut_fraction": 0.5}
 def start(paths: RunPaths, resume_step: int) -> tuple[MetricsWriter, AlertReporter]:
     """What a start of the trainer that goes on after `resume_step` makes."""
     metrics = MetricsWriter(paths.metrics, None, resume_step)
-    reopened = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
+    reopened: FlatRow = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
     events = EventLog(paths.events, "trainer")
     return metrics, AlertReporter(AlertsConfig(), paths, events, reopened)
 
