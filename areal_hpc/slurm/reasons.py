@@ -131,6 +131,17 @@ def explain_reason(text: str) -> PendingReason:
     A reason may carry more, after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in
     brackets, which is kept. One that is not known is passed on as it is.
     """
+_HELD_BY_USER_SPELLINGS = frozenset(
+    map(_normalize_spelling, ("JobHeldUser", "job requeued in held state"))
+)
+"""Of jobs that were submitted held, and of those that hold themselves (`scontrol requeuehold`)."""
+
+
+def is_held_by_user(reason: str) -> bool:
+    """True of the reason of a job that waits for its user to release it."""
+    return _normalize_spelling(reason) in _HELD_BY_USER_SPELLINGS
+
+
     name, _, rest = text.strip().strip("()").partition(",")
     spelled = _normalize_spelling(name)
     families = (

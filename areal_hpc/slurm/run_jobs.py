@@ -18,12 +18,12 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
 from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
+from areal_hpc.slurm.reasons import is_held_by_user
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.submission import SUCCESSOR_COMMENT_PREFIX
 
 _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
 _SUCCESSOR_PATTERN = re.compile(rf" {SUCCESSOR_COMMENT_PREFIX}([0-9]+) token=[0-9a-f]{{8}}$")
-HELD_BY_USER_REASON = "JobHeldUser"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +38,7 @@ class LiveJob:
     def is_held(self) -> bool:
         """True if it waits to be released by its user."""
         is_waiting = self.queued.state.phase is JobPhase.WAITING
-        return is_waiting and self.queued.reason == HELD_BY_USER_REASON
+        return is_waiting and is_held_by_user(self.queued.reason)
 
 
 def get_experiment_label(paths: RunPaths) -> str:

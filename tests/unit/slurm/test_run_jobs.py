@@ -1,0 +1,33 @@
+"""Jobs of a run as squeue has them: which of them wait for their user."""
+
+from pathlib import Path
+
+import pytest
+
+from areal_hpc.rundir.jobs import Submission, record_submission
+from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.slurm.run_jobs import list_live_jobs
+from tests.support.scripted_slurm import ScriptedSlurm
+
+
+@pytest.mark.parametrize(
+    ("state", "reason", "is_held"),
+    [
+        ("PENDING", "JobHeldUser", True),
+        ("PENDING", "job requeued in held state", True),
+        ("REQUEUE_HOLD", "job_requeued_in_held_state", True),
+        ("PENDING", "JobHeldAdmin", False),
+        ("PENDING", "Priority", False),
+        ("RUNNING", "None", False),
+    ],
+)
+def test_a_job_that_held_itself_waits_for_its_user_as_one_that_was_submitted_held_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, reason: str, is_held: bool
+) -> None:
+    paths = RunPaths(tmp_path / "quickstart" / "one")
+    record_submission(paths.submissions, Submission("trainer", "7", 1, 0.0, ""))
+    slurm = ScriptedSlurm(tmp_path, monkeypatch)
+    row = f"7|{state}|{reason}||N/A|N/A|0|0|quickstart-one-trainer.01234567||"
+    slurm.answer("squeue", f'case "$*" in *--jobs=7) echo "{row}";; esac')
+    (job,) = list_live_jobs(paths)
+    assert job.is_held == is_held
