@@ -286,6 +286,8 @@ class ArrayMembership(Struct, frozen=True):
     job_name: str
     """The array's, before the token."""
     index: int
+    token: str = ""
+    """The array's: another sweep of the same recipe has arrays of the same names."""
 
 
 def get_array_index(job_id: str) -> str:

@@ -114,8 +114,8 @@ def _build_record_if_of_run(
         own = (
             one
             for one, member in memberships.items()
-            if member.job_name == full_name
-            and index == str(member.index)
+            if token
+            and (member.job_name, member.token, str(member.index)) == (full_name, token[1], index)
             and f"{job.comment} ".startswith(f"{member.sweep_dir} ")
         )
         if (name := next(own, "")) == "":

@@ -222,7 +222,8 @@ def submit_held_job(
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     job = write_job_files(request, launch, entry)
-    return _submit_held(request, job.script, report_outage)
+    identity = JobIdentity.create(request.name, request.comment)
+    return _submit_held(request, job.script, report_outage, identity)
 
 
 def submit_held_successor(
@@ -239,7 +240,8 @@ def submit_held_successor(
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     options = build_options_to_start_after_failure(awaited_job_ids, request.dependency)
-    return _submit_held(request, script, report_outage, options, successor_number)
+    identity = JobIdentity.create(request.name, request.comment, successor_number)
+    return _submit_held(request, script, report_outage, identity, options)
 
 
 def submit_held_array(
@@ -260,12 +262,14 @@ def submit_held_array(
     """
     pairs = zip(single_requests, launches, strict=True)
     jobs = [write_job_files(request, launch, entry) for request, launch in pairs]
+    identity = JobIdentity.create(array.name, array.comment)
     for index, job in enumerate(jobs):
-        write_array_membership(job, ArrayMembership(str(array.run_dir), array.name, index))
+        place = ArrayMembership(str(array.run_dir), array.name, index, identity.token)
+        write_array_membership(job, place)
     array.folder.mkdir(parents=True, exist_ok=True)
     script = JobPaths(array.folder.parent).script
     script.write_text(render_script(array, len(jobs)))
-    submitted = _submit_held(array, script, report_outage)
+    submitted = _submit_held(array, script, report_outage, identity)
     members = [f"{submitted.job_id}_{index}" for index in range(len(jobs))]
     return [SubmittedJob(member, submitted.token) for member in members]
 
@@ -280,10 +284,9 @@ def _submit_held(
     request: JobRequest,
     script: Path,
     report_outage: Callable[[str], None],
+    identity: JobIdentity,
     options: Sequence[str] = (),
-    successor: int = 0,
 ) -> SubmittedJob:
-    identity = JobIdentity.create(request.name, request.comment, successor)
     options = ["--hold", *options]
     try:
         job_id = submit_script(script, identity, options, report_outage=report_outage)
@@ -301,7 +304,7 @@ def _submit_held(
     except SlurmCommandError as error:
         raise _build_refusal_error(request, error) from error
     fault_point("submit.before_record")
-    return SubmittedJob(job_id, identity.token, successor)
+    return SubmittedJob(job_id, identity.token, identity.successor)
 
 
 _TEMPORARY_REFUSAL_MESSAGES = ("submit limit", "maxjobcount", "try again", "temporarily")
