@@ -108,16 +108,22 @@ _REASON_BY_SPELLING = {
 }
 
 _REASON_BY_PATTERN = {
-    r"nodesrequiredforjobaredown": (
+    r"nodesrequiredforjobaredown": PendingReason(
         "nodes that it needs are down, drained or reserved",
         "sinfo -R says why",
     ),
-    r"burstbuffer": ("the burst buffer is not ready", _WAIT_HINT),
-    r"(qos|assoc|association).*(grp|group)|^grp": (
+    r"burstbuffer": PendingReason("the burst buffer is not ready", _WAIT_HINT),
+    r"(qos|assoc|association).*(grp|group)|^grp": PendingReason(
         "your group uses all that its account or QOS may",
         "wait for its other jobs, or ask for less",
     ),
-    r"max.*(per(job|node|user|account)?|limit)|limit$": (
+    # By itself, so that no end of another job helps.
+    r"max.*per(job|node)|maxmemperlimit|^qosmin": PendingReason(
+        "it asks for more, or less, than its account, QOS or partition lets one job have",
+        "ask for what it may have (sacctmgr show qos lists the limits), or for another QOS",
+        needs_action=True,
+    ),
+    r"max.*(per(user|account)?|limit)|limit$": PendingReason(
         "it would exceed a limit of its user, account, QOS or partition",
         "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
     ),
@@ -125,12 +131,6 @@ _REASON_BY_PATTERN = {
 """Forms of many reasons that share a sentence."""
 
 
-def explain_reason(text: str) -> PendingReason:
-    """Explanation of the reason that Slurm gives for a waiting job.
-
-    A reason may carry more, after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in
-    brackets, which is kept. One that is not known is passed on as it is.
-    """
 _HELD_BY_USER_SPELLINGS = frozenset(
     map(_normalize_spelling, ("JobHeldUser", "job requeued in held state"))
 )
@@ -142,13 +142,15 @@ def is_held_by_user(reason: str) -> bool:
     return _normalize_spelling(reason) in _HELD_BY_USER_SPELLINGS
 
 
+def explain_reason(text: str) -> PendingReason:
+    """Explanation of the reason that Slurm gives for a waiting job.
+
+    A reason may carry more, after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in
+    brackets, which is kept. One that is not known is passed on as it is.
+    """
     name, _, rest = text.strip().strip("()").partition(",")
     spelled = _normalize_spelling(name)
-    families = (
-        PendingReason(*reason)
-        for form, reason in _REASON_BY_PATTERN.items()
-        if re.search(form, spelled)
-    )
+    families = (reason for form, reason in _REASON_BY_PATTERN.items() if re.search(form, spelled))
     found = _REASON_BY_SPELLING.get(spelled) or next(families, None)
     if found is None:
         return PendingReason(

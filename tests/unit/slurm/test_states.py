@@ -63,7 +63,12 @@ def test_only_what_is_over_without_success_is_a_failure() -> None:
         ("ReqNodeNotAvail, UnavailableNodes:n07", "nodes that it needs are down"),
         ("Nodes required for job are DOWN, DRAINED or reserved", "nodes that it needs are down"),
         ("QOSMaxJobsPerUserLimit", "it would exceed a limit"),
-        ("MaxMemPerLimit", "it would exceed a limit"),
+        ("QOSMaxCpuPerUserLimit", "it would exceed a limit"),
+        ("MaxMemPerLimit", "it asks for more, or less, than"),
+        ("QOSMaxWallDurationPerJobLimit", "it asks for more, or less, than"),
+        ("AssocMaxNodePerJobLimit", "it asks for more, or less, than"),
+        ("QOSMaxGRESPerNode", "it asks for more, or less, than"),
+        ("QOSMinGRES", "it asks for more, or less, than"),
         ("QOSGrpGRES", "your group uses all"),
         ("AssocGrpCpuLimit", "your group uses all"),
         ("MoonIsFull", "Slurm's reason is MoonIsFull"),
@@ -76,8 +81,15 @@ def test_reasons_are_said_in_words(printed: str, begins: str) -> None:
 
 def test_what_follows_a_reason_is_kept_and_what_needs_somebody_is_marked() -> None:
     assert "UnavailableNodes:n07" in explain_reason("ReqNodeNotAvail, UnavailableNodes:n07").meaning
-    found = {name: explain_reason(name).needs_action for name in ("JobHeldUser", "Priority")}
-    assert found == {"JobHeldUser": True, "Priority": False}
+    needs_action = {
+        "JobHeldUser": True,
+        "Priority": False,
+        "QOSMaxWallDurationPerJobLimit": True,
+        "MaxMemPerLimit": True,
+        "QOSMaxJobsPerUserLimit": False,
+        "AssocGrpNodeLimit": False,
+    }
+    assert {name: explain_reason(name).needs_action for name in needs_action} == needs_action
 
 
 @given(st.text(max_size=60))
