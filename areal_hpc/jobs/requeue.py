@@ -213,15 +213,40 @@ def _request_restart(
                 _exclude_from(successor.job_id, excluded)
             return "left to successor"
         log.warning("%s; its script is submitted again", refusal)
-        timeout_s = give_up_at - time.monotonic()
-        number = resubmit_after_end(slurm, launch.job.name, job_id, excluded, timeout_s=timeout_s)
-        _try_command_and_log_failures(lambda: redirect_dependents_to_new_id(number))
-        return "resubmitted"
+        return _resubmit(launch, slurm, job_id, excluded, give_up_at, decision)
     if excluded != facts.excluded_nodes:
         # Not before: Slurm changes this of waiting jobs alone. Not too late: a requeued job waits
         # until its old credential has expired.
         _exclude_from(job_id, excluded)
     return "requeued"
+
+
+def _resubmit(
+    launch: LaunchFile,
+    slurm: SlurmLaunchInfo,
+    job_id: str,
+    excluded_nodes: str,
+    give_up_at: float,
+    decision: RestartDecision,
+) -> RequeueResult:
+    """Submit the script again, held where the job itself would have been."""
+    number = resubmit_after_end(
+        slurm,
+        launch.job.name,
+        job_id,
+        excluded_nodes,
+        timeout_s=give_up_at - time.monotonic(),
+        hold=decision in ("hold", "hold_for_user"),
+    )
+    _try_command_and_log_failures(lambda: redirect_dependents_to_new_id(number))
+    if decision == "hold_for_user":
+        return "held for user"
+    if decision != "hold":
+        return "resubmitted"
+    if _note_hold(launch.paths, number.job_id):
+        return "held"
+    _try_command_and_log_failures(lambda: scontrol.control_job("release", number.job_id))
+    return "resubmitted"
 
 
 def _build_exclude_list_or_keep(slurm: SlurmLaunchInfo, already_excluded: str) -> str:
@@ -243,6 +268,18 @@ def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
 
     Noted first: a job that is held and not on the list would be held for good.
     """
+    if not _note_hold(job, job_id):
+        return False
+    try:
+        scontrol.control_job("requeuehold", job_id)
+    except (SlurmCommandError, SlurmNotFoundError):
+        job.hold_note.unlink()
+        raise  # not so after silence: slurmctld may have held the job all the same
+    return True
+
+
+def _note_hold(job: JobPaths, job_id: str) -> bool:
+    """Put a job on the list of those that are to be released; False if the storage refused."""
     note = job.hold_note
     try:
         note.parent.mkdir(exist_ok=True)
@@ -250,11 +287,6 @@ def _requeue_held_and_note_it(job: JobPaths, job_id: str) -> bool:
     except OSError as error:
         log.error("the job is not held, as that cannot be noted: %s", error)
         return False
-    try:
-        scontrol.control_job("requeuehold", job_id)
-    except (SlurmCommandError, SlurmNotFoundError):
-        note.unlink()
-        raise  # not so after silence: slurmctld may have held the job all the same
     return True
 
 

@@ -39,7 +39,13 @@ class JobIdChange:
 
 
 def resubmit_after_end(
-    slurm: SlurmLaunchInfo, job: str, job_id: str, excluded_nodes: str, *, timeout_s: float
+    slurm: SlurmLaunchInfo,
+    job: str,
+    job_id: str,
+    excluded_nodes: str,
+    *,
+    timeout_s: float,
+    hold: bool = False,
 ) -> JobIdChange:
     """Submit the script of a job that runs, to start when this one has ended.
 
@@ -48,13 +54,14 @@ def resubmit_after_end(
 
     `job` is its name within the run, `job_id` the number of this start; `excluded_nodes` are those
     that it must not get, in Slurm's notation. A slurmctld that is silent is waited for `timeout_s`.
+    With `hold` it starts only once it is released, too.
     """
     before = get_latest_submissions(read_submissions(Path(slurm.submissions))).get(job)
     # What the script depends on has been met; but this job must be over.
     options = [f"--dependency=afterany:{job_id}"]
     if excluded_nodes:
         options.append(f"--exclude={excluded_nodes}")
-    new_id = submit_again(slurm, job, options, timeout_s=timeout_s)
+    new_id = submit_again(slurm, job, options, timeout_s=timeout_s, hold=hold)
     return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
 
 

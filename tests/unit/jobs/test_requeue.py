@@ -6,12 +6,13 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs.requeue import (
+    RequeueResult,
     StartProgressTracker,
     build_exclude_list,
     release_jobs_held_while_idle,
     requeue_or_resubmit,
 )
-from areal_hpc.jobs.restart_policy import FailureCounts
+from areal_hpc.jobs.restart_policy import FailureCounts, RestartDecision
 from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
     ExcludedNode,
@@ -30,6 +31,7 @@ from tests.support.slurm_launch import build_slurm_launch_info
 
 HOLD_UNHEARD = "requeuehold) echo PENDING > $STATE; echo Socket timed out >&2; exit 1"
 HOLD_REFUSED = "requeuehold) echo Job is no longer pending >&2; exit 1"
+DECISIONS: tuple[RestartDecision, ...] = ("restart", "hold_for_user", "hold")
 RELEASE = "release) echo RUNNING > $STATE"
 RELEASE_REFUSED = "release) echo Invalid job id specified >&2; exit 1"
 
@@ -76,6 +78,41 @@ def test_a_job_that_slurm_does_not_hold_is_on_no_list(
     assert requeue_or_resubmit(launch, give_up_at, "hold", told.append) == "not requeued"
     assert "no room" in told[0]
     assert list_held(paths) == []
+
+
+def submit_again_instead(
+    slurm: ScriptedSlurm, launch: LaunchFile, decision: RestartDecision
+) -> RequeueResult:
+    """End a job that may not be requeued; its script becomes job 9."""
+    refused = "requeue*) echo Requested operation is presently disabled >&2; exit 1"
+    slurm.answer_about_jobs(refused, "release) echo RUNNING > $STATE")
+    slurm.answer("sbatch", "echo 9")
+    slurm.answer("squeue", "true")
+    return requeue_or_resubmit(launch, time.monotonic() + 60.0, decision)
+
+
+def test_a_job_that_may_not_be_requeued_is_submitted_again_held_where_it_is_to_be_held(
+    slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
+) -> None:
+    found = {one: submit_again_instead(slurm, launch, one) for one in DECISIONS}
+    assert found == {
+        "restart": "resubmitted",
+        "hold_for_user": "held for user",
+        "hold": "held",
+    }
+    assert ["--hold" in call for call in slurm.list_calls("sbatch")] == [False, True, True]
+    assert list_held(paths) == ["trainer"]
+    slurm.state = "PENDING"
+    assert release_jobs_held_while_idle(paths.jobs_dir) == ["trainer"]
+    assert slurm.list_calls("scontrol release") == ["scontrol release 9"]
+
+
+def test_a_job_that_cannot_be_noted_as_held_is_not_left_held(
+    slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
+) -> None:
+    paths.job("trainer").hold_note.mkdir(parents=True)  # a folder takes no file's place
+    assert submit_again_instead(slurm, launch, "hold") == "resubmitted"
+    assert slurm.list_calls("scontrol release") == ["scontrol release 9"]
 
 
 def test_a_note_in_the_writing_and_one_that_goes_leave_the_other_held_jobs_their_release(
