@@ -4,6 +4,7 @@ What it finds is either the node's fault, and then the job goes elsewhere, or co
 alike, and then going elsewhere would not help.
 """
 
+import contextlib
 import errno
 import os
 import shutil
@@ -17,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
+from areal_hpc.jobs.node.gpus import parse_visible_device_ids
 
 MAX_CLOCK_SKEW_S = 30.0
 """Clocks may differ by this: leases and time limits are compared across nodes."""
@@ -50,7 +52,7 @@ def probe_node(
         *_find_clock_problems_by_storage(job_dir),
         *(_find_first_node_reachability_problems(first_address) if first_address else ()),
     ]
-    asked = [name for name in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    asked = list(parse_visible_device_ids(environ) or ())
     if asked and shutil.which("nvidia-smi"):  # other makes of GPU have other tools
         findings += compare_gpus_with_driver(asked, *query_gpu_errors())
     return findings
@@ -121,14 +123,21 @@ def _find_free_space_problems(
 
 
 def _find_clock_problems_by_storage(folder: Path) -> list[NodeProblem]:
-    """Compare this node's clock with the shared storage's."""
+    """Compare this node's clock with the shared storage's, which may take long to answer."""
     try:
+        before = time.time()
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".probe-") as file:
             written_at = os.fstat(file.fileno()).st_mtime
+            after = time.time()
     except OSError as error:
         reason = f"{folder} cannot be written: {error.strerror}"
         return [NodeProblem(reason, is_fault_of_node=not is_fault_of_storage(error))]
-    return find_clock_skew_problems(time.time() - written_at, folder)
+    return find_clock_skew_problems(compute_clock_skew_s(before, written_at, after), folder)
+
+
+def compute_clock_skew_s(before: float, written_at: float, after: float) -> float:
+    """Least difference that explains the time of a file made between two looks at a clock. Pure."""
+    return max(0.0, before - written_at) + min(0.0, after - written_at)
 
 
 def is_fault_of_storage(error: Exception) -> bool:
@@ -189,5 +198,5 @@ class ReachabilityServer:
                     connection, _ = self._listener.accept()
                 except TimeoutError:
                     return
-                with connection:
+                with connection, contextlib.suppress(OSError):  # it hung up: others still come
                     connection.sendall(_GREETING)
