@@ -25,6 +25,8 @@ from areal_hpc.rundir.paths import get_process_error_path
 
 _MAX_REPLY_BYTES = 4096
 _POLL_S = 0.05
+_LOG_TAIL_BYTES = 64 * 1024
+"""Read of the log of a process that said nothing else of its end: an agent may have written GBs."""
 _KILL_TIMEOUT_S = 30.0
 """Longest that the end of a killed process is waited for: devices may have to be left first."""
 
@@ -226,8 +228,10 @@ class ManagedProcess:
         left = get_process_error_path(self.config_path)
         if left.exists():
             return left.read_text()
-        lines = self.log_path.read_text(errors="replace").splitlines()
-        return "\n".join(lines[-12:])
+        with self.log_path.open("rb") as stream:
+            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
+            tail = stream.read(_LOG_TAIL_BYTES)
+        return "\n".join(tail.decode(errors="replace").splitlines()[-12:])
 
     def close(self) -> None:
         """End its fork server, if it has one."""
