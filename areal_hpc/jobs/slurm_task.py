@@ -228,6 +228,10 @@ class SlurmTask:
         assert self._start is not None
         return starts.get_stop_note_path(self._starts_dir, self._start)
 
+    @property
+    def _left_path(self) -> Path:
+        return self._stop_note_path.with_suffix(".left")
+
     def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
@@ -316,18 +320,16 @@ class SlurmTask:
         rank = self._position.rank
         with _swallow_and_log_storage_errors("the task's exit status"):
             write_task_exit(self._paths, rank, outcome)
-        if self._start is None:
-            return outcome  # the storage is not shared with the first task
-        left = self._stop_note_path.with_suffix(".left")
         if self._position.is_first:
             outcome = self._end_or_requeue_job(outcome)
             with _swallow_and_log_storage_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
-                left.touch()
+                if self._start is not None:
+                    self._left_path.touch()
             if self._ends_cancelled:
                 cancel_own_job(self._job_id)  # last: it kills this process, too
-        elif outcome.exit_code:
-            _wait_until_or_give_up(left.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
+        elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
+            _wait_until_or_give_up(self._left_path.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
         return outcome
 
     def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:

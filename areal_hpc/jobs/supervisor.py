@@ -133,12 +133,9 @@ class _Supervisor:
             launch.paths.rank_restarts_dir / (self._incarnation or "local"),
             SLURM_RANK_RESTART_POLL_S if self._incarnation else LOCAL_RANK_RESTART_POLL_S,
         )
-        self._children = self._starter.prepare_processes(self._part)
+        self._children: list[ManagedProcess] = []
         if launch.job.cells and launch.slurm is not None:
             self._cell = SharedCell(launch, launch.slurm, position, self._incarnation)
-            self._children += self._starter.prepare_processes(
-                get_part_outside_cells(launch.job, position)
-            )
 
     def _claim_start_and_build_environment(self) -> Mapping[str, str]:
         environ = self._task.build_environment()
@@ -156,6 +153,13 @@ class _Supervisor:
             outcome = self._run_processes()
         except ArealError as error:
             outcome = TaskExit(error.exit_code, "supervisor", str(error))
+        except OSError as error:  # before the first process starts: later ones are tolerated
+            problem = ClusterError(
+                f"the task could not start: {error.strerror or error}",
+                key=str(error.filename or self._launch.paths.root),
+                hint="check free space, quota and permissions of the run directory",
+            )
+            outcome = TaskExit(problem.exit_code, "supervisor", str(problem))
         finally:
             stop_processes(
                 self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
@@ -165,6 +169,11 @@ class _Supervisor:
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.join_start()) is not None:
             return refusal
+        self._children += self._starter.prepare_processes(self._part)
+        if self._cell is not None:
+            self._children += self._starter.prepare_processes(
+                get_part_outside_cells(self._launch.job, self._position)
+            )
         storage = StorageErrorTolerance()
         outcome: TaskExit | None = None
         while outcome is None:

@@ -42,6 +42,13 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 
 def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
     """The first task of a trainer that has begun."""
+    task = make_task(paths, tasks)
+    assert task.join_start() is None
+    return task
+
+
+def make_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
+    """The first task of a trainer that is about to begin."""
     files = paths.job("trainer")
     files.root.mkdir(parents=True)
     told = build_slurm_launch_info(paths, "trainer", margin_s=0.5, least_free_bytes=1)
@@ -51,9 +58,8 @@ def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
         stop_grace_s=GRACE_S,
         slurm=told,
     )
-    task = SlurmTask(launch, told, TaskPosition(0, tasks, 0, 0), EventLog(paths.events, "trainer"))
-    assert task.join_start() is None
-    return task
+    position = TaskPosition(0, tasks, 0, 0)
+    return SlurmTask(launch, told, position, EventLog(paths.events, "trainer"))
 
 
 def test_a_job_without_a_time_limit_has_time_for_a_save(
@@ -80,3 +86,18 @@ def test_a_storage_without_an_answer_keeps_no_task_from_its_stop_and_no_job_from
     assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
     files.task_exit(1).rmdir()
     assert read_task_exits(files)[0] == msgspec.structs.replace(outcome, incarnation="7.0")
+
+
+def test_a_storage_that_takes_no_files_as_a_job_starts_keeps_it_from_no_other_start(
+    slurm: ScriptedSlurm, paths: RunPaths
+) -> None:
+    """A file in the place of a folder is an error to write, as a full disk is."""
+    task, files = make_task(paths, tasks=2), paths.job("trainer")
+    files.starts_dir.touch()
+    refusal = task.join_start()
+    assert refusal is not None
+    assert task.announce_stop_and_decide_grace_s(refusal) == GRACE_S
+    outcome = task.report_exit_and_conclude_job(refusal)
+    assert outcome.reason.endswith("(requeued)")
+    assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
+    assert read_task_exits(files)[0] == outcome
