@@ -211,9 +211,23 @@ class Caretaker:
         found = queued_jobs.get(submission.job_id)
         exits = read_task_exits(self._paths.job(job_name)).values()
         own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
-        owner_id = self._paths.root.stat().st_uid
-        by_person = found is not None and was_cancelled_by_person(found, self._queue, owner_id)
+        by_person = self._was_cancelled_by_person(submission, found)
         return JobStatus(job_name, submission, found, own, is_alive, by_person)
+
+    def _was_cancelled_by_person(self, submission: Submission, queued: QueuedJob | None) -> bool:
+        """True if a person cancelled the job, which without accounting Slurm forgets in minutes."""
+        note = self._paths.job(submission.job).cancelled_id
+        is_noted = note.exists() and note.read_text() == submission.job_id
+        if queued is None:
+            return is_noted
+        owner_id = self._paths.root.stat().st_uid
+        by_person = was_cancelled_by_person(queued, self._queue, owner_id)
+        with contextlib.suppress(OSError):  # on a full disk the next look tries again
+            if by_person and not is_noted:
+                write_atomic(note, submission.job_id.encode())
+            elif is_noted and not by_person:  # accounting knew better later, or it runs again
+                note.unlink(missing_ok=True)
+        return by_person
 
     def _submit_again_or_note_refusal(self, job: JobStatus) -> None:
         """Submit a job; one that Slurm does not take keeps no other one from being submitted.

@@ -239,6 +239,8 @@ class JobPaths(_Folder):
     """Number of submissions by caretakers, and the run's progress at the last one."""
     idle_note = _PathDescriptor("idle")
     """When a cell that shares its job last had nothing to do; holds the start of the job."""
+    cancelled_id = _PathDescriptor("cancelled_id")
+    """Number of the submission that a person cancelled, which Slurm forgets."""
     claim = _PathDescriptor("claim")
     """Exists while a caretaker submits the job."""
     checkpoint_time = _PathDescriptor("checkpoint_time_s")

@@ -31,6 +31,7 @@ from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
 
 NAMES = ("cell-0", "cell-1")
+RUNNING_TRAINER = "1|RUNNING|None|n01|N/A|N/A|0|0|||"
 
 
 def job(name: str, state: str = "", *exits: TaskExit, **changes: object) -> JobStatus:
@@ -167,3 +168,24 @@ def test_submissions_that_slurm_did_not_take_are_no_tries_of_the_job(
         for number in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 1)
         for name in NAMES
     ]
+
+
+def test_what_a_person_cancelled_stays_away_when_slurm_has_forgotten_it(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    """Without accounting nobody knows of job 2 once squeue has forgotten it."""
+    slurm.answer("sbatch", "echo 12")
+    ended = "2|CANCELLED|None|n01|N/A|N/A|0|15|||"
+    slurm.answer(
+        "squeue", f'case "$*" in *--jobs*) echo "{RUNNING_TRAINER}"; echo "{ended}";; esac'
+    )
+    caretaker.resubmit_missing_jobs()
+    slurm.list_running("1", "12")
+    for looks in (caretaker, Caretaker(caretaker._config)):
+        for _ in range(3):
+            looks.resubmit_missing_jobs()
+    assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
+    record_submission(paths.submissions, Submission("cell-0", "20", 1, 0.0, "job.sbatch"))
+    for _ in range(2):
+        caretaker.resubmit_missing_jobs()
+    assert list_events(paths)[1:] == [("job_submitted_again", "cell-0", False)], "it came back once"
