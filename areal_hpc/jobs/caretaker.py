@@ -40,10 +40,11 @@ from areal_hpc.rundir.jobs import (
     read_submissions,
     read_task_exits,
 )
+from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state
+from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state, list_jobs_of_user
 from areal_hpc.slurm.resubmit import submit_again
 from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
@@ -158,6 +159,8 @@ class Caretaker:
             jobs = self._read_job_statuses()
             charges = [jobs[name] for name in select_jobs_to_watch(self._config, jobs)]
             missing = [job for job in charges if job.reason_to_submit]
+            if missing and self._is_launcher_at_work():
+                return
             for job in missing:
                 if job.name in self._missing:
                     self._submit_again_or_note_refusal(job)
@@ -167,6 +170,12 @@ class Caretaker:
             raise
         except (ClusterError, OSError) as error:
             log.warning("the run's jobs cannot be looked after now: %s", error)
+
+    def _is_launcher_at_work(self) -> bool:
+        """True while `areal-hpc resume` submits what is missing: both would submit it."""
+        with contextlib.suppress(OSError):  # of storage without locks that reach other nodes
+            return is_lock_held(self._paths.lock)
+        return False
 
     def _release_leader_held_while_idle(self, jobs: Mapping[str, JobStatus]) -> None:
         """Wake a leading job that gave its nodes back for want of cells: this one is there."""
@@ -193,11 +202,25 @@ class Caretaker:
             if any(is_live_state(snapshot.get_state(one.job_id)) for one in chain)
         }
         if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
-            alive |= {job.submission.job for job in list_unrecorded_jobs(self._paths)}
+            alive |= self._find_jobs_alive_under_other_ids(submissions)
         return {
             name: self._build_status(name, newest.get(name), snapshot.jobs, name in alive)
             for name in names
         }
+
+    def _find_jobs_alive_under_other_ids(self, submissions: list[Submission]) -> set[str]:
+        """Jobs of which another submission than the newest waits or runs, on record or not."""
+        queued = list_jobs_of_user(self._paths.root.stat().st_uid)
+        label = get_experiment_label(self._paths)
+        at_work = {
+            job.job_id
+            for job in queued
+            if job.state.phase in (JobPhase.WAITING, JobPhase.RUNNING)
+            and (not job.name_and_comment or label in job.name_and_comment)
+        }
+        # Of two that were submitted at the same time the newest may have given way to the other.
+        recorded = {one.job for one in submissions if one.job_id in at_work and not one.successor}
+        return recorded | {one.submission.job for one in list_unrecorded_jobs(self._paths, queued)}
 
     def _build_status(
         self,
@@ -209,8 +232,10 @@ class Caretaker:
         if submission is None:
             return JobStatus(job_name, None, None, (), is_alive)
         found = queued_jobs.get(submission.job_id)
+        # A job that is an array of itself alone, `12_3`, has the number 12 in its own eyes.
+        own_ids = (submission.job_id, submission.job_id.partition("_")[0])
         exits = read_task_exits(self._paths.job(job_name)).values()
-        own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] == submission.job_id)
+        own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] in own_ids)
         by_person = self._was_cancelled_by_person(submission, found)
         return JobStatus(job_name, submission, found, own, is_alive, by_person)
 
@@ -252,8 +277,9 @@ class Caretaker:
         if launch.slurm is None:
             return
         with _claim_job(files, self._config.job) as is_claimed:
-            if not is_claimed:
-                return
+            newest = get_latest_submissions(read_submissions(self._paths.submissions))
+            if not is_claimed or newest.get(job.name) != job.submission:
+                return  # somebody else submits it, or has done so since this look
             if job.faulty_node:
                 self._exclude_node(Path(launch.slurm.excluded_nodes), job)
             made_bytes = _read_progress_bytes(launch.slurm.progress)

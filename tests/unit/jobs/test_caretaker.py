@@ -1,5 +1,6 @@
 """Which jobs a caretaker submits again, and which caretaker does it."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,8 +23,10 @@ from areal_hpc.rundir.jobs import (
     get_latest_submissions,
     read_submissions,
     record_submission,
+    write_task_exit,
 )
 from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.lock import hold_lock
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueuedJob, parse_sacct
 from areal_hpc.slurm.states import parse_state
@@ -189,3 +192,60 @@ def test_what_a_person_cancelled_stays_away_when_slurm_has_forgotten_it(
     for _ in range(2):
         caretaker.resubmit_missing_jobs()
     assert list_events(paths)[1:] == [("job_submitted_again", "cell-0", False)], "it came back once"
+
+
+def test_what_a_launcher_is_submitting_is_left_to_it(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    slurm.answer("sbatch", "echo 12")
+    with hold_lock(paths.lock):
+        for _ in range(3):
+            caretaker.resubmit_missing_jobs()
+    assert slurm.list_calls("sbatch") == []
+    for _ in range(2):
+        caretaker.resubmit_missing_jobs()
+    assert len(slurm.list_calls("sbatch")) == len(NAMES)
+
+
+def test_what_somebody_submitted_during_the_look_is_not_submitted_again(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    """Each look at the queue is followed by a submission of cell-0 by somebody else."""
+    fields = {"job": "cell-0", "job_id": "$RANDOM", "attempt": 1, "submitted_at": 0, "script": ""}
+    record = json.dumps(fields).replace('"', r"\"")
+    slurm.answer("sbatch", "echo 12")
+    slurm.answer(
+        "squeue",
+        f'case "$*" in *--jobs*) echo "{RUNNING_TRAINER}";;'
+        f' *) echo "{record}" >> {paths.submissions};; esac',
+    )
+    for _ in range(3):
+        caretaker.resubmit_missing_jobs()
+    assert {event[1] for event in list_events(paths)} == {"cell-1"}
+
+
+def test_a_job_of_which_an_older_submission_runs_is_not_missing(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    """The newest of cell-0 had started first, and gave way to it."""
+    record_submission(paths.submissions, Submission("cell-0", "20", 1, 0.0, "job.sbatch"))
+    running_cell = RUNNING_TRAINER.replace("1|", "2|", 1)
+    slurm.answer("sbatch", "echo 12")
+    slurm.answer("squeue", f'echo "{RUNNING_TRAINER}"; echo "{running_cell}"')
+    for _ in range(2):
+        caretaker.resubmit_missing_jobs()
+    assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
+
+
+def test_an_array_of_one_job_that_gave_up_is_left_alone(
+    slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
+) -> None:
+    """Slurm and the record name it by its index, the job itself does not."""
+    slurm.answer("sbatch", "echo 12")
+    for number, name in enumerate(NAMES, 40):
+        record_submission(paths.submissions, Submission(name, f"{number}_3", 1, 0.0, "job.sbatch"))
+        end = TaskExit(78, "driver", "no such key", incarnation=f"{number}.0", gave_up=True)
+        write_task_exit(paths.job(name), 0, end)
+    for _ in range(2):
+        caretaker.resubmit_missing_jobs()
+    assert slurm.list_calls("sbatch") == []
