@@ -4,7 +4,6 @@ import time
 from functools import partial
 from typing import Any
 
-from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
 from areal_hpc.inference.control_proxy import ControlProxyApp, ControlProxyServer
 from areal_hpc.inference.replica import Replica
@@ -17,6 +16,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import BackgroundEventLog
 from areal_hpc.rundir.telemetry.process_metrics import register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.wire.awake_clock import AwakeClock
 
 REPLICA_POLL_S = 0.1
 

@@ -16,7 +16,6 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ClusterError, ControlCallRefusedError, RecipeError
-from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.multi_node import NodePartTracker, get_rendezvous_address
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.sglang_server import (
@@ -31,6 +30,7 @@ from areal_hpc.recipe.sections.inference import InferenceConfig
 from areal_hpc.rundir.paths import list_restart_dirs
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.rundir.telemetry.spans import record_span
+from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.replicas import (
     NO_KEYS,

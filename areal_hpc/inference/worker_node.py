@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.config import InferenceJobConfig, build_server_command, get_server_log_dir
 from areal_hpc.inference.multi_node import NODE_TIMEOUT_S
 from areal_hpc.inference.server.command import NodeOptions, ServerCommand, ServerPorts
@@ -21,6 +20,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
 from areal_hpc.wire.signing import RequestSigner

@@ -2,8 +2,7 @@
 
 import asyncio
 import logging
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from areal_hpc.errors import AgentError
@@ -21,12 +20,15 @@ POLL_S = 5.0
 
 
 async def evaluate_and_finish(
-    service: LedgerService, paths: RunPaths, n_tasks_by_set: Mapping[str, int]
+    service: LedgerService,
+    paths: RunPaths,
+    n_tasks_by_set: Mapping[str, int],
+    clock: Callable[[], float],
 ) -> None:
     """Have the sets played on the weights that replicas load, then tell every cell to go.
 
     All starts of the ledger are of one generation, as the weights never change: what an earlier
-    start was told of counts.
+    start was told of counts. `clock` is that of the service.
 
     Raises:
         AgentError: The agent fails alike in the first tasks.
@@ -34,7 +36,7 @@ async def evaluate_and_finish(
     """
     generations = paths.generations_dir
     generation = read_newest_number(generations) or claim_next_number(generations)
-    patience = LongPoll(_never_hang_up, time.monotonic, asyncio.get_running_loop().create_future())
+    patience = LongPoll(_never_hang_up, clock, asyncio.get_running_loop().create_future())
     try:
         opened = OpenTrainerGenerationRequest(
             generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS

@@ -4,7 +4,6 @@ import asyncio
 import logging
 import socket
 import sys
-import time
 from typing import Any
 
 import uvloop
@@ -27,6 +26,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
 from areal_hpc.rundir.telemetry.spans import enter_state
 from areal_hpc.wire.asgi import ServiceServer
+from areal_hpc.wire.awake_clock import AwakeClock
 
 log = logging.getLogger(__name__)
 
@@ -54,6 +54,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
         AgentError: There is no trainer to tell, and the agent fails alike in the first tasks.
     """
     paths = RunPaths(config.run_dir)
+    clock = AwakeClock()  # while storage hangs, or the node is frozen, no cell can be heard
     try:
         service = LedgerService(
             paths,
@@ -66,7 +67,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
                 {one.number: one.n_samples for one in config.evaluation_sets.values()},
             ),
             evaluation_sets=config.evaluation_sets,
-            clock=time.monotonic,
+            clock=clock.now,
         )
         key = rendezvous.ensure_service_key(paths.service_key)
     except OSError as error:
@@ -76,7 +77,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
             hint="check free space, quota and permissions",
         ) from error
     register_samples(lambda: build_samples("areal_hpc_ledger", service.count_tickets()))
-    app = LedgerApp(service, key, time.monotonic)
+    app = LedgerApp(service, key, clock.now)
     listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
     server = ServiceServer(app)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
@@ -87,10 +88,10 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     enter_state("serve")
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
-    checked_at_s = time.monotonic()
+    checked_at_s = clock.now()
     releasing = asyncio.create_task(_keep_releasing_held_jobs(paths))
     evaluating = (
-        asyncio.create_task(evaluate_and_finish(service, paths, config.evaluates))
+        asyncio.create_task(evaluate_and_finish(service, paths, config.evaluates, clock.now))
         if config.evaluates
         else None
     )
@@ -98,9 +99,9 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
         await asyncio.sleep(STOP_POLL_S)
         if evaluating is not None and evaluating.done():
             evaluating.result()
-        if time.monotonic() - checked_at_s >= expiry_check_every_s:
+        if clock.now() - checked_at_s >= expiry_check_every_s:
             service.expire_leases()
-            checked_at_s = time.monotonic()
+            checked_at_s = clock.now()
     releasing.cancel()
     if evaluating is not None:
         evaluating.cancel()

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.inference.awake_clock import AwakeClock
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.compiler_caches import build_cache_variables, make_cache_dir
 from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
@@ -28,6 +27,7 @@ from areal_hpc.inference.server.shared_memory import (
 )
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
 from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import responds_with_200
 
 log = logging.getLogger(__name__)

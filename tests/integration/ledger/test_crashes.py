@@ -1,6 +1,8 @@
 """kill -9 at every point of a run, over real HTTP and a real file system."""
 
+import os
 import random
+import signal
 import threading
 import time
 from collections import Counter
@@ -13,6 +15,7 @@ import pytest
 from areal_hpc.errors import ClusterError, HttpStatusError
 from areal_hpc.rundir.generations import claim_next_number
 from areal_hpc.rundir.manifests import read_manifest
+from areal_hpc.wire.awake_clock import MAX_GAP_S
 from areal_hpc.wire.ledger import BatchManifest, BatchRequest, FinishRunRequest, TicketRef
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
 
@@ -90,6 +93,20 @@ def test_tickets_of_a_silent_cell_are_reissued_and_settle_once(start_ledger: Sta
     assert [ticket.ref for ticket in manifest.tickets] == old
     ledger.settle(ledger.seal(old, "cell-0"), "cell-0")
     assert ledger.status().settled == 0
+
+
+def test_a_ledger_that_stood_still_takes_no_ticket_from_a_cell(start_ledger: StartLedger) -> None:
+    """As when the storage hangs in the middle of a write."""
+    ledger = start_ledger(cell_timeout_s=MAX_GAP_S + 1.0)
+    ledger.open_generation()
+    refs = [grant.ref for grant in ledger.grants("cell-0")]
+    assert ledger.process.pid is not None
+    os.kill(ledger.process.pid, signal.SIGSTOP)
+    time.sleep(MAX_GAP_S + 2.0)
+    os.kill(ledger.process.pid, signal.SIGCONT)
+    assert ledger.lease("cell-1", wait_s=0.2).grants == [], "cell-0 could not be heard"
+    ledger.lease("cell-0", held=refs, tickets=0)
+    assert ledger.status().leased == len(refs)
 
 
 def test_a_resuming_trainer_gets_its_unsaved_batches_verbatim(ledger: LedgerProcess) -> None:

@@ -1,7 +1,7 @@
 """Time in which the process was not awake does not count."""
 
-from areal_hpc.inference.awake_clock import MAX_GAP_S, AwakeClock
 from areal_hpc.inference.server.sglang_server import HealthProbe
+from areal_hpc.wire.awake_clock import MAX_GAP_S, AwakeClock
 
 
 class Wall:
