@@ -110,6 +110,8 @@ class JobStatus:
             return ""
         if self.submission is None:
             return "was never submitted"
+        if self.queued is not None and self.state.phase is JobPhase.UNKNOWN:
+            return ""  # a newer Slurm has it, in a state that is not known here
         return "" if self.state.name == "COMPLETED" else self.state.meaning
 
     @property

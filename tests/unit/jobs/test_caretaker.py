@@ -57,6 +57,7 @@ def test_what_is_there_is_done_or_is_not_wanted_is_left_alone() -> None:
     assert not job("cell-0", "RUNNING").reason_to_submit
     assert not job("cell-0", "PENDING").reason_to_submit
     assert not job("cell-0", "COMPLETED").reason_to_submit
+    assert not job("cell-0", "BREWING").reason_to_submit, "Slurm has it, in whatever state"
     assert not job("cell-0", "FAILED", TaskExit(0), TaskExit(1)).reason_to_submit
     assert not job("cell-0", "FAILED", TaskExit(1, gave_up=True)).reason_to_submit
     assert not job("cell-0", "CANCELLED", cancelled_by_person=True).reason_to_submit
