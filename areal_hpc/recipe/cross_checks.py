@@ -14,6 +14,7 @@ from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
+from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
@@ -364,10 +365,10 @@ def _find_rollout_conflicts(recipe: Recipe) -> Iterator[Problem]:
                 f"use {neutral}, or rollout.record_sampling_mask=true; "
                 f"evaluation.sampling.{name} may be another",
             )
-    if rollout.sampling.temperature <= 0:
+    if rollout.sampling.temperature < GREEDY_TEMPERATURE_BOUND:
         yield Problem(
-            "rollout.sampling.temperature=0 makes all episodes of a group identical, so there is "
-            "nothing to learn",
+            f"rollout.sampling.temperature={rollout.sampling.temperature:g} makes all episodes of "
+            "a group identical, so there is nothing to learn",
             "rollout.sampling.temperature",
             "use 1.0",
         )

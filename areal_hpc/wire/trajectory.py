@@ -23,6 +23,8 @@ from areal_hpc.wire.row_record import RowRecord
 
 MAX_TEMPERATURE: float = 100
 """Above this every distribution is uniform to rounding, and dividing logits by it loses them."""
+GREEDY_TEMPERATURE_BOUND: float = 1e-6
+"""Below this SGLang takes the likeliest token, as at 0, and tells log-probabilities at 1."""
 MAX_VOCAB_SIZE = 2**31
 """Token ids are stored as 32-bit integers."""
 

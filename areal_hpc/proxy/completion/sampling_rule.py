@@ -10,6 +10,7 @@ from areal_hpc.proxy.engine.model_call import ModelCall
 from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
+from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
 _SGLANG_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
@@ -42,14 +43,27 @@ def apply_bound_sampling_to_record(call: Interaction, session: StartSessionReque
     told = decode_sampling_params_json(call.sampling)
     asked = {**_SGLANG_DEFAULTS, **told, "temperature": call.temperature}
     replaced = [name for name, value in ours.items() if asked[name] != value]
-    if not replaced:
+    temperature = ours["temperature"] if replaced else call.temperature
+    if is_greedy := 0 < temperature < GREEDY_TEMPERATURE_BOUND:
+        temperature = 0.0
+    if not replaced and not is_greedy:
         return call
     return msgspec.structs.replace(
         call,
-        temperature=ours["temperature"],
-        sampling=msgspec.json.encode(told | ours),
+        temperature=temperature,
+        sampling=msgspec.json.encode(told | ours | {"temperature": temperature}),
         ignored=[*call.ignored, *(name for name in replaced if name not in call.ignored)],
     )
+
+
+def say_greedy_as_engine_does(sampling: SamplingParams) -> SamplingParams:
+    """The parameters with temperature 0, which trainers know, where the engine takes theirs so.
+
+    Else rows would say that logits were divided by next to nothing, and they were not.
+    """
+    if 0 < sampling.temperature < GREEDY_TEMPERATURE_BOUND:
+        return msgspec.structs.replace(sampling, temperature=0.0)
+    return sampling
 
 
 def bound_top_k_if_mask_is_recorded(

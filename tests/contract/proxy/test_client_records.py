@@ -5,6 +5,7 @@ from typing import Any
 import httpx
 import pytest
 
+from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.tree import Interaction, VersionSpan, pack_ids, pack_logprobs, unpack_ids
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.client_calls import change_call, generate_reply
@@ -55,6 +56,17 @@ def test_a_reply_is_recorded_as_it_was_sampled_or_not_at_all(
     assert REFUSAL in refused.text
     assert record(stage, key, change_call(said)).status_code == 200
     assert len(stage.await_journaled(key)) == 1
+
+
+def test_a_client_that_asked_for_next_to_no_temperature_has_a_greedy_reply(
+    stage: Stage, said: Interaction
+) -> None:
+    _, key = stage.open_session(TicketRef(2, 0))
+    generate_reply(stage, key, said)
+    assert record(stage, key, change_call(said, temperature=1e-8)).status_code == 200
+    (one,) = stage.await_journaled(key)
+    assert one.temperature == 0.0
+    assert decode_sampling_params_json(one.sampling)["temperature"] == 0.0
 
 
 def test_a_reply_of_another_session_is_refused(stage: Stage, said: Interaction) -> None:

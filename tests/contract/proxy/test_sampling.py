@@ -1,5 +1,6 @@
 """What reaches the engine of the sampling parameters that a client gives, and what comes back."""
 
+import json
 from typing import Any
 
 import httpx
@@ -67,6 +68,17 @@ def test_a_seed_of_64_bits_is_folded(stage: Stage, key: str, seed: int, sent: in
     for _ in range(2):
         ask_least(stage, key, "/chat/completions", seed=seed)
         assert stage.sglang.requests.pop()["sampling_params"]["sampling_seed"] == sent
+
+
+@pytest.mark.parametrize(("asked", "taken"), [(1e-300, 0.0), (9e-7, 0.0), (1e-6, 1e-6)])
+def test_a_temperature_that_is_greedy_to_the_engine_is_recorded_as_0(
+    stage: Stage, key: str, asked: float, taken: float
+) -> None:
+    ask_least(stage, key, "/chat/completions", temperature=asked)
+    assert stage.sglang.requests[-1]["sampling_params"]["temperature"] == taken
+    (interaction,) = stage.journaled(key)
+    assert interaction.temperature == taken
+    assert json.loads(interaction.sampling)["temperature"] == taken
 
 
 @pytest.mark.parametrize("route", ["/chat/completions", "/completions"])

@@ -83,6 +83,11 @@ REFUSED = [
         "top_p=0.7 leaves tokens out|use 1.0, or rollout.record_sampling_mask=true|use -1",
     ),
     (
+        "rollout.sampling.temperature=1e-7",
+        "rollout.sampling.temperature",
+        "temperature=1e-07 makes all episodes of a group identical",
+    ),
+    (
         "rollout.record_sampling_mask=true; rollout.sampling.top_k=5000",
         "rollout.sampling.top_k",
         "records up to 4096 tokens a place",
