@@ -176,6 +176,8 @@ TITLE = sglang_server._PROCESS_TITLE_PREFIX
         ("managers/scheduler.py", "not get_schedule().disable_overlap_schedule and not use_mlx()"),
         ("server_args.py", sglang_server._PORT_TAKEN_MESSAGES[1]),
         ("sampling/sampling_params.py", "_SAMPLING_EPS = 1e-6"),  # GREEDY_TEMPERATURE_BOUND
+        # Longer than `KEEP_ALIVE_S` of the clients of its routes.
+        ("environ.py", "SGLANG_TIMEOUT_KEEP_ALIVE = EnvInt(5)"),
         ("sampling/sampling_params.py", "if 0 <= self.temperature < _SAMPLING_EPS:"),
     ],
 )

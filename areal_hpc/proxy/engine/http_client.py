@@ -17,8 +17,9 @@ from areal_hpc.proxy.engine.http_connection import Connection
 
 TIMER_RESOLUTION_S = 0.001
 """uvloop's timers count milliseconds."""
-KEEP_ALIVE_S = 15.0
-"""Connections that idled for longer are not used: servers close theirs at some time, too."""
+KEEP_ALIVE_S = 3.0
+"""Connections that idled for longer are not used. SGLang closes its own after 5 s, and a call on
+one that it is just closing would look as if the engine had died of it."""
 
 
 class UnreachableError(ConnectionError):

@@ -17,6 +17,7 @@ from areal_hpc.wire.replicas import ReplicaView
 
 pytestmark = pytest.mark.asyncio
 REQUEST = GenerateRequest("rid", b"5", SamplingParams(1.0, 1))
+SGLANG_KEEP_ALIVE_S = 5.0
 PATIENCE_S = 30.0
 """What does not happen in such a time never will."""
 
@@ -106,6 +107,13 @@ async def test_calls_at_the_same_time_have_a_connection_each() -> None:
         for _ in range(2):
             assert len(await asyncio.gather(*(server.ask() for _ in range(3)))) == 3
         assert server.accepted == 3
+
+
+async def test_a_connection_that_sglang_may_be_closing_is_not_used() -> None:
+    async with ScriptedServer(answer(b"one"), TWO) as server:
+        assert await server.ask() == (200, b"one")
+        await asyncio.sleep(SGLANG_KEEP_ALIVE_S - 1.5)
+        await server.ask_by_another()
 
 
 @pytest.mark.parametrize(
