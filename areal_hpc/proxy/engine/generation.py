@@ -44,7 +44,7 @@ class EngineLostError(Exception):
 
 
 class EngineFailedError(EngineLostError):
-    """The server received the call and answered with an error of its own; it may be well."""
+    """The server received the call and answered with an error or unsoundly; it may be well."""
 
 
 class EngineDiedError(EngineLostError):
@@ -311,20 +311,20 @@ def _decode_reply(
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
-        raise EngineLostError(f"{server_url} sent an unexpected reply: {error}") from error
+        raise EngineFailedError(f"{server_url} sent an unexpected reply: {error}") from error
 
 
 def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
     reason = meta.finish_reason
     if reason is None:
-        raise EngineLostError(f"{server_url} ended the reply without a finish reason")
+        raise EngineFailedError(f"{server_url} ended the reply without a finish reason")
     if reason.type == ABORT_FINISH_REASON and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
             raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
-        raise EngineLostError(f"{server_url} aborted the generation: {reason.message}")
+        raise _build_abort_exception(server_url, reason.status_code, reason.message)
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE_BYTES):
-        raise EngineLostError(f"{server_url}: token ids and log-probabilities differ in length")
+        raise EngineFailedError(f"{server_url}: token ids and log-probabilities differ in length")
     spans = [
         VersionSpan(_pack_version(server_url, s.version), s.start, s.end)
         for s in meta.weight_versions
@@ -335,7 +335,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
             break
         covered = span.end
     if covered != len(output_ids):
-        raise EngineLostError(
+        raise EngineFailedError(
             f"{server_url}: weight versions cover only {covered} tokens of the reply"
         )
     return Generation(
@@ -375,7 +375,7 @@ def _pack_version(server_url: str, version: str) -> int:
             0 if version == SGLANG_DEFAULT_WEIGHT_VERSION else WeightVersion.parse(version).packed
         )
     except ValueError as error:
-        raise EngineLostError(f"{server_url}: {error}") from error
+        raise EngineFailedError(f"{server_url}: {error}") from error
 
 
 def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
@@ -383,10 +383,17 @@ def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
-        return EngineLostError(f"{server_url} sent an unexpected reply: {broken}")
-    if error.get("code", 400) == 400:
-        return ProxyRequestError(400, f"SGLang rejected the request: {error.get('message')}")
-    return EngineLostError(f"{server_url} aborted the generation: {error.get('message')}")
+        return EngineFailedError(f"{server_url} sent an unexpected reply: {broken}")
+    code, message = error.get("code", 400), error.get("message")
+    if code == 400:
+        return ProxyRequestError(400, f"SGLang rejected the request: {message}")
+    return _build_abort_exception(server_url, code, message)
+
+
+def _build_abort_exception(server_url: str, status_code: object, message: object) -> Exception:
+    """The exception for a generation that SGLang broke off; 503 says nothing of the call."""
+    kind = EngineLostError if status_code == 503 else EngineFailedError
+    return kind(f"{server_url} aborted the generation: {message}")
 
 
 def extract_error_text(answer: bytes) -> str:

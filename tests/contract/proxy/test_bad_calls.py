@@ -82,6 +82,27 @@ def test_an_engines_error_is_answered_after_three_tries(
         assert [one for one in servers[:2] if one.requests] == [home], "it stays where it was"
 
 
+@pytest.mark.parametrize(
+    ("script", "problem"),
+    [
+        (Script(fault="garbage"), "unexpected reply"),
+        (Script(versions=[("1.0", 0, 2)]), "cover only 2 tokens"),
+        (Script(versions=[("unset", 0, 5)]), "unset"),
+    ],
+)
+def test_unsound_replies_are_answered_after_three_tries(
+    stage: Stage, key: str, servers: list[ScriptedSGLang], script: Script, problem: str
+) -> None:
+    serve(stage, *servers[:2])
+    for server in servers[:2]:
+        server.script = lambda request: script
+    answer = stage.ask(key, "hi")
+    assert answer.status_code == 502
+    assert "3 tries of this call failed" in answer.text
+    assert problem in answer.text
+    assert sum(len(one.requests) for one in servers[:2]) == 3
+
+
 def test_what_engines_die_of_reaches_two_of_them(
     stage: Stage, key: str, servers: list[ScriptedSGLang]
 ) -> None:
