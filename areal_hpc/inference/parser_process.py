@@ -10,6 +10,7 @@ what may be shown while a reply is still being said, and keeps what SGLang would
 """
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +34,7 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 MAX_OPEN_REPLIES = 4096
 CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Attributes in which SGLang's detectors keep the text that begins a call."""
+_LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 
 
 class ReplyParserFactory:
@@ -265,7 +267,14 @@ def _replace_none_by_empty(texts: tuple[str | None, str | None]) -> tuple[str, s
 
 def _parse_calls(parser: Any, body: str) -> tuple[str, list[ParsedToolCall]]:
     text, items = parser.parse_non_stream(body)
-    return text, [ParsedToolCall(item.name or "", item.parameters) for item in items]
+    return text, [
+        ParsedToolCall(item.name or "", _escape_lone_surrogates(item.parameters)) for item in items
+    ]
+
+
+def _escape_lone_surrogates(json_text: str) -> str:
+    """JSON as the model wrote it: SGLang decodes half a pair to what no UTF-8 can hold."""
+    return _LONE_SURROGATE_PATTERN.sub(lambda half: f"\\u{ord(half[0]):04x}", json_text)
 
 
 class ParseRequestHandler:

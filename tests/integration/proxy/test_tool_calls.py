@@ -127,6 +127,20 @@ def test_replies_are_taken_apart_and_nothing_of_them_is_lost(
     assert raw.startswith(said)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_half_a_surrogate_pair_in_a_call_stays_as_the_model_wrote_it(
+    stage: Stage, stream: bool
+) -> None:
+    half = CALL.replace("4", '"\\ud83d!"')
+    key = says(stage, half, piece_tokens=5)
+    answer = stage.chat(key, QUESTION, tools=[CHAT_TOOL], stream=stream)
+    assert answer.status_code == 200, answer.text
+    assert '"error"' not in answer.text
+    (interaction,) = stage.journaled(key)
+    (call,) = interaction.reply["tool_calls"]
+    assert call["function"]["arguments"] == '{"x": 3, "y": "\\ud83d!"}'
+
+
 def test_a_conversation_with_tool_calls_and_reasoning_keeps_the_models_tokens(stage: Stage) -> None:
     key = says(stage, THOUGHT + CALL)
     first = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
