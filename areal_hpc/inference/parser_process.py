@@ -307,9 +307,7 @@ class ParseRequestHandler:
                 del self._replies[next(iter(self._replies))]
         reply = self._replies.get(request.reply)
         if reply is None:  # an earlier process knew it
-            return ParserReply(
-                text=request.text, error="unknown reply id: its first part was never sent"
-            )
+            return ParserReply(is_unknown=True)
         if request.last:
             del self._replies[request.reply]
         try:

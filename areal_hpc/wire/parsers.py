@@ -68,3 +68,5 @@ class ParserReply(Struct, omit_defaults=True):
     """The model reasons before the grammar begins."""
     error: str = ""
     """The parser failed on this text; what it cannot do is said here, too."""
+    is_unknown: bool = False
+    """What the reply began with is not known: another process was told, or it was forgotten."""

@@ -207,6 +207,8 @@ class RemoteReplyParser:
                 reply = await self._parsers.send_request(again)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
+        if reply.is_unknown:  # what the lost process held back of it is gone
+            raise ProxyRequestError(503, "SGLang's parsers died in the middle of this reply")
         self._opening = None
         if reply.error:
             log.warning("reply kept as plain text: SGLang's parser failed: %s", reply.error)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -196,15 +197,43 @@ def test_contradictions_are_refused(stage: Stage, asked: dict[str, Any], param: 
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+def find_parsers(stage: Stage) -> int:
+    """The parser process of the stage's proxy."""
+    threads = Path(f"/proc/{stage.pid}/task").glob("*/children")
+    (parsers,) = {int(pid) for path in threads for pid in path.read_text().split()}
+    return parsers
+
+
 def test_parsers_that_die_are_started_again(stage: Stage) -> None:
     key = says(stage, CALL)
     assert stage.chat(key, QUESTION, tools=[CHAT_TOOL]).status_code == 200
-    threads = Path(f"/proc/{stage.pid}/task").glob("*/children")
-    (parsers,) = {int(pid) for path in threads for pid in path.read_text().split()}
-    os.kill(parsers, signal.SIGKILL)
+    os.kill(find_parsers(stage), signal.SIGKILL)
     stage.http.timeout = 120.0  # they import SGLang again
     message = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
+
+
+def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
+    stage: Stage,
+) -> None:
+    key, gate = says(stage, CALL), threading.Event()
+    stage.sglang.script = lambda request: Script(f"I add. {CALL}", piece_tokens=20, gate=gate)
+    asked = {"messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
+    url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
+    stage.http.timeout = 120.0  # they import SGLang again
+    with stage.http.stream("POST", url, json=asked, headers=headers) as answer:
+        lines = answer.iter_lines()
+        while "add" not in next(lines):
+            pass
+        os.kill(find_parsers(stage), signal.SIGKILL)
+        _, other = stage.open_session(TicketRef(1, 0))
+        stage.sglang.script = lambda request: Script(CALL)
+        assert stage.chat(other, QUESTION, tools=[CHAT_TOOL]).status_code == 200
+        gate.set()
+        rest = "".join(lines)
+    assert "died in the middle of this reply" in rest
+    assert "tool_call" not in rest
+    assert not stage.journaled(key)
 
 
 # In the other dialects ---------------------------------------------------------------------------
