@@ -288,6 +288,10 @@ class ParserLostError(Exception):
     """The parser process died; another start may do better."""
 
 
+class ParserStuckError(ParserLostError):
+    """The parser process was ended, as it came to no end with this text."""
+
+
 class VerifierLostError(Exception):
     """The verifier process ended during a question: a crash, or more memory than it may have."""
 

@@ -15,7 +15,12 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import ClusterError, ParserLostError, ProxyRequestError
+from areal_hpc.errors import (
+    ClusterError,
+    ParserLostError,
+    ParserStuckError,
+    ProxyRequestError,
+)
 from areal_hpc.proxy.engine.model_call import ToolChoice
 from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
 from areal_hpc.wire.parsers import (
@@ -30,6 +35,9 @@ PARSER_MODULE = "areal_hpc.inference.parser_process"
 MAX_LINE_BYTES = 1 << 28
 START_TIMEOUT_S = 180.0
 RESTART_PAUSE_S = 0.5
+ANSWER_TIMEOUT_S = 30.0
+"""For one request, which takes milliseconds. Some of SGLang's regular expressions take for ever."""
+POLLS_PER_ANSWER_TIMEOUT = 6
 PROMPT_END_CHARS = 200
 """How much of the prompt may hold the mark that opens the reasoning."""
 
@@ -37,10 +45,18 @@ PROMPT_END_CHARS = 200
 class ParserProcessClient:
     """The parsers of one model's formats, by SGLang's names, shared by all replies.
 
-    Their process, of SGLang's Python, starts with the first request, or by `start`.
+    Their process, of SGLang's Python, starts with the first request, or by `start`. One that works
+    on a request for longer than `answer_timeout_s` is ended: all others wait behind that.
     """
 
-    def __init__(self, python: str, tool_parser: str | None, reasoning_parser: str | None) -> None:
+    def __init__(
+        self,
+        python: str,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        answer_timeout_s: float = ANSWER_TIMEOUT_S,
+    ) -> None:
+        self._answer_timeout_s = answer_timeout_s
         self._argv = (python, "-m", PARSER_MODULE, tool_parser or "", reasoning_parser or "")
         self._process: asyncio.subprocess.Process | None = None
         self._reader: asyncio.Task[None] | None = None
@@ -65,13 +81,15 @@ class ParserProcessClient:
                 limit=MAX_LINE_BYTES,
             )
             assert process.stdout is not None
+            first = b""
             try:
-                first = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
-            except TimeoutError:
-                first = b""
+                with contextlib.suppress(TimeoutError):
+                    first = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+            finally:
+                if not first:  # also if the client that needed it has hung up
+                    with contextlib.suppress(ProcessLookupError):
+                        process.kill()
             if not first:
-                with contextlib.suppress(ProcessLookupError):
-                    process.kill()
                 raise ParserLostError("the parser process does not start; see the log")
             self._process = process
             self._reader = asyncio.ensure_future(self._hand_out_replies(process, process.stdout))
@@ -100,6 +118,7 @@ class ParserProcessClient:
     ) -> None:
         """Read the process's replies to its end; of one that writes what is none, make that end."""
         decoder = msgspec.json.Decoder(ParserReply)
+        watcher = asyncio.ensure_future(self._end_process_when_stuck(process))
         try:
             while line := await lines.readline():
                 reply = decoder.decode(line)
@@ -108,6 +127,8 @@ class ParserProcessClient:
                     waiting.set_result(reply)
         except (ValueError, msgspec.DecodeError) as error:  # ValueError: a line without an end
             log.error("SGLang's parsers wrote what is no reply: %s", error)
+        finally:
+            watcher.cancel()
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         await process.wait()
@@ -115,6 +136,25 @@ class ParserProcessClient:
             if not waiting.done():
                 waiting.set_exception(ParserLostError("SGLang's parsers died"))
         self._waiting.clear()
+
+    async def _end_process_when_stuck(self, process: asyncio.subprocess.Process) -> None:
+        """Kill a process that does not come to the end of a request.
+
+        Requests are answered in turn, so the oldest is to blame. Polls are counted, because after
+        a pause of this whole node no request is late.
+        """
+        oldest, polls = -1, 0
+        while polls < POLLS_PER_ANSWER_TIMEOUT:
+            await asyncio.sleep(self._answer_timeout_s / POLLS_PER_ANSWER_TIMEOUT)
+            first = next(iter(self._waiting), -1)
+            polls = polls + 1 if first == oldest != -1 else 0
+            oldest = first
+        problem = f"SGLang's parsers took longer than {self._answer_timeout_s:g} s for one request"
+        log.error("%s; they are started again", problem)
+        if not (waiting := self._waiting.pop(oldest)).done():
+            waiting.set_exception(ParserStuckError(problem))
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
 
     def allocate_id(self) -> int:
         """A number for a request or a reply."""
@@ -136,6 +176,7 @@ class ParserProcessClient:
             self._process.stdin.write(msgspec.json.encode(request) + b"\n")
             await self._process.stdin.drain()
         except ConnectionError as error:
+            self._waiting.pop(request.call, None)
             raise ParserLostError("SGLang's parsers died") from error
         return await waiting
 
@@ -191,7 +232,7 @@ class RemoteReplyParser:
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
 
         Raises:
-            ProxyRequestError: The parsers died in the middle of a streamed reply.
+            ProxyRequestError: The parsers died, or were stuck, in the middle of a streamed reply.
         """
         request = ParseChunkRequest(
             self._parsers.allocate_id(), self._number, text, is_last, self._opening
@@ -199,10 +240,13 @@ class RemoteReplyParser:
         try:
             try:
                 reply = await self._parsers.send_request(request)
-            except ParserLostError:
-                if self._opening is None or not is_last:
+            except ParserLostError as error:
+                is_stuck = isinstance(error, ParserStuckError)
+                if is_stuck and is_last and self._opening is not None:
+                    return PartialReply(text)  # the next process would not end either
+                if is_stuck or self._opening is None:
                     raise
-                # A whole reply may be parsed by the next process.
+                # Of a reply's first text the lost process has nothing that the next will not have.
                 again = msgspec.structs.replace(request, call=self._parsers.allocate_id())
                 reply = await self._parsers.send_request(again)
         except ParserLostError as error:
