@@ -192,4 +192,10 @@ def _build_method_and_body(request: msgspec.Struct | None) -> tuple[str, bytes |
 def _decode_answer(status_code: int, url: str, content: bytes, reply: type[ReplyT]) -> ReplyT:
     if status_code >= 400:
         raise HttpStatusError(status_code, url, content.decode(errors="replace"))
-    return msgspec.json.decode(content, type=reply)
+    try:
+        return msgspec.json.decode(content, type=reply)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ClusterError(
+            f"{url} answered what is no {reply.__name__} ({error}): {content[:200]!r}",
+            hint="another program may have its port by now; read that role's log in logs/latest",
+        ) from error
