@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from areal_hpc.rollout.agent import Agent
     from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
     from areal_hpc.view.state.run_data import RunData, open_run
-    from areal_hpc.wire.reward import Reward
+    from areal_hpc.wire.agent_reward import Reward
 else:
     _LAZY_IMPORTS = {
         "Agent": ("areal_hpc.rollout.agent", "Agent"),
@@ -39,7 +39,7 @@ else:
         "AsyncRewardWrapper": ("areal_hpc.rollout.execution.reward_wrapper", "AsyncRewardWrapper"),
         "PPOTrainer": ("areal_hpc.areal.ppo_trainer", "PPOTrainer"),
         "Recipe": ("areal_hpc.recipe.recipe", "Recipe"),
-        "Reward": ("areal_hpc.wire.reward", "Reward"),
+        "Reward": ("areal_hpc.wire.agent_reward", "Reward"),
         "RunData": ("areal_hpc.view.state.run_data", "RunData"),
         "RunResult": ("areal_hpc.launch.run", "RunResult"),
         "load_recipe": ("areal_hpc.recipe.loading", "load_recipe"),

@@ -326,7 +326,7 @@ class ChatTemplateError(ValueError):
     """The model's chat template does not accept these messages."""
 
 
-class InvalidExpressionError(ValueError):
+class InvalidArithmeticError(ValueError):
     """The text is more than numbers, parentheses and the four operators."""
 
 

@@ -23,7 +23,7 @@ from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.process_groups import init_process_groups_and_device
 from areal_hpc.trainer.step import (
     MicroBatch,
-    make_micro_batches,
+    make_micro_batches_of_this_rank,
     run_forward_backward,
     train_step,
 )
@@ -134,7 +134,7 @@ class Trainee:
         channels: Sequence[str] = (ADVANTAGE_CHANNEL, BEHAVIOR_LOGPROBS_CHANNEL),
     ) -> list[MicroBatch]:
         """Micro-batches of the rows."""
-        return make_micro_batches(self.policy, rows, channels, self.max_tokens)
+        return make_micro_batches_of_this_rank(self.policy, rows, channels, self.max_tokens)
 
     def step(self, rows: Sequence[TrainingRow], rate: float = RATE) -> LossStats:
         """What the product does with a batch: pack, forward, loss, backward, reduce, update."""

@@ -27,7 +27,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.http import SignedAuth
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -162,7 +162,7 @@ class Replica:
         signer = RequestSigner(self._paths.service_key.read_text(), "control-cell-0")
         auth = SignedAuth(signer)
         answer = httpx.get(f"{relay.url}/replicas", auth=auth, trust_env=False)
-        return msgspec.json.decode(answer.content, type=ReplicaList).replicas[0]
+        return msgspec.json.decode(answer.content, type=ReplicasOfCell).replicas[0]
 
     def update(self, transport: str, streams: Streams) -> Update:
         """One update under load."""

@@ -86,7 +86,7 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     write_checkpoint_index(
         partial,
         merge_rank_indices(
-            [held.build_index(0)], held.types, held.all_reduce_optimizer_steps()[""]
+            [held.build_index(0)], held.types, held.read_optimizer_steps_over_all_ranks()[""]
         ),
     )
     state = TrainerState(step=number, generation=1, seed=SEED)

@@ -12,7 +12,7 @@ from typing import Any
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.reward.harbor import find_harbor_task, judge_harbor_task
 from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 COMMAND_TOOL: Any = {
     "type": "function",

@@ -14,7 +14,11 @@ from openai import __version__ as sdk_version
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
-from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter, get_shared_parsers
+from areal_hpc.client.in_process_engine import (
+    EngineEndpoint,
+    SingleServerRouter,
+    get_shared_parsers,
+)
 from areal_hpc.client.recorded_interaction import RecordedInteraction
 from areal_hpc.client.tokenizer import load_chat_template_and_encoder
 from areal_hpc.proxy.completion.service import CompletionService
@@ -25,12 +29,12 @@ from areal_hpc.proxy.http.event_stream import Send
 from areal_hpc.proxy.sessions.events import SessionOpened
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
 from areal_hpc.proxy.sessions.store import compute_key_digest, generate_key
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.credit import CreditRule, compute_credited_rewards, find_retry_orphans
 from areal_hpc.session.export import ExportStyle, RowPlan, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, give_reward, parse_reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.proxy import EngineAddress, StartSessionRequest
-from areal_hpc.wire.reward import Reward
 
 PLACEHOLDER_BASE_URL = "http://in-process.invalid/v1"
 """Never resolved; the SDK wants one."""

@@ -22,7 +22,7 @@ from starlette.types import Receive, Scope, Send
 
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.dashboard.evaluation_sets import (
+from areal_hpc.dashboard.evaluation_set_names import (
     add_set_names_to_rows,
     build_set_filters,
     list_set_names,

@@ -10,7 +10,7 @@ from typing import Any
 from areal_hpc.dashboard import run_pages
 from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, encode_browser_json, read_static_file
 from areal_hpc.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.dashboard.evaluation_sets import add_set_names_to_rows, list_set_names
+from areal_hpc.dashboard.evaluation_set_names import add_set_names_to_rows, list_set_names
 from areal_hpc.dashboard.page_errors import explain_page_error
 from areal_hpc.dashboard.row_annotation import describe_annotation
 from areal_hpc.dashboard.row_index import RowIndex

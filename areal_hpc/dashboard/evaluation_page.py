@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.dashboard.evaluation_sets import read_set_configs, sort_set_names
+from areal_hpc.dashboard.evaluation_set_names import read_set_configs, sort_set_names
 from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
     SetSamples,

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.annotations import REASONS, RowAnnotation, find_row_annotation
+from areal_hpc.rundir.telemetry.token_annotations import REASONS, RowAnnotation, find_row_annotation
 
 JsonObject = dict[str, Any]
 _NUMBER_TYPE_BY_FIELD = (

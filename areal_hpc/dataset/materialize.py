@@ -9,7 +9,7 @@ import orjson
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
-from areal_hpc.rundir.atomic import open_temporary
+from areal_hpc.rundir.atomic import open_temporary_to_rename_later
 
 
 def materialize_task_sets(
@@ -28,7 +28,7 @@ def materialize_task_sets(
         RecipeError: As `iterate_task_rows` and `check`, or a data set is empty.
     """
     counts = []
-    with open_temporary(out) as stream:
+    with open_temporary_to_rename_later(out) as stream:
         for config, key in configs_with_keys:
             count = 0
             for row in iterate_task_rows(config, key):

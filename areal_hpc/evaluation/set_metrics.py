@@ -10,7 +10,7 @@ import numpy as np
 from areal_hpc.evaluation.statistics import (
     Estimate,
     Values,
-    compute_pass_at_k,
+    compute_pass_at_k_by_task,
     estimate_mean,
     score_majority_answer,
 )
@@ -46,7 +46,7 @@ class SetSamples:
         return [[one >= min_reward for one in rewards_S] for rewards_S in self.rewards_TS]
 
 
-def parse_k(metric: str, n_samples: int) -> int:
+def resolve_k(metric: str, n_samples: int) -> int:
     """The number that a metric's k stands for."""
     k = metric.partition("@")[2]
     return n_samples if k == "k" else int(k)
@@ -54,7 +54,7 @@ def parse_k(metric: str, n_samples: int) -> int:
 
 def format_metric_name(metric: str, n_samples: int) -> str:
     """A metric's name in rows, with a number in place of k."""
-    return f"{metric.partition('@')[0]}@{parse_k(metric, n_samples)}"
+    return f"{metric.partition('@')[0]}@{resolve_k(metric, n_samples)}"
 
 
 def list_computed_metric_names(metrics: Sequence[str], n_samples: int) -> list[str]:
@@ -68,13 +68,13 @@ def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) ->
     Raises:
         ValueError: k is more than the samples of a task.
     """
-    kind, k = metric.partition("@")[0], parse_k(metric, samples.n_samples)
+    kind, k = metric.partition("@")[0], resolve_k(metric, samples.n_samples)
     if kind == "avg":
         # Rounded once: tasks with the same rewards in another order have the same value.
         return np.array([statistics.fmean(rewards_S) for rewards_S in samples.rewards_TS])
     passes_TS = samples.list_pass_flags_by_task(pass_reward)
     if kind == "pass":
-        return compute_pass_at_k([sum(one) for one in passes_TS], samples.n_samples, k)
+        return compute_pass_at_k_by_task([sum(one) for one in passes_TS], samples.n_samples, k)
     if not samples.has_answers:
         return None
     pairs = zip(samples.answers_TS, passes_TS, strict=True)
@@ -90,7 +90,7 @@ def estimate_metrics(
     """
     found = {}
     for metric in dict.fromkeys(("avg@k", *metrics)):
-        if parse_k(metric, samples.n_samples) > samples.n_samples:
+        if resolve_k(metric, samples.n_samples) > samples.n_samples:
             continue
         values_T = compute_task_values(metric, samples, pass_reward)
         if values_T is not None:

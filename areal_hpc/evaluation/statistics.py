@@ -47,7 +47,7 @@ class PairedComparison:
     worse: int
 
 
-def compute_pass_at_k(passes_T: Sequence[int], n_samples: int, k: int) -> Values:
+def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -> Values:
     """Of each task, the share of the choices of k of its samples in which one or more passes.
 
     That is 1 - C(n - c, k) / C(n, k) for c passes of n: unbiased, and not 1 - (1 - c/n)^k.

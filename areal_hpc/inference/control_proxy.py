@@ -22,7 +22,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 
 from areal_hpc.errors import ControlCallRefusedError
-from areal_hpc.inference.replica import ControlCaller, Replica
+from areal_hpc.inference.replica import ControlCallerIdentity, Replica
 from areal_hpc.inference.server.sglang_server import SGLangServer
 from areal_hpc.inference.update_pause import UpdatePauseTimer
 from areal_hpc.rundir.rendezvous import format_control_proxy_name
@@ -43,7 +43,7 @@ from areal_hpc.wire.replicas import (
     FollowerPollRequest,
     LoadWeightsRequest,
     ReopenReplicaRequest,
-    ReplicaList,
+    ReplicasOfCell,
     ReplicaView,
 )
 from areal_hpc.wire.signing import RequestVerifier
@@ -91,7 +91,7 @@ class ControlProxyApp(JsonApp):
             case "GET", ["replicas"]:
                 await _read_body(request)  # none, if that is what was signed
                 return _encode_reply(
-                    ReplicaList(self._cell, self._list_replica_views_for_caller(request))
+                    ReplicasOfCell(self._cell, self._list_replica_views_for_caller(request))
                 )
             case "POST", ["follow"]:
                 part = await _decode_body(request, FollowerPollRequest)
@@ -185,7 +185,7 @@ class ControlProxyApp(JsonApp):
         server: SGLangServer,
         route: str,
         body: bytes,
-        caller: ControlCaller,
+        caller: ControlCallerIdentity,
         request: Request,
     ) -> tuple[int, bytes]:
         """SGLang's answer.
@@ -241,14 +241,14 @@ def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
     return 200, msgspec.json.encode(reply)
 
 
-def _parse_caller_headers(request: Request) -> ControlCaller:
+def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
     deadline_s = _read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S))
     if not 0 < deadline_s <= _MAX_DEADLINE_S:
         raise HTTPException(
             400,
             f"the header {SENDER_TIMEOUT_HEADER} must be above 0 and at most {_MAX_DEADLINE_S:.0f}",
         )
-    return ControlCaller(
+    return ControlCallerIdentity(
         incarnation=_read_count_header(request, INCARNATION_HEADER),
         generation=_read_count_header(request, TRAINER_GENERATION_HEADER),
         deadline_s=deadline_s,

@@ -60,7 +60,7 @@ def run(config: dict[str, Any]) -> None:
     try:
         while not stop.requested:
             for replica in replicas:
-                replica.maintain_server()
+                replica.maintain_server_once()
             stop.wait(REPLICA_POLL_S)
     finally:
         rendezvous.remove_own_endpoint(paths.rendezvous_dir, service)

@@ -49,7 +49,7 @@ BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 
 
 @dataclass(frozen=True, slots=True)
-class ControlCaller:
+class ControlCallerIdentity:
     """Caller of a control route, and the server that it means."""
 
     incarnation: int
@@ -61,8 +61,8 @@ class ControlCaller:
 class Replica:
     """A server and its successors.
 
-    `maintain_server` runs in the job's main thread; the control proxy's thread calls `build_view`
-    and reports what passed through it. A lock keeps the two from seeing half a change.
+    `maintain_server_once` runs in the job's main thread; the control proxy's thread calls
+    `build_view` and reports what passed through it. A lock keeps the two from seeing half a change.
     """
 
     def __init__(
@@ -131,7 +131,7 @@ class Replica:
 
     # -- the job's main thread ---------------------------------------------------------------
 
-    def maintain_server(self) -> None:
+    def maintain_server_once(self) -> None:
         """Look after the server once: start, promote or replace it.
 
         Raises:
@@ -282,7 +282,9 @@ class Replica:
     # Each method raises ControlCallRefusedError when the caller means another incarnation, when the
     # replica is not up, and when a newer generation of the trainer has been here.
 
-    def stop_serving(self, caller: ControlCaller, request: FenceReplicaRequest) -> ReplicaView:
+    def stop_serving(
+        self, caller: ControlCallerIdentity, request: FenceReplicaRequest
+    ) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._require_current_caller(caller)
@@ -290,7 +292,9 @@ class Replica:
             self._fenced_at = self._fenced_at or self.clock.now()
             return self.build_view()
 
-    def start_serving(self, caller: ControlCaller, request: ReopenReplicaRequest) -> ReplicaView:
+    def start_serving(
+        self, caller: ControlCallerIdentity, request: ReopenReplicaRequest
+    ) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
             self._require_current_caller(caller)
@@ -301,7 +305,7 @@ class Replica:
             self._fenced_at = 0.0
             return self.build_view()
 
-    def begin_control_call(self, caller: ControlCaller, route: str) -> SGLangServer:
+    def begin_control_call(self, caller: ControlCallerIdentity, route: str) -> SGLangServer:
         """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
             self._require_current_caller(caller)
@@ -309,7 +313,9 @@ class Replica:
             assert self._server is not None
             return self._server
 
-    def finish_control_call(self, caller: ControlCaller, route: str, accepted: bool | None) -> None:
+    def finish_control_call(
+        self, caller: ControlCallerIdentity, route: str, accepted: bool | None
+    ) -> None:
         """A call that `begin_control_call` let through is over; None: SGLang never answered."""
         with self._lock:
             if caller.incarnation != self._incarnation:
@@ -328,7 +334,7 @@ class Replica:
             self._update_pause = pause = msgspec.structs.replace(pause, busy_s=busy_s)
         self._record_event("replica_resumed", **msgspec.structs.asdict(pause))
 
-    def _require_current_caller(self, caller: ControlCaller) -> None:
+    def _require_current_caller(self, caller: ControlCallerIdentity) -> None:
         name = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
             raise ControlCallRefusedError(

@@ -194,7 +194,9 @@ class Caretaker:
             name: [one, *list_waiting_successors(submissions, name)] for name, one in newest.items()
         }
         ids = [one.job_id for chain in chains.values() for one in chain]
-        snapshot = self._queue.poll(ids).filter_jobs(ids, get_experiment_label(self._paths))
+        snapshot = self._queue.poll(ids).filter_jobs_by_ids_and_label(
+            ids, get_experiment_label(self._paths)
+        )
         if snapshot.outage:
             raise ClusterError(snapshot.outage)
         names = (self._config.leader, *self._config.others)

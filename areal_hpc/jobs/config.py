@@ -22,7 +22,7 @@ class ProcessConfig(BaseConfig):
 
     run_dir: Path
 
-    def get_keys_by_private_field(self) -> dict[str, str]:
+    def get_recipe_keys_by_private_field(self) -> dict[str, str]:
         """Dotted keys of the recipe by fields whose values it alone may hold."""
         return dict(self.KEYS_BY_PRIVATE_FIELD)
 
@@ -44,7 +44,7 @@ class ProcessConfig(BaseConfig):
             self.ROLE,
             self.ENTRY,
             replace_private_values_by_references(
-                self.model_dump(mode="json"), self.get_keys_by_private_field()
+                self.model_dump(mode="json"), self.get_recipe_keys_by_private_field()
             ),
             tasks=tasks,
             restarts=restarts,

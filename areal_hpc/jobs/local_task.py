@@ -41,7 +41,7 @@ class LocalTask:
         self._launch = launch
         self._position = position
 
-    def join_start(self) -> TaskExit | None:
+    def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
         """Nothing stands in the way."""
         return None
 
@@ -85,7 +85,7 @@ class StepTask:
         self._last_beat = b""
         self._last_beat_at = self._next_look_at = time.monotonic()
 
-    def join_start(self) -> TaskExit | None:
+    def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
         """Nothing stands in the way: the launcher numbered this start."""
         return None
 

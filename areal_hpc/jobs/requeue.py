@@ -29,14 +29,17 @@ from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
     add_excluded_node,
-    list_jobs_held_while_idle,
+    list_jobs_that_gave_nodes_back,
     list_unexpired_excluded_nodes,
     read_excluded_nodes_with_expired,
 )
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.resubmit import redirect_dependents_to_new_id, resubmit_after_end
+from areal_hpc.slurm.resubmit import (
+    redirect_dependents_to_new_id,
+    submit_again_to_start_after_this_job,
+)
 
 log = logging.getLogger(__name__)
 
@@ -230,7 +233,7 @@ def _resubmit(
     decision: RestartDecision,
 ) -> RequeueResult:
     """Submit the script again, held where the job itself would have been."""
-    number = resubmit_after_end(
+    number = submit_again_to_start_after_this_job(
         slurm,
         launch.job.name,
         job_id,
@@ -299,7 +302,7 @@ def release_jobs_held_while_idle(jobs_dir: Path, only_job: str = "") -> list[str
     released = []
     held = [
         job.hold_note
-        for job in list_jobs_held_while_idle(jobs_dir)
+        for job in list_jobs_that_gave_nodes_back(jobs_dir)
         if only_job in ("", job.root.name)
     ]
     for note in held:

@@ -42,8 +42,8 @@ from areal_hpc.jobs.restart_policy import (
 )
 from areal_hpc.jobs.shared_job import split_exits_by_cell
 from areal_hpc.jobs.succession import (
-    find_own_successor_record,
-    find_reason_to_leave,
+    find_own_record_as_successor,
+    find_reason_not_to_take_over,
     record_as_current_job,
 )
 from areal_hpc.rundir.cancellation import is_cancelled
@@ -93,7 +93,7 @@ class SlurmTask:
         self._start: starts.JobStart | None = None
         self._absent: list[TaskExit] = []
         self._progress_tracker = StartProgressTracker(self._paths, slurm.progress)
-        self._clock: time_limit.SlurmClock | None = None
+        self._clock: time_limit.SlurmControllerClock | None = None
         """Of the first task, which watches the time limit."""
         self._ends_at: float | None = None
         self._next_look_at = 0.0
@@ -103,7 +103,7 @@ class SlurmTask:
         self._is_superseded = self._is_preempted = self._ends_cancelled = False
         self._kill_at = time.monotonic() + launch.stop_grace_s
 
-    def join_start(self) -> TaskExit | None:
+    def take_part_in_start_or_get_refusal(self) -> TaskExit | None:
         """Take part in this start of the job and probe the node; why the task cannot go on.
 
         Raises:
@@ -115,7 +115,7 @@ class SlurmTask:
             if position.is_first:
                 self._start = self._publish_start(environ, nodes)
             else:
-                self._start = starts.wait_for_start(
+                self._start = starts.wait_for_start_written_by_first_task(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
                 )
                 if not position.local_rank and not self._start.reason_to_leave:
@@ -151,11 +151,11 @@ class SlurmTask:
         return None
 
     def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
-        if own := find_own_successor_record(self._slurm, self._launch.job.name, self._job_id):
-            if reason := find_reason_to_leave(self._launch, self._slurm):
+        if own := find_own_record_as_successor(self._slurm, self._launch.job.name, self._job_id):
+            if reason := find_reason_not_to_take_over(self._launch, self._slurm):
                 self._events.record("successor_left", job_id=self._job_id, reason=reason)
                 log.warning("this successor does not start: %s", reason)
-                return starts.report_leaving(
+                return starts.announce_job_ends_at_once(
                     self._starts_dir, self._incarnation, self._node, reason
                 )
             record_as_current_job(self._slurm, own)
@@ -166,7 +166,7 @@ class SlurmTask:
             greeter.start_answering(self._slurm.join_timeout_s)
             address = greeter.address
         start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
-        self._clock = time_limit.SlurmClock()
+        self._clock = time_limit.SlurmControllerClock()
         self._ends_at = time_limit.read_end_time(environ)
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start

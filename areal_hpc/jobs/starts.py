@@ -58,7 +58,7 @@ def claim_next_start(folder: Path, incarnation: str, node: str, address: str) ->
     return start
 
 
-def report_leaving(folder: Path, incarnation: str, node: str, reason: str) -> JobStart:
+def announce_job_ends_at_once(folder: Path, incarnation: str, node: str, reason: str) -> JobStart:
     """Tell the other tasks that the job ends at once; starts of the job go on counting without it.
 
     For the first task.
@@ -73,7 +73,9 @@ def _get_leaving_path(folder: Path, incarnation: str) -> Path:
     return folder / f"leaves.{incarnation}"
 
 
-def wait_for_start(folder: Path, incarnation: str, node: str, timeout_s: float) -> JobStart:
+def wait_for_start_written_by_first_task(
+    folder: Path, incarnation: str, node: str, timeout_s: float
+) -> JobStart:
     """Wait for what the first task of this start wrote. For the other tasks.
 
     Raises:

@@ -47,13 +47,15 @@ def find_next_successor(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submis
     return next((one for one in waiting if one.job_id in live), None)
 
 
-def find_own_successor_record(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submission | None:
+def find_own_record_as_successor(
+    slurm: SlurmLaunchInfo, job: str, job_id: str
+) -> Submission | None:
     """The record of this job as a successor that has not taken its place yet, if it is one."""
     laid = list_waiting_successors(read_submissions(Path(slurm.submissions)), job)
     return next((one for one in laid if one.job_id == job_id), None)
 
 
-def find_reason_to_leave(launch: LaunchFile, slurm: SlurmLaunchInfo) -> str:
+def find_reason_not_to_take_over(launch: LaunchFile, slurm: SlurmLaunchInfo) -> str:
     """Why a successor that starts is not to take the job's place; empty if it is."""
     if Path(slurm.cancelled).exists():
         return "the run was cancelled"

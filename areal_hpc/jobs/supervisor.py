@@ -89,7 +89,7 @@ def run_task(launch_path: str) -> None:
         sys.exit(outcome.exit_code)
 
 
-def get_incarnation(launch: LaunchFile) -> str:
+def format_incarnation(launch: LaunchFile) -> str:
     """Which start of the job this is, as `TaskExit` says it."""
     if launch.step is not None:
         return launch.step.incarnation
@@ -125,7 +125,7 @@ class _Supervisor:
         self._starter = ProcessStarter(
             launch, position, self._part, self._claim_start_and_build_environment
         )
-        self._incarnation = get_incarnation(launch)
+        self._incarnation = format_incarnation(launch)
         self._cell: SharedCell | None = None
         self._failed_cell_exit: TaskExit | None = None
         """Why the cell, which is stopped, is to be started again; None if it is not."""
@@ -167,7 +167,7 @@ class _Supervisor:
         return outcome if self._cell is None else self._cell.get_cell_end_or_label_exit(outcome)
 
     def _run_processes(self) -> TaskExit:
-        if (refusal := self._task.join_start()) is not None:
+        if (refusal := self._task.take_part_in_start_or_get_refusal()) is not None:
             return refusal
         self._children += self._starter.prepare_processes(self._part)
         if self._cell is not None:

@@ -17,7 +17,7 @@ CHECKPOINT_DURATION_FILE_VARIABLE = "AREAL_HPC_CHECKPOINT_TIME_FILE"
 """Variable that names the file for `record_checkpoint_duration`."""
 
 
-class SlurmClock:
+class SlurmControllerClock:
     """slurmctld's clock, by which it ends jobs: a node's own may be off by many seconds.
 
     It is asked once, as this is made; if it does not answer the node's own clock must do.

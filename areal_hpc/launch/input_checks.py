@@ -63,7 +63,7 @@ def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:
         )
         return
     finally:
-        remove_empty_folders(made)
+        remove_folders_up_to_first_nonempty(made)
     if free_bytes < MIN_RUN_DIR_FREE_BYTES:
         yield Problem(
             f"the run directory's file system is full: {free_bytes // 2**20} MiB free, "
@@ -78,7 +78,7 @@ def find_missing_folders(path: Path) -> list[Path]:
     return [folder for folder in (path, *path.parents) if not folder.exists()]
 
 
-def remove_empty_folders(folders: Iterable[Path]) -> None:
+def remove_folders_up_to_first_nonempty(folders: Iterable[Path]) -> None:
     """Remove folders one after the other, up to the first that is gone or holds something."""
     with contextlib.suppress(OSError):
         for folder in folders:

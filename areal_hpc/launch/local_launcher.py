@@ -11,7 +11,7 @@ from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.jobs.restart_policy import RestartPolicy, find_crash_error
 from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
-from areal_hpc.launch import setup
+from areal_hpc.launch import run_dir_setup
 from areal_hpc.launch.places import held_allocation, this_machine
 from areal_hpc.launch.places.held_allocation import AllocationEndError, HeldAllocation
 from areal_hpc.launch.places.place import JobPlace
@@ -27,7 +27,7 @@ from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
 from areal_hpc.rundir.telemetry.events import LAUNCHER_ENDED_EVENT, LAUNCHER_ROLE, EventLog
 from areal_hpc.slurm.allocation import Allocation
-from areal_hpc.slurm.submit import JobHandle, stop_jobs
+from areal_hpc.slurm.submit import RunningJobHandle, stop_jobs
 
 POLL_S = 0.2
 STOP_MARGIN_S = 3.0
@@ -72,7 +72,7 @@ def run(
         sys_path=sys_path,
         known_problems=[
             *(
-                this_machine.find_gpu_shortages_of_machine(recipe)
+                this_machine.find_machine_shortages(recipe)
                 if allocation is None
                 else held_allocation.find_allocation_shortages(recipe, allocation)
             ),
@@ -139,7 +139,7 @@ def run_standalone_stage(
     with hold_lock(paths.lock):
         pythons = get_interpreters(recipe)
         ready = PreparedRun(
-            paths, setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
+            paths, run_dir_setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
         )
         LocalLauncher(recipe, ready, reporter, stop, ThisMachine(recipe, ready)).run_stage_jobs(
             stage
@@ -170,7 +170,7 @@ class _JobInProgress:
     """A submitted job, and what must be known to decide whether to submit it again."""
 
     spec: JobSpec
-    handle: JobHandle
+    handle: RunningJobHandle
     begun_at: int
     """Progress of its stage when it was submitted."""
     submitted_at: float
@@ -221,7 +221,7 @@ class LocalLauncher:
         jobs = (self._paths.job(one.name) for one in stage.jobs)
         return grace_s + max(map(read_checkpoint_duration_s, jobs))
 
-    def _submit_job(self, spec: JobSpec) -> JobHandle:
+    def _submit_job(self, spec: JobSpec) -> RunningJobHandle:
         handle = self._place.submit_job(spec)
         self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
         return handle

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError, Problem, RecipeError
 from areal_hpc.jobs.environment import get_interpreters
-from areal_hpc.launch import input_checks, setup
+from areal_hpc.launch import input_checks, run_dir_setup
 from areal_hpc.launch.checks.model_files import find_context_tokens
 from areal_hpc.launch.checks.prompts import find_prompt_problems
 from areal_hpc.launch.plan import JobStage, PlanInputs, get_base_model_path, plan_run
@@ -95,7 +95,7 @@ def prepare_and_lock_run(
             except BaseException:  # boundary: what this launcher has just made goes again
                 if made:
                     shutil.rmtree(paths.root)
-                    input_checks.remove_empty_folders(made[1:])
+                    input_checks.remove_folders_up_to_first_nonempty(made[1:])
                 raise
             yield ready
 
@@ -110,18 +110,22 @@ def _set_up_prepared_run(
     plan: PlanStages,
 ) -> PreparedRun:
     """Set up what is missing."""
-    setup.report_or_refuse_recipe_changes(recipe, paths, print_line)
+    run_dir_setup.report_or_refuse_recipe_changes(recipe, paths, print_line)
     if not is_run_finished(recipe, paths):
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
-    facts = setup.set_up_run_dir(recipe, paths, print_line, pythons["serve"], folders)
+    facts = run_dir_setup.put_task_sets_and_model_into_run_dir(
+        recipe, paths, print_line, pythons["serve"], folders
+    )
     for doubt in find_likely_mistakes(recipe):
         print_line(f"note     {doubt}")
     _refuse_prompts_beyond_context(recipe, paths, print_line)
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
-    attempt = newest if live_jobs else setup.create_attempt_log_dir_and_link_latest(paths)
-    setup.write_recipe_and_keep_replaced(recipe, paths.recipe, paths.replaced_recipe(attempt))
+    attempt = newest if live_jobs else run_dir_setup.create_attempt_log_dir_and_link_latest(paths)
+    run_dir_setup.write_recipe_and_keep_replaced(
+        recipe, paths.recipe, paths.replaced_recipe(attempt)
+    )
     record_provenance(recipe, paths, attempt, pythons, folders)
     stages = plan(recipe, paths, facts)
     left = tuple(stage for stage in stages if not stage.done_marker.exists())

@@ -12,7 +12,7 @@ from areal_hpc.rundir.manifests import list_manifest_steps
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import (
     delete_quarantine,
-    quarantine_batch_once,
+    quarantine_batch_or_read_earlier_record,
     read_quarantine,
 )
 from areal_hpc.view.state.run_state import read_run_snapshot
@@ -56,7 +56,7 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
             key="BATCH",
             hint=_build_cancel_hint(paths),
         )
-    quarantine_batch_once(
+    quarantine_batch_or_read_earlier_record(
         paths, UntrainedRecord(step, _QUARANTINE_REQUEST_REASON, quarantine="requested")
     )
     effect = _describe_quarantine_effect(step, trained_step, "sets it aside")

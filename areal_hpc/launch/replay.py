@@ -14,7 +14,7 @@ import msgspec
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import local_launcher, setup
+from areal_hpc.launch import local_launcher, run_dir_setup
 from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_initial_policy_path
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
@@ -27,7 +27,10 @@ from areal_hpc.rundir.checkpoints import (
 from areal_hpc.rundir.manifests import list_manifest_steps, read_ledger_state, read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
-from areal_hpc.rundir.quarantine import quarantine_batch_once, read_quarantined_batches
+from areal_hpc.rundir.quarantine import (
+    quarantine_batch_or_read_earlier_record,
+    read_quarantined_batches,
+)
 from areal_hpc.shards.index import read_index
 from areal_hpc.shards.verify import list_shard_problems
 from areal_hpc.trainer.config import ReplayJobConfig
@@ -67,7 +70,7 @@ class ReplayStart:
     """Every generation of the run with the step it began from."""
 
 
-class ReplayRun:
+class RecordedStepsReplay:
     """Steps of a recorded run, to be trained again in `output_run`, which may be an earlier try.
 
     Raises:
@@ -134,12 +137,12 @@ class ReplayRun:
         run, out = self._run, self._out
         out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
         out.replay.write_bytes(msgspec.json.encode(self._request))
-        setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
+        run_dir_setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
             if self.start.step < step <= self._last_step:
-                quarantine_batch_once(out, record)
+                quarantine_batch_or_read_earlier_record(out, record)
         links[out.sft_export] = run.sft_export
         if run.references_dir.is_dir():  # of steps before the start
             for folder in run.references_dir.iterdir():
@@ -205,9 +208,9 @@ def split_compute_and_learning_overrides(overrides: Sequence[str]) -> tuple[list
     computed, learnt, problems = [], [], []
     for item in overrides:
         key, _, value = item.partition("=")
-        if setup.is_key_at_or_below(key, COMPUTE_KEYS):
+        if run_dir_setup.is_key_at_or_below(key, COMPUTE_KEYS):
             computed.append(item)
-        elif setup.is_key_at_or_below(key, LEARNING_KEYS):
+        elif run_dir_setup.is_key_at_or_below(key, LEARNING_KEYS):
             learnt.append(item)
         else:
             hint = f"override only {', '.join((*LEARNING_KEYS, *COMPUTE_KEYS))}"

@@ -16,9 +16,9 @@ from typing import Any, Literal
 
 from areal_hpc import errors
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import local_launcher, slurm_launcher, submitted_run
+from areal_hpc.launch import local_launcher, slurm_launcher, submitted_run_watch
 from areal_hpc.launch.prepared_run import is_run_finished
-from areal_hpc.launch.setup import refuse_other_recipe_of_finished_run
+from areal_hpc.launch.run_dir_setup import refuse_other_recipe_of_finished_run
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -141,7 +141,7 @@ def submit(
         return _read_run_result(paths, "submitted")
     try:
         with catch_stop_signals() as stop, open_progress_reporter(recipe, paths) as reporter:
-            submitted_run.watch_submitted_run(recipe, paths, reporter, stop)
+            submitted_run_watch.watch_submitted_run(recipe, paths, reporter, stop)
     except errors.RunInterruptedError:
         print(f"detached; jobs keep running: {format_next_command('status', paths)}")
         return _read_run_result(paths, "interrupted")

@@ -15,7 +15,7 @@ from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, prepare_and_lock_run
 from areal_hpc.launch.resources.host_memory import (
     find_host_memory_problems,
-    get_node_memory_bytes_by_job,
+    get_requested_memory_bytes_by_job,
 )
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
@@ -27,7 +27,7 @@ from areal_hpc.rundir.jobs import (
     LaunchFile,
     Submission,
     get_array_index,
-    list_jobs_held_while_idle,
+    list_jobs_that_gave_nodes_back,
     list_waiting_successors,
     read_array_memberships,
     read_submissions,
@@ -36,9 +36,8 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.batch_script.script import JobRequest
-from areal_hpc.slurm.batch_script.successors import build_chain_dependency
+from areal_hpc.slurm.batch_script.successors import build_dependency_on_job_or_successors
 from areal_hpc.slurm.run_jobs import LiveJob
-from areal_hpc.slurm.submission import release_jobs, try_to_cancel_jobs
 from areal_hpc.slurm.submit import (
     SubmittedJob,
     submit_held_job,
@@ -46,6 +45,7 @@ from areal_hpc.slurm.submit import (
     write_job_files,
     write_member_payload,
 )
+from areal_hpc.slurm.submit_exactly_once import release_jobs, try_to_cancel_jobs
 from areal_hpc.wire.fault_points import fault_point
 
 
@@ -77,7 +77,7 @@ def submit(
         fresh=fresh,
         sys_path=sys_path,
         known_problems=(
-            find_host_memory_problems(recipe, get_node_memory_bytes_by_job(recipe))
+            find_host_memory_problems(recipe, get_requested_memory_bytes_by_job(recipe))
             if plan is None
             else ()
         ),
@@ -91,9 +91,11 @@ def submit(
                 for request, launch in build_requests_of_stage(stage, recipe, ready):
                     asked = request.with_dependency(dependency) if dependency else request
                     submission.submit_missing_job_and_successors(asked, launch)
-                dependency = build_chain_dependency(submission.chains[stage.leader.name])
+                dependency = build_dependency_on_job_or_successors(
+                    submission.chains[stage.leader.name]
+                )
         # A job that gave its nodes back is released by the trainer, when there is work.
-        idle = {job.root.name for job in list_jobs_held_while_idle(ready.paths.jobs_dir)}
+        idle = {job.root.name for job in list_jobs_that_gave_nodes_back(ready.paths.jobs_dir)}
         held = [
             job.submission.job_id
             for job in ready.live_jobs
@@ -120,7 +122,7 @@ class _RunSubmission:
     def submit_missing_job_and_successors(self, request: JobRequest, launch: LaunchFile) -> None:
         """Submit a job, if there is none, and the successors that it has too few of."""
         chain = self.chains.setdefault(request.job, [])
-        with record_submission_refusal(request.job, self._prepared_run.paths):
+        with record_if_submission_is_refused(request.job, self._prepared_run.paths):
             if not chain:
                 submitted = submit_held_job(request, launch, run_task, self._print_line)
                 self._record_submitted_job(request, submitted)
@@ -237,7 +239,7 @@ def cancel_jobs_on_failure(
 
 
 @contextlib.contextmanager
-def record_submission_refusal(job: str, *runs: RunPaths) -> Iterator[None]:
+def record_if_submission_is_refused(job: str, *runs: RunPaths) -> Iterator[None]:
     """Note in the runs' event logs that Slurm did not take a job, for `areal-hpc why`."""
     try:
         yield

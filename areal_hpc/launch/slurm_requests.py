@@ -25,7 +25,10 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.privacy import UMASKS
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.batch_script.successors import build_chain_dependency, name_unknown_job_ids
+from areal_hpc.slurm.batch_script.successors import (
+    build_dependency_on_job_or_successors,
+    build_job_id_placeholders,
+)
 
 MIN_JOB_START_UP_S = 60.0
 """A start of a job takes longer: SGLang and Megatron are imported, and a model is loaded."""
@@ -61,9 +64,11 @@ def build_requests_of_run(
     for stage in stages:
         for job in stage.jobs if dependency else ():
             requests[job.name] = requests[job.name].with_dependency(dependency)
-        leading = name_unknown_job_ids(stage.leader.name, recipe.cluster.slurm.successors)
+        leading = build_job_id_placeholders(stage.leader.name, recipe.cluster.slurm.successors)
         dependency = (
-            f"aftercorr:{leading[0]}" if run_context.is_array else build_chain_dependency(leading)
+            f"aftercorr:{leading[0]}"
+            if run_context.is_array
+            else build_dependency_on_job_or_successors(leading)
         )
     return list(requests.values())
 

@@ -14,8 +14,8 @@ from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.launch.slurm_launcher import (
     cancel_jobs_on_failure,
+    record_if_submission_is_refused,
     record_job_submission,
-    record_submission_refusal,
     release_submitted_jobs,
 )
 from areal_hpc.launch.slurm_requests import (
@@ -191,5 +191,5 @@ def _submit_array_of_job(
         alone += build_job_requests([spec], add_cpu_and_memory_options(run, [spec]), place)
         launches.append(build_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
-    with record_submission_refusal(request.job, *(one.paths for one in prepared_runs)):
+    with record_if_submission_is_refused(request.job, *(one.paths for one in prepared_runs)):
         return submit_held_array(asked, alone, launches, run_task, print_line), request

@@ -96,7 +96,7 @@ class EvaluationState:
             capacity -= self._part_by_ticket[ticket_id].n_samples
         return refs
 
-    def count_episodes(self, refs: Sequence[TicketRef]) -> int:
+    def count_episodes_of_tickets(self, refs: Sequence[TicketRef]) -> int:
         """Episodes of these tickets."""
         return sum(self._part_by_ticket[ref.ticket_id].n_samples for ref in refs)
 

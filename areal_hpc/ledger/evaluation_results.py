@@ -23,7 +23,7 @@ def read_current_results(
         result = manifests.read_evaluation(paths, step, name)
         if result is None or result.n_tasks != n_tasks:
             continue
-        if state.is_evaluation_current(step, result.generation):
+        if state.has_run_kept_evaluated_weights(step, result.generation):
             found[name] = result
     return found
 

@@ -14,7 +14,7 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.jobs.requeue import release_jobs_held_while_idle
 from areal_hpc.ledger.batch_formation import read_sealed_tickets
 from areal_hpc.ledger.config import LedgerJobConfig
-from areal_hpc.ledger.evaluation_run import evaluate_and_finish
+from areal_hpc.ledger.evaluation_without_trainer import evaluate_and_finish
 from areal_hpc.ledger.http_app import LedgerApp
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.ledger.tasks.curriculum import RECIPE_KEY, Curriculum

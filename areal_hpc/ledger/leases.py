@@ -131,7 +131,7 @@ class CellHeartbeats:
         idle_s, self._idle_s = self._idle_s, 0.0
         return idle_s
 
-    def drop_silent(self, before_s: float) -> None:
+    def forget_silent_cells(self, before_s: float) -> None:
         """Count no cell that has not been heard of since `before_s`."""
         heard = self._heard_at_s.items()
         self._heard_at_s = {cell: at_s for cell, at_s in heard if at_s >= before_s}

@@ -191,7 +191,7 @@ class LedgerService:
             log.warning(
                 "%d tickets expired: no heartbeat for %s s", lost, self._policy.cell_timeout_s
             )
-        self._cells.drop_silent(before_s)
+        self._cells.forget_silent_cells(before_s)
         self._notify_waiting()
 
     # The trainer -----------------------------------------------------------------------------
@@ -322,7 +322,7 @@ class LedgerService:
         now_s, refs, capacity = self._clock(), list[wire.TicketRef](), request.capacity
         if self._evaluation is not None and "valid" in request.splits:
             refs = self._evaluation.lease_tickets(request.cell, capacity, now_s)
-            capacity = max(0, capacity - self._evaluation.count_episodes(refs))
+            capacity = max(0, capacity - self._evaluation.count_episodes_of_tickets(refs))
         if "train" in request.splits:
             groups = capacity // self._stream.episodes_per_ticket
             refs += self._tickets.lease_tickets(request.cell, groups, now_s)
@@ -431,7 +431,7 @@ class LedgerService:
             [
                 one
                 for one in manifests.read_evaluated_tickets(self._paths, step)
-                if self._state.is_evaluation_current(step, one.generation)
+                if self._state.has_run_kept_evaluated_weights(step, one.generation)
             ]
         )
         return evaluation

@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
-from areal_hpc.metrics.limit import compute_time_shares_by_limit
+from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_limit
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 
 MAX_PACE_STEPS = 20

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from areal_hpc.jobs.config import ProcessConfig
-from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
 
 
 class ProxyJobConfig(ProcessConfig):

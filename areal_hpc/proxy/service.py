@@ -26,7 +26,7 @@ from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.sessions.events import SessionDropped
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.wire.http_server import GuardedServer, get_connection_descriptor_limit
 from areal_hpc.wire.signing import RequestVerifier

@@ -17,7 +17,7 @@ from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService, run_in_uvloop_thread_until_done
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder, MemoryRecorder
 from areal_hpc.recipe.base import BaseConfig
-from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.privacy import UMASKS
 

@@ -6,7 +6,7 @@ Imports neither torch nor SGLang: a recipe is read and planned on a login node.
 from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
-from areal_hpc.evaluation.set_metrics import parse_k
+from areal_hpc.evaluation.set_metrics import resolve_k
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
@@ -220,9 +220,9 @@ def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:
             yield Problem(message, f"{key}.workflow_kwargs", f"add {key}.workflow=...")
         n_samples = one.n_samples or recipe.evaluation.n_samples
         for metric in one.metrics:
-            if parse_k(metric, n_samples) > n_samples:
+            if resolve_k(metric, n_samples) > n_samples:
                 yield Problem(
-                    f"{metric} needs {parse_k(metric, n_samples)} samples of a task, and "
+                    f"{metric} needs {resolve_k(metric, n_samples)} samples of a task, and "
                     f"{key}.n_samples={n_samples}",
                     f"{key}.metrics",
                     f"use pass@{n_samples} or less, or a larger {key}.n_samples",

@@ -37,7 +37,7 @@ def replace_private_values_by_references(
     return changed | ({RECIPE_REFERENCES_KEY: references} if references else {})
 
 
-def resolve_private_references(config: dict[str, Any]) -> dict[str, Any]:
+def fill_in_private_values_from_recipe(config: dict[str, Any]) -> dict[str, Any]:
     """A configuration with the values of its run's recipe in place.
 
     Raises:

@@ -20,7 +20,7 @@ from areal_hpc.recipe.sections.evaluation import (
     resolve_evaluation_sets,
 )
 from areal_hpc.recipe.sections.inference import InferenceConfig
-from areal_hpc.recipe.sections.recording import ProxyConfig, ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig, ShardConfig
 from areal_hpc.recipe.sections.reward import RewardConfig
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.recipe.sections.trainer import SftConfig, TrainerConfig

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from fractions import Fraction
 from typing import Any
 
-from areal_hpc.errors import InvalidExpressionError
+from areal_hpc.errors import InvalidArithmeticError
 from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
 
 MAX_EXPRESSION_CHARS = 300
@@ -36,28 +36,28 @@ def countdown_reward(
     if text is None:
         return 0.0
     try:
-        worth, used = evaluate_expression(text.partition("=")[0])
-    except (InvalidExpressionError, ZeroDivisionError):
+        worth, used = evaluate_expression_and_list_numbers(text.partition("=")[0])
+    except (InvalidArithmeticError, ZeroDivisionError):
         return 0.0
     return float(worth == target and sorted(used) == sorted(numbers))
 
 
-def evaluate_expression(text: str) -> tuple[Fraction, list[int]]:
+def evaluate_expression_and_list_numbers(text: str) -> tuple[Fraction, list[int]]:
     """What an expression is worth, and the numbers in it.
 
     Raises:
-        InvalidExpressionError: It holds anything but whole numbers, `+ - * /` and parentheses.
+        InvalidArithmeticError: It holds anything but whole numbers, `+ - * /` and parentheses.
         ZeroDivisionError: It divides by zero.
     """
     text = text.strip().replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
     if len(text) > MAX_EXPRESSION_CHARS:
-        raise InvalidExpressionError(f"{len(text)} characters")
+        raise InvalidArithmeticError(f"{len(text)} characters")
     try:
         tree = ast.parse(text, mode="eval")
         used: list[int] = []
         return _evaluate_node(tree.body, used), used
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        raise InvalidExpressionError(text) from error
+        raise InvalidArithmeticError(text) from error
 
 
 def _evaluate_node(node: ast.expr, used: list[int]) -> Fraction:
@@ -67,4 +67,4 @@ def _evaluate_node(node: ast.expr, used: list[int]) -> Fraction:
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATOR_BY_NODE_TYPE:
         left, right = _evaluate_node(node.left, used), _evaluate_node(node.right, used)
         return _OPERATOR_BY_NODE_TYPE[type(node.op)](left, right)
-    raise InvalidExpressionError(ast.dump(node)[:80])
+    raise InvalidArithmeticError(ast.dump(node)[:80])

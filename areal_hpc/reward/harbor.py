@@ -20,7 +20,7 @@ import msgspec
 from areal_hpc.errors import InvalidRewardError, NodeShortageError, RecipeError, SandboxLostError
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 HARBOR_KEY = "harbor"
 """Where a row of the task set has its Harbor task."""

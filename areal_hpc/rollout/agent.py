@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 EXTRA_KWARG_NAMES = ("base_url", "api_key", "http_client", "session_id", "seed")
 """What every episode hands to the agent besides its task."""

@@ -46,9 +46,9 @@ class RolloutJobConfig(ProcessConfig):
     idle_timeout_s: Annotated[float, Field(gt=0)] = 1800.0
     """Under Slurm: without a ledger and without an episode for so long, the cell goes."""
 
-    def get_keys_by_private_field(self) -> dict[str, str]:
+    def get_recipe_keys_by_private_field(self) -> dict[str, str]:
         """Those of every agent's arguments."""
-        return super().get_keys_by_private_field() | {
+        return super().get_recipe_keys_by_private_field() | {
             f"evaluation_sets.{name}.workflow_kwargs": f"{one.workflow_key}.workflow_kwargs"
             for name, one in self.evaluation_sets.items()
         }

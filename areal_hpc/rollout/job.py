@@ -23,7 +23,7 @@ from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
-from areal_hpc.rollout.trial_episodes import play_trial_tasks
+from areal_hpc.rollout.trial_episodes import play_trial_tasks_until_one_succeeds
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
@@ -123,7 +123,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         if job.plays_trials and agent is not None and not paths.metrics.exists():
             tasks, proxy = TaskSet.read(paths.dataset(TRAIN)), services.proxy
             enter_state("trial")
-            await play_trial_tasks(job.rollout, agent, tasks, proxy, http_client, events, sandboxes)
+            await play_trial_tasks_until_one_succeeds(
+                job.rollout, agent, tasks, proxy, http_client, events, sandboxes
+            )
         await loop.run()
 
     register_samples(

@@ -8,9 +8,9 @@ import msgspec
 
 from areal_hpc.errors import AgentError
 from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.http import AsyncWireClient
 from areal_hpc.wire.proxy import EngineAddress, RecordCallsReply, RecordCallsRequest
-from areal_hpc.wire.reward import Reward
 
 RECORD_TIMEOUT_S = 60.0
 MAX_RECORD_BATCH_BYTES = 4 << 20

@@ -20,6 +20,7 @@ from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
+from areal_hpc.rollout.episodes.effective_limits import resolve_limits
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
@@ -28,7 +29,6 @@ from areal_hpc.rollout.episodes.episode import (
     run_episode,
 )
 from areal_hpc.rollout.episodes.group import GroupFilter, run_group_until_enough_succeed
-from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.episodes.shortages import SHORTAGE_PAUSE_S, ShortageTracker
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -265,7 +265,7 @@ class TicketRunner:
                     ticket_grant, episode, outcome, is_training=split == TRAIN
                 )
             try:
-                self._shortages.note_end(
+                self._shortages.record_episode_try_end(
                     spec.session.task_id,
                     outcome,
                     held_out_ticket=None if split == TRAIN else ticket_grant.ref,
@@ -319,7 +319,7 @@ class TicketRunner:
             "episode": spec.session.episode,
             "limit_s": spec.timeout_s,
         }
-        self._shortages.note_begin(spec.session.task_id)
+        self._shortages.record_episode_try_begin(spec.session.task_id)
         with self._watch.follow_episode(spec.session.task_id, facts) as running:
             outcome = await run_episode(
                 spec, agent, self._proxy, self._http_client, self._sandboxes

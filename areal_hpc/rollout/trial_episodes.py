@@ -8,13 +8,13 @@ from areal_hpc.errors import AgentError, Problem
 from areal_hpc.recipe.sections.rollout import RolloutConfig
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.auxiliary import load_auxiliary_rule_unless_keep
+from areal_hpc.rollout.episodes.effective_limits import resolve_limits
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
     EpisodeSpec,
     derive_episode_seed,
     run_episode,
 )
-from areal_hpc.rollout.episodes.limits import resolve_limits
 from areal_hpc.rollout.execution.agent_sandboxes import AgentSandboxes
 from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClient
@@ -67,7 +67,7 @@ async def play_trial_episode(
     return await run_episode(spec, agent, proxy, http_client, sandboxes)
 
 
-async def play_trial_tasks(
+async def play_trial_tasks_until_one_succeeds(
     rollout: RolloutConfig,
     agent: Agent,
     tasks: TaskSet,

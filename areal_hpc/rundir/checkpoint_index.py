@@ -133,7 +133,7 @@ def is_megatron_format(directory: Path) -> bool:
     return (directory / MEGATRON_INDEX_FILE).exists()
 
 
-def read_checkpoint_index(directory: Path) -> CheckpointIndex:
+def read_index_of_one_checkpoint(directory: Path) -> CheckpointIndex:
     """What the files of a checkpoint hold.
 
     Raises:

@@ -40,7 +40,7 @@ def get_number_path(directory: Path, start_number: int, suffix: str = "") -> Pat
     return directory / f"{start_number:04d}{suffix}"
 
 
-def make_generation_check(directory: Path, generation: int) -> Callable[[], None]:
+def make_check_raising_if_superseded(directory: Path, generation: int) -> Callable[[], None]:
     """A check, to be made before anything becomes visible to others.
 
     It raises SupersededTrainerError when a later generation than `generation` has begun.

@@ -345,7 +345,7 @@ def add_excluded_node(path: Path, node: str, reason: str, job_id: str) -> None:
     append_line(path, ExcludedNode(node, reason, round(time.time(), 3), job_id))
 
 
-def list_jobs_held_while_idle(jobs_dir: Path) -> list[JobPaths]:
+def list_jobs_that_gave_nodes_back(jobs_dir: Path) -> list[JobPaths]:
     """The jobs that gave their nodes back and wait to be released."""
     return [
         JobPaths(jobs_dir / note.name)

@@ -37,7 +37,7 @@ class LedgerState(msgspec.Struct, frozen=True):
         forks = (*earlier, GenerationFork(generation, base_step))
         return LedgerState(self.incarnation, generation, base_step, forks)
 
-    def is_evaluation_current(self, step: int, generation: int) -> bool:
+    def has_run_kept_evaluated_weights(self, step: int, generation: int) -> bool:
         """True if the weights that were evaluated are those this run still has at that step."""
         later = (fork for fork in self.forks if fork.generation > generation)
         return all(step <= fork.base_step for fork in later)
@@ -174,7 +174,9 @@ def read_current_evaluation(paths: RunPaths, step: int, set_name: str) -> Evalua
         ShardError: It, or the ledger's state, is damaged.
     """
     result = read_evaluation(paths, step, set_name)
-    if result is None or read_ledger_state(paths).is_evaluation_current(step, result.generation):
+    if result is None or read_ledger_state(paths).has_run_kept_evaluated_weights(
+        step, result.generation
+    ):
         return result
     return None
 
@@ -221,7 +223,7 @@ def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, Eval
     for name in (main_set, *names):
         for file in sorted(paths.evaluation(0, name).parent.glob("*.json")):
             result = read_json_file(file, EvaluationResult)
-            if result and state.is_evaluation_current(result.step, result.generation):
+            if result and state.has_run_kept_evaluated_weights(result.step, result.generation):
                 yield name, result
 
 

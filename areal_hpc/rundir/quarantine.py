@@ -16,7 +16,9 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import fault_point
 
 
-def quarantine_batch_once(paths: RunPaths, record: UntrainedRecord) -> UntrainedRecord:
+def quarantine_batch_or_read_earlier_record(
+    paths: RunPaths, record: UntrainedRecord
+) -> UntrainedRecord:
     """Set a batch aside, durably; what says so: the first one's record if somebody was first.
 
     Raises:

@@ -1,7 +1,7 @@
 """A process of one untrusted program: started in a sandbox, fed, watched and ended.
 
-By default bubblewrap isolates it (`bubblewrap.py`). With `isolation="none"` it has limits and a
-process group of its own and nothing more: it reads and writes what its user may.
+By default bubblewrap isolates it (`bubblewrap_command_line.py`). With `isolation="none"` it has
+limits and a process group of its own and nothing more: it reads and writes what its user may.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ import psutil
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.jobs.processes.descendants import list_descendants, read_resident_bytes
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
-from areal_hpc.sandbox.bubblewrap import (
+from areal_hpc.sandbox.bubblewrap_command_line import (
     NOBODY_UID,
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
@@ -70,7 +70,7 @@ class ProgramResult:
     timed_out: bool
 
 
-def get_isolation() -> Isolation:
+def get_configured_isolation() -> Isolation:
     """How programs are isolated in this process: as the recipe's `reward.isolation` says."""
     return "none" if os.environ.get(ISOLATION_VARIABLE) == "none" else "bwrap"
 

@@ -5,7 +5,7 @@ from areal_hpc.sandbox.process import (
     ProgramLimits,
     ProgramResult,
     SandboxedProcess,
-    get_isolation,
+    get_configured_isolation,
 )
 
 
@@ -40,7 +40,7 @@ def run_program(
     process = SandboxedProcess(
         files,
         limits or ProgramLimits(),
-        isolation or get_isolation(),
+        isolation or get_configured_isolation(),
         stdin=stdin.encode(errors="replace"),
     )
     return process.communicate()

@@ -4,10 +4,10 @@ from collections.abc import Collection
 
 from areal_hpc.session.call_records import decode_rendering_context
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.proxy import RecordedConversation
+from areal_hpc.wire.proxy import RecordedConversationSummary
 
 
-def list_conversations(tree: InteractionTree) -> list[RecordedConversation]:
+def list_conversations(tree: InteractionTree) -> list[RecordedConversationSummary]:
     """What each conversation of a session began with, in order of completion."""
     root_of = _map_replies_to_roots(tree)
     replies: dict[str, int] = {}
@@ -40,8 +40,10 @@ def _map_replies_to_roots(tree: InteractionTree) -> dict[str, str]:
     return roots
 
 
-def _describe_conversation(first_interaction: Interaction, replies: int) -> RecordedConversation:
-    return RecordedConversation(
+def _describe_conversation(
+    first_interaction: Interaction, replies: int
+) -> RecordedConversationSummary:
+    return RecordedConversationSummary(
         first_interaction.interaction_id,
         first_interaction.new_messages,
         first_interaction.reply,

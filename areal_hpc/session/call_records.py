@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.session.tree import Interaction
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord
 
 _json_object_decoder = msgspec.json.Decoder(dict[str, Any])

@@ -177,7 +177,7 @@ class TokenEncoder:
         """The largest id that a text can be encoded to."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-    def get_tokens(self) -> dict[str, int]:
+    def get_ids_by_token(self) -> dict[str, int]:
         """Id of each token, special ones left out that were added later."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 

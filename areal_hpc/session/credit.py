@@ -23,7 +23,7 @@ from typing import Literal
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.tree import Interaction, InteractionTree
-from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.agent_reward import MAX_REWARD
 
 CreditRule = Literal["tree", "chronological"]
 Followers = Mapping[str, Sequence[str]]
@@ -40,7 +40,7 @@ class InteractionReward:
     @property
     def total(self) -> float | None:
         """Both together."""
-        return sum_rewards(self.own, self.passed_back)
+        return sum_and_clamp_rewards(self.own, self.passed_back)
 
 
 def compute_credited_rewards(
@@ -124,7 +124,7 @@ def compute_branch_weight_by_reply(
     return weights
 
 
-def sum_rewards(*rewards: float | None) -> float | None:
+def sum_and_clamp_rewards(*rewards: float | None) -> float | None:
     """The sum of those that are not None, within what a shard can hold; None if all are."""
     given = [reward for reward in rewards if reward is not None]
     if not given:
@@ -169,7 +169,7 @@ def _get_begin_time(conversation: list[Interaction]) -> float:
     return min(one.asked_at for one in conversation)
 
 
-def find_abandoned_replies(tree: InteractionTree) -> frozenset[str]:
+def find_replies_client_disconnected_from(tree: InteractionTree) -> frozenset[str]:
     """Ids of replies whose client left before their end, and which nothing extends."""
     extended = {one.parent_id for one in tree}
     return frozenset(

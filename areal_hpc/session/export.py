@@ -30,11 +30,11 @@ from areal_hpc.session.call_records import build_call_records_and_tool_schemas
 from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
-    find_abandoned_replies,
+    find_replies_client_disconnected_from,
     find_retry_orphans,
     map_followers,
     pass_back_rewards,
-    sum_rewards,
+    sum_and_clamp_rewards,
 )
 from areal_hpc.session.rewards import compute_episode_reward
 from areal_hpc.session.tree import Interaction, InteractionTree, unpack_ids
@@ -77,7 +77,11 @@ def plan_rows(
     """The rows of a session, in order of the interactions they end with."""
     orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
     # No row names a reply that its client left: it would cut off those that it stands between.
-    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_reply_reasons(tree).keys()
+    left_out = (
+        orphans
+        | find_replies_client_disconnected_from(tree)
+        | find_auxiliary_reply_reasons(tree).keys()
+    )
     followers = map_followers(tree, rule.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
@@ -242,7 +246,7 @@ def _plan_failed_rows(tree: InteractionTree) -> Iterator[RowPlan]:
     for leaf in tree.list_leaves():
         path = tree.get_path_to(leaf)
         names = {one.interaction_id for one in path}
-        reward = sum_rewards(*(one.reward for one in path)) or 0.0
+        reward = sum_and_clamp_rewards(*(one.reward for one in path)) or 0.0
         yield RowPlan(path, frozenset(names - covered), leaf.temperature, reward)
         covered |= names
 

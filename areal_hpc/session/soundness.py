@@ -13,7 +13,7 @@ import numpy as np
 
 from areal_hpc.session.call_records import decode_sampling_params_json
 from areal_hpc.session.tree import Interaction, InteractionTree, VersionSpan, unpack_ids
-from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.trajectory import (
     MAX_TEMPERATURE,
     MAX_VOCAB_SIZE,

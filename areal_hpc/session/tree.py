@@ -20,7 +20,7 @@ import numpy.typing as npt
 from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message
 from areal_hpc.session.message_matching import find_differing_field
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import PromptReuse
 
 REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"

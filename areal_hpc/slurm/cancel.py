@@ -95,7 +95,7 @@ class _Cancellation:
             ClusterError: Jobs are left that should be gone.
         """
         ids = self._job_ids()
-        snapshot = self._queue.poll(ids).filter_jobs(ids, self._label)
+        snapshot = self._queue.poll(ids).filter_jobs_by_ids_and_label(ids, self._label)
         if snapshot.outage:
             raise SlurmTimeoutError(snapshot.outage)
         phases = {

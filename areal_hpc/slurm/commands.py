@@ -85,7 +85,7 @@ def _build_command_environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {**kept, "SLURM_TIME_FORMAT": "standard", "LC_ALL": "C"}
 
 
-def parse_slurm_time(text: str) -> float | None:
+def parse_slurm_timestamp(text: str) -> float | None:
     """Unix time of a local time that Slurm printed; None for `N/A`, `Unknown` and `None`."""
     try:
         return datetime.fromisoformat(text).timestamp()

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
-from areal_hpc.slurm.commands import build_comma_lists, parse_slurm_time, run_slurm_command
+from areal_hpc.slurm.commands import build_comma_lists, parse_slurm_timestamp, run_slurm_command
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_canceller, parse_state
 from areal_hpc.wire.backoff import Backoff
 
@@ -80,7 +80,7 @@ class QueueSnapshot:
     outage_s: float = 0.0
     """Since when there has been none."""
 
-    def filter_jobs(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
+    def filter_jobs_by_ids_and_label(self, job_ids: Iterable[str], label: str) -> QueueSnapshot:
         """Part of this answer about the jobs with these ids whose name or comment holds `label`.
 
         Slurm counts ids anew when it runs out of them, or is set up again: then one is somebody
@@ -117,8 +117,8 @@ def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
         state=parse_state(state),
         reason="" if reason in {"None", "(null)"} else reason,
         nodes=nodes,
-        start=parse_slurm_time(start),
-        end=parse_slurm_time(end),
+        start=parse_slurm_timestamp(start),
+        end=parse_slurm_timestamp(end),
         restarts=int(restarts) if restarts.isdigit() else None,
         exit_code=status >> 8 & 0xFF,
         signal=status & 0x7F,
@@ -154,8 +154,8 @@ def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> Queu
         state=state,
         reason="" if cells[6] in {"None", ""} else cells[6],
         nodes="" if cells[3] == "None assigned" else cells[3],
-        start=parse_slurm_time(cells[4]),
-        end=parse_slurm_time(cells[5]),
+        start=parse_slurm_timestamp(cells[4]),
+        end=parse_slurm_timestamp(cells[5]),
         exit_code=int(code) if code.isdigit() else 0,
         signal=int(signal) if signal.isdigit() else 0,
         cancelled_by=parse_canceller(cells[1]),

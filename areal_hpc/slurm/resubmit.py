@@ -22,7 +22,7 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.submission import JobIdentity, submit_script
+from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 
 log = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ class JobIdChange:
     job_id: str
 
 
-def resubmit_after_end(
+def submit_again_to_start_after_this_job(
     slurm: SlurmLaunchInfo,
     job: str,
     job_id: str,

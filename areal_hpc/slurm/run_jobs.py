@@ -20,7 +20,7 @@ from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_rec
 from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
 from areal_hpc.slurm.reasons import is_held_by_user
 from areal_hpc.slurm.states import JobPhase
-from areal_hpc.slurm.submission import SUCCESSOR_COMMENT_PREFIX
+from areal_hpc.slurm.submit_exactly_once import SUCCESSOR_COMMENT_PREFIX
 
 _TOKEN_PATTERN = re.compile(r"\.([0-9a-f]{8})$")
 _SUCCESSOR_PATTERN = re.compile(rf" {SUCCESSOR_COMMENT_PREFIX}([0-9]+) token=[0-9a-f]{{8}}$")

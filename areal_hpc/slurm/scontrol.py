@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.slurm.commands import parse_slurm_time, run_slurm_command
+from areal_hpc.slurm.commands import parse_slurm_timestamp, run_slurm_command
 
 RUNNING_STATE = "RUNNING"
 """The one state in which a job may decide about itself: otherwise Slurm has decided already."""
@@ -56,7 +56,7 @@ def parse_job_facts(scontrol_line: str) -> JobFacts:
     excluded = facts.get("ExcNodeList", "")
     return JobFacts(
         state=facts.get("JobState", ""),
-        ends_at=parse_slurm_time(facts.get("EndTime", "")),
+        ends_at=parse_slurm_timestamp(facts.get("EndTime", "")),
         excluded_nodes="" if excluded == "(null)" else excluded,
         is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
         is_requeueable=facts.get("Requeue") != "0",
@@ -74,7 +74,7 @@ def read_controller_time() -> float | None:
     """Unix time by slurmctld's own clock; None if this Slurm does not tell it."""
     shown = _run_slurm_without_job_variables("scontrol", "show", "config")
     found = _CONTROLLER_TIME_PATTERN.match(shown)
-    return parse_slurm_time(found[1]) if found else None
+    return parse_slurm_timestamp(found[1]) if found else None
 
 
 def read_slurm_user_id() -> int | None:

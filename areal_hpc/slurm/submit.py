@@ -33,7 +33,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.batch_script.script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
-from areal_hpc.slurm.submission import JobIdentity, submit_script
+from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 from areal_hpc.wire.fault_points import fault_point
 
 Entry: TypeAlias = Callable[[str], None]
@@ -43,7 +43,7 @@ NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
 """Local jobs have no time limit; submitit wants a number."""
 
 
-class JobHandle(Protocol):
+class RunningJobHandle(Protocol):
     """A job that a foreground launcher started."""
 
     @property
@@ -340,7 +340,7 @@ def _build_refusal_error(
     return RecipeError(message, key="cluster.slurm", hint=hint)
 
 
-def stop_jobs(handles: Sequence[JobHandle], grace_s: float) -> None:
+def stop_jobs(handles: Sequence[RunningJobHandle], grace_s: float) -> None:
     """Stop every job: politely first, by force after `grace_s`."""
     for handle in handles:
         handle.request_stop()

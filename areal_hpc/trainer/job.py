@@ -22,7 +22,7 @@ from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
-from areal_hpc.rundir.generations import claim_next_number, make_generation_check
+from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths
@@ -70,7 +70,7 @@ def _run_training(
     is_first = dist.get_rank() == 0
     claimed = claim_next_number(paths.generations_dir) if is_first else None
     generation = broadcast_object(claimed, int)
-    check_generation = make_generation_check(paths.generations_dir, generation)
+    check_generation = make_check_raising_if_superseded(paths.generations_dir, generation)
     events = EventLog(paths.events, "trainer")
     if is_first:
         events.record("ranks_joined", generation=generation)

@@ -19,9 +19,9 @@ from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedRecord
 from areal_hpc.rundir.jsonl import FlatRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
-from areal_hpc.rundir.quarantine import quarantine_batch_once
+from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import (
     FloatArray,
     extend_reward_range,
@@ -30,11 +30,14 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_rewards,
     summarize_token_staleness,
 )
-from areal_hpc.trainer.batch.episode_metrics import group_episode_records, summarize_episodes
+from areal_hpc.trainer.batch.episode_metrics import (
+    merge_batch_rows_into_episodes,
+    summarize_episodes,
+)
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     count_scored_tokens,
-    deal_rows_into_minibatches,
+    deal_rows_round_robin_into_minibatches,
 )
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
@@ -64,7 +67,6 @@ from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_m
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, build_policy
 from areal_hpc.trainer.model.utilization import measure_training_speed
 from areal_hpc.trainer.objective.custom_loss import load_custom_loss
-from areal_hpc.trainer.objective.engine_mismatch import measure_engine_mismatch
 from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_metrics import (
     STEP_HISTOGRAM_BINS,
@@ -73,15 +75,16 @@ from areal_hpc.trainer.objective.loss_metrics import (
     build_loss_metrics,
 )
 from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
+from areal_hpc.trainer.objective.mismatch_metrics import measure_engine_mismatch
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
 from areal_hpc.trainer.optimizer import compute_learning_rate
-from areal_hpc.trainer.rank_progress import enter_place
+from areal_hpc.trainer.rank_progress import note_place_reached
 from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
-    make_micro_batches,
+    make_micro_batches_of_this_rank,
     run_forward_backward,
 )
 from areal_hpc.trainer.step_annotator import StepAnnotator
@@ -205,7 +208,7 @@ class Learner:
         """
         fault_point("train.before_step")
         timer, config = PhaseTimer(records_spans=True), self._config
-        enter_place(f"reading of batch {manifest.step}")
+        note_place_reached(f"reading of batch {manifest.step}")
         with timer.time_phase("read"):
             batch, untrained = self._read_rows_or_quarantine(manifest, quarantine)
         with timer.time_phase("measure"):
@@ -218,13 +221,15 @@ class Learner:
                 scores = self._score_batch(manifest.step, batch)
         with timer.time_phase("pack"):
             rows = build_rows(batch, self.version, self.state.forks, config.objective, scores)
-            minibatches = deal_rows_into_minibatches(rows, config.minibatches)
+            minibatches = deal_rows_round_robin_into_minibatches(rows, config.minibatches)
             factors = compute_minibatch_factors([count_scored_tokens(part) for part in minibatches])
             channels = (
                 [name for name in rows[0].channels if name not in CRITIC_CHANNELS] if rows else []
             )
             parts = [
-                make_micro_batches(self.policy, part, channels, config.max_tokens_per_microbatch)
+                make_micro_batches_of_this_rank(
+                    self.policy, part, channels, config.max_tokens_per_microbatch
+                )
                 for part in minibatches
             ]
         self._annotator.begin_step(batch, rows, len(parts), self.state)
@@ -301,7 +306,7 @@ class Learner:
         raise_if_mostly_untrainable(step, int(metrics["tokens/sampled"]), untrainable)
         if dist.get_rank() == 0 and batch:
             metrics |= summarize_replies(batch)
-            metrics |= summarize_episodes(group_episode_records(batch))
+            metrics |= summarize_episodes(merge_batch_rows_into_episodes(batch))
         return metrics
 
     def _read_rows_or_quarantine(
@@ -328,7 +333,7 @@ class Learner:
         if dist.get_rank() == 0:
             self._check_generation()  # a successor may have trained it
             try:
-                record = quarantine_batch_once(self._paths, record)
+                record = quarantine_batch_or_read_earlier_record(self._paths, record)
             except (OSError, ShardError) as error:
                 path = self._paths.quarantine(step)
                 trouble = ClusterError(

@@ -61,13 +61,13 @@ def build_optimizer(
                     "exp_avg_sq": torch.zeros_like(parameter, device=place),
                 }
     if policy.device.type == "cuda":
-        use_fused_adamw(optimizer, policy.device)
+        switch_adamw_to_fused_kernel(optimizer, policy.device)
     if is_offloaded:
         offload_optimizer(optimizer, policy.device)
     return optimizer
 
 
-def use_fused_adamw(optimizer: Any, device: torch.device) -> None:
+def switch_adamw_to_fused_kernel(optimizer: Any, device: torch.device) -> None:
     """Have AdamW step many parameters with one kernel, which reads and writes each number once.
 
     By itself torch takes a chain of some ten kernels on a GPU, with copies of all parameters in

@@ -23,10 +23,10 @@ from areal_hpc.jobs.node.topology import (
     get_task_log_dir,
     get_task_position,
 )
-from areal_hpc.jobs.processes.native_calls import (
-    forget_native_threads,
+from areal_hpc.jobs.processes.native_call_threads import (
     list_native_calls,
-    note_native_threads,
+    mark_native_threads_ended,
+    note_library_threads_may_outlast_exit,
 )
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
@@ -42,7 +42,9 @@ from areal_hpc.trainer.collectives import (
 )
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
-from areal_hpc.trainer.private_apis.megatron_replacements import raise_if_megatron_is_replaced
+from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
+    raise_if_megatron_replacement_installed,
+)
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
 
@@ -76,7 +78,7 @@ def run_rank(
         SystemExit: Stopped by a signal before the end, the work so far being saved, or while it
             waited for other ranks; or another rank failed.
     """
-    raise_if_megatron_is_replaced()
+    raise_if_megatron_replacement_installed()
     megatron_cpu.patch_megatron_for_cpu()
     paths = RunPaths(job.run_dir)
     set_flight_record_paths(get_task_log_dir(paths.logs_dir))
@@ -135,7 +137,7 @@ def init_process_groups_and_device(
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     store = _create_or_join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
-    note_native_threads(NATIVE_LIBRARY)
+    note_library_threads_may_outlast_exit(NATIVE_LIBRARY)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=store,
@@ -184,7 +186,7 @@ def destroy_process_groups() -> None:
     """Leave the groups, whose threads end with them."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    forget_native_threads(NATIVE_LIBRARY)
+    mark_native_threads_ended(NATIVE_LIBRARY)
 
 
 def _choose_device(device_setting: str, local_rank: int) -> torch.device:

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.jobs.processes.native_calls import NativeCallThread
+from areal_hpc.jobs.processes.native_call_threads import NativeCallThread
 
 logger = logging.getLogger(__name__)
 
@@ -161,7 +161,7 @@ def _build_key(rank: int) -> str:
 
 @contextmanager
 def watch_ranks(progress: RankProgress) -> Iterator[None]:
-    """Have `enter_place` and `note_detail` of this process go to it, in the block."""
+    """Have `note_place_reached` and `note_detail` of this process go to it, in the block."""
     global _active_progress
     _active_progress = progress
     progress.start()
@@ -172,7 +172,7 @@ def watch_ranks(progress: RankProgress) -> Iterator[None]:
         _active_progress = None
 
 
-def enter_place(place_name: str) -> None:
+def note_place_reached(place_name: str) -> None:
     """Note that this rank has come to a place that all ranks come to."""
     if _active_progress is not None:
         _active_progress.record_place(place_name)

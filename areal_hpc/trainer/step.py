@@ -23,18 +23,18 @@ from areal_hpc.trainer.batch.packing import (
     plan_packs,
 )
 from areal_hpc.trainer.memory import OPTIMIZER_STEP_DESCRIPTION, note_work_on_memory_error
+from areal_hpc.trainer.model.activation_offload import ActivationOffload
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import (
     SampleableTokens,
     compute_logprobs_and_entropy,
     compute_token_logprobs,
 )
-from areal_hpc.trainer.model.offload import ActivationOffload
 from areal_hpc.trainer.model.policy import Network, Policy, TrainedNetwork
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.optimizer import step_optimizer
-from areal_hpc.trainer.rank_progress import enter_place, note_detail
+from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import SamplingMask
 
@@ -70,7 +70,7 @@ NoteEntropies = Callable[[MicroBatch, torch.Tensor], None]
 """Told a micro-batch and the entropies [N] of what its tokens were sampled from."""
 
 
-def make_micro_batches(
+def make_micro_batches_of_this_rank(
     network: Network, rows: Sequence[TrainingRow], channels: Sequence[str], max_tokens: int
 ) -> list[MicroBatch]:
     """This rank's share of the rows, packed. All ranks must pass the same rows."""
@@ -221,7 +221,7 @@ def run_passes(
             progress.mark_forward_done()
         return output, partial(measure, batch)
 
-    enter_place("forward and backward passes" if backward else "forward passes")
+    note_place_reached("forward and backward passes" if backward else "forward passes")
     run = get_forward_backward_func()
     offloads = backward and isinstance(network, TrainedNetwork) and network.offloads_activations
     offload = ActivationOffload(network.module.parameters()) if offloads else nullcontext()
@@ -254,7 +254,7 @@ def train_step(
 def apply_gradients(network: TrainedNetwork, optimizer: Any, rate: float) -> float:
     """The optimizer's step after the passes; the norm before clipping. A collective."""
     fault_point("optimizer.before_step")
-    enter_place("the optimizer's step")
+    note_place_reached("the optimizer's step")
     with note_work_on_memory_error(lambda: OPTIMIZER_STEP_DESCRIPTION):
         norm = step_optimizer(network, optimizer, rate)
     fault_point("optimizer.after_step")

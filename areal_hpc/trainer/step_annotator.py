@@ -9,7 +9,7 @@ from megatron.core import parallel_state
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.annotations import AnnotationWriter, StepAnnotations
+from areal_hpc.rundir.telemetry.token_annotations import AnnotationWriter, StepAnnotations
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.token_annotator import (
     TokenAnnotator,

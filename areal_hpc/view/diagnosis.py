@@ -26,7 +26,7 @@ from areal_hpc.view.events.failure_events import (
     describe_exit_code,
 )
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
-from areal_hpc.view.state.health import select_failure_alerts
+from areal_hpc.view.state.alerts_at_newest_step import select_failure_alerts
 from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
 from areal_hpc.view.tables import format_duration, format_time
 

@@ -7,8 +7,8 @@ from pathlib import Path
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.batch_script.script import JobRequest
 from areal_hpc.slurm.batch_script.successors import (
+    build_job_id_placeholders,
     build_options_to_start_after_failure,
-    name_unknown_job_ids,
 )
 from areal_hpc.slurm.submit import render_script
 
@@ -32,7 +32,7 @@ def format_dry_run(
 
 def _describe_successors(request: JobRequest, script: Path) -> list[str]:
     """How its successors are submitted."""
-    ids = name_unknown_job_ids(request.job, request.successors)
+    ids = build_job_id_placeholders(request.job, request.successors)
     commands = [
         shlex.join(
             [

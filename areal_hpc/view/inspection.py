@@ -19,7 +19,7 @@ from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
-from areal_hpc.view.state.health import read_alerts
+from areal_hpc.view.state.alerts_at_newest_step import read_alerts
 from areal_hpc.view.state.jobs import RunJobs, fetch_run_jobs
 from areal_hpc.view.state.run_state import read_launch_time
 

@@ -15,7 +15,7 @@ from areal_hpc.rundir.rendezvous import (
     format_control_proxy_name,
 )
 from areal_hpc.wire.http import WireClient
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 
 log = logging.getLogger(__name__)
@@ -105,7 +105,7 @@ class ReplicaDiscovery:
             return []
         try:
             url, signer = f"{endpoint.url}/replicas", RequestSigner(self._service_key, service)
-            replicas = self._client.call(url, None, ReplicaList, signer=signer).replicas
+            replicas = self._client.call(url, None, ReplicasOfCell, signer=signer).replicas
         except ClusterError as error:
             log.info("skipping %s: %s", cell, error)
             return None

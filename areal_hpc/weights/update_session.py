@@ -145,12 +145,15 @@ class UpdateInProgress(Generic[SessionT]):
         self.live: list[SessionT] = []
         self.failed: dict[ReplicaKey, WeightSyncError] = {}
 
-    def run_step(self, step_name: str, step: SessionStep[SessionT]) -> None:
+    def run_step_dropping_failed_groups(self, step_name: str, step: SessionStep[SessionT]) -> None:
         """Take one step with all groups at once; those that fail it, or are late, drop out."""
         self.start_step(step_name, step)()
 
     def start_step(self, step_name: str, step: SessionStep[SessionT]) -> Callable[[], None]:
-        """Begin one step with all groups; the result waits until it is over, as `run_step` does."""
+        """Begin one step with all groups; the result waits until it is over.
+
+        What fails is dropped, as by `run_step_dropping_failed_groups`.
+        """
         ends_at = time.monotonic() + self._step_s
         steps = [(session, self._pool.submit(step, session)) for session in self.live]
 

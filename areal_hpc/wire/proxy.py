@@ -19,7 +19,7 @@ routes and names are AReaL's (`areal/experimental/openai/proxy`).
 | /rl/mark_auxiliary | driver  | MarkAuxiliaryRequest | MarkAuxiliaryReply |
 | /rl/seal           | driver  | Empty               | SealTicketsReply           |
 | /export_trajectories | admin | ExportRequest     | ExportReply         |
-| /grant_capacity    | admin   | Empty               | SessionCapacityReply          |
+| /grant_capacity    | admin   | Empty               | MaxOpenSessionsReply          |
 | /healthz (GET)     | none    |                     | ProxyHealth         |
 """
 
@@ -27,8 +27,8 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Raw, Struct, field
 
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import Int64, TicketRef
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 MAX_CAUSE_CHARS = 500
@@ -215,7 +215,7 @@ class ListConversationsRequest(Struct, frozen=True):
     session_id: str
 
 
-class RecordedConversation(Struct, frozen=True):
+class RecordedConversationSummary(Struct, frozen=True):
     """Beginning of a conversation: replies that all extend the same first one, and that one."""
 
     interaction_id: str
@@ -233,7 +233,7 @@ class RecordedConversation(Struct, frozen=True):
 class ListConversationsReply(Struct, frozen=True):
     """The conversations of a session, in order of completion."""
 
-    conversations: list[RecordedConversation]
+    conversations: list[RecordedConversationSummary]
 
 
 class MarkAuxiliaryRequest(Struct, frozen=True):
@@ -285,7 +285,7 @@ class ExportReply(Struct, frozen=True, omit_defaults=True):
     """Why conversations are none of these rows, by the id of their first reply."""
 
 
-class SessionCapacityReply(Struct, frozen=True):
+class MaxOpenSessionsReply(Struct, frozen=True):
     """Number of sessions that may be open at once now."""
 
     capacity: int

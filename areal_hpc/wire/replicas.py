@@ -10,7 +10,7 @@ All requests are signed (`wire.signing`). A call about one replica also says who
 
 | route                             | reply         | meaning                                     |
 |-----------------------------------|---------------|---------------------------------------------|
-| GET  /replicas                    | ReplicaList   | all; with their keys to callers on this node|
+| GET  /replicas                    | ReplicasOfCell | all; with keys to callers on this node     |
 | POST /follow                      | FollowerPollReply | FollowerPollRequest, from other nodes   |
 | POST /replicas/<i>/fence          | ReplicaView   | FenceReplicaRequest: out of service         |
 | POST /replicas/<i>/serve          | ReplicaView   | ReopenReplicaRequest: weights verified, open|
@@ -108,7 +108,7 @@ class ReplicaView(Struct, frozen=True):
     """For those whom the control proxy tells: the proxy of the same node."""
 
 
-class ReplicaList(Struct, frozen=True):
+class ReplicasOfCell(Struct, frozen=True):
     """The replicas of one cell."""
 
     cell: str

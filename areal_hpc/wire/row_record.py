@@ -4,7 +4,7 @@ from typing import Any, Literal
 
 from msgspec import Struct
 
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 PromptReuse = Literal["reused", "retokenized", "none"]
 """`none`: extends nothing; `retokenized`: extends an interaction whose end the template hides."""

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.row_record import RowRecord
 
 MAX_TEMPERATURE: float = 100

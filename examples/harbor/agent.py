@@ -4,7 +4,7 @@ from typing import Any
 
 from areal_hpc.agents.openai_agent import make_client
 from areal_hpc.reward.harbor import judge_harbor_task
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 
 class CommandAgent:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 FOLDER = Path(__file__).resolve().parent / "folder"
 """What each episode gets a copy of: `stock.txt`, and `agent.yaml`, the harness's settings."""

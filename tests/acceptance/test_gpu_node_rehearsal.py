@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.launch.doctor.gpu.measured_steps import measure_engine
+from areal_hpc.launch.doctor.gpu.measured_steps import start_and_compare_engine_with_trainer
 from tests.support.node_tier import (
     EXPERT_LAYOUTS,
     LAYOUTS,
@@ -49,6 +49,6 @@ def test_a_flag_that_sglang_does_not_know_is_found_before_it_starts(
     inference = {**plan.inference, "extra_args": ["--atention-backend", "fa3"]}
     wrong = msgspec.structs.replace(plan, inference=inference)
     with pytest.raises(ClusterError, match="SGLang has no option --atention-backend") as refused:
-        measure_engine(wrong, ("", ""), tmp_path)
+        start_and_compare_engine_with_trainer(wrong, ("", ""), tmp_path)
     assert refused.value.problems[0].hint == "did you mean --attention-backend?"
     assert not list(tmp_path.rglob("*.log"))

@@ -23,9 +23,9 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec, run_
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes
 from areal_hpc.rollout.service_client import ServiceClient
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.acceptance.harnesses import CONVERSATIONS, TASK, build_replies
 from tests.support.environments import CHECKOUT

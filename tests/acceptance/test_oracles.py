@@ -21,7 +21,7 @@ from areal_hpc.trainer.objective.custom_loss import load_custom_loss
 from areal_hpc.trainer.objective.divergence import estimate_divergence
 from areal_hpc.trainer.objective.gae import estimate_advantages
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
-from areal_hpc.trainer.objective.loss_aggregation import compute_scales_to_token_mean
+from areal_hpc.trainer.objective.loss_aggregation import compute_loss_aggregation_row_factors
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from areal_hpc.trainer.objective.reply_credit import BatchCredit, ReplyReward
 from areal_hpc.trainer.objective.value_loss import compute_value_loss
@@ -123,7 +123,7 @@ def compute_loss(case: LossCase, batch: OracleBatch) -> Array:
     is_trained = torch.tensor(batch.mask == 1)
     rows = torch.arange(len(batch.mask))[:, None].expand_as(is_trained)[is_trained]
     lengths = batch.mask.sum(axis=1).astype(int).tolist()
-    scales = compute_scales_to_token_mean(lengths, range(len(lengths)), objective)
+    scales = compute_loss_aggregation_row_factors(lengths, range(len(lengths)), objective)
     logprobs = torch.tensor(batch.logprobs, requires_grad=True)
     proximal, behavior, reference = (
         torch.tensor(one)[is_trained] for one in (batch.proximal, batch.behavior, batch.reference)

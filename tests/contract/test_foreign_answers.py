@@ -9,9 +9,9 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.wire.http import AsyncWireClient, WireClient
-from areal_hpc.wire.replicas import ReplicaList
+from areal_hpc.wire.replicas import ReplicasOfCell
 
-EXPECTED = "answered what is no ReplicaList .*process_cpu_seconds"
+EXPECTED = "answered what is no ReplicasOfCell .*process_cpu_seconds"
 
 
 class _Exporter(BaseHTTPRequestHandler):
@@ -41,7 +41,7 @@ def url() -> Iterator[str]:
 def test_an_answer_that_is_no_reply_says_that_the_service_is_away(url: str) -> None:
     client = WireClient(url)
     with pytest.raises(ClusterError, match=EXPECTED):
-        client.call("/replicas", None, ReplicaList)
+        client.call("/replicas", None, ReplicasOfCell)
     client.close()
 
 
@@ -49,7 +49,7 @@ def test_it_does_so_in_an_event_loop(url: str) -> None:
     async def ask() -> None:
         client = AsyncWireClient(url)
         try:
-            await client.call("/replicas", None, ReplicaList)
+            await client.call("/replicas", None, ReplicasOfCell)
         finally:
             await client.close()
 

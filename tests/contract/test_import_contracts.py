@@ -14,7 +14,11 @@ OFFENSES = [
     # what is appended to which module, and how the report shows it (line numbers left out)
     # An actor imports an actor, the client, its ledger, the launcher.
     ("rollout/config.py", "import areal_hpc.proxy.config", "rollout.config -> {}.proxy.config"),
-    ("rollout/config.py", "import areal_hpc.client.engine", "rollout.config -> {}.client.engine"),
+    (
+        "rollout/config.py",
+        "import areal_hpc.client.in_process_engine",
+        "rollout.config -> {}.client.in_process_engine",
+    ),
     ("trainer/config.py", "import areal_hpc.ledger", "trainer.config -> {}.ledger"),
     ("inference/__init__.py", "import areal_hpc.launch.plan", "inference -> {}.launch.plan"),
     # A medium imports an actor, a medium; the run directory knows who writes it.

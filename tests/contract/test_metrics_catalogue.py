@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 
 from areal_hpc.metrics.catalogue import CATALOGUE, MEANING_BY_SOURCE, find_metric
-from areal_hpc.metrics.limit import PHASES_BY_LIMIT
+from areal_hpc.metrics.step_bottleneck import PHASES_BY_LIMIT
 from areal_hpc.view.answers.step_parts import PHASES_BY_PART, WAIT_PHASE
 from areal_hpc.view.report.curves import PHASES_BY_LAYER
 from areal_hpc.view.timing.timeline import PLACED_PHASES_IN_ORDER

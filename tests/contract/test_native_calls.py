@@ -8,19 +8,21 @@ from tests.support.commands import run_program
 
 PROGRAM = """
 import atexit, sys
-from areal_hpc.jobs.processes.native_calls import (
-    exit_at_once_beside_native_calls, forget_native_threads, note_native_threads
+from areal_hpc.jobs.processes.native_call_threads import (
+    exit_at_block_end_if_native_calls_run,
+    mark_native_threads_ended,
+    note_library_threads_may_outlast_exit,
 )
 
 atexit.register(print, "the interpreter's end")
-with exit_at_once_beside_native_calls():
-    note_native_threads("torch.distributed")
+with exit_at_block_end_if_native_calls_run():
+    note_library_threads_may_outlast_exit("torch.distributed")
     if sys.argv[1] == "stops":
         sys.exit(80)
     if sys.argv[1] == "fails":
         raise ValueError("no traceback is lost")
     if sys.argv[1] == "ends":
-        forget_native_threads("torch.distributed")
+        mark_native_threads_ended("torch.distributed")
 """
 
 

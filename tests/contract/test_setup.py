@@ -236,10 +236,10 @@ def test_a_package_with_other_content_than_its_lock_says_is_refused(
     lock = locks / "mini-swe-agent" / "requirements.txt"
     lock.write_text(f"mini-swe-agent==1.0 --hash=sha256:{'0' * 64}\n")
     with pytest.raises(ClusterError, match="update the hashes"):
-        installation.install_harness("mini-swe-agent", tmp_path / "harnesses")
+        installation.install_harness_if_outdated("mini-swe-agent", tmp_path / "harnesses")
     lock.write_text(f"mini-swe-agent==1.0 --hash=sha256:{right}\n")
     with pytest.raises(ClusterError, match="is no program"):  # installed, and there is none in it
-        installation.install_harness("mini-swe-agent", tmp_path / "harnesses")
+        installation.install_harness_if_outdated("mini-swe-agent", tmp_path / "harnesses")
 
 
 def write_wheel(folder: Path, name: str) -> str:

@@ -12,7 +12,7 @@ from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import ALIGNMENT_BYTES, DATASETS
 from areal_hpc.shards.verify import compute_file_size_and_digest
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.golden import make_shard_v1

@@ -8,9 +8,9 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.annotations import AnnotationWriter, StepAnnotations
 from areal_hpc.rundir.telemetry.span_reader import read_spans
 from areal_hpc.rundir.telemetry.spans import log_spans_of_process, record_span
+from areal_hpc.rundir.telemetry.token_annotations import AnnotationWriter, StepAnnotations
 from benchmarks.telemetry import WITH, WITHOUT, require_side
 from benchmarks.without_telemetry.sitecustomize import REPLACEMENTS
 from tests.support.environments import CHECKOUT

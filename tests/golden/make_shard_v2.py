@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.golden.make_shard_v1 import WRITER, golden_row

@@ -8,8 +8,8 @@ import pytest
 from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.submission import release_jobs
 from areal_hpc.slurm.submit import submit_held_array, write_member_payload
+from areal_hpc.slurm.submit_exactly_once import release_jobs
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT

@@ -17,7 +17,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT
 from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
-from areal_hpc.slurm.submission import JobIdentity, submit_script
+from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, light_overrides

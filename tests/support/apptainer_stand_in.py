@@ -6,7 +6,7 @@ little as the real program does where an option is missing.
 
 from pathlib import Path
 
-from areal_hpc.sandbox.bubblewrap import find_bubblewrap, get_bwrap_runnable_by_all
+from areal_hpc.sandbox.bubblewrap_command_line import find_bubblewrap, get_bwrap_runnable_by_all
 
 SCRIPT = r"""#!/bin/bash
 set -eu

@@ -6,7 +6,7 @@ from areal_hpc.agents.harness.programs import render_harness_table
 from areal_hpc.areal.config.translation import render_rule_table
 from areal_hpc.metrics.alert_rules import render_alert_table
 from areal_hpc.metrics.catalogue import render_metric_table
-from areal_hpc.proxy.dialects.parameter_table import render_parameter_table
+from areal_hpc.proxy.dialects.parameter_docs import render_parameter_table
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
     agents_table,

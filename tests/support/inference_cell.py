@@ -19,7 +19,7 @@ from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import await_endpoint
 from areal_hpc.wire.http import SignedAuth
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 from tests.support.chatml import write_model_dir
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
@@ -99,7 +99,7 @@ class Cell:
             relay.close()
 
     def replica(self, index: int = 0) -> ReplicaView:
-        replicas = msgspec.json.decode(self.relay.get("/replicas").content, type=ReplicaList)
+        replicas = msgspec.json.decode(self.relay.get("/replicas").content, type=ReplicasOfCell)
         return replicas.replicas[index]
 
     def await_replica(

@@ -30,7 +30,7 @@ from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.scoring.token_scores import compute_row_logprobs
 from areal_hpc.trainer.step import (
     MicroBatch,
-    make_micro_batches,
+    make_micro_batches_of_this_rank,
     run_forward_backward,
     train_step,
 )
@@ -131,7 +131,7 @@ class Case:
         return policy, build_optimizer(policy, config)
 
     def batches(self, policy: Policy, rows: list[TrainingRow]) -> list[MicroBatch]:
-        return make_micro_batches(policy, rows, CHANNELS, max_tokens=90)
+        return make_micro_batches_of_this_rank(policy, rows, CHANNELS, max_tokens=90)
 
     def step(self, policy: Policy, optimizer: Any, seed: int) -> tuple[float, float]:
         """One update: the loss before it, and the gradient norm."""

@@ -26,7 +26,7 @@ from areal_hpc.wire import ledger as ledger_wire
 from areal_hpc.wire import proxy as proxy_wire
 from areal_hpc.wire.http import SignedAuth, WireClient
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import write_program
@@ -306,7 +306,7 @@ class LightRun:
 
     def replica(self) -> ReplicaView:
         """As its cell reports it now."""
-        return self.call("inference", "/replicas", None, ReplicaList).replicas[0]
+        return self.call("inference", "/replicas", None, ReplicasOfCell).replicas[0]
 
     def _control(self, replica: ReplicaView, route: str, body: Any) -> None:
         answer = self.http.post(

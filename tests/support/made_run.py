@@ -12,8 +12,8 @@ import yaml
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import write_manifest_once
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion

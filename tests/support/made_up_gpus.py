@@ -17,7 +17,7 @@ import pytest
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import local_launcher
 from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
-from areal_hpc.launch.setup import write_recipe_and_keep_replaced
+from areal_hpc.launch.run_dir_setup import write_recipe_and_keep_replaced
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, ProcessSpec

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple
 import msgspec
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from tests.support.nccl_like import NcclLikeGroup, join_as_member
 
 ITEM_BYTES = {"float32": 4}
@@ -58,7 +58,7 @@ class NcclLikeCell:
             disable_nagle_algorithm = True
 
             def do_GET(self) -> None:
-                self.answer(200, ReplicaList(cell.name, [cell.view()]))
+                self.answer(200, ReplicasOfCell(cell.name, [cell.view()]))
 
             def do_POST(self) -> None:
                 body = json.loads(self.rfile.read(int(self.headers["content-length"])))

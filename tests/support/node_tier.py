@@ -9,7 +9,10 @@ import msgspec
 
 from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
-from areal_hpc.launch.doctor.gpu.measured_steps import measure_engine, measure_step
+from areal_hpc.launch.doctor.gpu.measured_steps import (
+    measure_step,
+    start_and_compare_engine_with_trainer,
+)
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
 from areal_hpc.launch.doctor.gpu.step_judgments import judge_engine, judge_step
 from areal_hpc.launch.tiny_model import make_tiny_model
@@ -82,7 +85,7 @@ def step_in_layout(
 
 def serve_and_update(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> EngineComparison:
     """Start a replica, compare it with the trainer, and broadcast new weights into it."""
-    engine = measure_engine(plan, gpus, folder)
+    engine = start_and_compare_engine_with_trainer(plan, gpus, folder)
     verdicts: list[CheckResult] = judge_engine(engine)
     assert {one.verdict for one in verdicts} == {CheckStatus.OK}, verdicts
     return engine

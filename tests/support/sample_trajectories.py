@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, SamplingMask, TrajectoryRow
 

@@ -22,7 +22,7 @@ from areal_hpc.wire.ledger import (
     SealedTicket,
     SettleTicketsRequest,
 )
-from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from areal_hpc.wire.signing import RequestVerifier
 
 CELL = "cell-0"
@@ -264,7 +264,7 @@ class StandInRelay(StandIn):
         self.polls += 1
         headers = [(b"authorization", request.headers["authorization"].encode())]
         self._verifier.verify({"method": "GET", "path": "/replicas", "headers": headers})
-        return web.Response(body=msgspec.json.encode(ReplicaList(CELL, self.replicas)))
+        return web.Response(body=msgspec.json.encode(ReplicasOfCell(CELL, self.replicas)))
 
 
 class StandInLedger(StandIn):

@@ -17,16 +17,16 @@ import torch.distributed as dist
 from msgspec import Struct
 from safetensors.torch import load_file
 
-from areal_hpc.jobs.processes.native_calls import (
-    exit_at_once_beside_native_calls,
+from areal_hpc.jobs.processes.native_call_threads import (
+    exit_at_block_end_if_native_calls_run,
     list_native_calls,
 )
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.publisher import Publisher
+from areal_hpc.weights.replicas_by_sender import Shares
 from areal_hpc.weights.sender import WeightSender
-from areal_hpc.weights.shares import Shares
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
 from tests.support.weight_updates import await_outdated, specs_of
@@ -95,5 +95,5 @@ def _read_order(
 
 
 if __name__ == "__main__":
-    with exit_at_once_beside_native_calls():
+    with exit_at_block_end_if_native_calls_run():
         main()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.dataset.harbor.container_file import read_container_file
-from areal_hpc.dataset.harbor.repair_modules import REPAIR_MODULES
+from areal_hpc.dataset.harbor.repair_task_code_samples import REPAIR_MODULES
 from areal_hpc.dataset.harbor.repair_task_generator import draw_cases, write_repair_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
 from areal_hpc.dataset.sources import iterate_task_rows, list_source_files_and_folders

@@ -10,7 +10,7 @@ import pytest
 
 import areal_hpc
 from areal_hpc.errors import InvalidRewardError
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 
 def test_a_reward_holds_plain_numbers_whatever_numbers_it_was_given() -> None:

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.trajectory import find_row_defect
 from tests.support.sample_trajectories import trajectory
 

@@ -77,7 +77,7 @@ class GymWorker:
         if "error" in answer:
             why = f"{self._name} failed: {answer['error']}"
             if describe_errno_shortage(answer["errnos"]):
-                self._process.mark_short()
+                self._process.mark_unusable_after_shortage()
                 raise NodeShortageError(why, hint=SHORTAGE_HINT)
             raise AgentError(why)
         return answer

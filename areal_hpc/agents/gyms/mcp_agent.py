@@ -6,7 +6,7 @@ from typing import Any
 from areal_hpc.agents.gyms.gym_agent import GymAgent
 from areal_hpc.agents.math_tools import SubprocessRewardFunction
 from areal_hpc.errors import RecipeError
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 _OPTIONAL_KEYS_BY_SERVER_KIND = {"command": {"env", "cwd"}, "url": {"headers"}}
 """What a server has: one of these, and what may stand beside it."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 
 class VerifiersAgent:

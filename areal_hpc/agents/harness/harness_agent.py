@@ -21,7 +21,7 @@ from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_TASK_COLUMN, make_agent_sandboxes
 from areal_hpc.sandbox.sandbox import Sandbox
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 REWARD_KEY = "rollout.workflow_kwargs.reward"
 HARNESS_KEY = "rollout.workflow_kwargs.harness"

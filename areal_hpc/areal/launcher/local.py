@@ -12,7 +12,7 @@ from pathlib import Path
 from areal_hpc.errors import ArealError, RecipeError, escape_controls
 
 
-def run_as_main(argv: Sequence[str]) -> int:
+def run_script_as_main(argv: Sequence[str]) -> int:
     """Run `script.py arguments...`, or `-m module arguments...`, as Python would.
 
     Returns:
@@ -43,4 +43,4 @@ def _run_script(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(run_as_main(sys.argv[1:]))
+    sys.exit(run_script_as_main(sys.argv[1:]))

@@ -152,7 +152,11 @@ def _add_shards_export_command(verbs: CommandGroup) -> None:
 def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
-    from areal_hpc.view.state.health import format_alert, read_alerts, select_failure_alerts
+    from areal_hpc.view.state.alerts_at_newest_step import (
+        format_alert,
+        read_alerts,
+        select_failure_alerts,
+    )
     from areal_hpc.view.state.jobs import (
         describe_allocation_steps,
         fetch_run_jobs,

@@ -247,7 +247,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 
 
 def _replay_steps(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.replay import ReplayRun, parse_step_range
+    from areal_hpc.launch.replay import RecordedStepsReplay, parse_step_range
     from areal_hpc.launch.run import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.state.live_progress import PlainReporter
 
@@ -255,7 +255,7 @@ def _replay_steps(arguments: argparse.Namespace) -> int:
     first, last = parse_step_range(arguments.steps)
     out = arguments.out or run.root.with_name(f"{run.root.name}.replay_{first}_{last}")
     paths = RunPaths(out.resolve())
-    replay = ReplayRun(run, first, last, arguments.overrides, paths)
+    replay = RecordedStepsReplay(run, first, last, arguments.overrides, paths)
     reporter = PlainReporter(paths, last, 0)
     reporter.print_line(f"replay   steps {first} to {last} of {run.root}")
     try:

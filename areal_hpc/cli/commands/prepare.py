@@ -100,7 +100,10 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
 
 
 def _prefetch_recipe(arguments: argparse.Namespace) -> int:
-    from areal_hpc.agents.harness.installation import install_harness, list_recipe_harnesses
+    from areal_hpc.agents.harness.installation import (
+        install_harness_if_outdated,
+        list_recipe_harnesses,
+    )
     from areal_hpc.launch.prefetch import prefetch_recipe_files
     from areal_hpc.launch.run import say
     from areal_hpc.recipe.loading import load_recipe
@@ -109,7 +112,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides)
     paths = RunPaths(recipe.run_dir)
     for name, folder in list_recipe_harnesses(recipe):
-        _print_install_result(name, folder, install_harness(name, folder))
+        _print_install_result(name, folder, install_harness_if_outdated(name, folder))
     prefetch_recipe_files(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetched}")
     return 0
@@ -119,7 +122,7 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
     from areal_hpc.agents.harness.installation import (
         HARNESSES_DIR,
         find_newest_version,
-        install_harness,
+        install_harness_if_outdated,
     )
     from areal_hpc.agents.harness.programs import HARNESSES
 
@@ -128,7 +131,7 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
         version = arguments.version
         if version == "newest":
             version = find_newest_version(name)
-        _print_install_result(name, folder, install_harness(name, folder, version))
+        _print_install_result(name, folder, install_harness_if_outdated(name, folder, version))
     return 0
 
 

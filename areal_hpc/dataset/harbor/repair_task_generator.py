@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.harbor.repair_modules import REPAIR_MODULES, RepairModule
+from areal_hpc.dataset.harbor.repair_task_code_samples import REPAIR_MODULES, RepairModule
 from areal_hpc.errors import RecipeError
 
 CASES_PER_TASK = 8
@@ -106,11 +106,15 @@ def write_task_folder(
 def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Calls with what they should give; one at least shows the fault."""
     drawn = [module.draw(rng) for _ in range(_DRAWN_CALL_COUNT)]
-    expected = [call_module_function(module.source, module.name, arguments) for arguments in drawn]
+    expected = [
+        exec_trusted_source_and_call_function(module.source, module.name, arguments)
+        for arguments in drawn
+    ]
     shows = next(
         place
         for place in range(_DRAWN_CALL_COUNT)
-        if call_module_function(faulty, module.name, drawn[place]) != expected[place]
+        if exec_trusted_source_and_call_function(faulty, module.name, drawn[place])
+        != expected[place]
     )
     for place in dict.fromkeys([shows, *range(CASES_PER_TASK - 1)]):
         yield {
@@ -120,8 +124,10 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
         }
 
 
-def call_module_function(module_source: str, function: str, arguments: list[Any]) -> Any:
-    """What a module of `repair_modules.py` gives, as JSON keeps it; a text where it fails."""
+def exec_trusted_source_and_call_function(
+    module_source: str, function: str, arguments: list[Any]
+) -> Any:
+    """What a sample of `repair_task_code_samples.py` gives, as JSON keeps it; else why it fails."""
     names: dict[str, Any] = {}
     exec(module_source, names)  # our own sources, above
     try:

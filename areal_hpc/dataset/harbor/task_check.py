@@ -9,7 +9,7 @@ from typing import Any
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.spec import SandboxSpec
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import psutil
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.inference.server.compiler_caches import build_cache_variables, make_cache_dir
 from areal_hpc.inference.server.server_keys import KEYS_FILE_VARIABLE, write_keys_file
-from areal_hpc.inference.server.server_log import ServerLog
+from areal_hpc.inference.server.server_log_writer import ServerLogPipe
 from areal_hpc.inference.server.shared_memory import (
     list_files_of_live_server_session,
     remove_files_of_dead_servers,
@@ -120,7 +120,7 @@ class SGLangServer:
             keys_file = write_keys_file(Path(self._scratch_dir), self.keys.api, self.keys.admin)
             environment |= {KEYS_FILE_VARIABLE: str(keys_file)}
         wrapper = "areal_hpc.jobs.processes.die_with_parent"
-        self._log = ServerLog(log_path)
+        self._log = ServerLogPipe(log_path)
         try:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", wrapper, str(os.getpid()), *command.argv],

@@ -25,7 +25,7 @@ from areal_hpc.errors import (
     SupersededTrainerError,
 )
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
-from areal_hpc.jobs.processes.native_calls import exit_at_once_beside_native_calls
+from areal_hpc.jobs.processes.native_call_threads import exit_at_block_end_if_native_calls_run
 from areal_hpc.jobs.processes.process_setup import (
     PROMETHEUS_VARIABLE,
     raise_open_file_limit,
@@ -64,7 +64,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     log = logging.getLogger(entry)
     config = json.loads(config_path.read_text())
     with (
-        exit_at_once_beside_native_calls(),
+        exit_at_block_end_if_native_calls_run(),
         _log_spans(config, config_path),
         _serve_metrics(config, config_path),
     ):
@@ -95,9 +95,9 @@ def _serve_metrics(config: dict[str, Any], config_path: Path) -> AbstractContext
 def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger) -> None:
     try:
         if RECIPE_REFERENCES_KEY in config:
-            from areal_hpc.recipe.private_values import resolve_private_references
+            from areal_hpc.recipe.private_values import fill_in_private_values_from_recipe
 
-            config = resolve_private_references(config)
+            config = fill_in_private_values_from_recipe(config)
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again

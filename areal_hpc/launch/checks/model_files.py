@@ -92,7 +92,7 @@ def _read_tokens(folder: Path) -> dict[str, int]:
     """The tokens of a model directory with their ids; none if it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return {}
-    return TokenEncoder.from_model_dir(folder).get_tokens()
+    return TokenEncoder.from_model_dir(folder).get_ids_by_token()
 
 
 def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:

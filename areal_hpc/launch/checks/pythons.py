@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping
 
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.trainer.private_apis.megatron_replacements import (
+from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,
-    describe_replacement,
+    build_installed_replacement_problem,
 )
 
 MODULES_BY_ROLE = {
@@ -79,7 +79,7 @@ def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Ite
         missing = [name for name in MODULES_BY_ROLE[role] if name not in found["found"]]
         for name in REFUSED_MODULES_BY_ROLE.get(role, ()):
             if name in found["found"]:
-                yield describe_replacement(name, pythons[role])
+                yield build_installed_replacement_problem(name, pythons[role])
         if missing:
             lacks = f"the Python of role {role}, {pythons[role]}, lacks {', '.join(missing)}"
             yield Problem(lacks, key, hint)

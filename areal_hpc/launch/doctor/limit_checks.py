@@ -69,7 +69,7 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
         yield ok("job limits", "none for your account and QOS")
 
 
-def check_qos_preemption(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
+def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
     settings = doctor_subject.slurm_answer.settings
     names = {options.qos for options in get_options_by_job_kind(doctor_subject.slurm).values()} - {

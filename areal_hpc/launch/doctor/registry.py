@@ -9,7 +9,10 @@ from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.checks import CheckResult, fail
 from areal_hpc.launch.doctor.gpu_checks import check_gpu_nodes
 from areal_hpc.launch.doctor.isolation_checks import check_program_isolation
-from areal_hpc.launch.doctor.limit_checks import check_accounting_limits, check_qos_preemption
+from areal_hpc.launch.doctor.limit_checks import (
+    check_accounting_limits,
+    check_preemption_of_qos_jobs,
+)
 from areal_hpc.launch.doctor.partition_checks import check_partitions, check_requeue
 from areal_hpc.launch.doctor.recipe_checks import check_recipe_inputs, check_role_interpreters
 from areal_hpc.launch.doctor.slurm_checks import (
@@ -41,7 +44,7 @@ CHECKS = (
     DoctorCheck("slurm", check_slurm_answers),
     DoctorCheck("accounting", check_accounting, ("slurm",)),
     DoctorCheck("partitions", check_partitions, ("slurm",)),
-    DoctorCheck("preemption by QOS", check_qos_preemption, ("slurm",)),
+    DoctorCheck("preemption by QOS", check_preemption_of_qos_jobs, ("slurm",)),
     DoctorCheck("requeue", check_requeue, ("slurm",)),
     DoctorCheck("limits", check_accounting_limits, ("slurm", "recipe")),
     DoctorCheck("jobs", check_sbatch_accepts, ("slurm",)),

@@ -7,7 +7,7 @@ from areal_hpc.dataset.materialize import count_materialized_rows
 from areal_hpc.errors import Problem, RecipeError, RunInterruptedError
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import slurm_launcher, submitted_run
+from areal_hpc.launch import slurm_launcher, submitted_run_watch
 from areal_hpc.launch.evaluation.plan import plan_evaluation_of
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
 from areal_hpc.launch.local_launcher import LocalLauncher
@@ -161,7 +161,7 @@ def submit_evaluation(
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
     if wait_until is not None:
         reporter = EvaluationReporter(target.paths, sets)
-        submitted_run.watch_submitted_run(
+        submitted_run_watch.watch_submitted_run(
             target.recipe, target.paths, reporter, wait_until, plan=plan
         )
 

@@ -14,7 +14,7 @@ import msgspec
 from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutError
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.starts import claim_next_start
-from areal_hpc.jobs.time_limit import SlurmClock, read_checkpoint_duration_s
+from areal_hpc.jobs.time_limit import SlurmControllerClock, read_checkpoint_duration_s
 from areal_hpc.launch.places.place import build_launch_file
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
@@ -35,7 +35,7 @@ from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.batch_script.container import build_container_command
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import StepJobHandle, build_step_command
-from areal_hpc.slurm.submit import JobHandle, write_launch_and_clear_old_exits
+from areal_hpc.slurm.submit import RunningJobHandle, write_launch_and_clear_old_exits
 
 HEARTBEATS_PER_END_CHECK = 3
 """Heartbeats between two questions to Slurm about the allocation's end."""
@@ -46,7 +46,7 @@ class AllocationEndError(ClusterError):
     """The allocation is over, or about to be; the run can go on in another."""
 
 
-def limit_gpus_per_node(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
+def build_allocation_with_fewer_gpus(allocation: Allocation, wanted_gpus: WantedGpus) -> Allocation:
     """What a run may use of an allocation: of each node as many GPUs as `cluster.gpus` says. Pure.
 
     Raises:
@@ -75,7 +75,7 @@ def place_stage(
     Raises:
         RecipeError: The allocation is too small.
     """
-    usable = limit_gpus_per_node(allocation, recipe.cluster.gpus)
+    usable = build_allocation_with_fewer_gpus(allocation, recipe.cluster.gpus)
     is_cpu = recipe.trainer.device == "auto" and not usable.gpus
     return place_steps(stage.jobs, usable, is_cpu=is_cpu)
 
@@ -171,7 +171,7 @@ class HeldAllocation:
         self._recipe = recipe
         self._prepared_run = prepared_run
         self._allocation = allocation
-        self._clock = SlurmClock()
+        self._clock = SlurmControllerClock()
         self._ends_at = allocation.ends_at
         self._is_preempted = False
         self._placed: dict[str, StepPlacement] = {}
@@ -223,7 +223,7 @@ class HeldAllocation:
         self._running = {}
         return [f"step     {format_placement(step)}" for step in self._placed.values()]
 
-    def submit_job(self, spec: JobSpec) -> JobHandle:
+    def submit_job(self, spec: JobSpec) -> RunningJobHandle:
         """Start a job as a step. Its number makes tasks of an earlier one stop, wherever they are.
 
         Raises:

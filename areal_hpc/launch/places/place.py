@@ -9,7 +9,7 @@ from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile
 from areal_hpc.rundir.privacy import UMASKS
-from areal_hpc.slurm.submit import JobHandle
+from areal_hpc.slurm.submit import RunningJobHandle
 
 
 class JobPlace(Protocol):
@@ -22,7 +22,7 @@ class JobPlace(Protocol):
             RecipeError: There is too little.
         """
 
-    def submit_job(self, spec: JobSpec) -> JobHandle:
+    def submit_job(self, spec: JobSpec) -> RunningJobHandle:
         """Start a job of the stage."""
 
     def raise_if_time_is_up(self) -> None:

@@ -20,10 +20,10 @@ from areal_hpc.launch.resources.gpu_assignment import (
 from areal_hpc.launch.resources.host_memory import find_allocation_memory_problems
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.slurm.submit import JobHandle, submit_local
+from areal_hpc.slurm.submit import RunningJobHandle, submit_local
 
 
-def find_gpu_shortages_of_machine(recipe: Recipe) -> list[Problem]:
+def find_machine_shortages(recipe: Recipe) -> list[Problem]:
     """What keeps this machine from carrying a run."""
     return [
         *find_gpu_problems(recipe, os.environ),
@@ -45,7 +45,7 @@ class ThisMachine:
         self._gpus = assign_gpus(stage, usable, self._recipe)
         return [f"GPUs     {line}" for line in format_assignment(self._gpus)]
 
-    def submit_job(self, spec: JobSpec) -> JobHandle:
+    def submit_job(self, spec: JobSpec) -> RunningJobHandle:
         """Start a job of the stage."""
         launch = msgspec.structs.replace(
             build_launch_file(spec, self._recipe, self._prepared_run),

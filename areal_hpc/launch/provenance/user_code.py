@@ -44,7 +44,9 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | 
     They are looked for in `folders` first, where the run's processes find them; nothing is
     imported.
     """
-    packages = sorted({name.split(".")[0] for name in list_user_code_paths(recipe)} - {OWN_PACKAGE})
+    packages = sorted(
+        {name.split(".")[0] for name in list_user_code_dotted_names(recipe)} - {OWN_PACKAGE}
+    )
     found = [(package, root) for package in packages if (root := _find_package(package, folders))]
     if not found:
         return None
@@ -73,7 +75,7 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | 
     )
 
 
-def list_user_code_paths(recipe: Recipe) -> Iterator[str]:
+def list_user_code_dotted_names(recipe: Recipe) -> Iterator[str]:
     """Every dotted name of code in a recipe: of agents, functions and generators of tasks."""
     rollout, evaluation = recipe.rollout, recipe.evaluation
     names = [rollout.workflow, evaluation.workflow, rollout.should_accept, rollout.curriculum]

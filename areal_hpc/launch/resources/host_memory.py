@@ -82,7 +82,7 @@ def estimate_host_memory(
     )
 
 
-def get_node_memory_bytes_by_job(recipe: Recipe) -> dict[str, int]:
+def get_requested_memory_bytes_by_job(recipe: Recipe) -> dict[str, int]:
     """Memory that Slurm gives each node of a job (`trainer`, `cell`), where the recipe says so."""
     slurm = recipe.cluster.slurm
     asked = {
@@ -116,7 +116,7 @@ def find_host_memory_problems(
             f"the {job} job needs {held / GIB:.1f} GiB of host memory a node "
             f"({_format_held_memory(own)}), a node has {node_bytes[job] / GIB:.1f} GiB",
             f"cluster.slurm.jobs.{job}.mem"
-            if job in get_node_memory_bytes_by_job(recipe)
+            if job in get_requested_memory_bytes_by_job(recipe)
             else "trainer",
             _suggest_memory_change(recipe, job),
         )
@@ -140,7 +140,7 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
         processes = estimate_host_memory(recipe)
     except RecipeError:  # the report of GPU memory says so
         return
-    node_bytes = get_node_memory_bytes_by_job(recipe)
+    node_bytes = get_requested_memory_bytes_by_job(recipe)
     yield ""
     yield "host memory in GiB, estimated"
     for job, own in _group_by_job(processes):

@@ -17,13 +17,13 @@ import uvloop
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.launch.trial.config import TrialConfig
-from areal_hpc.launch.trial.engine import StandInEngine
 from areal_hpc.launch.trial.replies import (
     CompletionsServerReplies,
     RandomReplies,
     RecordedReplies,
     ReplySource,
 )
+from areal_hpc.launch.trial.stand_in_engine import StandInEngine
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.service import LISTEN_BACKLOG, ProxyService

@@ -28,7 +28,7 @@ def main() -> None:
     config = TrialConfig.model_validate_json(sys.stdin.read())
     sys.path[:0] = [folder for folder in config.driver.sys_path if folder not in sys.path]
     try:
-        failures = play_trials(config)
+        failures = play_trials_and_count_failures(config)
     except ArealError as error:
         print(escape_controls(f"error: {error}"), file=sys.stderr)
         sys.exit(error.exit_code)
@@ -37,7 +37,7 @@ def main() -> None:
     sys.exit(AgentError.exit_code if failures else 0)
 
 
-def play_trials(config: TrialConfig) -> int:
+def play_trials_and_count_failures(config: TrialConfig) -> int:
     """Play every task once, one after the other; the number of episodes that failed.
 
     Raises:

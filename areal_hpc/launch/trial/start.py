@@ -14,7 +14,7 @@ from areal_hpc.dataset.materialize import encode_row
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
-from areal_hpc.launch.setup import MAX_TOKENIZER_TRAINING_ROWS
+from areal_hpc.launch.run_dir_setup import MAX_TOKENIZER_TRAINING_ROWS
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.proxy.config import ProxyJobConfig
@@ -22,7 +22,7 @@ from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.config import RolloutJobConfig
-from areal_hpc.rollout.episodes.limits import check_task_limits
+from areal_hpc.rollout.episodes.effective_limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 

@@ -27,7 +27,7 @@ from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.completion_prompts import match_ids_prompt_and_cut_new_ids, match_text_prompt
 from areal_hpc.session.tree import (
     Interaction,

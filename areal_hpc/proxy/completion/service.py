@@ -12,7 +12,7 @@ import msgspec
 from areal_hpc.errors import CallFailedError, ProxyRequestError, UntrainableCallError
 from areal_hpc.proxy.completion.call_spans import record_call_span, record_interaction_span
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.engine.call_quota import CallQuota
 from areal_hpc.proxy.engine.call_tries import CallTries
 from areal_hpc.proxy.engine.failover import ReplyFailover
@@ -22,7 +22,7 @@ from areal_hpc.proxy.engine.generation import (
     ReplicaAnswer,
     TokenChunk,
 )
-from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
+from areal_hpc.proxy.engine.grammar_limits import CompilingGrammarQuota
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.proxy.engine.router import Router
@@ -32,7 +32,7 @@ from areal_hpc.proxy.metrics import ProxyMetrics
 from areal_hpc.proxy.sessions.events import InteractionAdded
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.tree import (
     ABORT_FINISH_REASON,
     format_ids_as_json_inside,
@@ -63,7 +63,7 @@ class CompletionService:
         self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
         self.quota = CallQuota(limits)
-        self.grammars = GrammarQuota()
+        self.grammars = CompilingGrammarQuota()
         self._parsers = parsers
         self._router = router
         self._upstream = upstream
@@ -72,7 +72,7 @@ class CompletionService:
 
     async def answer(
         self, session: Session, call: ModelCall, answer_id: str
-    ) -> list[RecordedReply]:
+    ) -> list[RecordedChoice]:
         """Generate and record `call.n` replies. The interactions are in the journal on return.
 
         The first choice's interaction has the id `answer_id`, choice i has `<answer_id>-<i>`.
@@ -270,7 +270,7 @@ class CompletionService:
         answer: ReplicaAnswer,
         reply: PartialReply,
         first_token_at: float = 0.0,
-    ) -> RecordedReply:
+    ) -> RecordedChoice:
         session = prompt.session
         if session.ended or not self.recorder.holds_session(session):
             raise ProxyRequestError(403, "the session ended during generation")
@@ -289,7 +289,7 @@ class CompletionService:
             prompt.new_json, format_ids_as_json_inside(answer.generation.output_ids)
         )
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
-        return RecordedReply(choice_index, interaction, answer.generation, reply)
+        return RecordedChoice(choice_index, interaction, answer.generation, reply)
 
 
 async def _gather_or_cancel(

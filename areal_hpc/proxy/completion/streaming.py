@@ -13,7 +13,7 @@ from areal_hpc.proxy.engine.reply import PartialReply
 from areal_hpc.session.tree import Interaction
 
 
-class RecordedReply(msgspec.Struct, frozen=True):
+class RecordedChoice(msgspec.Struct, frozen=True):
     """One choice: what was recorded, and what a dialect needs beyond it."""
 
     choice: int
@@ -41,32 +41,32 @@ class ReplyChunk(msgspec.Struct, frozen=True):
 class ReplyStream:
     """The choices of one streamed call, in the order in which things happen.
 
-    Iterating gives chunks, then a `RecordedReply` for each choice; it raises what broke a choice.
+    Iterating gives chunks, then a `RecordedChoice` for each choice; it raises what broke a choice.
     """
 
     choices: int
     prompt_tokens: int = 0
     abandoned: bool = False
-    _happened: asyncio.Queue[ReplyChunk | RecordedReply | Exception] = field(
+    _happened: asyncio.Queue[ReplyChunk | RecordedChoice | Exception] = field(
         default_factory=asyncio.Queue
     )
     _stops: dict[int, Callable[[], None]] = field(default_factory=dict)
     _ended: int = 0
 
-    def put(self, event: ReplyChunk | RecordedReply | Exception) -> None:
+    def put(self, event: ReplyChunk | RecordedChoice | Exception) -> None:
         """Let the reader know."""
         self._happened.put_nowait(event)
 
     def __aiter__(self) -> ReplyStream:
         return self
 
-    async def __anext__(self) -> ReplyChunk | RecordedReply:
+    async def __anext__(self) -> ReplyChunk | RecordedChoice:
         if self._ended == self.choices:
             raise StopAsyncIteration
         event = await self._happened.get()
         if isinstance(event, Exception):
             raise event
-        self._ended += isinstance(event, RecordedReply)
+        self._ended += isinstance(event, RecordedChoice)
         return event
 
     def stop_generation(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyStream
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.random_ids import make_random_id
 from areal_hpc.proxy.sessions.store import Session
@@ -33,7 +33,7 @@ class Exchange(ABC):
         self.created_at = int(time.time())
 
     @abstractmethod
-    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         """The reply's body."""
 
     @abstractmethod

@@ -10,8 +10,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import drop_nulls
-from areal_hpc.proxy.dialects.unknown import drop_undeclared_members
+from areal_hpc.proxy.dialects.parameters_without_effect import drop_nulls
+from areal_hpc.proxy.dialects.undeclared_parameters import drop_undeclared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import Session
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 
 
 class CallQuota:

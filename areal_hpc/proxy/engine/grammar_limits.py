@@ -197,7 +197,7 @@ class _SchemaMeasure:
             self._open_refs.pop()
 
 
-class GrammarQuota:
+class CompilingGrammarQuota:
     """Grammars that replicas may be compiling, by session; one that was used is compiled."""
 
     def __init__(self) -> None:

@@ -11,7 +11,7 @@ from areal_hpc.proxy.engine.episode_limits import (
     reserve_reply_tokens,
 )
 from areal_hpc.proxy.engine.generation import EngineLostError, Generation, decode_generation
-from areal_hpc.proxy.engine.grammar_limits import GrammarQuota
+from areal_hpc.proxy.engine.grammar_limits import CompilingGrammarQuota
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.sessions.events import ReplySampled
@@ -30,7 +30,7 @@ class GeneratePassthrough:
         router: Router,
         upstream: SGLangClient,
         quota: CallQuota,
-        grammars: GrammarQuota,
+        grammars: CompilingGrammarQuota,
         timeout_s: float,
     ) -> None:
         self._recorder = recorder

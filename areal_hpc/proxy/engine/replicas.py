@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.http import AsyncWireClient
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 
 CONTROL_PROXY_TIMEOUT_S = 5.0
@@ -45,7 +45,7 @@ class CellReplicaSource:
         endpoint = rendezvous.find_endpoint(self._directory, self._control_proxy_name)
         if endpoint is None:
             return []
-        return (await self._client.call(f"{endpoint.url}/replicas", None, ReplicaList)).replicas
+        return (await self._client.call(f"{endpoint.url}/replicas", None, ReplicasOfCell)).replicas
 
     async def close(self) -> None:
         """Close pooled connections."""

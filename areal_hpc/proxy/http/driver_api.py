@@ -15,7 +15,7 @@ from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, compute_key_digest, generate_key
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.auxiliary import (
     find_auxiliary_reply_reasons,
     find_conversation_replies,
@@ -23,7 +23,7 @@ from areal_hpc.session.auxiliary import (
 )
 from areal_hpc.session.credit import (
     compute_credited_rewards,
-    find_abandoned_replies,
+    find_replies_client_disconnected_from,
     find_retry_orphans,
 )
 from areal_hpc.session.export import build_areal_batch_of_one_row, plan_rows_with_unrewarded
@@ -151,10 +151,10 @@ class DriverApi:
                 return wire.AwaitSessionEndReply(session.ended, session.reward)
             await asyncio.sleep(SESSION_END_POLL_S)
 
-    def grant_capacity(self) -> wire.SessionCapacityReply:
+    def grant_capacity(self) -> wire.MaxOpenSessionsReply:
         """Let one more session be open at once."""
         self._most_sessions += 1
-        return wire.SessionCapacityReply(self._most_sessions)
+        return wire.MaxOpenSessionsReply(self._most_sessions)
 
     async def export_trajectories(self, request: wire.ExportRequest) -> wire.ExportReply:
         """A session's rows, as soon as it has ended; soon after it is forgotten with its key.
@@ -171,7 +171,9 @@ class DriverApi:
             await asyncio.sleep(SESSION_END_POLL_S)
         rows = export_interactions(session.tree, request)
         self._keep_for_repeated_export(session)
-        return wire.ExportReply(rows, session.count_ignored(), dict(session.tree.auxiliary))
+        return wire.ExportReply(
+            rows, session.count_uses_of_ignored_params(), dict(session.tree.auxiliary)
+        )
 
     def _keep_for_repeated_export(self, session: Session) -> None:
         """Have the session forgotten in a while, or when enough others have been exported."""
@@ -358,7 +360,11 @@ def export_interactions(
         ProxyRequestError: The discount is no finite number.
     """
     orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
-    left_out = orphans | find_abandoned_replies(tree) | find_auxiliary_reply_reasons(tree).keys()
+    left_out = (
+        orphans
+        | find_replies_client_disconnected_from(tree)
+        | find_auxiliary_reply_reasons(tree).keys()
+    )
     try:
         earned = compute_credited_rewards(tree, request.discount, request.credit, left_out)
     except InvalidRewardError as error:

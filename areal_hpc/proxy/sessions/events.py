@@ -8,9 +8,9 @@ import msgspec
 from msgspec import Struct
 
 from areal_hpc.session.tree import Interaction
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
-from areal_hpc.wire.reward import Reward
 
 
 class SessionOpened(Struct, tag="opened", frozen=True):

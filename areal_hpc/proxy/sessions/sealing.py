@@ -22,7 +22,7 @@ from areal_hpc.proxy.sessions.events import TicketDropped, TicketsAcknowledged, 
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import FinishedTicket
 from areal_hpc.proxy.sessions.untrained import UntrainedSealer
-from areal_hpc.recipe.sections.recording import ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ShardConfig
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.spans import time_span

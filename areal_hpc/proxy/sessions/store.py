@@ -139,7 +139,7 @@ class Session:
         )
         return export_failed_rows(self.tree, key, record)
 
-    def count_ignored(self) -> dict[str, int]:
+    def count_uses_of_ignored_params(self) -> dict[str, int]:
         """How often its recorded calls asked for what has no effect, by the parameter's name."""
         return dict(Counter(name for one in self.tree for name in one.ignored))
 
@@ -151,7 +151,7 @@ class Session:
             cell=cell,
             started_at=self.opened.opened_at,
             ended_at=self.ended_at,
-            ignored=self.count_ignored(),
+            ignored=self.count_uses_of_ignored_params(),
         )
 
 

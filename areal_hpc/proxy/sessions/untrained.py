@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from areal_hpc.proxy.sessions.events import SessionDropped, SessionFailed, UntrainedSealed
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import FinishedTicket, Session
-from areal_hpc.recipe.sections.recording import ShardConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ShardConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.writer import write_sealed_shard

@@ -9,9 +9,9 @@ from pydantic import Field, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.sandbox import AgentIsolation, SandboxConfig
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.ledger import StaleGroupPolicy
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.reward import MAX_REWARD
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
 

@@ -3,7 +3,12 @@
 import socket
 from pathlib import Path
 
-from areal_hpc.sandbox.process import ProgramLimits, ProgramResult, SandboxedProcess, get_isolation
+from areal_hpc.sandbox.process import (
+    ProgramLimits,
+    ProgramResult,
+    SandboxedProcess,
+    get_configured_isolation,
+)
 
 _FOLDER = Path(__file__).parent
 _PASSED = "passed"
@@ -29,7 +34,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
 
     Raises: see `passes_tests`.
     """
-    isolation = get_isolation()
+    isolation = get_configured_isolation()
     answers_end, tests_end = socket.socketpair()
     with answers_end, tests_end:
         judged = SandboxedProcess(

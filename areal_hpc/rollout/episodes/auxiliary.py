@@ -15,10 +15,10 @@ from areal_hpc.wire.proxy import (
     ListConversationsRequest,
     MarkAuxiliaryReply,
     MarkAuxiliaryRequest,
-    RecordedConversation,
+    RecordedConversationSummary,
 )
 
-AuxiliaryRule = Callable[[RecordedConversation], str]
+AuxiliaryRule = Callable[[RecordedConversationSummary], str]
 """Why a conversation is auxiliary; empty if it is not."""
 AUXILIARY_RULE_KEY = "rollout.agent.auxiliary"
 
@@ -53,7 +53,7 @@ def load_auxiliary_rule_unless_keep(rule_name: str) -> AuxiliaryRule | None:
         return describe_known_auxiliary_call
     function = load_user_function(rule_name, AUXILIARY_RULE_KEY)
 
-    def ask_user(conversation: RecordedConversation) -> str:
+    def ask_user(conversation: RecordedConversationSummary) -> str:
         try:
             answer = function(msgspec.to_builtins(conversation))
         except Exception as error:  # boundary: the function is the user's code
@@ -72,7 +72,7 @@ def load_auxiliary_rule_unless_keep(rule_name: str) -> AuxiliaryRule | None:
     return ask_user
 
 
-def describe_known_auxiliary_call(conversation: RecordedConversation) -> str:
+def describe_known_auxiliary_call(conversation: RecordedConversationSummary) -> str:
     """Which call of `KNOWN_AUXILIARY_CALL_PATTERNS` a conversation is; empty if none."""
     if conversation.tools:
         return ""

@@ -29,6 +29,7 @@ from areal_hpc.rollout.execution.agent_sandboxes import (
 from areal_hpc.rollout.execution.subprocess_agent import acquire_episode_agent
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.session.rewards import parse_reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import Empty
 from areal_hpc.wire.proxy import (
     AwaitSessionEndReply,
@@ -41,7 +42,6 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
-from areal_hpc.wire.reward import Reward
 
 CANCEL_GRACE_S = 1.0
 """Time a cancelled agent gets to clean up; after that it is left behind."""

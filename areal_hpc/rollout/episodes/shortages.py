@@ -49,11 +49,11 @@ class ShortageTracker:
             self._tries_begun_at.pop(episode, None)
             self._shortages.pop(episode, None)
 
-    def note_begin(self, episode: str) -> None:
+    def record_episode_try_begin(self, episode: str) -> None:
         """A try of an episode begins, which needs something of the node."""
         self._tries_begun_at[episode] = time.monotonic()
 
-    def note_end(
+    def record_episode_try_end(
         self, episode: str, outcome: EpisodeOutcome, *, held_out_ticket: TicketRef | None = None
     ) -> None:
         """Take in how a try of an episode ended, by its name.

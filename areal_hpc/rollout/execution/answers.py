@@ -28,7 +28,7 @@ from areal_hpc.rollout.agent_errors import (
     describe_errno_shortage,
     find_node_shortage,
 )
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """More than the rewards of any episode take."""

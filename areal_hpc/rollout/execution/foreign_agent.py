@@ -105,7 +105,7 @@ class OtherPythonAgentProcess:
         try:
             return decode_answer(answer)
         except NodeShortageError:
-            self._process.mark_short()
+            self._process.mark_unusable_after_shortage()
             raise
 
     async def run(self, data: Mapping[str, Any], variables: Mapping[str, str]) -> Any:

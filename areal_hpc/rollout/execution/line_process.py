@@ -11,7 +11,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 
 from areal_hpc.errors import AgentError, WorkerStartError
-from areal_hpc.jobs.processes.oom_kills import OomKillWatch
+from areal_hpc.jobs.processes.machine_oom_kills import OomKillWatch
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, build_oom_kill_error
 
 PASSED_VARIABLE_PATTERNS = (
@@ -96,7 +96,7 @@ class LineProcess:
         is_free = not (self._is_asked or self._has_run_short)
         return is_free and self._process.poll() is None
 
-    def mark_short(self) -> None:
+    def mark_unusable_after_shortage(self) -> None:
         """It lacked something, perhaps by what it left open itself: nobody uses it again."""
         self._has_run_short = True
 

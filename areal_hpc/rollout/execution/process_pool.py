@@ -28,7 +28,7 @@ from areal_hpc.jobs.processes.descendants import (
     list_descendants,
 )
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
-from areal_hpc.jobs.processes.oom_kills import OomKillWatch
+from areal_hpc.jobs.processes.machine_oom_kills import OomKillWatch
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, build_oom_kill_error
 from areal_hpc.rollout.execution.answers import (
     MAX_ANSWER_BYTES,

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.rollout.execution.agent_pickle import make_function_picklable
 from areal_hpc.rollout.execution.process_pool import ProcessPool
-from areal_hpc.wire.reward import parse_reward_number
+from areal_hpc.wire.agent_reward import parse_reward_number
 
 log = logging.getLogger(__name__)
 

@@ -84,7 +84,7 @@ def read_spans(
     """
     pieces = [
         one
-        for name in list_span_files(paths)
+        for name in list_process_names_with_spans(paths)
         for one in _read_pieces(paths, name, from_time, to_time)
     ]
     by_node = _collect_samples_of_nodes(pieces)
@@ -104,7 +104,7 @@ def split_process_name(process_name: str) -> tuple[str, str]:
     return (match["job"], match["process"]) if match else ("", process_name)
 
 
-def list_span_files(paths: RunPaths) -> list[str]:
+def list_process_names_with_spans(paths: RunPaths) -> list[str]:
     """Names of the processes that have spans: `trainer-ledger`, `cell-0-proxy`..."""
     names = {path.name.split(".")[0] for path in paths.spans_dir.glob("*.jsonl")}
     return sorted(names)

@@ -11,13 +11,16 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_files import check_bind_paths, list_writable_binds
+from areal_hpc.sandbox.runtimes.container_scratch_layout import (
+    check_bind_paths,
+    list_writable_binds,
+)
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
+    build_container_command_as_nobody,
     build_container_server,
-    build_search_path,
-    build_user_container_command,
+    build_runtime_program_search_path,
     start_container,
 )
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, LOWER_DIR
@@ -51,14 +54,14 @@ class ApptainerRuntime:
 
 def find_apptainer() -> str | None:
     """The program `apptainer`, or `singularity`, as it was called before."""
-    path = build_search_path()
+    path = build_runtime_program_search_path()
     return shutil.which("apptainer", path=path) or shutil.which("singularity", path=path)
 
 
 def _plan_container(setup: ContainerSetup) -> ContainerPlan:
     scratch = setup.scratch
     command = [
-        *build_user_container_command(setup),
+        *build_container_command_as_nobody(setup),
         *(str(find_apptainer()), "--quiet", "exec", "--userns", "--containall", "--cleanenv"),
         *("--no-init", "--no-home", "--no-privs", "--no-umask", "--no-eval"),
         *(f"--no-mount={_NOT_MOUNTED}", "--pwd=/"),

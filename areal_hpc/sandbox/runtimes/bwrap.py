@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.bubblewrap import (
+from areal_hpc.sandbox.bubblewrap_command_line import (
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
@@ -22,6 +22,11 @@ from areal_hpc.sandbox.bubblewrap import (
 )
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
 from areal_hpc.sandbox.runtime import build_isolation_error
+from areal_hpc.sandbox.runtimes.guest_environment import (
+    GUEST_ACCOUNT_FILES,
+    GUEST_VARIABLES,
+    WORK_DIR,
+)
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     LOWER_DIR,
@@ -31,7 +36,6 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     find_guest_python,
 )
 from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
-from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from areal_hpc.sandbox.bubblewrap import find_bubblewrap
+from areal_hpc.sandbox.bubblewrap_command_line import find_bubblewrap
 from areal_hpc.sandbox.runtime import Runtime
 from areal_hpc.sandbox.runtimes.apptainer import ApptainerRuntime, find_apptainer
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime

@@ -10,13 +10,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_sandbox_python, may_become_nobody
+from areal_hpc.sandbox.bubblewrap_command_line import (
+    NOBODY_UID,
+    find_sandbox_python,
+    may_become_nobody,
+)
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
-from areal_hpc.sandbox.runtimes.container_files import (
+from areal_hpc.sandbox.runtimes.container_scratch_layout import (
     build_scratch_archive,
     list_machine_binds,
     list_writable_folders,
 )
+from areal_hpc.sandbox.runtimes.guest_environment import GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SCRIPTS,
@@ -25,7 +30,6 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     find_guest_python,
 )
 from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
-from areal_hpc.sandbox.runtimes.system_view import GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import SandboxSpec
 
@@ -110,7 +114,7 @@ async def start_container(
             {**GUEST_VARIABLES, **spec.variables},
             pass_fds=[archive],
             user=user,
-            environ={"PATH": build_search_path(), **how.variables},
+            environ={"PATH": build_runtime_program_search_path(), **how.variables},
         )
         return await Sandbox.start(plan)
     except ClusterError as error:
@@ -121,7 +125,7 @@ async def start_container(
         os.close(archive)
 
 
-def build_search_path() -> str:
+def build_runtime_program_search_path() -> str:
     """Where container programs are looked for."""
     return f"{os.environ.get('PATH', '')}:{PROGRAM_SEARCH_PATH}"
 
@@ -148,7 +152,7 @@ def build_container_command(
     ]
 
 
-def build_user_container_command(
+def build_container_command_as_nobody(
     setup: ContainerSetup, namespaces: Sequence[str] = ()
 ) -> list[str]:
     """As `build_container_command`, but what follows runs as user 65534, on the sandbox's network.

@@ -11,13 +11,13 @@ from functools import partial
 from pathlib import Path
 
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_files import list_writable_binds
+from areal_hpc.sandbox.runtimes.container_scratch_layout import list_writable_binds
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
+    build_container_command_as_nobody,
     build_container_server,
-    build_search_path,
-    build_user_container_command,
+    build_runtime_program_search_path,
     start_container,
 )
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR
@@ -56,13 +56,13 @@ class EnrootRuntime:
 
 def find_enroot() -> str | None:
     """The program `enroot`."""
-    return shutil.which("enroot", path=build_search_path())
+    return shutil.which("enroot", path=build_runtime_program_search_path())
 
 
 def _plan_container(setup: ContainerSetup) -> ContainerPlan:
     namespaces = ("--pid", "--mount-proc", "--fork", "--kill-child")
     command = [
-        *build_user_container_command(setup, namespaces),
+        *build_container_command_as_nobody(setup, namespaces),
         # With a space in it this is what a shell is given, else a binary is taken for a script.
         *("enroot", "start", "rootfs", 'exec "$@"'),
         *build_container_server(setup, filters_calls=True),

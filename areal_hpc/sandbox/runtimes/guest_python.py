@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.bubblewrap import NOBODY_UID, find_sandbox_python
+from areal_hpc.sandbox.bubblewrap_command_line import NOBODY_UID, find_sandbox_python
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits, SandboxSpec
 

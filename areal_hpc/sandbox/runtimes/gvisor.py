@@ -13,13 +13,18 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.sandbox.bubblewrap import (
+from areal_hpc.sandbox.bubblewrap_command_line import (
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
     may_become_nobody,
 )
 from areal_hpc.sandbox.runtime import build_isolation_error
+from areal_hpc.sandbox.runtimes.guest_environment import (
+    GUEST_ACCOUNT_FILES,
+    GUEST_VARIABLES,
+    WORK_DIR,
+)
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SCRIPTS,
@@ -27,7 +32,6 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 

@@ -11,15 +11,18 @@ import shutil
 from collections.abc import Iterator, Mapping
 from functools import partial
 
-from areal_hpc.sandbox.bubblewrap import NOBODY_UID
+from areal_hpc.sandbox.bubblewrap_command_line import NOBODY_UID
 from areal_hpc.sandbox.runtime import build_isolation_error
-from areal_hpc.sandbox.runtimes.container_files import check_bind_paths, list_writable_binds
+from areal_hpc.sandbox.runtimes.container_scratch_layout import (
+    check_bind_paths,
+    list_writable_binds,
+)
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
     build_container_command,
     build_container_server,
-    build_search_path,
+    build_runtime_program_search_path,
     start_container,
 )
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR
@@ -82,7 +85,7 @@ class PodmanRuntime:
 
 def find_podman() -> str | None:
     """The program `podman`, where crun is too: runc cannot do without control groups."""
-    path = build_search_path()
+    path = build_runtime_program_search_path()
     return shutil.which("crun", path=path) and shutil.which("podman", path=path)
 
 

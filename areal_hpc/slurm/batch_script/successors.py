@@ -22,7 +22,7 @@ def build_options_to_start_after_failure(
     return [f"--dependency={','.join(filter(None, conditions))}", "--kill-on-invalid-dep=yes"]
 
 
-def build_chain_dependency(chain: Sequence[str]) -> str:
+def build_dependency_on_job_or_successors(chain: Sequence[str]) -> str:
     """Slurm's way to say that a job, or one of its successors, must have succeeded. Pure.
 
     `chain` has the number of the job, then those of its successors.
@@ -30,7 +30,7 @@ def build_chain_dependency(chain: Sequence[str]) -> str:
     return "?".join(f"afterok:{job_id}" for job_id in chain)
 
 
-def name_unknown_job_ids(job: str, successors: int) -> list[str]:
+def build_job_id_placeholders(job: str, successors: int) -> list[str]:
     """Words for the numbers of a job and its successors that Slurm has not given out yet. Pure."""
     own = f"{job.upper()}_JOBID"
     return [own, *(f"{job.upper()}_SUCCESSOR_{place}_JOBID" for place in range(1, successors + 1))]

@@ -33,7 +33,7 @@ class EpisodeRecord:
         return max(0.0, self.ended_at - self.started_at) if self.started_at else 0.0
 
 
-def group_episode_records(batch: Sequence[TrajectoryRow]) -> list[EpisodeRecord]:
+def merge_batch_rows_into_episodes(batch: Sequence[TrajectoryRow]) -> list[EpisodeRecord]:
     """The episodes of a batch."""
     found: dict[str, list[RowRecord]] = {}
     for row in batch:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.telemetry.annotations import REASONS, RowAnnotation
+from areal_hpc.rundir.telemetry.token_annotations import REASONS, RowAnnotation
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
@@ -17,7 +17,7 @@ from areal_hpc.trainer.batch.untrainable import drop_untrainable_from_loss_mask,
 from areal_hpc.trainer.collectives import read_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
-from areal_hpc.trainer.objective.loss_aggregation import compute_scales_to_token_mean
+from areal_hpc.trainer.objective.loss_aggregation import compute_loss_aggregation_row_factors
 from areal_hpc.trainer.objective.reply_credit import compute_reply_credits, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
@@ -180,7 +180,7 @@ def build_rows(
         for version in list_versions_of_current_weights(current_version, generation_forks)
     ]
     masks = _build_masks(batch, objective)
-    scales = compute_scales_to_token_mean(
+    scales = compute_loss_aggregation_row_factors(
         [int(np.count_nonzero(mask_T[1:])) for mask_T in masks],
         [(one.ticket_id, one.episode) for one in batch],
         objective,

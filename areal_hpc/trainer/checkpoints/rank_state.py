@@ -56,7 +56,7 @@ class NetworkWithOptimizer(NamedTuple):
     prefix: str = ""
 
 
-class TensorPlace(NamedTuple):
+class PlaceInWholeTensor(NamedTuple):
     """Where some consecutive numbers of a shard belong."""
 
     name: str
@@ -71,7 +71,7 @@ class TensorPlace(NamedTuple):
 class StateShard:
     """Consecutive numbers of a parameter, in every column."""
 
-    places: list[TensorPlace]
+    places: list[PlaceInWholeTensor]
     """One after another."""
     columns: dict[Column, torch.Tensor]
     """Flat, where the trainer has them: on its device or on the host."""
@@ -80,7 +80,7 @@ class StateShard:
     is_kept: bool
     """False where another rank keeps the same numbers."""
 
-    def iterate_places_with_offsets(self) -> Iterator[tuple[TensorPlace, int]]:
+    def iterate_places_with_offsets(self) -> Iterator[tuple[PlaceInWholeTensor, int]]:
         """Each place, and which of the shard's numbers is its first."""
         first = 0
         for place in self.places:
@@ -116,7 +116,7 @@ class RankState:
         """Size of the copy."""
         return compute_data_bytes(self.types, self._count)
 
-    def all_reduce_optimizer_steps(self) -> dict[str, int]:
+    def read_optimizer_steps_over_all_ranks(self) -> dict[str, int]:
         """Steps that AdamW has taken, by prefix. A collective: a rank may have nothing to step."""
         return {
             prefix: all_reduce_max(_read_max_steps(shards))
@@ -265,7 +265,7 @@ def _build_shard(
 
 def _list_tensor_places(
     sharded_tensors: list[ShardedTensor], start: int, stop: int
-) -> Iterator[TensorPlace]:
+) -> Iterator[PlaceInWholeTensor]:
     """Where a range of a flattened parameter belongs, whose parts lie one after another in it."""
     base = 0
     for part in sharded_tensors:
@@ -274,7 +274,7 @@ def _list_tensor_places(
         own = range(max(start - base, 0), min(stop - base, part.data.numel()))
         for block in split_flat_range(tuple(part.local_shape), own.start, own.stop):
             for box in split_into_matrices(block):  # stacked experts
-                yield TensorPlace(
+                yield PlaceInWholeTensor(
                     part.key,
                     tuple(part.global_shape),
                     box.shift_from_within_to_whole(whole),
@@ -283,7 +283,7 @@ def _list_tensor_places(
         base += part.data.numel()
 
 
-def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: TensorPlace) -> None:
+def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: PlaceInWholeTensor) -> None:
     found = stored_tensors.find_shape(tensor_place.name)
     if found != tensor_place.shape and not (
         tensor_place.may_differ and found and found[1:] == tensor_place.shape[1:]
@@ -299,7 +299,10 @@ def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: TensorPlace
 
 
 def _read_place(
-    stored_tensors: StoredTensors, column: Column, tensor_place: TensorPlace, target: torch.Tensor
+    stored_tensors: StoredTensors,
+    column: Column,
+    tensor_place: PlaceInWholeTensor,
+    target: torch.Tensor,
 ) -> None:
     """Rows that the checkpoint does not have, of a vocabulary's padding, stay as they are."""
     shape = stored_tensors.find_shape(tensor_place.name)

@@ -111,11 +111,11 @@ class CheckpointStore:
         The checkpoint may be of another layout, and of a run with other settings than those given.
         """
         optimizer = build_optimizer(policy, config, is_offloaded=is_offloaded)
-        if (checkpoint := self.find_latest_on_all_ranks()) is not None:
+        if (checkpoint := self.broadcast_latest_checkpoint()) is not None:
             load_checkpoint_into(policy, optimizer, checkpoint.path, critic)
         return optimizer, checkpoint
 
-    def find_latest_on_all_ranks(self) -> Checkpoint | None:
+    def broadcast_latest_checkpoint(self) -> Checkpoint | None:
         """Rank 0's latest checkpoint, on every rank. A collective.
 
         Nodes may see a shared directory differently for some seconds: had each rank its own
@@ -282,7 +282,7 @@ def _write_index_and_trainer_state(
     partial: Path, rank_state: RankState, state: TrainerState
 ) -> list[str]:
     """Rank 0 says what the ranks' files hold and what they are of; its files. A collective."""
-    steps = rank_state.all_reduce_optimizer_steps()
+    steps = rank_state.read_optimizer_steps_over_all_ranks()
     parts = gather_objects_on_first_rank(rank_state.build_index(dist.get_rank()), RankIndex)
     if not parts:
         return []

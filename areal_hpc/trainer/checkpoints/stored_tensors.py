@@ -19,7 +19,7 @@ from areal_hpc.rundir.checkpoint_index import (
     TensorPiece,
     get_rank_file_path,
     is_megatron_format,
-    read_checkpoint_index,
+    read_index_of_one_checkpoint,
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import (
     Box,
@@ -82,7 +82,7 @@ class AllRanksTensors:
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
-        self._index = read_checkpoint_index(directory)
+        self._index = read_index_of_one_checkpoint(directory)
         self._readers: dict[int, RankFileReader] = {}
         self._pieces: dict[tuple[str, tuple[int, ...]], list[TensorPiece]] = defaultdict(list)
         """Of each layer and expert of each tensor: there can be thousands in one tensor."""

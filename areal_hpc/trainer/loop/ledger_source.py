@@ -29,7 +29,7 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher, UpdateBackoff
-from areal_hpc.weights.shares import Shares
+from areal_hpc.weights.replicas_by_sender import Shares
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -116,7 +116,7 @@ class LedgerSource(BatchSource):
 
     # Replicas --------------------------------------------------------------------------------
 
-    def poll_publish_state(self) -> PublishState:
+    def decide_publish_or_wait(self) -> PublishState:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
@@ -182,7 +182,7 @@ class LedgerSource(BatchSource):
         )
         return bool(self._targets)
 
-    def list_receivers_by_sender(self) -> Shares:
+    def list_outdated_replicas_by_sender(self) -> Shares:
         """The replicas that were found to lack the weights, by sender."""
         return self._senders.divide(self._targets)
 
@@ -226,7 +226,7 @@ class LedgerSource(BatchSource):
 
     # Evaluation ------------------------------------------------------------------------------
 
-    def poll_evaluation(self) -> bool:
+    def poll_whether_evaluated(self) -> bool:
         """The weights have their reward, need none or get it from the evaluation cell. Waits.
 
         Raises:

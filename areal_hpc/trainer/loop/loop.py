@@ -59,8 +59,8 @@ from areal_hpc.trainer.loop.schedule import Schedule
 from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
-from areal_hpc.trainer.rank_progress import enter_place
-from areal_hpc.weights.shares import Shares
+from areal_hpc.trainer.rank_progress import note_place_reached
+from areal_hpc.weights.replicas_by_sender import Shares
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -140,11 +140,11 @@ class BatchSource(ABC):
         """A step was taken: the weights are new."""
         return  # a source may leave it out
 
-    def poll_publish_state(self) -> PublishState:
+    def decide_publish_or_wait(self) -> PublishState:
         """What the weights need before anything else is done with them."""
         return "done"
 
-    def list_receivers_by_sender(self) -> Shares:
+    def list_outdated_replicas_by_sender(self) -> Shares:
         """The replicas that lack the weights, by sender."""
         return []
 
@@ -154,7 +154,7 @@ class BatchSource(ABC):
         """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
 
-    def poll_evaluation(self) -> bool:
+    def poll_whether_evaluated(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
@@ -196,13 +196,13 @@ def run_loop(
     """
     while True:
         with _time_span_on_other_ranks(coordinator, "command_wait"):
-            enter_place("the next command")
+            note_place_reached("the next command")
             with _time_span_on_first_rank(coordinator, "rank_wait"):
                 is_stop_requested = is_true_on_any_rank(stop.requested)
             if is_stop_requested:
                 stop.request()
             _publish_checkpoint_if_written(learner, coordinator, wait=False)
-            enter_place("rank 0's decision")
+            note_place_reached("rank 0's decision")
             command, trouble = _broadcast_next_command(coordinator)
         if isinstance(command, StopCommand):
             _publish_checkpoint_if_written(learner, coordinator, wait=True)
@@ -246,7 +246,7 @@ def _execute_command(
             if coordinator:
                 coordinator.on_trained(learner.version, row)
         case PublishWeightsCommand(shares):
-            enter_place(f"sending of the weights {learner.version}")
+            note_place_reached(f"sending of the weights {learner.version}")
             parameters = stream_hf_tensors(learner.policy)
             with _time_span_on_other_ranks(coordinator, "publish"):
                 if coordinator:
@@ -256,7 +256,7 @@ def _execute_command(
                 for _ in parameters:  # exporting is a collective: who sends nothing drains it
                     pass
         case SaveCheckpointCommand(row):
-            enter_place(f"checkpoint of step {learner.version.step}")
+            note_place_reached(f"checkpoint of step {learner.version.step}")
             _publish_checkpoint_if_written(learner, coordinator, wait=True)  # an earlier one
             began = time.perf_counter()
             with _time_span_on_other_ranks(coordinator, "checkpoint"):
@@ -264,7 +264,7 @@ def _execute_command(
             if coordinator:
                 coordinator.on_checkpoint_started(time.perf_counter() - began)
         case ExportModelCommand():
-            enter_place(f"export of step {learner.version.step}")
+            note_place_reached(f"export of step {learner.version.step}")
             began = time.perf_counter()
             with _time_span_on_other_ranks(coordinator, "export"):
                 learner.export_model()
@@ -352,16 +352,16 @@ class Coordinator:
 
     def _pick_next_command(self) -> RankCommand:
         step = self._record.version.step
-        match self.source.poll_publish_state():
+        match self.source.decide_publish_or_wait():
             case "publish":
                 self._check_ownership()
-                return PublishWeightsCommand(self.source.list_receivers_by_sender())
+                return PublishWeightsCommand(self.source.list_outdated_replicas_by_sender())
             case "wait":
                 return WaitCommand()
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
             self._check_ownership()
             return SaveCheckpointCommand(self._record.row)
-        if not self.source.poll_evaluation():
+        if not self.source.poll_whether_evaluated():
             return WaitCommand()
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_ownership()

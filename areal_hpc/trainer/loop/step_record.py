@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from areal_hpc.metrics.limit import find_main_step_limit
+from areal_hpc.metrics.step_bottleneck import find_main_step_limit
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import FlatRow

@@ -20,7 +20,7 @@ from collections.abc import Hashable, Sequence
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
 
-def compute_scales_to_token_mean(
+def compute_loss_aggregation_row_factors(
     tokens_per_row: Sequence[int], episode_per_row: Sequence[Hashable], objective: ObjectiveConfig
 ) -> list[float] | None:
     """Factor of the terms of each row, relative to the mean over tokens; None if all are 1.

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import torch
 
-from areal_hpc.trainer.objective.engine_mismatch import (
+from areal_hpc.trainer.objective.mismatch_metrics import (
     BIN_COUNT,
     MISMATCH_SUM_NAMES,
     estimate_abs_diff_percentile,

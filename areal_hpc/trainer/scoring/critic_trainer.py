@@ -13,7 +13,7 @@ from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     count_scored_tokens,
-    deal_rows_into_minibatches,
+    deal_rows_round_robin_into_minibatches,
 )
 from areal_hpc.trainer.batch.training_rows import (
     CRITIC_CHANNELS,
@@ -31,7 +31,7 @@ from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_valu
 from areal_hpc.trainer.step import (
     MicroBatch,
     apply_gradients,
-    make_micro_batches,
+    make_micro_batches_of_this_rank,
     run_value_passes,
 )
 
@@ -75,10 +75,10 @@ class CriticTrainer:
         """An optimizer step for each mini-batch; metrics and gradient norms. A collective."""
         rate = compute_learning_rate(step, self._config.total_steps, self._adam)
         stats, norms = LossStats(), []
-        parts = deal_rows_into_minibatches(rows, self._config.minibatches)
+        parts = deal_rows_round_robin_into_minibatches(rows, self._config.minibatches)
         factors = compute_minibatch_factors([count_scored_tokens(part) for part in parts])
         for part, factor in zip(parts, factors, strict=True):
-            batches = make_micro_batches(
+            batches = make_micro_batches_of_this_rank(
                 self.network, part, CRITIC_CHANNELS, self._config.max_tokens_per_microbatch
             )
             loss = partial(self._compute_loss, factor=factor)

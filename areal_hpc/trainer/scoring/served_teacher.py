@@ -22,7 +22,7 @@ from areal_hpc.trainer.collectives import (
     is_true_on_any_rank,
     raise_on_all_ranks,
 )
-from areal_hpc.trainer.rank_progress import enter_place, note_detail
+from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.scoring.token_scores import ScoresByRow
 
@@ -95,7 +95,7 @@ class ServedTeacher:
         self, place_name: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
     ) -> ResultT | None:
         """What rank 0 finds, None on others; no rank goes on if it fails."""
-        enter_place(place_name)
+        note_place_reached(place_name)
         task = self._runner.get_loop().create_task(call()) if dist.get_rank() == 0 else None
         while True:
             held = self._work_for_one_portion(task) if task else None

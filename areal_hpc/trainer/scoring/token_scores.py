@@ -11,14 +11,14 @@ from megatron.core import parallel_state
 from areal_hpc.trainer.batch.packing import (
     TEMPERATURE_CHANNEL,
     TrainingRow,
-    deal_rows_into_minibatches,
+    deal_rows_round_robin_into_minibatches,
 )
 from areal_hpc.trainer.model.policy import Network
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import (
     LossFunction,
     MicroBatch,
-    make_micro_batches,
+    make_micro_batches_of_this_rank,
     run_forward_backward,
     run_value_passes,
 )
@@ -63,7 +63,7 @@ def _score_by_minibatch(
     run: RunPasses,
 ) -> ScoresByRow:
     scores: ScoresByRow = [np.empty(0, np.float32)] * len(rows)
-    for hand, part in enumerate(deal_rows_into_minibatches(rows, minibatch_count)):
+    for hand, part in enumerate(deal_rows_round_robin_into_minibatches(rows, minibatch_count)):
         scores[hand::minibatch_count] = _score_minibatch(network, part, max_tokens, run)
     return scores
 
@@ -78,7 +78,7 @@ def _score_minibatch(
         found.append((batch.tokens_N, scores_N))
         return scores_N.sum(), LossStats()
 
-    batches = make_micro_batches(network, rows, channels, max_tokens)
+    batches = make_micro_batches_of_this_rank(network, rows, channels, max_tokens)
     run(batches, note)
     lengths = [len(row.input_ids_T) for row in rows]
     flat = torch.zeros(sum(lengths))

@@ -24,7 +24,7 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.process_groups import destroy_process_groups
-from areal_hpc.trainer.self_test.messages import EngineComparison, EngineRequest
+from areal_hpc.trainer.self_test.messages import EngineComparison, EngineComparisonRequest
 from areal_hpc.trainer.self_test.small_policy import (
     init_single_rank_groups,
     list_scored_logprobs,
@@ -66,7 +66,7 @@ class SampledReply(Struct, frozen=True):
     logprobs: list[float]
 
 
-def await_replica(engine_request: EngineRequest, service_key: str) -> ReplicaView:
+def await_replica(engine_request: EngineComparisonRequest, service_key: str) -> ReplicaView:
     """The cell's first replica, once it is up.
 
     Raises:
@@ -129,7 +129,7 @@ def compare_logprobs(policy: Policy, samples: Sequence[SampledReply]) -> list[fl
 
 
 def publish_to_replica(
-    engine_request: EngineRequest, policy: Policy, service_key: str
+    engine_request: EngineComparisonRequest, policy: Policy, service_key: str
 ) -> UpdateReport:
     """Send the policy's weights to the replica, which proves their checksum."""
     paths, version = RunPaths(Path(engine_request.run_dir)), WeightVersion(1, 1)
@@ -153,7 +153,9 @@ def publish_to_replica(
         publisher.close()
 
 
-def compare_engine_around_update(policy: Policy, engine_request: EngineRequest) -> EngineComparison:
+def compare_engine_around_update(
+    policy: Policy, engine_request: EngineComparisonRequest
+) -> EngineComparison:
     """All of it, on a replica that serves the policy's weights."""
     service_key = ensure_service_key(RunPaths(Path(engine_request.run_dir)).service_key)
     began = time.monotonic()
@@ -194,7 +196,7 @@ def compare_engine_around_update(policy: Policy, engine_request: EngineRequest) 
 
 def main() -> None:
     """Compare as ordered."""
-    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineRequest)
+    order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=EngineComparisonRequest)
     device = init_single_rank_groups(order.device)
     policy = load_policy(Path(order.model_dir), order.dtype, device)
     comparison = compare_engine_around_update(policy, order)

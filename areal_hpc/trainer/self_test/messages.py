@@ -8,7 +8,7 @@ from typing import Literal
 from msgspec import Struct
 
 COLLECTIVES_MODULE = "areal_hpc.trainer.self_test.collective_rates"
-STEP_MODULE = "areal_hpc.trainer.self_test.step_comparison"
+STEP_MODULE = "areal_hpc.trainer.self_test.step_comparison_with_transformers"
 ENGINE_MODULE = "areal_hpc.trainer.self_test.engine_comparison"
 """Modules for `python -m`; each takes the path of its order."""
 
@@ -75,7 +75,7 @@ class StepComparison(Struct, frozen=True, tag=True):
     peak_bytes: int
 
 
-class EngineRequest(Struct, frozen=True):
+class EngineComparisonRequest(Struct, frozen=True):
     """Compare a running cell's replica with the trainer, before and after an update of weights."""
 
     device: Device

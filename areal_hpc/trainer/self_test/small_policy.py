@@ -22,7 +22,7 @@ from areal_hpc.trainer.self_test.messages import Device, DTypeName
 from areal_hpc.trainer.step import (
     LossFunction,
     MicroBatch,
-    make_micro_batches,
+    make_micro_batches_of_this_rank,
     run_forward_backward,
     train_step,
 )
@@ -82,7 +82,9 @@ def list_scored_logprobs(policy: Policy, row: TrainingRow) -> list[float]:
         found.extend(logprobs_N.tolist())
         return logprobs_N.sum(), LossStats()
 
-    batches = make_micro_batches(policy, [row], (), max(MAX_TOKENS, len(row.input_ids_T)))
+    batches = make_micro_batches_of_this_rank(
+        policy, [row], (), max(MAX_TOKENS, len(row.input_ids_T))
+    )
     run_forward_backward(policy, batches, note, backward=False)
     return found
 
@@ -90,7 +92,9 @@ def list_scored_logprobs(policy: Policy, row: TrainingRow) -> list[float]:
 def pack_into_micro_batches(policy: Policy, rows: Sequence[TrainingRow]) -> list[MicroBatch]:
     """This rank's micro-batches, with every channel that the rows have."""
     longest = max(len(row.input_ids_T) for row in rows)
-    return make_micro_batches(policy, rows, [*rows[0].channels], max(MAX_TOKENS, longest))
+    return make_micro_batches_of_this_rank(
+        policy, rows, [*rows[0].channels], max(MAX_TOKENS, longest)
+    )
 
 
 def compute_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

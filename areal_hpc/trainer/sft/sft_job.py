@@ -30,7 +30,7 @@ from areal_hpc.trainer.sft.sft_data import (
     get_batch_indices,
     read_demonstrations,
 )
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches, train_step
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, train_step
 from areal_hpc.trainer.untrained import (
     build_nonfinite_records_or_raise,
     build_norm_metrics,
@@ -117,7 +117,9 @@ class SftTrainer:
         data = self._demonstrations
         chosen = get_batch_indices(self.state.step, sft.batch_size, len(data), self._job.seed)
         rows = self._tokenizer.build_rows([data[index] for index in chosen])
-        batches = make_micro_batches(self._policy, rows, (), sft.max_tokens_per_microbatch)
+        batches = make_micro_batches_of_this_rank(
+            self._policy, rows, (), sft.max_tokens_per_microbatch
+        )
         rate = compute_learning_rate(self.state.step, sft.total_steps, sft.optimizer)
         with raise_out_of_memory_as_recipe_error(
             self._policy, self._job.build_trainer_config_of_same_memory(), "sft"

@@ -11,7 +11,7 @@ from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
 from areal_hpc.view.answers.slow_parts import measure_replica_tokens_per_s, measure_update_times
-from areal_hpc.view.answers.step_parts import StepPart, list_mean_step_parts, split_batch_waits
+from areal_hpc.view.answers.step_parts import StepPart, list_mean_step_parts, sum_batch_wait_splits
 from areal_hpc.view.answers.time_judge import SlowRunEvidence, TimeJudge
 from areal_hpc.view.batch_episodes import (
     BatchEpisode,
@@ -93,7 +93,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     if not rows:
         return Answer("no step with its times is recorded yet")
     step_s = statistics.fmean(list_numbers(rows, "time/step_s"))
-    split = split_batch_waits(rows, evidence.episodes)
+    split = sum_batch_wait_splits(rows, evidence.episodes)
     parts = list_mean_step_parts(rows, split)
     judge = TimeJudge(evidence, split, step_s)
     page = build_page_address("metrics", evidence.run, text="time/")
@@ -103,7 +103,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     findings = [Finding(", ".join(_format_shares(parts, step_s)), page)]
     findings += [Finding(one.text, one.page) for one in verdicts]
     findings += _describe_storage(parts, step_s)
-    findings += judge.describe_outliers(explained_limit=cause)
+    findings += judge.describe_slow_replicas_and_idle_cells(explained_limit=cause)
     findings += [Finding(f"not read: {one}") for one in evidence.problems[:3]]
     headline = (
         f"the run is limited by {parts[0].name}: {parts[0].seconds:.1f} s of the {step_s:.1f} s of "

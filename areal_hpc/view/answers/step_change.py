@@ -13,7 +13,7 @@ from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
 from areal_hpc.view.answers.happenings import describe_recipe_changes, describe_unusual_events
-from areal_hpc.view.answers.task_change import compare_tasks, read_source_row_counts
+from areal_hpc.view.answers.step_task_mix_change import compare_tasks, read_source_row_counts
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.metric_values import (
     format_step_range,

@@ -32,7 +32,9 @@ class StepPart:
     seconds: float
 
 
-def split_batch_waits(rows: Sequence[Row], episodes: Sequence[BatchEpisode]) -> WaitSplit | None:
+def sum_batch_wait_splits(
+    rows: Sequence[Row], episodes: Sequence[BatchEpisode]
+) -> WaitSplit | None:
     """What episodes did while the trainer waited for their batches; None if it is not known.
 
     The row's end and length tell when a step began. The wait follows the writing of the row before,

@@ -220,7 +220,7 @@ class TimeJudge:
         hint = f"a larger {keys}, or faster storage for cluster.fileroot"
         return PartVerdict(text, "writing of checkpoints keeps the ranks waiting", hint)
 
-    def describe_outliers(self, explained_limit: str) -> Iterator[Finding]:
+    def describe_slow_replicas_and_idle_cells(self, explained_limit: str) -> Iterator[Finding]:
         """Who stands out, whatever limits the run; what was told already is left out."""
         run = self.evidence.run
         if (slow := self._find_slow_replica()) is not None:

@@ -47,7 +47,7 @@ from areal_hpc.errors import Problem
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import merge_quarantines
-from areal_hpc.view.audit.records import TicketRecords, read_ticket_records
+from areal_hpc.view.audit.ticket_history_reader import TicketRecords, read_ticket_records
 from areal_hpc.wire.ledger import SealedTicket
 
 

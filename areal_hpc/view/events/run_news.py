@@ -14,7 +14,7 @@ MAX_SHOWN_CAUSES = 5
 
 
 @dataclass(slots=True)
-class RunEventAnnouncer:
+class NewEventLineFormatter:
     """Memory of what was told of a run: events go in, lines for the screen come out."""
 
     failures: AgentFailures = field(default_factory=AgentFailures)

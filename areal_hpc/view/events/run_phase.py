@@ -32,7 +32,7 @@ class _StartingServer:
 
 
 @dataclass(slots=True)
-class RunPhase:
+class RunPhaseTracker:
     """Memory of a run's events that tell what it does now."""
 
     _starting: dict[tuple[str, int], _StartingServer] = field(default_factory=dict)
@@ -42,7 +42,7 @@ class RunPhase:
     _has_weights: bool = False
 
     @classmethod
-    def from_events(cls, events: Iterable[dict[str, Any]]) -> RunPhase:
+    def from_events(cls, events: Iterable[dict[str, Any]]) -> RunPhaseTracker:
         """The phase after these events."""
         phase = cls()
         for event in events:

@@ -36,8 +36,8 @@ from areal_hpc.view.report.held_out import (
     PairedDifference,
     compare_evaluations,
 )
-from areal_hpc.view.report.recipe_differences import find_changed_keys, format_setting
-from areal_hpc.view.state.health import read_alerts
+from areal_hpc.view.report.recipe_changes_from_defaults import find_changed_keys, format_setting
+from areal_hpc.view.state.alerts_at_newest_step import read_alerts
 from areal_hpc.view.state.summary import RunProgress, read_run_progress
 
 SUMMARIZED_METRICS = (

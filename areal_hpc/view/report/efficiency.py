@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.metrics.limit import find_main_step_limit
+from areal_hpc.metrics.step_bottleneck import find_main_step_limit
 from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events

@@ -14,7 +14,7 @@ from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
     get_latest_submissions,
-    list_jobs_held_while_idle,
+    list_jobs_that_gave_nodes_back,
     list_waiting_successors,
     read_submissions,
     read_task_exits,
@@ -148,9 +148,9 @@ def build_run_jobs(
     """The jobs of a run, from Slurm's answer about them (and others) and the run directory."""
     submissions = read_submissions(paths.submissions)
     ids = tuple(dict.fromkeys(submission.job_id for submission in submissions))
-    snapshot = answer.filter_jobs(ids, get_experiment_label(paths))
+    snapshot = answer.filter_jobs_by_ids_and_label(ids, get_experiment_label(paths))
     newest, successors = _choose_submissions_and_successors(submissions, snapshot)
-    held = {job.root.name for job in list_jobs_held_while_idle(paths.jobs_dir)}
+    held = {job.root.name for job in list_jobs_that_gave_nodes_back(paths.jobs_dir)}
     last_attempt = max((submission.attempt for submission in submissions), default=0)
     names = {
         name

@@ -16,9 +16,9 @@ from areal_hpc.metrics.step_line import estimate_remaining_s, format_metric, for
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, select_evaluation_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower
-from areal_hpc.view.events.run_news import RunEventAnnouncer
-from areal_hpc.view.events.run_phase import RunPhase
-from areal_hpc.view.state.health import format_alert, read_alerts_config
+from areal_hpc.view.events.run_news import NewEventLineFormatter
+from areal_hpc.view.events.run_phase import RunPhaseTracker
+from areal_hpc.view.state.alerts_at_newest_step import format_alert, read_alerts_config
 from areal_hpc.view.state.run_state import RunSnapshot, SnapshotReader
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
@@ -49,7 +49,7 @@ class PlainReporter:
         self._alerts: AlertTracker | None = None
         self._looked_at = 0.0
         self._events = EventFollower(paths.events)
-        self._news, self._phase = RunEventAnnouncer(), RunPhase()
+        self._news, self._phase = NewEventLineFormatter(), RunPhaseTracker()
         self._printed_at = time.monotonic()
         self._told_phase = ""
         self._has_trained = False

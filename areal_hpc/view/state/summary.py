@@ -19,7 +19,7 @@ from areal_hpc.rundir.quarantine import read_quarantined_batches
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.view.events.agent_failures import AgentFailures
-from areal_hpc.view.events.run_phase import RunPhase
+from areal_hpc.view.events.run_phase import RunPhaseTracker
 from areal_hpc.view.state.run_state import (
     RunSnapshot,
     read_events_since_launch,
@@ -98,7 +98,7 @@ def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> l
         if launched_at := read_launch_time(paths):
             lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
         snapshot = read_run_snapshot(paths, ask_ledger=True)
-        phase = RunPhase.from_events(events).describe(snapshot.ledger)
+        phase = RunPhaseTracker.from_events(events).describe(snapshot.ledger)
         lines.append(f"  now               {phase or 'the ledger does not answer'}")
     failures = AgentFailures.collect(events)
     if (cause := failures.newest) is not None:

@@ -18,7 +18,7 @@ from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.trainer.batch.episode_metrics import merge_spans
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
 from areal_hpc.view.metric_values import get_number
-from areal_hpc.view.slices import Slice
+from areal_hpc.view.time_slices_on_lanes import Slice
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 
 PLACED_PHASES_IN_ORDER = (

@@ -16,7 +16,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.slices import Slice, assign_lanes, iterate_counts_under_way
+from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     EPISODES_LANE,
     Row,
@@ -25,7 +25,7 @@ from areal_hpc.view.timing.timeline import (
     read_timeline,
     select_timed_rows,
 )
-from areal_hpc.view.timing.trace_writer import TraceWriter
+from areal_hpc.view.timing.trace_writer import TraceEventCollector
 
 STEPS_PID, EVENTS_PID, FIRST_PROCESS_PID = 1, 2, 10
 
@@ -73,7 +73,7 @@ def build_trace(timeline: Timeline, events: Sequence[Row]) -> dict[str, Any]:
     """
     begins = [one.begin for track in timeline.tracks for one in track.slices]
     zero = min([timeline.begin, *begins])
-    writer = TraceWriter(zero)
+    writer = TraceEventCollector(zero)
     writer.name_process(STEPS_PID, "steps")
     for step in timeline.steps:
         writer.add_slice(STEPS_PID, 1, step)
@@ -96,7 +96,7 @@ def build_trace(timeline: Timeline, events: Sequence[Row]) -> dict[str, Any]:
     }
 
 
-def _add_tracks(writer: TraceWriter, pid: int, tracks: Sequence[Track]) -> None:
+def _add_tracks(writer: TraceEventCollector, pid: int, tracks: Sequence[Track]) -> None:
     """Tracks of a process, each on as many threads as it needs."""
     first_tid = 1
     for track in tracks:
@@ -117,7 +117,7 @@ def _add_tracks(writer: TraceWriter, pid: int, tracks: Sequence[Track]) -> None:
         first_tid += count
 
 
-def _add_event(writer: TraceWriter, tid: int, row: Row) -> None:
+def _add_event(writer: TraceEventCollector, tid: int, row: Row) -> None:
     """An event; one that tells how long it took is a stretch that ends with it."""
     facts = {name: value for name, value in row.items() if name not in ("time", "role", "event")}
     name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")

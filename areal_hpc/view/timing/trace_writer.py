@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from areal_hpc.view.slices import Slice
+from areal_hpc.view.time_slices_on_lanes import Slice
 
 TraceEvent = dict[str, Any]
 
 
-class TraceWriter:
+class TraceEventCollector:
     """Collects the events of a trace whose time begins at a Unix time."""
 
     def __init__(self, zero: float) -> None:

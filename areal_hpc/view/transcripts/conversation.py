@@ -11,7 +11,7 @@ from rich.cells import cell_len, chop_cells, set_cell_size
 from areal_hpc.errors import escape_controls
 from areal_hpc.evaluation.ticket_numbers import split_ticket_id
 from areal_hpc.view.transcripts.row_search import FoundRow
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.atomic import fsync_path, open_temporary
+from areal_hpc.rundir.atomic import fsync_path, open_temporary_to_rename_later
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.atif import build_atif_trajectory
@@ -60,7 +60,7 @@ def export_rows(
             report_row(number)
 
     # As private as what the rows hold.
-    with open_temporary(out, mode=0o600) as stream:
+    with open_temporary_to_rename_later(out, mode=0o600) as stream:
         (_write_parquet if file_format == "parquet" else _write_lines)(stream, build_all())
     Path(stream.name).rename(out)
     fsync_path(out.parent)

@@ -221,7 +221,9 @@ class BroadcastTransport(Transport[BroadcastSession]):
         with timer.time_phase("group_join"):
             self._reuse_or_form_groups(update, update_request)
         with timer.time_phase("pause_call"):
-            update.run_step("pause", lambda session: session.pause_replicas())
+            update.run_step_dropping_failed_groups(
+                "pause", lambda session: session.pause_replicas()
+            )
         with timer.time_phase("transfer"):
             fill_and_send_buckets(
                 update_request.buckets,
@@ -230,7 +232,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 ship,
                 inspect_bucket,
             )
-            update.run_step("end", lambda session: session.end_update())
+            update.run_step_dropping_failed_groups("end", lambda session: session.end_update())
         load_s = max((session.load_s for session in update.live), default=0.0)  # of the slowest
         transfer_s = max(0.0, timer.seconds["transfer"] - load_s)  # they may overlap
         timer.seconds |= {"transfer": transfer_s, "load": load_s}
@@ -254,7 +256,9 @@ class BroadcastTransport(Transport[BroadcastSession]):
                 standing.append(self._sessions.pop(keys))
             else:
                 update.live.append(self._new_session(update_request.version, keys))
-        update.run_step("join", lambda session: session.fence_and_form_group())
+        update.run_step_dropping_failed_groups(
+            "join", lambda session: session.fence_and_form_group()
+        )
         update.live += standing
 
     def _new_session(

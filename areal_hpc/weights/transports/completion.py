@@ -12,13 +12,13 @@ from concurrent.futures import Future
 
 import torch.distributed as dist
 
-from areal_hpc.jobs.processes.native_calls import NativeCallThread
+from areal_hpc.jobs.processes.native_call_threads import NativeCallThread
 
 _POLL_S = 0.0005
 """Period of the questions to NCCL; a bucket of 512 MiB takes ten milliseconds or more."""
 
 
-class CompletionPoller:
+class CollectiveWorkPoller:
     """One thread that asks about all operations under way, as long as there are any."""
 
     def __init__(self) -> None:

@@ -151,9 +151,11 @@ class DiskTransport(Transport[DiskSession]):
                 DiskSession(self._build_replica_client(key, update_request.version), self._config)
             )
         with timer.time_phase("pause_call"):
-            update.run_step("pause", lambda session: session.pause_replicas())
+            update.run_step_dropping_failed_groups(
+                "pause", lambda session: session.pause_replicas()
+            )
         with timer.time_phase("load"):
-            update.run_step(
+            update.run_step_dropping_failed_groups(
                 "load",
                 lambda session: session.load_folder_and_wait(folder.name, update_request.version),
             )

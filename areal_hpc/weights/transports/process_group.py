@@ -26,9 +26,9 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.jobs.environment import WEIGHT_UPDATE_GROUP_VARIABLES
-from areal_hpc.jobs.processes.native_calls import start_native_call
+from areal_hpc.jobs.processes.native_call_threads import start_native_call
 from areal_hpc.weights.transports.completion import (
-    CompletionPoller,
+    CollectiveWorkPoller,
     raise_if_work_failed,
     watch_gloo_works,
 )
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 THREAD_NAME = "update-group"
 _REFUSAL_POLL_S = 0.02
 """Period of the question to members whether they refuse."""
-_POLLER = CompletionPoller()
+_POLLER = CollectiveWorkPoller()
 
 
 def exempt_update_groups_from_nccl_watchdog() -> None:

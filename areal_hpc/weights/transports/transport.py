@@ -84,9 +84,11 @@ class Transport(ABC, Generic[SessionT]):
             with timer.time_phase("verify"):
                 self._verify(update, update_request.version, digester)
             with timer.time_phase("flush"):
-                update.run_step("flush", lambda session: session.flush_caches())
+                update.run_step_dropping_failed_groups(
+                    "flush", lambda session: session.flush_caches()
+                )
             with timer.time_phase("resume"):
-                update.run_step(
+                update.run_step_dropping_failed_groups(
                     "resume", lambda session: session.resume_replicas(update_request.version)
                 )
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it

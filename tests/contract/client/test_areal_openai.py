@@ -15,7 +15,7 @@ from openai.types.chat import ChatCompletionMessageParam, ChatCompletionUserMess
 from transformers import PreTrainedTokenizerFast
 
 from areal_hpc.client.areal_openai import ArealOpenAI
-from areal_hpc.client.engine import EngineEndpoint
+from areal_hpc.client.in_process_engine import EngineEndpoint
 from areal_hpc.errors import InvalidRewardError, RecipeError
 from areal_hpc.wire.proxy import EngineAddress
 from tests.support.chatml import CHATML, byte_level_tokenizer, write_model_dir

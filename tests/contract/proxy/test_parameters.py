@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.dialects.parameter_table import (
+from areal_hpc.proxy.dialects.parameter_docs import (
     get_refusal_by_param,
     list_effective_params,
     list_ignored_params_of,
 )
-from areal_hpc.proxy.dialects.refusals import REFUSED_SAMPLING_OF_OTHER_ENGINES
+from areal_hpc.proxy.dialects.refused_parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.contract.proxy.parameter_samples import (
     HINTS,

@@ -8,9 +8,9 @@ import pytest
 
 from areal_hpc.proxy.sessions.untrained import MAX_KEPT_PER_CAUSE
 from areal_hpc.shards.index import read_index
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import KeepFailedSessionRequest, StartSessionRequest
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script

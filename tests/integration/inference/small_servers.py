@@ -130,7 +130,7 @@ def tick_until(replica: Replica, wanted: Callable[[ReplicaView], bool]) -> Repli
     def is_wanted() -> bool:
         if wanted(replica.build_view()):
             return True
-        replica.maintain_server()
+        replica.maintain_server_once()
         return False
 
     wait_for(is_wanted, why=replica.build_view)
@@ -144,6 +144,6 @@ def is_ready(view: ReplicaView) -> bool:
 def tick_for(replica: Replica, seconds: float) -> None:
     stop_at = time.monotonic() + seconds
     while time.monotonic() < stop_at:
-        replica.maintain_server()
+        replica.maintain_server_once()
         time.sleep(0.01)
-    replica.maintain_server()
+    replica.maintain_server_once()

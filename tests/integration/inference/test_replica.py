@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.inference.replica import BuildCommand, ControlCaller, Replica
+from areal_hpc.inference.replica import BuildCommand, ControlCallerIdentity, Replica
 from areal_hpc.inference.server import shared_memory
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.rundir.jsonl import read_lines
@@ -61,7 +61,7 @@ def schedulers() -> list[psutil.Process]:
 
 def relay(replica: Replica, route: str, deadline_s: float) -> None:
     """What the control proxy says of a call that SGLang accepted."""
-    caller = ControlCaller(replica.build_view().incarnation, 1, deadline_s)
+    caller = ControlCallerIdentity(replica.build_view().incarnation, 1, deadline_s)
     replica.begin_control_call(caller, route)
     replica.finish_control_call(caller, route, True)
 
@@ -171,7 +171,7 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
     tick_for(replica, 1.2)
     assert replica.build_view().state == "ready"
     began = time.monotonic()
-    replica.start_serving(ControlCaller(1, 1, 30), ReopenReplicaRequest("1.4"))
+    replica.start_serving(ControlCallerIdentity(1, 1, 30), ReopenReplicaRequest("1.4"))
     tick_until(replica, lambda view: view.state == "starting")
     assert 0.5 <= time.monotonic() - began < 10
 
@@ -184,7 +184,7 @@ def test_a_silent_server_is_replaced_but_not_within_an_update(make: Make) -> Non
 def test_a_vanished_sender_costs_a_restart(make: Make, routes: list[str], answer: int) -> None:
     replica = make(server(POST_STATUS=answer), max_restarts=0)
     tick_until(replica, is_ready)
-    replica.start_serving(ControlCaller(1, 1, 30), ReopenReplicaRequest("1.4"))
+    replica.start_serving(ControlCallerIdentity(1, 1, 30), ReopenReplicaRequest("1.4"))
     for route in routes:
         relay(replica, route, 0.3)
     view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
@@ -277,7 +277,7 @@ def test_the_next_start_removes_shared_memory_that_nobody_uses(
                 path.touch()
                 if "young" not in path.name:
                     os.utime(path, (1.0, 1.0))
-            make(server()).maintain_server()
+            make(server()).maintain_server_once()
             assert [path.exists() for path in paths] == [False, True, True, True]
     finally:
         shutil.rmtree(folder)

@@ -52,7 +52,7 @@ class Pair:
 
     def tick_until(self, condition: Callable[[], bool]) -> None:
         def tick() -> bool:
-            self.head.maintain_server()
+            self.head.maintain_server_once()
             self.worker.sync_with_head_node()
             return condition()
 

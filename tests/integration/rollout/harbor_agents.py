@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 
 from areal_hpc.reward.harbor import find_harbor_task, judge_harbor_task
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_episode import ask
 
 

@@ -15,6 +15,7 @@ from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rundir import rendezvous
 from areal_hpc.session.rewards import parse_reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import (
     Acknowledged,
     DropTicketRequest,
@@ -38,7 +39,6 @@ from areal_hpc.wire.proxy import (
     StartSessionReply,
     StartSessionRequest,
 )
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.signing import RequestVerifier, check_body_digest
 
 KEY = "stand-in-service-key-of-more-than-32-characters"

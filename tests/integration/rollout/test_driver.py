@@ -35,6 +35,7 @@ from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.host import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketGrant, TicketRef
 from areal_hpc.wire.proxy import (
     AwaitSessionEndReply,
@@ -45,7 +46,6 @@ from areal_hpc.wire.proxy import (
     StartSessionRequest,
 )
 from areal_hpc.wire.proxy import AwaitSessionEndRequest as Awaited
-from areal_hpc.wire.reward import Reward
 from tests.integration.rollout.standins import Handler, StandInLedger, StandInProxy, driving
 from tests.integration.rollout.test_episode import ask
 

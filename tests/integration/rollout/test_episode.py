@@ -23,9 +23,9 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.sandbox.runtimes.host import HostRuntime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import EndSessionReply, SamplingDefaults, StartSessionRequest
-from areal_hpc.wire.reward import Reward
 from examples.quickstart.agent import ArithmeticAgent
 from tests.integration.rollout.standins import StandInProxy, driving
 

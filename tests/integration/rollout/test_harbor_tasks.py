@@ -23,7 +23,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import make_spec, play
 from tests.integration.rollout.test_episode import finish
 from tests.support.gym_stage import GymStage, call_tool

@@ -22,7 +22,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome, EpisodeSpec
 from areal_hpc.sandbox import pool
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import play
 from tests.integration.rollout.test_episode import finish, spec
 from tests.support.waiting import wait_for

@@ -15,7 +15,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome, run_episode
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.process_agents import Blocking, Misgraded
 from tests.integration.rollout.standins import StandInProxy, driving
 from tests.integration.rollout.test_episode import TASK, finish, spec

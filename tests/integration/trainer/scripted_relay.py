@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.rundir import rendezvous
-from areal_hpc.wire.replicas import ReplicaList, ReplicaState, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
 HELD = Path(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -114,7 +114,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
     disable_nagle_algorithm = True
 
     def do_GET(self) -> None:
-        self.answer(200, ReplicaList(CELL, [REPLICA.view()]))
+        self.answer(200, ReplicasOfCell(CELL, [REPLICA.view()]))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))

@@ -12,8 +12,8 @@ import transformers
 
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.annotations import StepAnnotations, read_annotations
-from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.rundir.telemetry.token_annotations import StepAnnotations, read_annotations
+from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.rank_server import RankServer

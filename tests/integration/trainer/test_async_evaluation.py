@@ -28,7 +28,7 @@ from areal_hpc.trainer.loop.loop import (
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import EvaluateReply, EvaluateRequest
-from areal_hpc.wire.replicas import ReplicaList
+from areal_hpc.wire.replicas import ReplicasOfCell
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.trainer.test_coordinator import (
     SPECS,
@@ -86,7 +86,7 @@ class Court:
         endpoint = rendezvous.find_endpoint(self.directory, CELL)
         assert endpoint is not None
         with closing(WireClient(endpoint.url, timeout_s=5.0)) as client:
-            return client.call("/replicas", None, ReplicaList).replicas[0].version
+            return client.call("/replicas", None, ReplicasOfCell).replicas[0].version
 
     def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:
         """Do what the coordinator says, but train no step above `most_steps`."""

@@ -43,7 +43,7 @@ from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.wire.ledger import Acknowledged, BatchManifest, BatchReply, BatchRequest
-from areal_hpc.wire.replicas import ReplicaList, ReplicaView
+from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.environments import CHECKOUT
 
@@ -79,7 +79,7 @@ class CellThatStarts(Ledger):
     """A cell's control proxy, whose replica is not ready yet."""
 
     def do_GET(self) -> None:
-        self.answer(ReplicaList("cell-0", [ReplicaView(0, 1, "starting", "")]))
+        self.answer(ReplicasOfCell("cell-0", [ReplicaView(0, 1, "starting", "")]))
 
 
 def start_ledger(

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.annotations import read_annotations
+from areal_hpc.rundir.telemetry.token_annotations import read_annotations
 from tests.support.critic_reference import sum_discounted_errors
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run

@@ -11,7 +11,7 @@ import transformers
 from areal_hpc.rundir.jsonl import read_lines
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.trainer.batch.training_rows import read_rows_by_ticket
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, record_run

@@ -14,11 +14,13 @@ from datetime import timedelta
 import torch.distributed as dist
 
 from areal_hpc.errors import LostPeerError
-from areal_hpc.jobs.processes.native_calls import (
-    exit_at_once_beside_native_calls, note_native_threads
+from areal_hpc.jobs.processes.native_call_threads import (
+    exit_at_block_end_if_native_calls_run, note_library_threads_may_outlast_exit
 )
 from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_if_peer_lost
-from areal_hpc.trainer.rank_progress import RankProgress, enter_place, note_detail, watch_ranks
+from areal_hpc.trainer.rank_progress import (
+    RankProgress, note_detail, note_place_reached, watch_ranks
+)
 
 logging.basicConfig(stream=sys.stderr)
 rank, path = int(sys.argv[1]), sys.argv[2]
@@ -37,19 +39,19 @@ def hang():
     time.sleep(600)  # until it is killed
 
 def work():
-    enter_place("forward passes")
+    note_place_reached("forward passes")
     if rank == 1:
         hang()
-    enter_place("the optimizer's step")
+    note_place_reached("the optimizer's step")
     try:
         is_true_on_any_rank(False)
     except RuntimeError as error:
         raise_if_peer_lost(error)
 
 progress = RankProgress(store, rank, 2, hang_s=1.0, check_interval_s=0.1)
-with exit_at_once_beside_native_calls():
+with exit_at_block_end_if_native_calls_run():
     try:
-        note_native_threads("torch.distributed")
+        note_library_threads_may_outlast_exit("torch.distributed")
         with watch_ranks(progress):
             work()
     except LostPeerError as lost:

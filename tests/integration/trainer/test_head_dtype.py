@@ -21,7 +21,7 @@ from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
 from tests.support.layout_worker import exported_gradients
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import record_run
@@ -59,7 +59,7 @@ def score(policy: Policy) -> tuple[torch.Tensor, torch.Tensor]:
 
     ids = np.arange(LENGTH, dtype=np.int32) * 7 % TIED.vocab
     row = TrainingRow(ids, np.ones(LENGTH, dtype=np.uint8), {})
-    batches = make_micro_batches(policy, [row], [], max_tokens=64)
+    batches = make_micro_batches_of_this_rank(policy, [row], [], max_tokens=64)
     run_forward_backward(policy, batches, note, backward=True)
     hook.remove()
     return torch.cat(found), torch.cat(states)[:, 0]

@@ -23,7 +23,7 @@ from areal_hpc.trainer.objective.loss_metrics import (
     STEP_SUM_NAMES,
 )
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
 from tests.integration.trainer.test_recompute import DENSE, LENGTHS, MIXTURE, build
 from tests.support.operations import OperationLog
 from tests.support.replay_worker import Scenario, make_learner
@@ -51,7 +51,7 @@ def make_rows() -> list[TrainingRow]:
 def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None:
     learner = make_learner(scenario, paths)
     policy = build(arch, ParallelConfig(), ActivationConfig())
-    batches = make_micro_batches(policy, make_rows(), CHANNELS, max_tokens=64)
+    batches = make_micro_batches_of_this_rank(policy, make_rows(), CHANNELS, max_tokens=64)
     assert len(batches) > 1
 
     def loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:

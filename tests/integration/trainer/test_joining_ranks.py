@@ -19,7 +19,10 @@ from megatron.core import parallel_state
 
 from areal_hpc.errors import ClusterError, LostPeerError
 from areal_hpc.jobs.node.topology import TaskPosition
-from areal_hpc.jobs.processes.native_calls import NativeCallThread, list_native_libraries
+from areal_hpc.jobs.processes.native_call_threads import (
+    NativeCallThread,
+    list_libraries_with_own_threads,
+)
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir import rendezvous
@@ -100,7 +103,7 @@ def job(tmp_path: Path) -> Iterator[RankJobConfig]:
     yield RankJobConfig(run_dir=tmp_path, model_path=tmp_path, seed=1)
     if dist.is_initialized():
         process_groups.destroy_process_groups()
-    assert list_native_libraries() == []
+    assert list_libraries_with_own_threads() == []
 
 
 def run_rank(job: RankJobConfig, work: Callable[[], object] = lambda: None) -> None:
@@ -112,14 +115,16 @@ def test_groups_that_stay_beside_a_native_call_keep_the_interpreter_from_ending_
     job: RankJobConfig,
 ) -> None:
     run_rank(job)
-    assert (dist.is_initialized(), list_native_libraries()) == (False, [])
+    assert (dist.is_initialized(), list_libraries_with_own_threads()) == (False, [])
     release = threading.Event()
     call = NativeCallThread(release.wait, "update")
     run_rank(job, call.start)
     release.set()
     call.join()
     assert dist.is_initialized()
-    assert list_native_libraries() == ["torch.distributed"], "though the call has returned"
+    assert list_libraries_with_own_threads() == ["torch.distributed"], (
+        "though the call has returned"
+    )
 
 
 def test_so_does_a_peer_that_is_lost_while_groups_are_made(
@@ -132,4 +137,4 @@ def test_so_does_a_peer_that_is_lost_while_groups_are_made(
         patch.setattr(parallel_state, "initialize_model_parallel", lose_peer)
         with pytest.raises(LostPeerError):
             run_rank(job)
-    assert list_native_libraries() == ["torch.distributed"]
+    assert list_libraries_with_own_threads() == ["torch.distributed"]

@@ -21,7 +21,7 @@ from areal_hpc.trainer.model import memory_estimate as memory
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.step import make_micro_batches, run_forward_backward
+from areal_hpc.trainer.step import make_micro_batches_of_this_rank, run_forward_backward
 from tests.support.replay_worker import Scenario
 
 TOKENS = 512
@@ -54,7 +54,7 @@ def count_kept(arch: Architecture, activations: ActivationConfig = KEEP_ALL_ACTI
         return logprobs_N.sum(), LossStats()
 
     with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
-        batches = make_micro_batches(policy, [row], [], TOKENS)
+        batches = make_micro_batches_of_this_rank(policy, [row], [], TOKENS)
         run_forward_backward(policy, batches, end_forward, backward=True)
     return kept_bytes // 4
 

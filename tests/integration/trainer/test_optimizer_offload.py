@@ -14,7 +14,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.optimizer import use_fused_adamw
+from areal_hpc.trainer.optimizer import switch_adamw_to_fused_kernel
 from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.replay_worker import (
@@ -80,7 +80,7 @@ def test_a_fused_step_is_that_of_many_kernels_and_its_checkpoint_is_read_by_both
     scenario: Scenario, paths: RunPaths
 ) -> None:
     plain, fused = make_learner(scenario, paths), make_learner(scenario, paths)
-    use_fused_adamw(fused._optimizer, torch.device("cpu"))
+    switch_adamw_to_fused_kernel(fused._optimizer, torch.device("cpu"))
     for learner in (plain, fused):
         take_step(learner, paths, 1)
     for expected, found in zip(moments_of(plain), moments_of(fused), strict=True):

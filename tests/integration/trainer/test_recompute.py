@@ -13,12 +13,12 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.recipe.sections.trainer import ActivationConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
-from areal_hpc.trainer.model import offload
+from areal_hpc.trainer.model import activation_offload
 from areal_hpc.trainer.model.families.architecture import Architecture, MoeConfig
 from areal_hpc.trainer.model.hf_weights import load_hf
 from areal_hpc.trainer.model.policy import Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.step import MicroBatch, make_micro_batches, run_forward_backward
+from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
 from tests.support.layout_worker import exported_gradients
 from tests.support.replay_worker import Scenario
 
@@ -55,7 +55,7 @@ def make_batches(policy: Policy) -> list[MicroBatch]:
     for length in LENGTHS:
         mask = (np.arange(length) >= length // 2).astype(np.uint8)
         rows.append(TrainingRow(np.arange(length, dtype=np.int32) * 7 % 256, mask, {}))
-    batches = make_micro_batches(policy, rows, [], max_tokens=64)
+    batches = make_micro_batches_of_this_rank(policy, rows, [], max_tokens=64)
     assert len(batches) > 1
     return batches
 
@@ -71,7 +71,7 @@ def compute_gradients(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def check_settings(parallel: ParallelConfig) -> None:
-    offload.MIN_OFFLOADED_BYTES = 1
+    activation_offload.MIN_OFFLOADED_BYTES = 1
     for arch in (DENSE, MIXTURE):
         own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
         expected = compute_gradients(build(arch, own, ActivationConfig()))

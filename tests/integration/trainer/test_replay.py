@@ -12,7 +12,7 @@ from areal_hpc.cli.main import main
 from areal_hpc.errors import RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch.replay import (
-    ReplayRun,
+    RecordedStepsReplay,
     find_replay_start,
     format_metric_comparison,
     parse_step_range,
@@ -49,8 +49,10 @@ def replay(run: Path, *words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def plan(run: RunPaths, first: int, last: int, *overrides: str) -> ReplayRun:
-    return ReplayRun(run, first, last, overrides, RunPaths(run.root.with_name("not-there")))
+def plan(run: RunPaths, first: int, last: int, *overrides: str) -> RecordedStepsReplay:
+    return RecordedStepsReplay(
+        run, first, last, overrides, RunPaths(run.root.with_name("not-there"))
+    )
 
 
 def content(root: Path) -> dict[str, tuple[int, int]]:
@@ -121,13 +123,13 @@ def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_p
     assert found[2]["reward/mean"] == expected[2]["reward/mean"]
     # The same command finds everything done; another one does not touch it.
     out = RunPaths(tmp_path / "out")
-    again = ReplayRun(recorded, 2, 3, words[4:], out)
+    again = RecordedStepsReplay(recorded, 2, 3, words[4:], out)
     reporter = PlainReporter(out, 3, 0)
     again.replay_and_compare(reporter, StopEvent())
     assert lines(tmp_path / "out") == found
     assert not out.log_dir(3).exists()
     with pytest.raises(RecipeError, match="something else is already at"):
-        ReplayRun(recorded, 2, 3, (), out)
+        RecordedStepsReplay(recorded, 2, 3, (), out)
 
 
 def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
@@ -135,7 +137,7 @@ def test_a_replay_on_gpus_that_are_not_there_is_refused_before_its_job_starts(
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     out = RunPaths(tmp_path / "out")
-    on_gpu = ReplayRun(recorded, 2, 3, ("trainer.device=cuda",), out)
+    on_gpu = RecordedStepsReplay(recorded, 2, 3, ("trainer.device=cuda",), out)
     with pytest.raises(RecipeError, match="stage replay: it needs 1 at once") as refusal:
         on_gpu.replay_and_compare(PlainReporter(out, 3, 0), StopEvent())
     assert "at: trainer.parallel\n" in str(refusal.value)
@@ -200,7 +202,7 @@ def test_differences_and_gaps_of_the_record_are_told(tmp_path: Path) -> None:
 def test_nothing_is_written_into_the_recorded_run(recorded: RunPaths) -> None:
     for out in (recorded.root, recorded.root / "again"):
         with pytest.raises(RecipeError, match="read-only"):
-            ReplayRun(recorded, 5, 6, (), RunPaths(out))
+            RecordedStepsReplay(recorded, 5, 6, (), RunPaths(out))
 
 
 def test_settings_that_contradict_the_recording_are_refused(recorded: RunPaths) -> None:

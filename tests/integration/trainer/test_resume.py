@@ -103,7 +103,7 @@ def look_for_a_checkpoint(scenario: Scenario, paths: RunPaths) -> None:
     collectives.FILE_VISIBLE_TIMEOUT_S = 0.5
     is_blind = dist.get_rank() == 1
     directory = paths.root / "elsewhere" if is_blind else paths.checkpoints_dir
-    CheckpointStore(directory, keep=2).find_latest_on_all_ranks()
+    CheckpointStore(directory, keep=2).broadcast_latest_checkpoint()
 
 
 def test_a_rank_without_the_checkpoint_says_so(ranks: RankServer, paths: RunPaths) -> None:

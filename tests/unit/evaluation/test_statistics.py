@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.evaluation.statistics import (
     compare_paired,
-    compute_pass_at_k,
+    compute_pass_at_k_by_task,
     estimate_mean,
     score_majority_answer,
 )
@@ -28,15 +28,15 @@ def test_pass_at_k_is_the_share_of_all_choices_with_a_pass(
 ) -> None:
     k = data.draw(st.integers(1, len(passes)))
     chosen = [any(choice) for choice in itertools.combinations(passes, k)]
-    [found] = compute_pass_at_k([sum(passes)], len(passes), k)
+    [found] = compute_pass_at_k_by_task([sum(passes)], len(passes), k)
     assert found == pytest.approx(sum(chosen) / len(chosen), abs=1e-12)
 
 
 def test_pass_at_k_refuses_more_samples_than_there_are() -> None:
     with pytest.raises(ValueError, match="pass@9 needs k from 1 to n_samples=8"):
-        compute_pass_at_k([1], 8, 9)
+        compute_pass_at_k_by_task([1], 8, 9)
     with pytest.raises(ValueError, match="more than 8 passes"):
-        compute_pass_at_k([9], 8, 1)
+        compute_pass_at_k_by_task([9], 8, 1)
 
 
 # Printed in every table of the distribution, to three or more digits.
@@ -78,7 +78,7 @@ def test_intervals_of_pass_at_k_hold_the_truth_19_times_in_20(n_tasks: int, k: i
     truth, covered, n_samples = 1 - 1 / (k + 1), 0, 8
     for _ in range(SIMULATIONS):
         passes_T = random.binomial(n_samples, random.random(n_tasks))
-        found = estimate_mean(compute_pass_at_k(passes_T.tolist(), n_samples, k))
+        found = estimate_mean(compute_pass_at_k_by_task(passes_T.tolist(), n_samples, k))
         covered += found.low <= truth <= found.high
     assert 0.93 <= covered / SIMULATIONS <= 0.97
 

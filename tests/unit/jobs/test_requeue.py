@@ -21,7 +21,7 @@ from areal_hpc.rundir.jobs import (
     SlurmLaunchInfo,
     TaskExit,
     add_excluded_node,
-    list_jobs_held_while_idle,
+    list_jobs_that_gave_nodes_back,
     list_unexpired_excluded_nodes,
 )
 from areal_hpc.rundir.jsonl import append_line
@@ -55,7 +55,7 @@ def launch(paths: RunPaths) -> LaunchFile:
 
 
 def list_held(paths: RunPaths) -> list[str]:
-    return [job.root.name for job in list_jobs_held_while_idle(paths.jobs_dir)]
+    return [job.root.name for job in list_jobs_that_gave_nodes_back(paths.jobs_dir)]
 
 
 def test_a_job_that_is_held_without_an_answer_is_released_nevertheless(

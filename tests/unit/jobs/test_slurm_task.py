@@ -43,7 +43,7 @@ def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
 def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
     """The first task of a trainer that has begun."""
     task = make_task(paths, tasks)
-    assert task.join_start() is None
+    assert task.take_part_in_start_or_get_refusal() is None
     return task
 
 
@@ -94,7 +94,7 @@ def test_a_storage_that_takes_no_files_as_a_job_starts_keeps_it_from_no_other_st
     """A file in the place of a folder is an error to write, as a full disk is."""
     task, files = make_task(paths, tasks=2), paths.job("trainer")
     files.starts_dir.touch()
-    refusal = task.join_start()
+    refusal = task.take_part_in_start_or_get_refusal()
     assert refusal is not None
     assert task.announce_stop_and_decide_grace_s(refusal) == GRACE_S
     outcome = task.report_exit_and_conclude_job(refusal)

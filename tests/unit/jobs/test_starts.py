@@ -15,7 +15,9 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
     first = starts.claim_next_start(tmp_path / "starts", "7.0", "n01", "")
     assert not starts.is_superseded(tmp_path / "starts", first)
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(starts.wait_for_start, tmp_path / "starts", "7.1", "n02", 60.0)
+        waiting = pool.submit(
+            starts.wait_for_start_written_by_first_task, tmp_path / "starts", "7.1", "n02", 60.0
+        )
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
         taken = starts.claim_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
@@ -27,7 +29,7 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
 
 def test_a_node_that_does_not_share_the_storage_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="n02 does not see the file of the first task after 0 s"):
-        starts.wait_for_start(tmp_path / "starts", "7.0", "n02", 0.1)
+        starts.wait_for_start_written_by_first_task(tmp_path / "starts", "7.0", "n02", 0.1)
 
 
 def test_the_first_task_learns_which_nodes_do_not_join(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.succession import find_reason_to_leave, was_cancelled_by_person
+from areal_hpc.jobs.succession import find_reason_not_to_take_over, was_cancelled_by_person
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -37,21 +37,21 @@ def launch(tmp_path: Path) -> LaunchFile:
 
 def test_a_successor_starts_after_the_stage_before_and_no_decision(launch: LaunchFile) -> None:
     assert launch.slurm is not None
-    reason = find_reason_to_leave(launch, launch.slurm)
+    reason = find_reason_not_to_take_over(launch, launch.slurm)
     assert reason == "the stage before this one did not end well"
     Path(launch.slurm.prerequisite).touch()
-    assert find_reason_to_leave(launch, launch.slurm) == ""
+    assert find_reason_not_to_take_over(launch, launch.slurm) == ""
     write_task_exit(launch.paths, 0, TaskExit(139, reason="crashed"))
-    assert find_reason_to_leave(launch, launch.slurm) == ""
+    assert find_reason_not_to_take_over(launch, launch.slurm) == ""
     write_task_exit(launch.paths, 0, TaskExit(78, reason="no such key", gave_up=True))
-    assert find_reason_to_leave(launch, launch.slurm) == "trainer gave up: no such key"
+    assert find_reason_not_to_take_over(launch, launch.slurm) == "trainer gave up: no such key"
 
 
 def test_a_successor_does_not_start_in_a_run_that_was_cancelled(launch: LaunchFile) -> None:
     assert launch.slurm is not None
     Path(launch.slurm.prerequisite).touch()
     Path(launch.slurm.cancelled).touch()
-    assert find_reason_to_leave(launch, launch.slurm) == "the run was cancelled"
+    assert find_reason_not_to_take_over(launch, launch.slurm) == "the run was cancelled"
 
 
 ROOT, SLURM, OWNER, COLLEAGUE = 0, 64030, 1001, 1002

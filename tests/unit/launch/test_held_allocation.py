@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.launch.places.held_allocation import (
+    build_allocation_with_fewer_gpus,
     find_allocation_shortages,
     format_placement,
-    limit_gpus_per_node,
     place_stage,
 )
 from areal_hpc.launch.plan import plan_run
@@ -35,7 +35,7 @@ def test_a_run_takes_as_many_gpus_of_each_node_as_the_recipe_says(
     wanted: "int | str", expected: list[int]
 ) -> None:
     recipe = load(f"cluster.gpus={wanted}")
-    usable = limit_gpus_per_node(MIXED, recipe.cluster.gpus)
+    usable = build_allocation_with_fewer_gpus(MIXED, recipe.cluster.gpus)
     assert [node.gpus for node in usable.nodes] == expected
     assert [node.cpus for node in usable.nodes] == [8, 8]
 

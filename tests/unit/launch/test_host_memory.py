@@ -77,7 +77,7 @@ def find_problems(*overrides: str, **environment: Any) -> list[Problem]:
     if environment:
         return host_memory.find_allocation_memory_problems(recipe, environment)
     return host_memory.find_host_memory_problems(
-        recipe, host_memory.get_node_memory_bytes_by_job(recipe)
+        recipe, host_memory.get_requested_memory_bytes_by_job(recipe)
     )
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 
-from areal_hpc.launch import input_checks, setup
+from areal_hpc.launch import input_checks, run_dir_setup
 from areal_hpc.launch.checks.model_files import find_model_problems
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.tiny_model import make_tiny_model
@@ -63,7 +63,9 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert model_problems(recipe) == []
     paths = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
-        setup.set_up_run_dir(recipe, paths, lambda line: None, "/no", ())
+        run_dir_setup.put_task_sets_and_model_into_run_dir(
+            recipe, paths, lambda line: None, "/no", ()
+        )
     assert get_base_model_path(recipe, paths).resolve() == folder
 
 

@@ -12,7 +12,7 @@ from areal_hpc.launch.evaluation.target import EvaluationTarget
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepared_run import archive_run
 from areal_hpc.launch.run import report_if_finished
-from areal_hpc.launch.setup import (
+from areal_hpc.launch.run_dir_setup import (
     refuse_other_recipe_of_finished_run,
     report_or_refuse_recipe_changes,
     write_recipe_and_keep_replaced,

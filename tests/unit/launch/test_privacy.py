@@ -11,7 +11,7 @@ import pytest
 from areal_hpc.inference.config import InferenceJobConfig
 from areal_hpc.launch.slurm_launcher import prepare_run_and_write_scripts
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.recipe.private_values import read_role_variables, resolve_private_references
+from areal_hpc.recipe.private_values import fill_in_private_values_from_recipe, read_role_variables
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import ROLES, RunPaths
@@ -79,7 +79,9 @@ def test_a_secret_is_written_once_and_reaches_its_processes(
     assert SECRET not in texts[paths.provenance]
     launch = msgspec.json.decode(paths.job("cell-0").launch.read_bytes(), type=LaunchFile)
     assert read_role_variables(Path(launch.recipe), "train") == {"WANDB_API_KEY": f"{SECRET}-train"}
-    configs = {one.name: resolve_private_references(one.config) for one in launch.job.processes}
+    configs = {
+        one.name: fill_in_private_values_from_recipe(one.config) for one in launch.job.processes
+    }
     driver = RolloutJobConfig.model_validate(configs["driver"])
     assert driver.rollout.workflow_kwargs == {"token": f"{SECRET}-token"}
     server = InferenceJobConfig.model_validate(configs["inference"])

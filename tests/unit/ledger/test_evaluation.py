@@ -82,7 +82,11 @@ def test_a_cell_gets_samples_for_its_free_slots_and_the_rest_of_a_task() -> None
     evaluation = EvaluationState(0, {"aime": EvaluationSetPart(1, 3, n_samples=4)})
     assert len(evaluation.lease_tickets("a", 0, 0.0)) == 0
     refs = evaluation.lease_tickets("a", 5, 0.0)
-    assert (len(refs), evaluation.count_episodes(refs), evaluation.n_pending) == (2, 8, 1)
+    assert (len(refs), evaluation.count_episodes_of_tickets(refs), evaluation.n_pending) == (
+        2,
+        8,
+        1,
+    )
 
 
 def test_tasks_with_the_same_rewards_in_another_order_have_the_same_mean() -> None:

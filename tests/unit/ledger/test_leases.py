@@ -22,7 +22,7 @@ def test_few_cells_ask_four_times_a_second() -> None:
 def test_many_cells_share_the_heartbeats_that_a_core_affords() -> None:
     cells = cells_heard(2 * MAX_HEARTBEATS_PER_S)
     assert len(cells) / cells.heartbeat_interval_s == MAX_HEARTBEATS_PER_S
-    cells.drop_silent(MAX_HEARTBEATS_PER_S)
+    cells.forget_silent_cells(MAX_HEARTBEATS_PER_S)
     assert cells.heartbeat_interval_s == 1.0
 
 
@@ -35,6 +35,6 @@ def test_the_time_that_cells_report_no_ticket_is_added_up_and_handed_out_once() 
     cells.record(LeaseRequest("a", 8), 10.0)
     cells.record(LeaseRequest("b", 8), 10.5)
     assert cells.pop_idle_s() == 2.5
-    cells.drop_silent(100.0)
+    cells.forget_silent_cells(100.0)
     cells.record(LeaseRequest("a", 8), 200.0)
     assert cells.pop_idle_s() == 0.0, "one that was away was not idle"

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.state.health import find_alert_if_all_episodes_failed
+from areal_hpc.view.state.alerts_at_newest_step import find_alert_if_all_episodes_failed
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:

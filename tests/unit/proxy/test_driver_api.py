@@ -2,10 +2,10 @@
 
 import asyncio
 
-from areal_hpc.client.engine import EngineEndpoint, SingleServerRouter
+from areal_hpc.client.in_process_engine import EngineEndpoint, SingleServerRouter
 from areal_hpc.proxy.http.driver_api import MAX_EXPORTED_BYTES, DriverApi
 from areal_hpc.proxy.sessions.recorder import MemoryRecorder
-from areal_hpc.recipe.sections.recording import ProxyConfig
+from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.wire.proxy import ExportRequest, StartSessionRequest
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
 from areal_hpc.proxy.http import event_stream
 from areal_hpc.proxy.http.event_stream import send_events
@@ -20,7 +20,7 @@ class Silent(Exchange):
         self.first, self.error = first, error
         self.gate = asyncio.Event()
 
-    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         raise NotImplementedError
 
     async def stream_events(self, live: ReplyStream) -> AsyncGenerator[bytes, None]:

@@ -8,9 +8,9 @@ import pytest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
-from areal_hpc.proxy.dialects.hints import drop_nulls, list_ignored_params
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
+from areal_hpc.proxy.dialects.parameters_without_effect import drop_nulls, list_ignored_params
 from areal_hpc.proxy.dialects.validation import decode_json
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}

@@ -31,9 +31,9 @@ from areal_hpc.proxy.sessions.events import (
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import SessionStore, compute_key_digest, generate_key
 from areal_hpc.session.tree import InteractionTree
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import StartSessionRequest
-from areal_hpc.wire.reward import Reward
 from tests.unit.session.model_stub import say, user
 
 SYNC_INTERVAL_S = 60.0

@@ -15,7 +15,7 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.reward.judging.answer_main import MAX_ITEMS
 from areal_hpc.reward.judging.judge import passes_tests
 from areal_hpc.sandbox import process
-from areal_hpc.sandbox.bubblewrap import find_bubblewrap, get_bwrap_runnable_by_all
+from areal_hpc.sandbox.bubblewrap_command_line import find_bubblewrap, get_bwrap_runnable_by_all
 from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess
 from areal_hpc.sandbox.run import run_program
 from tests.support.commands import write_program

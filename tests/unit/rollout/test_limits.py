@@ -4,7 +4,11 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import RolloutConfig
-from areal_hpc.rollout.episodes.limits import EpisodeLimits, check_task_limits, resolve_limits
+from areal_hpc.rollout.episodes.effective_limits import (
+    EpisodeLimits,
+    check_task_limits,
+    resolve_limits,
+)
 
 ROLLOUT = RolloutConfig.model_validate({"limits": {"max_turns": 8}, "episode_timeout_s": 60.0})
 

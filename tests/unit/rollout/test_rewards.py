@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import AgentError
 from areal_hpc.rollout.episodes.episode import parse_agent_rewards
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 
 
 @given(st.floats(width=32, allow_nan=False, allow_infinity=False))

@@ -16,7 +16,7 @@ from areal_hpc.rundir.checkpoint_index import (
     compute_data_bytes,
     is_megatron_format,
     merge_rank_indices,
-    read_checkpoint_index,
+    read_index_of_one_checkpoint,
     write_checkpoint_index,
 )
 
@@ -41,7 +41,7 @@ def test_an_index_is_read_as_it_was_written(tmp_path: Path) -> None:
     index = merge(part(0, 0, 1), part(1, 1, 3))
     write_checkpoint_index(tmp_path, index)
     assert not is_megatron_format(tmp_path)
-    assert read_checkpoint_index(tmp_path) == index
+    assert read_index_of_one_checkpoint(tmp_path) == index
     assert [piece.rank for piece in index.tensors["embedding"].pieces] == [0, 1]
 
 
@@ -70,4 +70,4 @@ def test_a_tensor_with_numbers_missing_or_held_twice_is_a_defect(parts: list[Ran
 def test_what_cannot_be_read_is_told(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / CHECKPOINT_INDEX_FILE).write_bytes(content)
     with pytest.raises(ShardError, match=said):
-        read_checkpoint_index(tmp_path)
+        read_index_of_one_checkpoint(tmp_path)

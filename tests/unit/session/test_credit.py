@@ -11,7 +11,7 @@ from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.credit import CreditRule, compute_credited_rewards, find_retry_orphans
 from areal_hpc.session.tree import InteractionTree
-from areal_hpc.wire.reward import MAX_REWARD
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from tests.unit.session.model_stub import assistant, branches, say, turn, user
 
 discounts = st.floats(0, 1)

@@ -29,8 +29,8 @@ from areal_hpc.session.tree import (
     pack_ids,
     unpack_ids,
 )
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.proxy import ExportSettings
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.prompt_audit import prompt_ids

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.shards.checked_shards import CheckedShards
+from areal_hpc.shards.digest_checked_reader import CheckedShards
 from areal_hpc.shards.index import SealedShard
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.verify import repair_index_and_remove_partial_shards, verify_run

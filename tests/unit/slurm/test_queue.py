@@ -89,11 +89,15 @@ def test_garbage_is_no_job() -> None:
 
 def test_an_id_that_slurm_gave_to_somebody_else_does_not_count() -> None:
     look = QueueSnapshot(squeue())
-    assert "1" in look.filter_jobs(["1"], "exp").jobs
-    assert look.filter_jobs(["1"], "another").jobs == {}
-    assert look.filter_jobs(["404"], "exp").get_state("404").phase is JobPhase.UNKNOWN
+    assert "1" in look.filter_jobs_by_ids_and_label(["1"], "exp").jobs
+    assert look.filter_jobs_by_ids_and_label(["1"], "another").jobs == {}
+    assert (
+        look.filter_jobs_by_ids_and_label(["404"], "exp").get_state("404").phase is JobPhase.UNKNOWN
+    )
     past = QueueSnapshot({job.job_id: job for job in parse_sacct(SACCT)})
-    assert "4" in past.filter_jobs(["4"], "exp").jobs, "accounting may not know the name"
+    assert "4" in past.filter_jobs_by_ids_and_label(["4"], "exp").jobs, (
+        "accounting may not know the name"
+    )
 
 
 def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:

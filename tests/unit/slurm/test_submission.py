@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import SlurmNotFoundError, SlurmTimeoutError
-from areal_hpc.slurm import submission
+from areal_hpc.slurm import submit_exactly_once
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.submission import JobIdentity, submit_script
+from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 from tests.support.scripted_slurm import ScriptedSlurm
 
 SILENCE = "echo sbatch: error: Batch job submission failed: Socket timed out >&2; exit 1"
@@ -17,7 +17,7 @@ IDENTITY = JobIdentity("run-trainer", "/runs/one", "0a1b2c3d")
 @pytest.fixture
 def slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ScriptedSlurm:
     for name in ("JOB_LOOKUP_DURATION_S", "RETRY_PAUSE_S"):
-        monkeypatch.setattr(submission, name, 0.0)
+        monkeypatch.setattr(submit_exactly_once, name, 0.0)
     return ScriptedSlurm(tmp_path, monkeypatch)
 
 

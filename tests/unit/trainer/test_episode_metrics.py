@@ -10,7 +10,7 @@ from areal_hpc.trainer.batch.episode_metrics import (
     merge_rows_into_episode,
     summarize_episodes,
 )
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 
 

@@ -9,9 +9,9 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.trainer.private_apis.megatron_replacements import (
+from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,
-    raise_if_megatron_is_replaced,
+    raise_if_megatron_replacement_installed,
 )
 
 
@@ -27,10 +27,10 @@ def stubs(tmp_path: Path) -> Path:
 def test_a_rank_refuses_them_by_name_and_imports_neither(
     stubs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    raise_if_megatron_is_replaced()
+    raise_if_megatron_replacement_installed()
     monkeypatch.syspath_prepend(str(stubs))
     with pytest.raises(ClusterError) as caught:
-        raise_if_megatron_is_replaced()
+        raise_if_megatron_replacement_installed()
     assert [problem.key for problem in caught.value.problems] == ["cluster.train.python"] * 2
     for name, problem in zip(MEGATRON_REPLACEMENTS, caught.value.problems, strict=True):
         assert name in problem.message

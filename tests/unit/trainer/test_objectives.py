@@ -11,8 +11,8 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_aggregation import (
+    compute_loss_aggregation_row_factors,
     compute_minibatch_factors,
-    compute_scales_to_token_mean,
 )
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
 from tests.support.loss_reference import Tokens, aggregate, loss_and_gradient, make_tokens
@@ -50,7 +50,7 @@ def compute(
     rows = list(range(int(tokens.rows.max()) + 1))
     lengths = [int((tokens.rows == row).sum()) for row in rows]
     episodes = [row // 2 for row in rows]
-    scales = compute_scales_to_token_mean(lengths, episodes, objective)
+    scales = compute_loss_aggregation_row_factors(lengths, episodes, objective)
     dealt = [rows[hand::parts] for hand in range(parts)]
     factors = compute_minibatch_factors([sum(lengths[row] for row in part) for part in dealt])
     loss, clipped = torch.zeros((), dtype=dtype), 0
@@ -114,7 +114,7 @@ def test_the_mean_of_the_minibatch_gradients_is_the_full_one(
 
 def test_one_minibatch_of_a_token_mean_is_multiplied_by_nothing() -> None:
     assert compute_minibatch_factors([17]) == [1.0]
-    assert compute_scales_to_token_mean([3, 4], ["a", "b"], ObjectiveConfig()) is None
+    assert compute_loss_aggregation_row_factors([3, 4], ["a", "b"], ObjectiveConfig()) is None
 
 
 def test_the_dual_clip_bounds_what_a_bad_token_can_do() -> None:

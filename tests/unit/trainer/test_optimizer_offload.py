@@ -10,7 +10,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.trainer.optimizer import use_fused_adamw
+from areal_hpc.trainer.optimizer import switch_adamw_to_fused_kernel
 from areal_hpc.trainer.optimizer_offload import (
     MOMENT_NAMES,
     HostAdamW,
@@ -42,7 +42,7 @@ class Optimizer:
         part = SimpleNamespace(optimizer=self.adam, shard_fp32_from_float16_groups=masters)
         self.megatron: Any = SimpleNamespace(chained_optimizers=[part])
         if is_fused:
-            use_fused_adamw(self.megatron, torch.device("cpu"))
+            switch_adamw_to_fused_kernel(self.megatron, torch.device("cpu"))
         if is_offloaded:
             offload_optimizer(self.megatron, torch.device("cpu"), CHUNK)
 

@@ -8,7 +8,7 @@ from areal_hpc.trainer.batch.packing import get_zigzag_positions
 from areal_hpc.trainer.model.cpu.padded_sdpa import (
     MIN_LENGTH_RATIO,
     gather_from_slots,
-    group_by_length,
+    group_by_similar_length,
     plan_padded_sdpa,
     scatter_to_slots,
 )
@@ -19,7 +19,7 @@ LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12).map(np.array)
 
 @given(LENGTHS)
 def test_sequences_of_one_rectangle_are_of_similar_length(lengths: np.ndarray) -> None:
-    groups = group_by_length(lengths)
+    groups = group_by_similar_length(lengths)
     assert sorted(np.concatenate(groups)) == list(range(len(lengths)))
     for group in groups:
         assert lengths[group].min() >= MIN_LENGTH_RATIO * lengths[group].max()

@@ -12,7 +12,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.errors import LostPeerError
-from areal_hpc.jobs.processes.native_calls import list_native_calls
+from areal_hpc.jobs.processes.native_call_threads import list_native_calls
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_peer_lost
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths

@@ -10,7 +10,7 @@ from areal_hpc.dashboard.row_annotation import build_token_columns
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.annotations import (
+from areal_hpc.rundir.telemetry.token_annotations import (
     AnnotationWriter,
     RowAnnotation,
     StepAnnotations,

@@ -13,8 +13,8 @@ from areal_hpc.trainer.batch.training_rows import (
     list_versions_of_current_weights,
     set_rewards_and_drop_unsound_tickets,
 )
+from areal_hpc.wire.agent_reward import MAX_REWARD
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.reward import MAX_REWARD
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 

@@ -8,8 +8,8 @@ import pytest
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from areal_hpc.view.diagnosis import diagnose
 from areal_hpc.view.events.agent_failures import AgentFailures
-from areal_hpc.view.events.run_news import MAX_SHOWN_CAUSES, RunEventAnnouncer
-from areal_hpc.view.events.run_phase import RunPhase, read_server_phase
+from areal_hpc.view.events.run_news import MAX_SHOWN_CAUSES, NewEventLineFormatter
+from areal_hpc.view.events.run_phase import RunPhaseTracker, read_server_phase
 from areal_hpc.wire.ledger import LedgerStatus
 from tests.unit.view.test_diagnosis import AT_WORK, NOW, evidence
 
@@ -30,13 +30,13 @@ def failed(place: str, number: int, of: int, role: str = "driver-cell-0") -> dic
 
 
 def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
-    news = RunEventAnnouncer()
+    news = NewEventLineFormatter()
     first = news.describe_if_new(failed("/a.py:3", 1, 1))
     assert (
         first[0] == "agent    raised KeyError: 'x'  (in 1 of 1 episode so far; it is tried again)"
     )
     assert first[1:] == ["         at: /a.py:3", "         try: fix /a.py:3"]
-    earning = RunEventAnnouncer().describe_if_new(
+    earning = NewEventLineFormatter().describe_if_new(
         {**failed("/a.py:3", 1, 1), "then": "it earns -0.5"}
     )
     assert earning[0].endswith("(in 1 of 1 episode so far; it earns -0.5)")
@@ -72,23 +72,23 @@ def test_dead_servers_and_processes_are_told_with_their_last_words() -> None:
         "replica_died", "cell-1", replica=0, reason="exited with code 1",
         last_line="RuntimeError: out of blocks", log="/logs/replica-0.1.log",
     )  # fmt: skip
-    lines = RunEventAnnouncer().describe_if_new(died)
+    lines = NewEventLineFormatter().describe_if_new(died)
     assert lines[0] == "server   SGLang 0 of cell-1 exited with code 1; it is started again"
     assert [line.strip() for line in lines[1:]] == [died["last_line"], f"read {died['log']}"]
     assert (
         "exited with code 1: RuntimeError" in diagnose(evidence(AT_WORK, events=(died,))).headline
     )
     ended = event("process_exited", "cell-0", process="proxy", exit_code=137)
-    assert RunEventAnnouncer().describe_if_new(ended) == [
+    assert NewEventLineFormatter().describe_if_new(ended) == [
         "process  proxy of cell-0 ended with exit code 137"
     ]
-    assert RunEventAnnouncer().describe_if_new({**ended, "exit_code": 70}) == [], (
+    assert NewEventLineFormatter().describe_if_new({**ended, "exit_code": 70}) == [], (
         "the command says it better"
     )
 
 
 def test_a_hang_is_told_once_for_each_line() -> None:
-    news = RunEventAnnouncer()
+    news = NewEventLineFormatter()
     slow = event("episode_slow", seconds=31.0, at="/a.py:9", task=2, episode=1, limit_s=600.0)
     (line,) = news.describe_if_new(slow)
     assert "has run for 31 s without an end, waiting at /a.py:9 (episode 1 of task 2)" in line
@@ -97,7 +97,7 @@ def test_a_hang_is_told_once_for_each_line() -> None:
 
 
 def test_the_phase_goes_from_servers_over_weights_to_episodes(tmp_path: Path) -> None:
-    log, phase = tmp_path / "replica-0.1.log", RunPhase()
+    log, phase = tmp_path / "replica-0.1.log", RunPhaseTracker()
     log.write_text("[04:31] Load weight begin. avail mem=15 GB\n")
     assert phase.describe(None).startswith("the trainer starts")
     phase.add_event(event("replica_started", "cell-0", replica=0, log=str(log)))

@@ -13,7 +13,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.export import ExportFormat, ExportReport, export_rows
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
-from areal_hpc.wire.reward import Reward
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.golden.make_shard_v1 import GOLDEN

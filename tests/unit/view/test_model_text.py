@@ -24,7 +24,7 @@ from areal_hpc.view.evaluations.evaluation_report import (
     EvaluationReport,
     format_report,
 )
-from areal_hpc.view.state.health import format_alert
+from areal_hpc.view.state.alerts_at_newest_step import format_alert
 from areal_hpc.view.state.live_progress import PlainReporter
 from areal_hpc.view.state.summary import describe_phase_and_agent_failures
 from areal_hpc.wire.ledger import TicketRef

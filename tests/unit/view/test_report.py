@@ -23,7 +23,7 @@ from areal_hpc.view.report.charts import (
 )
 from areal_hpc.view.report.content import build_report
 from areal_hpc.view.report.held_out import compare_evaluations
-from areal_hpc.view.report.recipe_differences import find_changed_keys
+from areal_hpc.view.report.recipe_changes_from_defaults import find_changed_keys
 from areal_hpc.view.report.writing import render_report, write_report
 from tests.support.commands import exit_code_of
 from tests.support.dashboard_run import INJECTIONS, SECRET

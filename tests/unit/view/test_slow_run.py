@@ -14,7 +14,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import format_answer
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
-from areal_hpc.view.answers.step_parts import list_mean_step_parts, split_batch_waits
+from areal_hpc.view.answers.step_parts import list_mean_step_parts, sum_batch_wait_splits
 from areal_hpc.view.answers.wait_split import split_wait_by_activity
 from areal_hpc.view.batch_episodes import read_batch_episodes
 from areal_hpc.view.transcripts.filter_expression import parse_filter
@@ -122,7 +122,7 @@ def test_a_wait_begins_when_the_row_before_is_written(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.add_step(PLAIN, {"files": 9.0}, sealing_s=3.0)
     rows = read_metrics(run.paths.metrics)
-    split = split_batch_waits(rows, read_batch_episodes(run.paths, [1], []))
+    split = sum_batch_wait_splits(rows, read_batch_episodes(run.paths, [1], []))
     parts = {one.name: one.seconds for one in list_mean_step_parts(rows, split)}
     assert parts["small files"] == 9.0
     assert parts["sealing"] == pytest.approx(3.0)

@@ -13,9 +13,9 @@ import pytest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.quarantine import quarantine_batch_once
+from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from areal_hpc.shards.index import SealedShard, UntrainedEpisodeRows, append_to_index
-from areal_hpc.view.audit.records import read_ticket_records
+from areal_hpc.view.audit.ticket_history_reader import read_ticket_records
 from areal_hpc.view.audit.ticket_status import AuditReport, audit_run, classify_tickets
 from areal_hpc.wire.ledger import NO_VERSION, SealedTicket, TicketRef
 from tests.support.commands import exit_code_of
@@ -75,7 +75,7 @@ def all_of(*changes: Change) -> Change:
 
 def order(record: UntrainedRecord) -> Change:
     """Somebody, or the trainer, sets a batch aside."""
-    return lambda run: quarantine_batch_once(run.paths, record)
+    return lambda run: quarantine_batch_or_read_earlier_record(run.paths, record)
 
 
 UNDER_WAY = all_of(lambda run: run.hand_out(4, run.seal(7, 8)), lambda run: run.seal(10))

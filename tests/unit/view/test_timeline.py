@@ -17,7 +17,7 @@ from areal_hpc.dashboard.timeline_page import (
     merge_and_describe_slices,
 )
 from areal_hpc.errors import RecipeError
-from areal_hpc.view.slices import Slice
+from areal_hpc.view.time_slices_on_lanes import Slice
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.made_spans import add_spans
 

@@ -13,7 +13,7 @@ import pytest
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.slices import Slice, assign_lanes, iterate_counts_under_way
+from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import place_step_and_phases
 from areal_hpc.view.timing.trace import write_trace
 from areal_hpc.wire.row_record import CallRecord, RowRecord

@@ -14,8 +14,8 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.transcripts.conversation import format_groups
 from areal_hpc.view.transcripts.filter_expression import FieldValue, parse_filter
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
+from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
-from areal_hpc.wire.reward import Reward
 from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow
 from tests.golden.make_shard_v1 import GOLDEN

@@ -5,8 +5,8 @@ from typing import Any, cast
 
 import pytest
 
-from areal_hpc.jobs.processes.native_calls import list_native_calls
-from areal_hpc.weights.transports.completion import CompletionPoller
+from areal_hpc.jobs.processes.native_call_threads import list_native_calls
+from areal_hpc.weights.transports.completion import CollectiveWorkPoller
 from tests.support.waiting import wait_for
 
 
@@ -29,7 +29,7 @@ def count_pollers() -> int:
 
 def test_the_poller_is_a_native_call_only_while_operations_are_under_way() -> None:
     """A process that ends beside one ends at once, whatever else there is to be done."""
-    poller, before = CompletionPoller(), count_pollers()
+    poller, before = CollectiveWorkPoller(), count_pollers()
     works = [ScriptedWork(), ScriptedWork(), ScriptedWork()]
     over = [poller.watch_works(cast("Any", [one])) for one in works]
     assert count_pollers() == before + 1

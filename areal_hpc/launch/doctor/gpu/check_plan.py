@@ -1,6 +1,10 @@
 """Plan of a GPU examination from a recipe, or from the defaults where there is none. Pure."""
 
-from areal_hpc.jobs.environment import get_device_variables, get_interpreter, get_interpreters
+from areal_hpc.jobs.environment import (
+    get_interpreter,
+    get_interpreters,
+    get_role_variables_by_device_kind,
+)
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
@@ -13,7 +17,7 @@ def build_check_plan(
     recipe: Recipe | None, slurm: SlurmConfig, device: Device, nodes: int
 ) -> GpuCheckPlan:
     """What to examine with: interpreters, variables and flags are those that a run would have."""
-    variables = get_device_variables(trainer=device, inference=device)
+    variables = get_role_variables_by_device_kind(trainer=device, inference=device)
     network = slurm.network.build_environment_variables() if nodes else {}
     environments = recipe.cluster if recipe is not None else None
     return GpuCheckPlan(

@@ -12,8 +12,8 @@ from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.gpu.measured_steps import (
     list_rank_gpus,
     measure_collectives,
-    measure_engine,
     measure_step,
+    start_and_compare_engine_with_trainer,
 )
 from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport, NodeFacts, Unmeasured
@@ -74,7 +74,7 @@ def measure_steps_on_node(
         step=measure("trainer step", lambda: measure_step(plan, gpus, folder / "step")),
         engine=measure(
             "SGLang, and an update of its weights",
-            lambda: measure_engine(plan, gpus, folder / "engine"),
+            lambda: start_and_compare_engine_with_trainer(plan, gpus, folder / "engine"),
         ),
     )
 

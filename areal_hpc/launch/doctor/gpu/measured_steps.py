@@ -29,7 +29,7 @@ from areal_hpc.trainer.self_test.messages import (
     CollectiveRates,
     CollectivesRequest,
     EngineComparison,
-    EngineRequest,
+    EngineComparisonRequest,
     StepComparison,
     StepRequest,
 )
@@ -141,7 +141,9 @@ def _run_ranks(
             worker.kill()
 
 
-def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> EngineComparison:
+def start_and_compare_engine_with_trainer(
+    plan: GpuCheckPlan, gpus: Sequence[str], folder: Path
+) -> EngineComparison:
     """A cell of one replica with the recipe's flags, compared with the trainer and updated by it.
 
     Raises:
@@ -156,7 +158,7 @@ def measure_engine(plan: GpuCheckPlan, gpus: Sequence[str], folder: Path) -> Eng
     # The trainer has a GPU to itself where there are enough: NCCL takes no GPU twice.
     is_apart = plan.device == "cpu" or len(gpus) > inference.tp
     serving = gpus[1 : 1 + inference.tp] if len(gpus) > inference.tp else gpus[: inference.tp]
-    order = EngineRequest(
+    order = EngineComparisonRequest(
         device=plan.device,
         dtype=inference.dtype,
         model_dir=str(model_dir),

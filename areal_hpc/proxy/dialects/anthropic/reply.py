@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest, build_model_call
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
@@ -54,7 +54,7 @@ class _MessagesExchange(Exchange):
             "stop_sequence": None,
         }
 
-    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         (answer,) = answers
         blocks = split_into_blocks(_move_invalid_calls_to_text(answer.said))
         content = [_format_block(block) for block in blocks]
@@ -153,7 +153,7 @@ def _format_block_start(block: ContentBlock) -> dict[str, Any]:
     return {"type": "tool_use", "id": block.call_id, "name": block.name, "input": {}}
 
 
-def _build_stop_fields(answer: RecordedReply, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
+def _build_stop_fields(answer: RecordedChoice, blocks: Sequence[ContentBlock]) -> dict[str, Any]:
     """Why the reply ended."""
     generation = answer.generation
     if generation.finish_reason == "length":
@@ -165,7 +165,7 @@ def _build_stop_fields(answer: RecordedReply, blocks: Sequence[ContentBlock]) ->
     return {"stop_reason": "end_turn", "stop_sequence": None}
 
 
-def _format_usage(answer: RecordedReply) -> dict[str, Any]:
+def _format_usage(answer: RecordedChoice) -> dict[str, Any]:
     """Anthropic counts what came from the prefix cache apart from the other input."""
     cached_tokens = answer.generation.cached_tokens
     return {

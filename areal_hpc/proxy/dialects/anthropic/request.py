@@ -7,9 +7,9 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
+from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refusals import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
+from areal_hpc.proxy.dialects.refused_parameters import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,

@@ -6,7 +6,7 @@ from typing import Any, Literal
 import msgspec
 
 from areal_hpc.errors import PromptTooLongError, ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.blocks import BlockChange, BlockSplitter, ContentBlock
 from areal_hpc.proxy.dialects.dialect import Exchange
 from areal_hpc.proxy.dialects.google.request import GenerateContentRequest, build_model_call
@@ -56,7 +56,7 @@ class GenerateContentExchange(Exchange):
         self._sent = 0
         """Elements of the stream."""
 
-    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         """The JSON body of the response."""
         candidates = []
         for answer in answers:
@@ -69,7 +69,7 @@ class GenerateContentExchange(Exchange):
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """Each chunk has parts: clients do not keep a turn of which one has none."""
         readers = [BlockSplitter() for _ in range(reply_stream.choices)]
-        answers: list[RecordedReply] = []
+        answers: list[RecordedChoice] = []
         async for happened in reply_stream:
             reader = readers[happened.choice]
             if isinstance(happened, ReplyChunk):
@@ -132,7 +132,7 @@ class GenerateContentExchange(Exchange):
             fields["logprobsResult"] = self._format_logprobs(generated)
         return fields
 
-    def _build_candidate_end(self, answer: RecordedReply) -> dict[str, Any]:
+    def _build_candidate_end(self, answer: RecordedChoice) -> dict[str, Any]:
         """Why a candidate ended, and how likely it was."""
         generation = answer.generation
         fields: dict[str, Any] = {
@@ -157,7 +157,7 @@ class GenerateContentExchange(Exchange):
         text = self.model.encoder.decode([token])
         return {"token": text, "tokenId": token, "logProbability": logprob}
 
-    def _format_usage(self, answers: Sequence[RecordedReply]) -> dict[str, int]:
+    def _format_usage(self, answers: Sequence[RecordedChoice]) -> dict[str, int]:
         """Google counts what was thought apart from what was said, the prompt with its cache."""
         prompt = answers[0].interaction.prompt_tokens
         said = sum(len(answer.generation.output_ids) for answer in answers)
@@ -170,7 +170,7 @@ class GenerateContentExchange(Exchange):
             "totalTokenCount": prompt + said,
         }
 
-    def _count_thought_tokens(self, answer: RecordedReply) -> int:
+    def _count_thought_tokens(self, answer: RecordedChoice) -> int:
         reasoning = answer.said.reasoning
         tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
         return min(tokens, len(answer.generation.output_ids))

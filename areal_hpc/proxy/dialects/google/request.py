@@ -10,9 +10,9 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.google.contents import Content, build_messages, read_text_only_content
 from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
-from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
+from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refusals import Refusal
+from areal_hpc.proxy.dialects.refused_parameters import Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_K,
     MAX_TOP_LOGPROBS,

@@ -11,7 +11,10 @@ import msgspec
 from msgspec import inspect
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import list_item_types, list_structs
+from areal_hpc.proxy.dialects.parameters_without_effect import (
+    list_element_types_in_unions,
+    list_struct_types_in_unions,
+)
 
 
 def spell_in_camel_case(body: bytes | msgspec.Raw, request_type: Any) -> bytes:
@@ -42,7 +45,10 @@ def _build_snake_pattern(request_type: Any) -> re.Pattern[bytes]:
 
 
 def _list_snake_names(declared_types: tuple[inspect.Type, ...]) -> set[str]:
-    structs, items = list_structs(*declared_types), list_item_types(*declared_types)
+    structs, items = (
+        list_struct_types_in_unions(*declared_types),
+        list_element_types_in_unions(*declared_types),
+    )
     names = {
         field.name for one in structs for field in one.fields if field.name != field.encode_name
     }
@@ -53,7 +59,10 @@ def _list_snake_names(declared_types: tuple[inspect.Type, ...]) -> set[str]:
 def _rename_keys_to_camel_case(
     raw_json: bytes, declared_types: tuple[inspect.Type, ...], parent_key: str
 ) -> bytes:
-    structs, items = list_structs(*declared_types), list_item_types(*declared_types)
+    structs, items = (
+        list_struct_types_in_unions(*declared_types),
+        list_element_types_in_unions(*declared_types),
+    )
     raw_json = raw_json.lstrip()
     if structs and raw_json[:1] == b"{":
         fields = [field for one in structs for field in one.fields]

@@ -9,7 +9,7 @@ from msgspec import Struct
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
-from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
+from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
 from areal_hpc.proxy.dialects.custom_tools import read_custom_input
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest, build_model_call
@@ -30,7 +30,7 @@ class _ChatExchange(ChoiceExchange):
         """Choice and index of the calls of these that were begun."""
         self._begun: set[int] = set()
 
-    def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
+    def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
         said = answer.said
         message: dict[str, Any] = {"role": "assistant", "content": said.text, "refusal": None}
         if said.reasoning:
@@ -59,7 +59,7 @@ class _ChatExchange(ChoiceExchange):
             return {"id": call.call_id, "type": "custom", "custom": called}
         return format_tool_call(call.call_id, call.name, call.arguments)
 
-    def _get_finish_reason(self, answer: RecordedReply) -> str:
+    def _get_finish_reason(self, answer: RecordedChoice) -> str:
         reason = answer.finish_reason
         return "function_call" if self._has_old_functions and reason == "tool_calls" else reason
 
@@ -89,7 +89,7 @@ class _ChatExchange(ChoiceExchange):
             return {"function_call": part["function"]}
         return {"tool_calls": [{"index": call.index, **part}]}
 
-    def format_choice_end(self, answer: RecordedReply) -> bytes:
+    def format_choice_end(self, answer: RecordedChoice) -> bytes:
         ids = self.build_token_id_fields(answer)
         choice = {"index": answer.choice, "delta": {}, "logprobs": None, **ids}
         chunks = [self._format_first_chunk(answer.choice)]

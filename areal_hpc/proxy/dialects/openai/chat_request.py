@@ -12,15 +12,15 @@ from areal_hpc.proxy.dialects.custom_tools import (
     build_custom_tool_schema,
     encode_custom_input,
 )
-from areal_hpc.proxy.dialects.hints import IgnoredParam
 from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
     check_shared_params,
     list_ignored_shared_params,
 )
+from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refusals import Refusal
+from areal_hpc.proxy.dialects.refused_parameters import Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from msgspec import Meta
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk
 from areal_hpc.proxy.dialects.dialect import Dialect
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.dialects.openai.sampling import (
@@ -20,7 +20,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     check_shared_params,
     list_ignored_shared_params,
 )
-from areal_hpc.proxy.dialects.refusals import EMPTY_VALUES, Refusal
+from areal_hpc.proxy.dialects.refused_parameters import EMPTY_VALUES, Refusal
 from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -91,7 +91,7 @@ class _CompletionExchange(ChoiceExchange):
         self._token_chars: Counter[int] = Counter()
         """Characters of the tokens that were told, by choice."""
 
-    def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
+    def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
         logprobs = self._format_logprobs(answer.generation, answer.choice)
         choice = _format_choice(answer.choice, answer.said.text, logprobs, answer.finish_reason)
         return {**choice, **self.build_token_id_fields(answer)}
@@ -100,7 +100,7 @@ class _CompletionExchange(ChoiceExchange):
         logprobs = self._format_logprobs(delta.piece, delta.choice)
         return self.format_event(_format_choice(delta.choice, delta.said.text, logprobs, None))
 
-    def format_choice_end(self, answer: RecordedReply) -> bytes:
+    def format_choice_end(self, answer: RecordedChoice) -> bytes:
         choice = _format_choice(answer.choice, "", None, answer.finish_reason)
         return self.format_event({**choice, **self.build_token_id_fields(answer)})
 

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.dialect import Exchange
 from areal_hpc.proxy.dialects.openai.sampling import SharedCompletionParams
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk, TopLogprobs
@@ -65,7 +65,7 @@ class ChoiceExchange(Exchange):
         """Fields with which the reply, or each chunk of it, begins."""
 
     @abstractmethod
-    def format_choice(self, answer: RecordedReply) -> dict[str, Any]:
+    def format_choice(self, answer: RecordedChoice) -> dict[str, Any]:
         """A whole choice."""
 
     @abstractmethod
@@ -73,10 +73,10 @@ class ChoiceExchange(Exchange):
         """The chunks that say a part of a choice."""
 
     @abstractmethod
-    def format_choice_end(self, answer: RecordedReply) -> bytes:
+    def format_choice_end(self, answer: RecordedChoice) -> bytes:
         """The chunk that says that a choice has ended."""
 
-    def build_token_id_fields(self, answer: RecordedReply) -> dict[str, Any]:
+    def build_token_id_fields(self, answer: RecordedChoice) -> dict[str, Any]:
         """The token ids of prompt and reply, if they were asked for, under vLLM's names."""
         if not self._has_ids:
             return {}
@@ -87,7 +87,7 @@ class ChoiceExchange(Exchange):
         said = answer.generation.output_ids
         return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": said}
 
-    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         """The JSON body of the completion."""
         choices = [self.format_choice(answer) for answer in answers]
         return msgspec.json.encode(
@@ -96,7 +96,7 @@ class ChoiceExchange(Exchange):
 
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The chunks of the completion, its usage if that was asked for, the end mark."""
-        answers: list[RecordedReply] = []
+        answers: list[RecordedChoice] = []
         async for happened in reply_stream:
             if isinstance(happened, ReplyChunk):
                 yield self.format_delta(happened)
@@ -116,7 +116,7 @@ class ChoiceExchange(Exchange):
         return b"data: " + msgspec.json.encode(content) + b"\n\n"
 
 
-def format_usage(answers: Sequence[RecordedReply]) -> dict[str, Any]:
+def format_usage(answers: Sequence[RecordedChoice]) -> dict[str, Any]:
     """The `usage` of a (chat) completion: its prompt once, all of its choices."""
     prompt_tokens = answers[0].interaction.prompt_tokens
     completion_tokens = sum(len(answer.generation.output_ids) for answer in answers)

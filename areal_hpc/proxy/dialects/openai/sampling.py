@@ -8,8 +8,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
-from areal_hpc.proxy.dialects.refusals import Refusal
+from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
+from areal_hpc.proxy.dialects.refused_parameters import Refusal
 from areal_hpc.proxy.dialects.validation import (
     Bias,
     Penalty,

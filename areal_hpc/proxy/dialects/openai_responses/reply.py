@@ -6,7 +6,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.streaming import RecordedReply, ReplyChunk, ReplyStream
+from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
 from areal_hpc.proxy.dialects.blocks import (
     BlockChange,
     BlockSplitter,
@@ -59,7 +59,7 @@ class _ResponsesExchange(Exchange):
         self._end_status = "completed"
         """Of the item that ends now."""
 
-    def format_reply(self, answers: Sequence[RecordedReply]) -> bytes:
+    def format_reply(self, answers: Sequence[RecordedChoice]) -> bytes:
         (answer,) = answers
         return self._format_and_store_response(answer, split_into_blocks(answer.said))
 
@@ -134,7 +134,7 @@ class _ResponsesExchange(Exchange):
         }
 
     def _format_and_store_response(
-        self, answer: RecordedReply, blocks: Sequence[ContentBlock]
+        self, answer: RecordedChoice, blocks: Sequence[ContentBlock]
     ) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
@@ -165,7 +165,7 @@ class _ResponsesExchange(Exchange):
     ) -> dict[str, Any]:
         return format_item(self.answer_id, block, status, logprobs, self._tools)
 
-    def _format_usage(self, answer: RecordedReply) -> dict[str, Any]:
+    def _format_usage(self, answer: RecordedChoice) -> dict[str, Any]:
         input_tokens = answer.interaction.prompt_tokens
         output_tokens = len(answer.generation.output_ids)
         reasoning = answer.said.reasoning
@@ -240,7 +240,7 @@ class _ResponsesExchange(Exchange):
         )
 
 
-def _get_status(answer: RecordedReply) -> str:
+def _get_status(answer: RecordedChoice) -> str:
     return "incomplete" if answer.generation.finish_reason == "length" else "completed"
 
 

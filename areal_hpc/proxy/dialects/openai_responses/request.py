@@ -11,7 +11,6 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
@@ -19,8 +18,9 @@ from areal_hpc.proxy.dialects.openai_responses.input_items import (
 )
 from areal_hpc.proxy.dialects.openai_responses.output_items import ID_PREFIX_WITH_INSTRUCTIONS
 from areal_hpc.proxy.dialects.openai_responses.tools import AnyTool, OfferedTools, parse_tools
+from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refusals import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
+from areal_hpc.proxy.dialects.refused_parameters import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_LOGPROBS,
     PositiveParam,

@@ -77,7 +77,7 @@ class PaddedSdpa:
         )
 
 
-def group_by_length(lengths: IntArray) -> list[IntArray]:
+def group_by_similar_length(lengths: IntArray) -> list[IntArray]:
     """Sequence indices, longest first, grouped so that little of each rectangle is padding."""
     order = np.argsort(-lengths, kind="stable")
     groups: list[list[int]] = []
@@ -99,7 +99,7 @@ def plan_padded_sdpa(
     boxes: list[PaddedGroup] = []
     query_tables: list[IntArray] = []
     key_tables: list[IntArray] = []
-    for group in group_by_length(lengths):
+    for group in group_by_similar_length(lengths):
         queries = _pad_index_rows([query_starts[i] + np.arange(len(local[i])) for i in group])
         keys = _pad_index_rows([locate_sequence_after_cp_gather(i, lengths, cp) for i in group])
         mask = None

@@ -164,9 +164,9 @@ REPAIR_MODULES = (
         lambda rng: [rng.randint(30, 9000), rng.choice((2, 5, 10))],
     ),
     RepairModule(
-        "group_by_length",
+        "group_by_similar_length",
         "groups words by their length, as a list of [length, words] in order",
-        "def group_by_length(words):\n"
+        "def group_by_similar_length(words):\n"
         "    groups = {}\n"
         "    for word in words:\n"
         "        groups.setdefault(len(word), []).append(word)\n"

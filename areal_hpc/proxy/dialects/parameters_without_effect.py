@@ -39,7 +39,7 @@ def _list_fields_of_hints(struct_type: type[Struct]) -> list[tuple[str, str, boo
     return [
         (one.name, one.encode_name, is_hint)
         for one, is_hint in fields
-        if is_hint or list_structs(one.type)
+        if is_hint or list_struct_types_in_unions(one.type)
     ]
 
 
@@ -48,12 +48,12 @@ def is_ignored_param(field_type: inspect.Type) -> bool:
     return isinstance(field_type, inspect.Metadata) and bool((field_type.extra or {}).get("hint"))
 
 
-def list_structs(*types: inspect.Type) -> list[inspect.StructType]:
+def list_struct_types_in_unions(*types: inspect.Type) -> list[inspect.StructType]:
     """The objects that a value of these types may be."""
     return [one for one in _unwrap_types(types) if isinstance(one, inspect.StructType)]
 
 
-def list_item_types(*types: inspect.Type) -> tuple[inspect.Type, ...]:
+def list_element_types_in_unions(*types: inspect.Type) -> tuple[inspect.Type, ...]:
     """Types of the items of lists that a value of these types may be."""
     return tuple(one.item_type for one in _unwrap_types(types) if isinstance(one, inspect.ListType))
 
@@ -68,7 +68,10 @@ def drop_nulls(body: bytes, request_type: Any) -> bytes:
 
 
 def _drop_null_members(raw_json: bytes, declared_types: tuple[inspect.Type, ...]) -> bytes:
-    structs, items = list_structs(*declared_types), list_item_types(*declared_types)
+    structs, items = (
+        list_struct_types_in_unions(*declared_types),
+        list_element_types_in_unions(*declared_types),
+    )
     if structs and raw_json[:1] == b"{":
         members: dict[str, tuple[inspect.Type, ...]] = {}
         for struct in structs:

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.bubblewrap import SYSTEM_FILES, SYSTEM_LINKS
+from areal_hpc.sandbox.bubblewrap_command_line import SYSTEM_FILES, SYSTEM_LINKS
 from areal_hpc.sandbox.runtime import ISOLATION_KEY
+from areal_hpc.sandbox.runtimes.guest_environment import GUEST_ACCOUNT_FILES, WORK_DIR
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SCRIPTS, GuestPython
-from areal_hpc.sandbox.runtimes.system_view import GUEST_ACCOUNT_FILES, WORK_DIR
 from areal_hpc.sandbox.spec import SandboxSpec
 
 _FOLDERS = ("rootfs", "upper", "work", "guest", "guest/root", "places", "dev", "storage", "run")

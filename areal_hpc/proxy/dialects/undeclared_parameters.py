@@ -13,8 +13,11 @@ import msgspec
 from msgspec import inspect
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.hints import is_ignored_param, list_structs
-from areal_hpc.proxy.dialects.refusals import find_refusal
+from areal_hpc.proxy.dialects.parameters_without_effect import (
+    is_ignored_param,
+    list_struct_types_in_unions,
+)
+from areal_hpc.proxy.dialects.refused_parameters import find_refusal
 
 _MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
@@ -41,7 +44,7 @@ def drop_undeclared_members(
 def _drop_undeclared_within(
     raw_json: bytes, declared_type: inspect.Type, parent_key: str, unknown_params: list[str] | None
 ) -> bytes:
-    structs = list_structs(declared_type)
+    structs = list_struct_types_in_unions(declared_type)
     if not structs or raw_json.lstrip()[:1] != b"{":
         return raw_json
     members = {field.encode_name: field for struct in structs for field in struct.fields}

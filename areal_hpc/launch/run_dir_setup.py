@@ -17,7 +17,7 @@ from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rollout.episodes.limits import check_task_limits
+from areal_hpc.rollout.episodes.effective_limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key, ensure_service_key
@@ -48,7 +48,7 @@ ABSOLUTE_PATH_KEYS = (
 """Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
 
 
-def set_up_run_dir(
+def put_task_sets_and_model_into_run_dir(
     recipe: Recipe,
     paths: RunPaths,
     print_line: Callable[[str], None],

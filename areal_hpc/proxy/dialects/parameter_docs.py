@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from areal_hpc.proxy.dialects.hints import is_ignored_param, list_structs
-from areal_hpc.proxy.dialects.refusals import REFUSED_SAMPLING_OF_OTHER_ENGINES, Refusal
+from areal_hpc.proxy.dialects.parameters_without_effect import (
+    is_ignored_param,
+    list_struct_types_in_unions,
+)
+from areal_hpc.proxy.dialects.refused_parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES, Refusal
 
 
 def list_effective_params(request_type: type[msgspec.Struct]) -> list[str]:
@@ -40,7 +43,7 @@ def _list_request_fields(request_type: type[msgspec.Struct]) -> Iterable[inspect
 
 def _list_ignored_params_within(declared_type: inspect.Type, prefix: str) -> Iterator[str]:
     for below, suffix in _list_object_types_within(declared_type):
-        for struct in list_structs(below):
+        for struct in list_struct_types_in_unions(below):
             for field in struct.fields:
                 name = f"{prefix}{suffix}{field.encode_name}"
                 if is_ignored_param(field.type):

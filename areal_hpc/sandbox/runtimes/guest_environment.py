@@ -1,6 +1,6 @@
 """What every sandbox has: a working folder, variables, accounts."""
 
-from areal_hpc.sandbox.bubblewrap import NOBODY_UID
+from areal_hpc.sandbox.bubblewrap_command_line import NOBODY_UID
 
 WORK_DIR = "/workspace"
 """Working and home directory of commands, at first empty."""

@@ -27,7 +27,7 @@ _libraries: set[str] = set()
 class NativeCallThread(threading.Thread):
     """Daemon thread whose work is in native code that asks for the interpreter's lock in C++.
 
-    A process that ends while it runs ends at once (`exit_at_once_beside_native_calls`).
+    A process that ends while it runs ends at once (`exit_at_block_end_if_native_calls_run`).
     """
 
     def __init__(self, work: Callable[[], object], name: str) -> None:
@@ -52,7 +52,7 @@ def start_native_call(work: Callable[[], ResultT], thread_name: str) -> Future[R
     return future
 
 
-def note_native_threads(library: str) -> None:
+def note_library_threads_may_outlast_exit(library: str) -> None:
     """A library has threads of its own, until they are known to have ended: what fails leaves them.
 
     Gloo's drop the tensors of an operation some time after it failed, and those ask for the
@@ -61,13 +61,13 @@ def note_native_threads(library: str) -> None:
     _libraries.add(library)
 
 
-def forget_native_threads(library: str) -> None:
+def mark_native_threads_ended(library: str) -> None:
     """A library's threads have ended."""
     _libraries.discard(library)
 
 
 @contextmanager
-def exit_at_once_beside_native_calls() -> Iterator[None]:
+def exit_at_block_end_if_native_calls_run() -> Iterator[None]:
     """End the process where the block ends, if native calls may be under way; else do nothing.
 
     What the interpreter's end would run is left out then, but for the flushing of logs.
@@ -76,16 +76,16 @@ def exit_at_once_beside_native_calls() -> Iterator[None]:
     try:
         yield
     except SystemExit as end:
-        if not (names := [*list_native_calls(), *list_native_libraries()]):
+        if not (names := [*list_native_calls(), *list_libraries_with_own_threads()]):
             raise
         code = end.code
     except BaseException:  # boundary: told as the interpreter would, which does not come to it
-        if not (names := [*list_native_calls(), *list_native_libraries()]):
+        if not (names := [*list_native_calls(), *list_libraries_with_own_threads()]):
             raise
         sys.excepthook(*sys.exc_info())
         code = 1
     else:
-        if not (names := [*list_native_calls(), *list_native_libraries()]):
+        if not (names := [*list_native_calls(), *list_libraries_with_own_threads()]):
             return
     # They may have returned by now: the exception is taken, so the process ends here all the same.
     log.info("the process ends at once, beside native calls: %s", ", ".join(names))
@@ -100,6 +100,6 @@ def list_native_calls() -> list[str]:
     return [one.name for one in threading.enumerate() if isinstance(one, NativeCallThread)]
 
 
-def list_native_libraries() -> list[str]:
+def list_libraries_with_own_threads() -> list[str]:
     """Libraries that have threads of their own."""
     return sorted(_libraries)

@@ -18,7 +18,7 @@ _DISTRIBUTIONS = {
 }
 
 
-def describe_replacement(module: str, python: str) -> Problem:
+def build_installed_replacement_problem(module: str, python: str) -> Problem:
     """What is wrong with an interpreter that finds the module, and the way out."""
     return Problem(
         f"the Python of role train, {python}, has {module}, from which Megatron-core would take "
@@ -29,7 +29,7 @@ def describe_replacement(module: str, python: str) -> Problem:
     )
 
 
-def raise_if_megatron_is_replaced() -> None:
+def raise_if_megatron_replacement_installed() -> None:
     """Refuse to train in an environment that has such a package.
 
     Raises:
@@ -38,5 +38,5 @@ def raise_if_megatron_is_replaced() -> None:
     found = [name for name in MEGATRON_REPLACEMENTS if importlib.util.find_spec(name) is not None]
     if found:
         raise ClusterError.from_problems(
-            [describe_replacement(one, sys.executable) for one in found]
+            [build_installed_replacement_problem(one, sys.executable) for one in found]
         )

@@ -22,7 +22,7 @@ MAX_HELD_BYTES = 4 << 20
 _READ_BYTES = 1 << 16
 
 
-class ServerLog:
+class ServerLogPipe:
     """A pipe and the file that gets what is written into it, as soon as the storage takes it."""
 
     def __init__(self, path: Path) -> None:
