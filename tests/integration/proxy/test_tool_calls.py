@@ -217,7 +217,7 @@ def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
     stage: Stage,
 ) -> None:
     key, gate = says(stage, CALL), threading.Event()
-    stage.sglang.script = lambda request: Script(f"I add. {CALL}", piece_tokens=20, gate=gate)
+    stage.sglang.script = lambda request: Script(f"I add. {CALL}", piece_tokens=5, gate=gate)
     asked = {"messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
     url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
     stage.http.timeout = 120.0  # they import SGLang again

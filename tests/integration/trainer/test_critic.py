@@ -20,8 +20,10 @@ from tests.support.replayed_run import STEPS, read_recorded_rows, train_copy, tr
 
 COMPARED = (
     "loss", "grad_norm", "advantage/abs_max", "critic/loss", "critic/grad_norm",
-    "critic/mean_value", "critic/explained_variance", "critic/clip_fraction",
+    "critic/mean_value", "critic/explained_variance",
 )  # fmt: skip
+MAX_CLIP_FRACTION_GAP = 0.01
+"""Of some 150 tokens one or two may be so near the bound that rounding decides."""
 CRITIC: dict[str, Any] = {"model": "initial", "lr": 1e-2}
 VALUE: dict[str, Any] = {"baseline": "value", "scale_rewards": "batch", "critic": CRITIC}
 
@@ -99,6 +101,8 @@ def test_layouts_agree(
             for metric in COMPARED:
                 same = pytest.approx(other[metric], rel=5e-5, abs=2e-6)
                 assert line[metric] == same, (parallel, line["step"], metric)
+            gap = abs(line["critic/clip_fraction"] - other["critic/clip_fraction"])
+            assert gap <= MAX_CLIP_FRACTION_GAP, (parallel, line["step"])
 
 
 THRIFTY: dict[str, Any] = {
