@@ -214,7 +214,8 @@ def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Sta
             chances = logits[place - 1].log_softmax(-1)
             share = chances[torch.from_numpy(kept).long()].exp().sum().item()
             expected = chances[ids[place]].item() - np.log(share)
-            assert row.logprobs_T[place] == pytest.approx(expected, abs=1e-4)
+            facts = asked, place, int(ids[place]), kept.tolist()[:40], share
+            assert row.logprobs_T[place] == pytest.approx(expected, abs=1e-4), facts
             assert len(kept) <= asked.get("top_k", 4096)
             assert share >= asked.get("top_p", 0.0) - 1e-4
         if "regex" in asked:
