@@ -46,6 +46,21 @@ assert areal_hpc.areal.api.cli_args.__spec__.name == "areal_hpc.areal.api.cli_ar
 """
 
 
+AGENT = """
+from areal.api import AsyncRewardWrapper
+
+def reward(completions, answer):
+    return float(completions == answer)
+"""
+AWAITS_REWARD = """
+import asyncio
+import agent
+
+if __name__ == "__main__":
+    print(asyncio.run(agent.AsyncRewardWrapper(agent.reward)(completions="7", answer="7")))
+"""
+
+
 UNKNOWN = {
     "import areal.api.workflows_api": "did you mean areal.api.workflow_api?",
     "import areal.apis": "did you mean areal.api?",
@@ -82,6 +97,11 @@ def test_names_are_found_under_areal_on_request(tmp_path: Path, way: tuple[str, 
     asking = "" if way else "import areal_hpc.areal.import_hook\n"
     told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
     said_by(python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way))
+
+
+def test_a_reward_is_computed_in_a_process_that_finds_the_names_too(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    assert said_by(python(tmp_path, AWAITS_REWARD, "-m", "areal_hpc.areal")) == "1.0\n"
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:

@@ -38,9 +38,13 @@ from areal_hpc.rollout.execution.answers import (
 )
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
+_IMPORT_HOOKS = ("areal_hpc.areal.import_hook",)
+"""Modules that change what can be imported, and that a child imports where its parent has."""
 _SERVE_SCRIPT = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
+import importlib, json, sys
+sys.path[:], hooks = json.loads(sys.argv[1])
+for hook in hooks:
+    importlib.import_module(hook)
 from areal_hpc.rollout.execution.process_pool import serve_calls
 serve_calls(*map(int, sys.argv[2:]))
 """
@@ -91,7 +95,8 @@ class _Process:
     """One child, and the socket of calls and answers."""
 
     def __init__(self, environ: Mapping[str, str] | None) -> None:
-        script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps(sys.path)]
+        hooks = [name for name in _IMPORT_HOOKS if name in sys.modules]
+        script = [sys.executable, "-c", _SERVE_SCRIPT, json.dumps([sys.path, hooks])]
         with contextlib.ExitStack() as opened:
             try:
                 self._link, theirs = map(opened.enter_context, socket.socketpair())
