@@ -21,6 +21,7 @@ from areal_hpc.jobs.processes.fork_server import (
 )
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.rundir.jobs import ProcessSpec
+from areal_hpc.rundir.jsonl import read_tail
 from areal_hpc.rundir.paths import get_process_error_path
 
 _MAX_REPLY_BYTES = 4096
@@ -228,9 +229,7 @@ class ManagedProcess:
         left = get_process_error_path(self.config_path)
         if left.exists():
             return left.read_text()
-        with self.log_path.open("rb") as stream:
-            stream.seek(max(0, stream.seek(0, os.SEEK_END) - _LOG_TAIL_BYTES))
-            tail = stream.read(_LOG_TAIL_BYTES)
+        tail = read_tail(self.log_path, _LOG_TAIL_BYTES)
         return "\n".join(tail.decode(errors="replace").splitlines()[-12:])
 
     def close(self) -> None:

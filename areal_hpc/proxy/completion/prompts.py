@@ -12,7 +12,7 @@ import msgspec
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
     bound_top_k_if_mask_is_recorded,
-    say_greedy_as_engine_does,
+    replace_greedy_temperature_by_zero,
 )
 from areal_hpc.proxy.engine.episode_limits import (
     refuse_call_beyond_limits,
@@ -165,7 +165,7 @@ class PromptBuilder:
         if turn.forked is not None:
             self._metrics.rewritten_histories.labels(turn.forked).inc()
         sampling = self._fit_reply_limit(session, call, prompt_tokens)
-        sampling = say_greedy_as_engine_does(sampling)
+        sampling = replace_greedy_temperature_by_zero(sampling)
         number, session.calls = session.calls, session.calls + 1
         if sampling.sampling_seed is None:
             # One that differs between calls, episodes and tickets, and repeats with the run's seed.

@@ -56,7 +56,7 @@ def apply_bound_sampling_to_record(call: Interaction, session: StartSessionReque
     )
 
 
-def say_greedy_as_engine_does(sampling: SamplingParams) -> SamplingParams:
+def replace_greedy_temperature_by_zero(sampling: SamplingParams) -> SamplingParams:
     """The parameters with temperature 0, which trainers know, where the engine takes theirs so.
 
     Else rows would say that logits were divided by next to nothing, and they were not.

@@ -12,7 +12,7 @@ from areal_hpc.proxy.completion.sampling_rule import (
     apply_bound_sampling,
     apply_bound_sampling_and_note_ignored,
     bound_top_k_if_mask_is_recorded,
-    say_greedy_as_engine_does,
+    replace_greedy_temperature_by_zero,
 )
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
@@ -100,7 +100,9 @@ class AgentApi:
         sampling, replaced = apply_bound_sampling(request.sampling, session.request)
         self._completions.metrics.count_ignored_parameters("/generate", session.client, replaced)
         sampling, records_mask = bound_top_k_if_mask_is_recorded(
-            say_greedy_as_engine_does(sampling), session.request, self._model.encoder.vocab_size
+            replace_greedy_temperature_by_zero(sampling),
+            session.request,
+            self._model.encoder.vocab_size,
         )
         request = msgspec.structs.replace(request, sampling=sampling, records_mask=records_mask)
         return await self._passthrough.generate(session, request)
