@@ -21,7 +21,7 @@ class _RaisingArgumentParser(argparse.ArgumentParser):
         raise ValueError(message)
 
 
-def parse_sglang_command_lines(lines: list[list[str]]) -> dict[str, Any]:
+def check_sglang_command_lines(lines: list[list[str]]) -> dict[str, Any]:
     """The options that SGLang knows; of each line the words that it does not, and its complaint."""
     parser = _RaisingArgumentParser(prog="sglang", add_help=False)
     ServerArgs.add_cli_args(parser)
@@ -37,7 +37,7 @@ def parse_sglang_command_lines(lines: list[list[str]]) -> dict[str, Any]:
 
 def main() -> None:
     """From standard input to standard output."""
-    sys.stdout.write(json.dumps(parse_sglang_command_lines(json.load(sys.stdin))) + "\n")
+    sys.stdout.write(json.dumps(check_sglang_command_lines(json.load(sys.stdin))) + "\n")
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from prometheus_client.parser import text_string_to_metric_families
 
 from areal_hpc.inference.replica import Replica
-from areal_hpc.rundir.telemetry.process_metrics import Sample
+from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -20,21 +20,21 @@ _OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """It asks the server itself, also where the site has a proxy for HTTP."""
 
 
-def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[Sample]:
+def read_replica_samples(replicas: Sequence[Replica]) -> Iterator[PrometheusSample]:
     """State, starts and weights of each replica, and what its server tells of itself."""
     for replica in replicas:
         view = replica.build_view()
         labels = {"replica": str(view.index)}
-        yield Sample("areal_hpc_replica_serving", float(view.state == "serving"), labels)
-        yield Sample("areal_hpc_replica_incarnation", view.incarnation, labels)
+        yield PrometheusSample("areal_hpc_replica_serving", float(view.state == "serving"), labels)
+        yield PrometheusSample("areal_hpc_replica_incarnation", view.incarnation, labels)
         if view.version:
             step = WeightVersion.parse(view.version).step
-            yield Sample("areal_hpc_replica_weight_step", step, labels)
+            yield PrometheusSample("areal_hpc_replica_weight_step", step, labels)
         if view.state == "serving":
             yield from read_server_samples(view)
 
 
-def read_server_samples(view: ReplicaView) -> Iterator[Sample]:
+def read_server_samples(view: ReplicaView) -> Iterator[PrometheusSample]:
     """What a replica's server tells of itself; nothing if it cannot be read."""
     try:
         with _OPENER.open(f"{view.url}/metrics", timeout=SERVER_TIMEOUT_S) as answer:
@@ -43,4 +43,4 @@ def read_server_samples(view: ReplicaView) -> Iterator[Sample]:
         return
     for family in families:
         for one in family.samples:
-            yield Sample(one.name, one.value, {**one.labels, "replica": str(view.index)})
+            yield PrometheusSample(one.name, one.value, {**one.labels, "replica": str(view.index)})

@@ -147,7 +147,7 @@ class SharedCell:
 
     def report_cell_end(self, outcome: TaskExit) -> None:
         """Say that the cell is over until the job's next start."""
-        self.end = self.get_cell_end_or_label_exit(outcome)
+        self.end = self.choose_reported_exit(outcome)
         self._write_end_if_unreported()
 
     def _write_end_if_unreported(self) -> None:
@@ -159,7 +159,7 @@ class SharedCell:
         except OSError as error:  # tried again at the next look
             log.error("the end of %s could not be written: %s", self.name, error)
 
-    def get_cell_end_or_label_exit(self, outcome: TaskExit) -> TaskExit:
+    def choose_reported_exit(self, outcome: TaskExit) -> TaskExit:
         """The task's exit status with what is known here; how its cell ended comes first."""
         if self.end is not None and outcome.exit_code != 0:
             return self.end

@@ -164,7 +164,7 @@ class _Supervisor:
             stop_processes(
                 self._children, lambda: self._task.announce_stop_and_decide_grace_s(outcome)
             )
-        return outcome if self._cell is None else self._cell.get_cell_end_or_label_exit(outcome)
+        return outcome if self._cell is None else self._cell.choose_reported_exit(outcome)
 
     def _run_processes(self) -> TaskExit:
         if (refusal := self._task.take_part_in_start_or_get_refusal()) is not None:

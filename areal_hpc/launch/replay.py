@@ -14,7 +14,7 @@ import msgspec
 
 from areal_hpc.errors import Problem, RecipeError, ShardError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import local_launcher, run_dir_setup
+from areal_hpc.launch import foreground_launcher, run_dir_setup
 from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_initial_policy_path
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
@@ -100,7 +100,7 @@ class RecordedStepsReplay:
         check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
 
     def replay_and_compare(
-        self, reporter: local_launcher.ProgressReporter, stop: StopEvent
+        self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
     ) -> None:
         """Train the steps and say how they compare with the recorded ones.
 
@@ -114,7 +114,7 @@ class RecordedStepsReplay:
             self._train_and_compare(reporter, stop)
 
     def _train_and_compare(
-        self, reporter: local_launcher.ProgressReporter, stop: StopEvent
+        self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
     ) -> None:
         start, first = self.start, self._first_step
         reporter.print_line(f"start    {start.checkpoint or 'the model that the run started from'}")
@@ -160,7 +160,7 @@ class RecordedStepsReplay:
         job_name: str,
         recipe: Recipe,
         last_step: int,
-        reporter: local_launcher.ProgressReporter,
+        reporter: foreground_launcher.ProgressReporter,
         stop: StopEvent,
     ) -> None:
         if any(one.state.step >= last_step for one in list_checkpoints(self._out.checkpoints_dir)):
@@ -179,7 +179,9 @@ class RecordedStepsReplay:
         job = build_job_with_task_per_rank(job_name, recipe, [process])
         done_marker = self._out.checkpoints_dir / format_step_dir(last_step) / COMPLETE_MARKER_FILE
         stage = JobStage(job_name, job, (), done_marker)
-        local_launcher.run_standalone_stage(stage, recipe, self._out, reporter=reporter, stop=stop)
+        foreground_launcher.run_standalone_stage(
+            stage, recipe, self._out, reporter=reporter, stop=stop
+        )
 
 
 def parse_step_range(text: str) -> tuple[int, int]:

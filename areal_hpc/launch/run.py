@@ -16,7 +16,7 @@ from typing import Any, Literal
 
 from areal_hpc import errors
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import local_launcher, slurm_launcher, submitted_run_watch
+from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
 from areal_hpc.launch.prepared_run import is_run_finished
 from areal_hpc.launch.run_dir_setup import refuse_other_recipe_of_finished_run
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
@@ -93,7 +93,7 @@ def run(
         ):
             for note in (*notes, f"run      {paths.root}"):
                 reporter.print_line(note)
-            local_launcher.run(
+            foreground_launcher.run(
                 recipe,
                 reporter=reporter,
                 stop=stop,

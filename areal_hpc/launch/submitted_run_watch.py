@@ -12,7 +12,7 @@ from areal_hpc.errors import (
 )
 from areal_hpc.jobs import caretaker
 from areal_hpc.jobs.restart_policy import find_crash_error
-from areal_hpc.launch.local_launcher import ProgressReporter
+from areal_hpc.launch.foreground_launcher import ProgressReporter
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PlanStages
 from areal_hpc.recipe.recipe import Recipe

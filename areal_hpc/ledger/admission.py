@@ -67,6 +67,6 @@ class TicketPolicy:
         return 1000 + 10 * (self.max_head_offpolicyness + 1) * self.batch_size
 
     @property
-    def max_report_interval_s(self) -> float:
+    def expected_report_interval_s(self) -> float:
         """A live cell reports at least this often; the rest of the timeout is slack."""
         return self.cell_timeout_s / 3

@@ -63,7 +63,7 @@ class LedgerService:
         self.incarnation = before.incarnation + 1
         """Which start of the run's ledger this is, from 1."""
         self._state = msgspec.structs.replace(before, incarnation=self.incarnation)
-        self._listens_until_s = clock() + policy.max_report_interval_s
+        self._listens_until_s = clock() + policy.expected_report_interval_s
         self._tickets = TicketTable.rebuild(
             policy,
             incarnation=self.incarnation,
@@ -109,7 +109,7 @@ class LedgerService:
         """Take a heartbeat; grant work, if need be as soon as there is some."""
         received_at = time.time()
         self._apply_heartbeat(request)
-        until_s = self._clock() + min(request.wait_s, self._policy.max_report_interval_s)
+        until_s = self._clock() + min(request.wait_s, self._policy.expected_report_interval_s)
         while not self._stopped:
             grants = self._grant_tickets(request)
             seal_now = self._is_sealing_urgent() and self._tickets.has_finished_tickets(

@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, generate_latest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.sessions.store import SessionStore
-from areal_hpc.rundir.telemetry.process_metrics import Sample
+from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample
 
 log = logging.getLogger(__name__)
 
@@ -116,11 +116,11 @@ class ProxyMetrics:
                 refusal.message,
             )
 
-    def list_samples(self) -> Iterator[Sample]:
+    def list_samples(self) -> Iterator[PrometheusSample]:
         """All numbers, for the endpoint of the process."""
         for metric in self._registry.collect():
             for one in metric.samples:
-                yield Sample(one.name, one.value, one.labels)
+                yield PrometheusSample(one.name, one.value, one.labels)
 
     def render(self) -> bytes:
         """The body of GET /metrics, in Prometheus' text format 0.0.4."""

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch import local_launcher
+from areal_hpc.launch import foreground_launcher
 from areal_hpc.launch.plan import JobStage, PlanInputs, plan_run
 from areal_hpc.launch.run_dir_setup import write_recipe_and_keep_replaced
 from areal_hpc.recipe.loading import load_recipe
@@ -85,7 +85,7 @@ def start_stage(recipe: Recipe, folder: Path, *, serve_python: str, servers: int
     )
     stage = recording(plan_run(recipe, paths, facts)[-1], folder, servers)
     with closing(PlainReporter(paths, 1, 0)) as reporter:
-        local_launcher.run_standalone_stage(
+        foreground_launcher.run_standalone_stage(
             stage, recipe, paths, reporter=reporter, stop=StopEvent()
         )
 

@@ -10,7 +10,7 @@ from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import slurm_launcher, submitted_run_watch
 from areal_hpc.launch.evaluation.plan import plan_evaluation_of
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
-from areal_hpc.launch.local_launcher import LocalLauncher
+from areal_hpc.launch.foreground_launcher import ForegroundLauncher
 from areal_hpc.launch.places.this_machine import ThisMachine
 from areal_hpc.launch.prepared_run import prepare_and_lock_run
 from areal_hpc.launch.resources.gpu_assignment import find_usable_gpus
@@ -138,7 +138,7 @@ def run_evaluation(
         if stop.is_set():
             raise RunInterruptedError
         place = ThisMachine(recipe, ready)
-        LocalLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(ready.stages[0])
+        ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(ready.stages[0])
 
 
 def submit_evaluation(

@@ -7,7 +7,7 @@ from typing import NamedTuple
 _NO_LABELS: Mapping[str, str] = MappingProxyType({})
 
 
-class Sample(NamedTuple):
+class PrometheusSample(NamedTuple):
     """One number of a process."""
 
     name: str
@@ -16,7 +16,7 @@ class Sample(NamedTuple):
     labels: Mapping[str, str] = _NO_LABELS
 
 
-ReadSamples = Callable[[], Iterable[Sample]]
+ReadSamples = Callable[[], Iterable[PrometheusSample]]
 _readers: list[ReadSamples] = []
 
 
@@ -30,9 +30,9 @@ def list_readers() -> list[ReadSamples]:
     return list(_readers)
 
 
-def build_samples(prefix: str, values: Mapping[str, object]) -> Iterator[Sample]:
+def build_samples(prefix: str, values: Mapping[str, object]) -> Iterator[PrometheusSample]:
     """A sample for each value that is a number: `reward/mean` becomes `<prefix>_reward_mean`."""
     for name, value in values.items():
         if isinstance(value, int | float):
             plain = "".join(one if one.isalnum() and one.isascii() else "_" for one in name)
-            yield Sample(f"{prefix}_{plain}", value)
+            yield PrometheusSample(f"{prefix}_{plain}", value)

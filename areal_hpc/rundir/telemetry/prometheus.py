@@ -17,7 +17,7 @@ from prometheus_client.registry import Collector
 
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.process_metrics import ReadSamples, Sample, list_readers
+from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample, ReadSamples, list_readers
 
 log = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ class _SamplesCollector(Collector):
         return ()
 
 
-def _read_or_log(read_samples: ReadSamples) -> list[Sample]:
+def _read_or_log(read_samples: ReadSamples) -> list[PrometheusSample]:
     try:
         return [*read_samples()]
     except Exception as error:  # boundary: what one role cannot tell must not cost the others

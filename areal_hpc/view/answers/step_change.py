@@ -70,7 +70,7 @@ class MetricChange:
 
 
 @dataclass(frozen=True, slots=True)
-class StepEvidence:
+class StepComparisonInputs:
     """What is known of a step and of the steps before it."""
 
     run: str
@@ -111,7 +111,7 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     episodes = read_batch_episodes(paths, [one["step"] for one in (*before, row)], problems)
     begin, end = before[-1].get("unix_time_s"), row.get("unix_time_s")
     return judge_step(
-        StepEvidence(
+        StepComparisonInputs(
             paths.run_name,
             row,
             before,
@@ -139,7 +139,7 @@ def _list_recipe_changes(
         return [f"recipes of launches: {error}"]
 
 
-def judge_step(evidence: StepEvidence) -> Answer:
+def judge_step(evidence: StepComparisonInputs) -> Answer:
     """What differs, the likeliest causes first, in sentences. Pure."""
     run, row, before = evidence.run, evidence.row, evidence.before
     step = row["step"]

@@ -97,8 +97,8 @@ def test_a_job_is_over_when_no_cell_is_left(
     left = read_task_exit(JobPaths(tmp_path / "cells-4-5"), 1, START)
     assert left == msgspec.structs.replace(MISTAKEN, incarnation=START, cell="cell-5")
     stopped = TaskExit(143, reason="close to the time limit")
-    assert second.get_cell_end_or_label_exit(stopped) == left, "how the cell ended is not forgotten"
-    assert second.get_cell_end_or_label_exit(TaskExit(0)).exit_code == 0
+    assert second.choose_reported_exit(stopped) == left, "how the cell ended is not forgotten"
+    assert second.choose_reported_exit(TaskExit(0)).exit_code == 0
 
 
 def test_a_cell_that_spans_nodes_ends_on_all_of_them_and_no_other_does(tmp_path: Path) -> None:

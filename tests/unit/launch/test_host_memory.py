@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch.local_launcher import run
+from areal_hpc.launch.foreground_launcher import run
 from areal_hpc.launch.resources import host_memory
 from areal_hpc.launch.resources.host_memory import ProcessMemory
 from areal_hpc.launch.slurm_launcher import submit

@@ -202,7 +202,7 @@ class TicketHistories(RuleBasedStateMachine):
             manifests=list(self.disk.manifests),
             dropped=list(self.disk.drops),
             settled=list(self.disk.index),
-            grants_from_s=self.now_s + self.policy.max_report_interval_s,
+            grants_from_s=self.now_s + self.policy.expected_report_interval_s,
         )
 
     # What must always hold -------------------------------------------------------------------
@@ -284,7 +284,7 @@ class TicketHistories(RuleBasedStateMachine):
         )
 
     def work_one_round(self) -> None:
-        self.now_s += self.policy.max_report_interval_s
+        self.now_s += self.policy.expected_report_interval_s
         for cell in self.cells.values():
             self.heartbeat(cell)
         self.ledger.expire_leases(self.now_s)

@@ -10,7 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry import process_metrics
-from areal_hpc.rundir.telemetry.process_metrics import Sample, build_samples, register_samples
+from areal_hpc.rundir.telemetry.process_metrics import (
+    PrometheusSample,
+    build_samples,
+    register_samples,
+)
 from areal_hpc.rundir.telemetry.prometheus import serve_process_metrics
 
 
@@ -33,8 +37,8 @@ def test_a_process_tells_its_own_numbers_and_those_of_its_role(tmp_path: Path) -
     paths = RunPaths(tmp_path / "some" / "run")
     rows = {"step": 1, "reward/mean": 0.5, "limit": "tools", "episodes_total": 7, "bad": None}
 
-    def broken() -> Iterator[Sample]:
-        yield Sample("areal_hpc_never", 1.0)
+    def broken() -> Iterator[PrometheusSample]:
+        yield PrometheusSample("areal_hpc_never", 1.0)
         raise OSError("no answer")
 
     register_samples(lambda: build_samples("areal_hpc_driver", rows))

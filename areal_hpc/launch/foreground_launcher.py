@@ -86,7 +86,7 @@ def run(
                 for stage in ready.stages:
                     if stop.is_set():
                         raise RunInterruptedError
-                    LocalLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(stage)
+                    ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(stage)
         except AllocationEndError as error:
             end_reason = error.problems[0].message
             raise
@@ -141,9 +141,9 @@ def run_standalone_stage(
         ready = PreparedRun(
             paths, run_dir_setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
         )
-        LocalLauncher(recipe, ready, reporter, stop, ThisMachine(recipe, ready)).run_stage_jobs(
-            stage
-        )
+        ForegroundLauncher(
+            recipe, ready, reporter, stop, ThisMachine(recipe, ready)
+        ).run_stage_jobs(stage)
 
 
 def job_made_progress(
@@ -178,7 +178,7 @@ class _JobInProgress:
     """Submissions in a row that failed without progress."""
 
 
-class LocalLauncher:
+class ForegroundLauncher:
     """Submits the jobs of a stage and stays until they are done."""
 
     def __init__(

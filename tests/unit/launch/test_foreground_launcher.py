@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.errors import AgentError, ClusterError, RecipeError
 from areal_hpc.jobs.processes.signals import StopEvent
-from areal_hpc.launch.local_launcher import (
+from areal_hpc.launch.foreground_launcher import (
     LOCAL_RESTART_POLICY,
     count_cells_that_can_replace_job,
     job_made_progress,
