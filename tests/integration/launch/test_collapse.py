@@ -12,7 +12,7 @@ from tests.support.small_run import SmallRun, started_from
 pytestmark = pytest.mark.timeout(400)
 
 
-def test_a_learning_rate_of_10_is_a_failure_once_three_steps_taught_nothing(
+def test_a_learning_rate_of_1000_is_a_failure_once_three_steps_taught_nothing(
     model: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = SmallRun(
@@ -20,17 +20,16 @@ def test_a_learning_rate_of_10_is_a_failure_once_three_steps_taught_nothing(
         *started_from(model),
         "rollout.workflow=tests.support.sums.VarietyAgent",
         "valid_dataset=null",
-        "trainer.optimizer.lr=10",
-        "trainer.total_steps=7",
-        "trainer.checkpoint_every_steps=7",
+        "trainer.optimizer.lr=1000",
+        "trainer.total_steps=5",
+        "trainer.checkpoint_every_steps=5",
     )
     run.finish()
     rows = read_metrics(run.paths.metrics)
     norms = {row["step"]: row["grad_norm"] for row in rows if row.get("episodes")}
-    assert norms[1] > 0
-    # What has fallen apart may still sample two different replies for one task now and then.
-    first = next(step for step in (2, 3, 4, 5) if not any(norms[step + i] for i in range(3)))
-    assert f"failure  steps {first} to {first + 2} taught nothing" in run.said()
+    # With the initial weights lost beside such steps, every sample of a task is the same reply.
+    assert norms.pop(1) > 0 == sum(norms.values())
+    assert "failure  steps 2 to 4 taught nothing" in run.said()
     failures = [event for event in events_of(run.paths, "alert") if event["level"] == "failure"]
     # Whether the reward fell enough beside its spread depends on the few groups of the first step.
     assert {"no_signal"} <= {event["rule"] for event in failures} <= {"no_signal", "reward_drop"}
