@@ -36,6 +36,8 @@ _SQUEUE_ARGUMENTS = (
 )
 SLURM_OUTAGE_BACKOFF = Backoff(2.0, 60.0)
 """Pauses between questions to a Slurm that does not answer."""
+ACCOUNTING_RETRY_INTERVAL_S = 60.0
+"""Between two questions to an accounting that is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,8 +170,8 @@ class QueuePoller:
     def __init__(self) -> None:
         self._outage_since: float | None = None
         self._unanswered_polls = 0
-        self._has_accounting = True
-        """False once sacct has said that it has nothing to say."""
+        self._ask_accounting_at = 0.0
+        """Monotonic time before which sacct, which had nothing to say, is not asked again."""
         self._settled: dict[str, QueuedJob] = {}
         """What will not change: jobs that squeue has forgotten, and sacct has not."""
 
@@ -208,8 +210,8 @@ class QueuePoller:
         return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
 
     def read_accounting(self, job_ids: Iterable[str]) -> list[QueuedJob]:
-        """Every start that accounting knows of these jobs, oldest first; none if it is off."""
-        if not self._has_accounting:
+        """Every start that accounting knows of these jobs, oldest first; none while it is off."""
+        if time.monotonic() < self._ask_accounting_at:
             return []
         columns = ",".join(SACCT_COLUMNS)
         jobs: list[QueuedJob] = []
@@ -220,7 +222,7 @@ class QueuePoller:
         except SlurmTimeoutError:
             return []  # asked again at the next look
         except ClusterError:  # it is off, or there is no sacct here
-            self._has_accounting = False
+            self._ask_accounting_at = time.monotonic() + ACCOUNTING_RETRY_INTERVAL_S
             return []
         return jobs
 

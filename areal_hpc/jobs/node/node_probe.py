@@ -91,16 +91,14 @@ def compare_gpus_with_driver(
     """Compare the GPUs that Slurm gave with those that the driver sees. Pure."""
     if complaint:
         return [NodeProblem(f"the GPU driver reports an error: {complaint.splitlines()[0]}")]
-    if len(driver_gpus) < len(slurm_gpus):
+    # Of MIG slices the driver lists the GPU that they are cut from, once for all of them.
+    whole = [name for name in slurm_gpus if not name.startswith("MIG-")]
+    if len(driver_gpus) < len(whole):
         return [
-            NodeProblem(
-                f"the driver shows {len(driver_gpus)} GPUs, Slurm allocated {len(slurm_gpus)}"
-            )
+            NodeProblem(f"the driver shows {len(driver_gpus)} GPUs, Slurm allocated {len(whole)}")
         ]
     # With device control groups the driver lists those of the job alone, counted from 0.
-    own = (
-        driver_gpus if len(driver_gpus) == len(slurm_gpus) else driver_gpus.keys() & set(slurm_gpus)
-    )
+    own = driver_gpus if len(driver_gpus) == len(whole) else driver_gpus.keys() & set(whole)
     return [
         NodeProblem(f"its GPU {index} has {errors} uncorrected memory errors")
         for index, errors in driver_gpus.items()

@@ -109,6 +109,8 @@ def test_gpus_are_counted_and_asked_for_their_errors() -> None:
     (errors,) = compare_gpus_with_driver(["2", "3"], broken, "")
     assert errors.reason == "its GPU 3 has 2 uncorrected memory errors"
     assert compare_gpus_with_driver(["0", "1"], broken, "") == [], "another job's GPU"
+    slices = ["MIG-6a0f", "MIG-91c2"]
+    assert compare_gpus_with_driver(slices, parse_gpu_errors("0, 0\n"), "") == []
     # With device control groups the job's only GPU is number 0, whatever Slurm calls it.
     assert compare_gpus_with_driver(["6"], parse_gpu_errors("0, 1\n"), "")
 

@@ -1,7 +1,11 @@
 """What squeue and sacct of Slurm 22.05 printed on a devcluster, and what is made of it."""
 
 import time
+from pathlib import Path
 
+import pytest
+
+from areal_hpc.slurm import queue
 from areal_hpc.slurm.queue import (
     SQUEUE_COLUMNS,
     QueuedJob,
@@ -12,6 +16,7 @@ from areal_hpc.slurm.queue import (
     parse_squeue,
 )
 from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase
+from tests.support.scripted_slurm import ScriptedSlurm
 
 SQUEUE_ROWS = """\
 8|CANCELLED|DependencyNeverSatisfied||N/A|2026-11-22T03:05:39|0|0
@@ -108,3 +113,17 @@ def test_only_jobs_that_slurm_has_to_deal_with_are_alive() -> None:
 
 def test_no_jobs_are_no_question() -> None:
     assert QueuePoller().poll([]) == QueueSnapshot()
+
+
+def test_an_accounting_that_was_off_is_asked_again_but_not_at_every_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slurm, poller = ScriptedSlurm(tmp_path, monkeypatch), QueuePoller()
+    slurm.answer("sacct", "echo 'sacct: error: Slurm accounting storage is disabled' >&2; exit 1")
+    assert poller.read_accounting(["7"]) == []
+    slurm.answer("sacct", "echo '7|FAILED|1:0|n04|Unknown|Unknown|None'")
+    assert poller.read_accounting(["7"]) == []
+    later = time.monotonic() + queue.ACCOUNTING_RETRY_INTERVAL_S
+    monkeypatch.setattr(time, "monotonic", lambda: later)
+    (found,) = poller.read_accounting(["7"])
+    assert found.state.name == "FAILED"
