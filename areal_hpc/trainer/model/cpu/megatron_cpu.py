@@ -40,6 +40,10 @@ def patch_megatron_for_cpu() -> None:
     current_device: Any = torch.cuda.current_device
     if torch.cuda.is_available() or current_device is _get_cpu_device:
         return
+    # At the first use of a default device torch lists the factories that heed it: not the wrapped
+    # ones, or `from_pretrained` would take a network for initialized that it only allocates.
+    with torch.device("cpu"):
+        torch.empty(0)
     # "CPU RNG state changed within GPU RNG context": here they are the same state.
     logging.getLogger(parallel_random.__name__).setLevel(logging.ERROR)
     get_state, set_state = torch.get_rng_state, torch.set_rng_state
