@@ -102,6 +102,10 @@ class Interaction(msgspec.Struct, kw_only=True):
         return self.prompt_tokens + self.num_output_tokens
 
 
+MIN_FOUND_CHARS = 32
+"""Length from which a message is looked for in the rendered text."""
+
+
 class OpenTurn(msgspec.Struct, frozen=True):
     """Addition of a request to the tree, before it is tokenized and answered."""
 
@@ -113,6 +117,21 @@ class OpenTurn(msgspec.Struct, frozen=True):
     """Text that must be tokenized."""
     forked: str | None = None
     """In what the client's history departs from ours; None when it does not."""
+
+    @property
+    def text_after_messages(self) -> str:
+        """What the template says behind the last message, which may open the reply's reasoning.
+
+        Marks of reasoning within a message, such as a file that an agent has read, are not the
+        template's. All of the text where a reply was begun, or the template rewrote the message.
+        """
+        last = self.new_messages[-1] if self.new_messages else {}
+        content = last.get("content")
+        if last.get("role") == "assistant" or not isinstance(content, str):
+            return self.text
+        content = content.strip()
+        # A shorter one may stand in what the template says, too.
+        return self.text.rpartition(content)[2] if len(content) >= MIN_FOUND_CHARS else self.text
 
     def drop_repeated_stop_token(self, encoded: list[int]) -> list[int]:
         """Prompt ids after the parent's sequence, from the encoding of `text`.

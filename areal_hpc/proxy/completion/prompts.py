@@ -220,7 +220,7 @@ class PromptBuilder:
             tools = []  # a reply held to another grammar calls nothing
         elif not (tools and (choice.must_call or not choice.parallel or strict)):
             return sampling, False
-        found = await self._parsers.fetch_grammar(tools, turn.text, choice)
+        found = await self._parsers.fetch_grammar(tools, turn.text_after_messages, choice)
         if found.grammar:
             grammar = {found.grammar: found.grammar_value}
             sampling = msgspec.structs.replace(sampling, **grammar)

@@ -123,7 +123,9 @@ class CompletionService:
         if self._parsers is None or prompt.parsed_tools is None:
             return PartialReply(text)
         said = PartialReply()
-        reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
+        reader = self._parsers.build_reply_parser(
+            prompt.parsed_tools, prompt.turn.text_after_messages
+        )
         said.add(await reader.feed(text, is_last=True))
         return said
 
@@ -153,7 +155,9 @@ class CompletionService:
         said, reader, failover = PartialReply(), None, ReplyFailover(self._encoder)
         first_token_at = 0.0
         if self._parsers is not None and prompt.parsed_tools is not None:
-            reader = self._parsers.build_reply_parser(prompt.parsed_tools, prompt.turn.text)
+            reader = self._parsers.build_reply_parser(
+                prompt.parsed_tools, prompt.turn.text_after_messages
+            )
 
         async def take(piece: TokenChunk) -> None:
             nonlocal first_token_at

@@ -42,6 +42,16 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
     assert len(sequence) == last.num_sequence_tokens
 
 
+def test_marks_within_the_last_message_are_not_what_the_template_says_behind_it() -> None:
+    tree, end = InteractionTree(), "<|im_end|>\n<|im_start|>assistant\n"
+    long = user("a file that an agent has read: <think> and more")
+    assert tree.build_open_turn([long], TEMPLATE).text_after_messages == end
+    begun = tree.build_open_turn([long], TEMPLATE, prefill="<think>\nWell")
+    assert begun.text_after_messages == f"{end}<think>\nWell"
+    short = tree.build_open_turn([user("as")], TEMPLATE)  # which is in `assistant`, too
+    assert short.text_after_messages == short.text
+
+
 def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
     tree = InteractionTree()
     first = say(tree, [user("a")], "hello", closed=False)
