@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 
 STOP_GRACE_S = 1.0
 """For a server that was asked to end."""
+_KILL_TIMEOUT_S = 30.0
+"""Longest that the kernel may take to end a process and to free its memory."""
 _MAX_TEMP_DIR_CHARS = 79
 """Of the folder above a scratch folder: paths of sockets within that end at 107 characters."""
 _LOG_WRITE_TIMEOUT_S = 1.0
@@ -200,7 +202,11 @@ class SGLangServer:
             self._process.terminate()
 
     def kill(self, grace_s: float = 0.0) -> None:
-        """End all its processes: by force after `grace_s`."""
+        """End all its processes: by force after `grace_s`.
+
+        One that a hanging driver or storage keeps from ending is left behind, with a line in the
+        log: the manager has other replicas to look after.
+        """
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(grace_s)
         self._shared_files |= list_files_of_live_server_session(
@@ -208,7 +214,15 @@ class SGLangServer:
         )  # a server that ends by force leaves them
         with suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
-        self._process.wait()
+        try:
+            self._process.wait(_KILL_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            log.error(
+                "SGLang (process %d) was killed and has not ended within %.0f s: the GPU driver or "
+                "the storage of this node hangs",
+                self.pid,
+                _KILL_TIMEOUT_S,
+            )
         self._log.wait_until_written(_LOG_WRITE_TIMEOUT_S)
         remove_unused_files(self._shared_files, dead_session=self.pid)
         shutil.rmtree(self._scratch_dir, ignore_errors=True)
