@@ -172,34 +172,45 @@ class ReplyParser:
         """Line breaks that are part of the reasoning only if more of it follows."""
         self._markers = _list_call_markers(self._calls) if self._calls is not None else []
 
-    def stop_parsing_and_pop_rest(self, text: str) -> str:
-        """Everything that has not been shown, as it is; from now on nothing is parsed."""
-        self._calls = self._reasoning = None
-        self._body += "" if self._body.endswith(text) else text
-        return self._pop_text_until(len(self._body))
-
     def feed(self, text: str, is_last: bool) -> ParserReply:
-        """What can be shown after the next text, all of it after the last."""
-        reasoning, body = "", text
-        if self._reasoning is not None:
-            reasoning, body = _replace_none_by_empty(self._reasoning.parse_stream_chunk(text))
-            if is_last:
-                more_reasoning, more_body = _replace_none_by_empty(
-                    self._reasoning.parse_stream_end()
-                )
-                reasoning, body = reasoning + more_reasoning, body + more_body
-            reasoning, body = self._trim_line_breaks(reasoning, body)
+        """What can be shown after the next text, all of it after the last.
+
+        What SGLang fails on is shown as it is, and from then on nothing is parsed.
+        """
+        shown = ParserReply()
+        try:
+            shown.reasoning, body = self._split_off_reasoning(text, is_last)
+        except Exception as error:  # boundary: SGLang's code, run on whatever a model says
+            shown.error, body = repr(error), text
+            self._calls = self._reasoning = None
         self._body += body
-        shown = ParserReply(reasoning=reasoning)
-        if is_last:
-            shown.text, shown.calls = self._pop_rest_and_calls()
-        elif self._calls is None:
-            shown.text = self._pop_text_until(len(self._body))
-        elif self._markers and not self._calls.has_tool_call(self._body):
-            shown.text = self._pop_text_until(
-                len(self._body) - _count_partial_marker_chars(self._body, self._markers)
-            )
+        try:
+            shown.text, shown.calls = self._pop_text_and_calls(is_last)
+        except Exception as error:  # boundary, as above
+            shown.error, shown.text = repr(error), self._pop_text_until(len(self._body))
+            self._calls = self._reasoning = None
         return shown
+
+    def _split_off_reasoning(self, text: str, is_last: bool) -> tuple[str, str]:
+        """What the next text adds to the reasoning, and what to the text outside of it."""
+        if self._reasoning is None:
+            return "", text
+        reasoning, body = _replace_none_by_empty(self._reasoning.parse_stream_chunk(text))
+        if is_last:
+            more_reasoning, more_body = _replace_none_by_empty(self._reasoning.parse_stream_end())
+            reasoning, body = reasoning + more_reasoning, body + more_body
+        return self._trim_line_breaks(reasoning, body)
+
+    def _pop_text_and_calls(self, is_last: bool) -> tuple[str, list[ParsedToolCall]]:
+        """What can be shown of the text outside of the reasoning; calls once it is whole."""
+        if is_last:
+            return self._pop_rest_and_calls()
+        if self._calls is None:
+            return self._pop_text_until(len(self._body)), []
+        if not self._markers or self._calls.has_tool_call(self._body):
+            return "", []
+        held_chars = _count_partial_marker_chars(self._body, self._markers)
+        return self._pop_text_until(len(self._body) - held_chars), []
 
     def _trim_line_breaks(self, reasoning: str, body: str) -> tuple[str, str]:
         """Without the line breaks that set the reasoning apart; templates write them again."""
@@ -310,12 +321,7 @@ class ParseRequestHandler:
             return ParserReply(is_unknown=True)
         if request.last:
             del self._replies[request.reply]
-        try:
-            return reply.feed(request.text, request.last)
-        except Exception as error:  # boundary: SGLang's code, run on whatever a model says
-            return ParserReply(
-                text=reply.stop_parsing_and_pop_rest(request.text), error=repr(error)
-            )
+        return reply.feed(request.text, request.last)
 
 
 def main() -> None:

@@ -40,6 +40,8 @@ ASKED: dict[str, dict[str, Any]] = {
 """A question with the tool, by its route."""
 UNKNOWN = '<tool_call>\n{"name": "nope", "arguments": {}}\n</tool_call>'
 BROKEN = '<tool_call>\n{"name": "add", "arguments": {"x": 3\n</tool_call>'
+NO_OBJECT = "<tool_call>\n5\n</tool_call>"
+"""SGLang's parser raises at it."""
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +99,7 @@ def streamed(stage: Stage, key: str, **request: Any) -> dict[str, Any]:
         (BROKEN, BROKEN, None, 0),
         (UNKNOWN, UNKNOWN, None, 0),
         (f"{CALL}\n{UNKNOWN}", UNKNOWN, None, 1),
+        (f"{THOUGHT}Five: {NO_OBJECT}", f"Five: {NO_OBJECT}", "add them", 0),
     ],
 )
 @pytest.mark.parametrize("piece_tokens", [0, 1, 5])
