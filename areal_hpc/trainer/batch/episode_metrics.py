@@ -83,7 +83,13 @@ def _summarize_durations(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     if not timed:
         return {}
     durations = [episode.duration_s for episode in timed]
-    in_calls_s = sum(measure_covered_s(map(get_call_span, one.calls.values())) for one in timed)
+    # A clock that was set back in a call has that end before it began.
+    in_calls_s = sum(
+        measure_covered_s(
+            get_call_span(call) for call in one.calls.values() if call.asked_at <= call.answered_at
+        )
+        for one in timed
+    )
     return {
         "episode/duration_mean_s": float(np.mean(durations)),
         "episode/duration_max_s": max(durations),

@@ -40,6 +40,11 @@ def test_turns_times_and_tools_are_those_of_the_calls() -> None:
     assert "generation/slowest_cell_ratio" not in found, "there is one cell"
 
 
+def test_a_clock_that_was_set_back_in_a_call_makes_no_time_of_tools() -> None:
+    found = summarize_episodes([episode(call("a", 100, 104), call("b", 105, 42))])
+    assert found["episode/tool_time_fraction"] == pytest.approx(1 - 4 / 10)
+
+
 def test_what_rows_do_not_know_is_absent_and_not_zero() -> None:
     assert summarize_episodes([]) == {}
     assert summarize_episodes([merge_rows_into_episode([RowRecord()])]) == {}
