@@ -209,6 +209,7 @@ class Replica:
         else:
             with self._lock:
                 self._update_state.drop_lost_sender()
+                self._fenced_at = 0.0
             self._record_event("weight_sender_lost", version=self._update_state.served_version)
 
     def _end_server_and_plan_restart(

@@ -23,7 +23,7 @@ from areal_hpc.inference.replica import BuildCommand, ControlCallerIdentity, Rep
 from areal_hpc.inference.server import shared_memory
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
 from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.wire.replicas import ReopenReplicaRequest
+from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest
 from tests.integration.inference.small_servers import (
     SILENT_S,
     call,
@@ -189,6 +189,29 @@ def test_a_vanished_sender_costs_a_restart(make: Make, routes: list[str], answer
         relay(replica, route, 0.3)
     view = tick_until(replica, lambda view: view.incarnation == 2 and view.state == "ready")
     assert view.version == ""
+
+
+def test_the_time_of_an_update_is_not_counted_from_one_whose_sender_vanished(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    updates: list[float] = []
+    monkeypatch.setattr(
+        "areal_hpc.inference.replica.record_span",
+        lambda name, begin, end, *_, **__: (
+            updates.append(end - begin) if name == "weight update" else None
+        ),
+    )
+    replica, caller = make(server()), ControlCallerIdentity(1, 1, 0.2)
+    tick_until(replica, is_ready)
+    replica.start_serving(caller, ReopenReplicaRequest("1.4"))
+    replica.stop_serving(caller, FenceReplicaRequest())
+    view = tick_until(replica, lambda view: view.version == "1.4")
+    assert view.incarnation == 1, "its weights are whole"
+    time.sleep(0.3)
+    replica.stop_serving(caller, FenceReplicaRequest())
+    replica.start_serving(caller, ReopenReplicaRequest("1.5"))
+    (seconds,) = updates
+    assert seconds < 0.2
 
 
 def test_a_server_deaf_after_its_caller_left_is_replaced(make: Make, tmp_path: Path) -> None:
