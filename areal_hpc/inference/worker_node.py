@@ -28,7 +28,9 @@ from areal_hpc.wire.signing import RequestSigner
 log = logging.getLogger(__name__)
 
 POLL_S = 0.5
-CALL_TIMEOUT_S = 5.0
+CALL_TIMEOUT_S = 2.0
+"""With a poll's pause less than `MAX_GAP_S` of the clock: to it a longer wait is a pause of this
+node, and a first node that takes connections and says nothing would never be silent for long."""
 BuildPartCommand = Callable[[int, ServerPorts, NodeOptions], ServerCommand]
 """(incarnation, ports, part) to the command of that start of the part."""
 

@@ -1,5 +1,6 @@
 """Both ends of a replica that spans two nodes, with small programs in the place of SGLang."""
 
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -110,6 +111,19 @@ def test_a_part_does_not_outlive_a_first_node_that_is_gone(pair: Pair) -> None:
         return not pair.running()
 
     wait_for(is_over)
+
+
+def test_a_part_does_not_outlive_a_first_node_that_says_nothing(pair: Pair) -> None:
+    pair.tick_until(lambda: pair.is_ready(1) and len(pair.running()) == 1)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        rendezvous.publish_endpoint(pair.folder, "control-cell-0", url)
+
+        def is_over() -> bool:
+            pair.worker.sync_with_head_node()
+            return not pair.running()
+
+        wait_for(is_over)
 
 
 def test_a_node_that_the_cell_does_not_have_is_refused(pair: Pair) -> None:
