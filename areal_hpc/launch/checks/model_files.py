@@ -62,6 +62,14 @@ def _find_other_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator
     except RecipeError as error:
         yield from error.problems
         return
+    where = path / "config.json"
+    if method := _get_quantization_method(json.loads(where.read_bytes())):
+        yield Problem(
+            f"{where} says that the weights are quantized ({method}); the trainer would read them "
+            "without their scales",
+            key,
+            f"use the model's checkpoint in {recipe.trainer.dtype}",
+        )
     for problem in find_layout_problems(
         arch, drop_ep_for_dense_network(arch, recipe.trainer.parallel)
     ):
@@ -125,8 +133,7 @@ def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iter
     except ValueError as error:
         yield Problem(f"{where} is not JSON: {error}", key, "copy the model again")
         return
-    if "quantization_config" in config:
-        method = config["quantization_config"].get("quant_method", "an unnamed method")
+    if method := _get_quantization_method(config):
         yield Problem(
             f"{where} says that the weights are quantized ({method}); they can be neither trained "
             "nor updated in SGLang",
@@ -140,6 +147,12 @@ def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iter
         yield from _find_reply_limit_problems(recipe, find_context_tokens(recipe, path))
     except RecipeError as error:
         yield from error.problems
+
+
+def _get_quantization_method(config: Mapping[str, Any]) -> str:
+    """How the weights are quantized, as a parsed `config.json` says; empty if they are not."""
+    quantization = config.get("quantization_config")
+    return str(quantization.get("quant_method", "an unnamed method")) if quantization else ""
 
 
 def _find_vocabulary_problems(path: Path, key: str) -> Iterator[Problem]:

@@ -1,5 +1,6 @@
 """A model of the hub is used from the cache as it lies there, and its absence is told at once."""
 
+import json
 from pathlib import Path
 
 import huggingface_hub.constants
@@ -74,10 +75,15 @@ def test_another_network_has_the_policys_tokens_and_divides_as_it_does(
     recipe: Recipe, tmp_path: Path, network: str
 ) -> None:
     in_the_cache(tmp_path)
-    folders = {name: tmp_path / name for name in ("same", "other tokens", "odd heads", "none")}
+    names = ("same", "other tokens", "odd heads", "quantized", "none")
+    folders = {name: tmp_path / name for name in names}
     make_tiny_model(folders["same"], ["one two three"], hidden=48, heads=4, kv_heads=2)
     make_tiny_model(folders["other tokens"], ["vier fünf sechs"], hidden=48, heads=4, kv_heads=2)
     make_tiny_model(folders["odd heads"], ["one two three"], hidden=48, heads=3, kv_heads=3)
+    make_tiny_model(folders["quantized"], ["one two three"], hidden=48, heads=4, kv_heads=2)
+    config = folders["quantized"] / "config.json"
+    form = {"quantization_config": {"quant_method": "fp8"}}
+    config.write_text(json.dumps(json.loads(config.read_bytes()) | form))
     found = {}
     for name, folder in folders.items():
         tree = recipe.model_dump(mode="json")
@@ -92,4 +98,5 @@ def test_another_network_has_the_policys_tokens_and_divides_as_it_does(
     assert found["same"] == []
     assert "the tokenizers of" in found["other tokens"][0]
     assert "num_attention_heads 3 must be a multiple of tp 2" in found["odd heads"][0]
+    assert "says that the weights are quantized (fp8)" in found["quantized"][0]
     assert "there is no model directory" in found["none"][0]
