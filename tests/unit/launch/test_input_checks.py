@@ -75,15 +75,17 @@ def test_another_network_has_the_policys_tokens_and_divides_as_it_does(
     recipe: Recipe, tmp_path: Path, network: str
 ) -> None:
     in_the_cache(tmp_path)
-    names = ("same", "other tokens", "odd heads", "quantized", "none")
+    names = ("same", "other tokens", "odd heads", "quantized", "no json", "none")
     folders = {name: tmp_path / name for name in names}
     make_tiny_model(folders["same"], ["one two three"], hidden=48, heads=4, kv_heads=2)
     make_tiny_model(folders["other tokens"], ["vier fünf sechs"], hidden=48, heads=4, kv_heads=2)
     make_tiny_model(folders["odd heads"], ["one two three"], hidden=48, heads=3, kv_heads=3)
-    make_tiny_model(folders["quantized"], ["one two three"], hidden=48, heads=4, kv_heads=2)
+    for name in ("quantized", "no json"):
+        make_tiny_model(folders[name], ["one two three"], hidden=48, heads=4, kv_heads=2)
     config = folders["quantized"] / "config.json"
     form = {"quantization_config": {"quant_method": "fp8"}}
     config.write_text(json.dumps(json.loads(config.read_bytes()) | form))
+    (folders["no json"] / "config.json").write_text('{"model_type": "qwen2", ')
     found = {}
     for name, folder in folders.items():
         tree = recipe.model_dump(mode="json")
@@ -94,9 +96,10 @@ def test_another_network_has_the_policys_tokens_and_divides_as_it_does(
             objective |= {"baseline": "value", "critic": {"model": str(folder)}}
         tree["trainer"]["parallel"]["tp"] = 2
         checked = list(find_model_problems(build_recipe(tree)))
-        found[name] = [one.message for one in checked if str(folder) in one.message]
+        found[name] = [one.message for one in checked if str(folder) in f"{one.message} {one.key}"]
     assert found["same"] == []
     assert "the tokenizers of" in found["other tokens"][0]
     assert "num_attention_heads 3 must be a multiple of tp 2" in found["odd heads"][0]
     assert "says that the weights are quantized (fp8)" in found["quantized"][0]
+    assert "the configuration is not JSON" in found["no json"][0]
     assert "there is no model directory" in found["none"][0]

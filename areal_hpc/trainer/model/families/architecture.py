@@ -104,7 +104,8 @@ def read_architecture(model_dir: Path) -> Architecture:
     """The architecture of a Hugging Face model directory.
 
     Raises:
-        RecipeError: The directory holds no `config.json`, or a network that is not supported.
+        RecipeError: The directory holds no `config.json`, one that is not JSON, or a network that
+            is not supported.
     """
     path = model_dir / "config.json"
     if not path.is_file():
@@ -113,7 +114,13 @@ def read_architecture(model_dir: Path) -> Architecture:
             key="model.path",
             hint="point at a directory saved by save_pretrained",
         )
-    return parse_architecture(json.loads(path.read_bytes()), str(path))
+    try:
+        config = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise RecipeError(
+            f"the configuration is not JSON: {error}", key=str(path), hint="copy the model again"
+        ) from error
+    return parse_architecture(config, str(path))
 
 
 def parse_architecture(config: Mapping[str, Any], config_file: str) -> Architecture:
