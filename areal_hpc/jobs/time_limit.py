@@ -51,9 +51,15 @@ def read_end_time(environ: Mapping[str, str]) -> float | None:
 
 
 def record_checkpoint_duration(seconds: float) -> None:
-    """For a process of a job: say how long its last save took. Without a supervisor: nothing."""
+    """For a process of a job: say how long its last save took. Without a supervisor: nothing.
+
+    Nothing ends for want of it: the time of the save before still stands.
+    """
     if path := os.environ.get(CHECKPOINT_DURATION_FILE_VARIABLE):
-        write_atomic(Path(path), f"{seconds:.3f}".encode())
+        try:
+            write_atomic(Path(path), f"{seconds:.3f}".encode())
+        except OSError as error:
+            log.warning("how long the last save took cannot be written: %s", error)
 
 
 def read_checkpoint_duration_s(job: JobPaths) -> float:

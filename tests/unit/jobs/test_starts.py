@@ -66,3 +66,8 @@ def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(
     monkeypatch.setenv(time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_time))
     time_limit.record_checkpoint_duration(21.5)
     assert time_limit.read_checkpoint_duration_s(job) == 21.5
+    (tmp_path / "no_folder").touch()
+    monkeypatch.setenv(
+        time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(tmp_path / "no_folder" / "time")
+    )
+    time_limit.record_checkpoint_duration(30.0)  # the storage refuses, which is told in the log
