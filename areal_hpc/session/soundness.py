@@ -44,6 +44,14 @@ class _ComparableToolCallMessage(msgspec.Struct):
     content: str | None = None
 
 
+class _ComparedSamplingParameters(msgspec.Struct):
+    """Those of which a trainer asks whether they left tokens out; a client may have told none."""
+
+    top_p: float = 1.0
+    top_k: float = -1
+    min_p: float = 0.0
+
+
 def find_interaction_defect(
     call: Interaction, tree: InteractionTree, vocab_size: int = MAX_VOCAB_SIZE
 ) -> str | None:
@@ -68,9 +76,13 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
     Calls that the proxy records itself need no such look.
     """
     try:
-        decode_sampling_params_json(call.sampling)
+        told = decode_sampling_params_json(call.sampling)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"expected sampling parameters as a JSON object: {error}"
+    try:
+        msgspec.convert(told, _ComparedSamplingParameters)
+    except msgspec.ValidationError as error:
+        return f"expected sampling parameters that are numbers: {error}"
     if not -1 <= call.replica < 2**31:
         return f"expected a replica from -1 to 2**31 - 1, got {call.replica}"
     if not 0 <= call.cached_tokens < 2**31:

@@ -55,6 +55,8 @@ UNSOUND: dict[str, dict[str, Any]] = {
     "calls that are none": {"reply": {"role": "assistant", "content": "", "tool_calls": ["x"]}},
     "sampling parameters that are no JSON": {"sampling": b"{"},
     "sampling parameters that are no object": {"sampling": b"[1]"},
+    "a top_p that is null": {"sampling": b'{"temperature": 1.0, "top_p": null}'},
+    "a top_k that is a text": {"sampling": b'{"top_k": "20"}'},
     "sampling parameters nested too deeply": {"sampling": b'{"a":' * 5000 + b"1" + b"}" * 5000},
     "a replica of 2**40": {"replica": 2**40},
     "fewer cached tokens than none": {"cached_tokens": -1},
