@@ -43,7 +43,11 @@ def _hide_secrets_in_logs(secrets: list[str]) -> None:
 
     def make_clean_record(*args: object, **options: object) -> logging.LogRecord:
         record = make_record(*args, **options)
-        text = record.getMessage()
+        try:
+            text = record.getMessage()
+        except Exception:  # boundary: a handler would tell what is wrong with the call, and go on
+            text = f"{record.msg} {record.args}"
+            record.msg, record.args = text, ()
         if any(secret in text for secret in secrets):
             for secret in secrets:
                 text = text.replace(secret, "(hidden)")
