@@ -1,10 +1,12 @@
 """What an evaluation found: numbers of its sets with intervals, and two evaluations compared."""
 
 import hashlib
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
+from typing import Self
 
 import msgspec
 
@@ -30,12 +32,35 @@ MEAN_METRIC = "avg@"
 """How names of the mean reward of a task's samples begin."""
 
 
+class WrittenEstimate(msgspec.Struct, frozen=True):
+    """A mean over tasks with its 95 % interval, as the file of results has it."""
+
+    value: float
+    low: float | None
+    """None where there is no bound, as of one task alone: JSON has no infinite numbers."""
+    high: float | None
+    n_tasks: int
+
+    @classmethod
+    def from_estimate(cls, estimate: Estimate) -> Self:
+        """The same without infinite numbers."""
+        low, high = (one if math.isfinite(one) else None for one in (estimate.low, estimate.high))
+        return cls(estimate.value, low, high, estimate.n_tasks)
+
+    @property
+    def interval_text(self) -> str:
+        """Its interval for people."""
+        low = -math.inf if self.low is None else self.low
+        high = math.inf if self.high is None else self.high
+        return f"[{low:.3f}, {high:.3f}]"
+
+
 class EvaluatedSet(msgspec.Struct, frozen=True):
     """One set: what its samples earned, and the numbers that the recipe asks for."""
 
     tasks_digest: str
     """Of the tasks that were played: results on others cannot be compared."""
-    metrics: dict[str, Estimate]
+    metrics: dict[str, WrittenEstimate]
     """By name, with a number in place of k."""
     samples: list[list[float]]
     """By task, the reward of each sample."""
@@ -86,9 +111,10 @@ def build_evaluated_set(
 ) -> EvaluatedSet:
     """The numbers of a set from its rewards."""
     samples = SetSamples(result.list_samples(), result.answers)
+    estimates = estimate_metrics(samples, metrics, pass_reward)
     return EvaluatedSet(
         compute_tasks_digest(tasks, result.n_tasks),
-        estimate_metrics(samples, metrics, pass_reward),
+        {name: WrittenEstimate.from_estimate(one) for name, one in estimates.items()},
         result.list_samples(),
         result.answers,
         result.failures,
@@ -135,8 +161,7 @@ def format_report(report: EvaluationReport) -> Iterator[str]:
     for name, one in report.sets.items():
         for metric, estimate in one.metrics.items():
             shape = (str(len(one.samples)), str(len(one.samples[0])))
-            interval = f"[{estimate.low:.3f}, {estimate.high:.3f}]"
-            rows.append((name, metric, f"{estimate.value:.3f}", interval, *shape))
+            rows.append((name, metric, f"{estimate.value:.3f}", estimate.interval_text, *shape))
     yield from format_table(rows, right_aligned_columns={2, 4, 5})
     for name, one in report.sets.items():
         if one.failures:

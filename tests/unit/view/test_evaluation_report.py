@@ -11,6 +11,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_report import (
     EvaluatedSet,
     EvaluationReport,
+    WrittenEstimate,
     build_report_of_run_step,
     compare_reports,
     format_comparison,
@@ -52,6 +53,22 @@ def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None
     assert kept["sets"]["aime"]["samples"] == [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
 
 
+def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.data_dir.mkdir(parents=True)
+    paths.evaluation_tasks("valid").write_text('{"n": 0}\n')
+    paths.evaluation(0, "valid").parent.mkdir(exist_ok=True, parents=True)
+    write_evaluation(paths, "valid", EvaluationResult(0, 1, 7.0, [7.0], {}, 1))
+    report = build_report_of_run_step(paths, 0, {"valid": (("avg@k",), 1.0)})
+    write_report(paths, report)
+    assert read_report(tmp_path) == report
+    assert list(format_report(report))[1].split() == [
+        *("valid", "avg@1", "7.000", "[-inf,", "inf]", "1", "1")
+    ]
+    (same,) = compare_reports(report, report)
+    assert same.verdict == "no difference is shown"
+
+
 def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> None:
     samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
     before = found_of(tmp_path / "a", [1.0] * 6 + [0.0] * 6, samples)
@@ -81,8 +98,10 @@ def test_a_step_that_was_played_with_fewer_samples_is_compared_by_its_mean(tmp_p
 def evaluate(rewards: float, n_samples: int, metrics: tuple[str, ...]) -> EvaluationReport:
     """What 20 tasks came to, each with samples that all earn the same."""
     samples = [[rewards] * n_samples] * 20
-    found = EvaluatedSet("digest", estimate_metrics(SetSamples(samples), metrics, 1.0), samples)
-    return EvaluationReport(f"of {n_samples}", sets={"aime": found})
+    estimates = estimate_metrics(SetSamples(samples), metrics, 1.0)
+    found = {name: WrittenEstimate.from_estimate(one) for name, one in estimates.items()}
+    played = EvaluatedSet("digest", found, samples)
+    return EvaluationReport(f"of {n_samples}", sets={"aime": played})
 
 
 def test_means_of_other_numbers_of_samples_are_compared_and_what_is_not_is_told() -> None:

@@ -10,7 +10,6 @@ import pytest
 from areal_hpc.cli.commands.inspect import _audit_tickets, _format_log_line
 from areal_hpc.cli.main import main
 from areal_hpc.errors import AgentError, escape_controls
-from areal_hpc.evaluation.statistics import Estimate
 from areal_hpc.jobs.processes.process_setup import EscapingFormatter
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.rollout.agent_errors import build_agent_error
@@ -22,6 +21,7 @@ from areal_hpc.view.diagnosis import diagnose, format_diagnosis
 from areal_hpc.view.evaluations.evaluation_report import (
     EvaluatedSet,
     EvaluationReport,
+    WrittenEstimate,
     format_report,
 )
 from areal_hpc.view.state.alerts_at_newest_step import format_alert
@@ -99,7 +99,7 @@ def test_why_and_status_tell_of_a_failed_agent_without_obeying_it(paths: RunPath
             format_report(
                 EvaluationReport(
                     "m",
-                    sets={"a": EvaluatedSet("", {"avg@1": Estimate(0, 0, 0, 1)}, [[0.0]], [],
+                    sets={"a": EvaluatedSet("", {"avg@1": WrittenEstimate(0, 0, 0, 1)}, [[0.0]], [],
                                             {0: ATTACK})},
                 )
             )
