@@ -1,6 +1,7 @@
 """Start of an evaluation without a trainer, here or as a Slurm job, and what it found."""
 
 import os
+import shlex
 from collections.abc import Callable, Sequence
 
 from areal_hpc.dataset.materialize import count_materialized_rows
@@ -18,6 +19,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import EvaluationSet
 from areal_hpc.rundir.manifests import read_evaluation
+from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
 from areal_hpc.view.evaluations.evaluation_report import EvaluationReport, build_report_of_run_step
 
@@ -86,6 +88,9 @@ def find_report_of_step(
 ) -> EvaluationReport:
     """What is known of another step of the run: by an evaluation of its own, or from training.
 
+    Its own lies beside that of the target. Training may have evaluated a step whose checkpoint is
+    gone.
+
     Raises:
         RecipeError: Nothing is, or what is evaluated is no checkpoint of a run.
     """
@@ -93,17 +98,21 @@ def find_report_of_step(
         message = "a step of which run? What is evaluated is a model"
         raise RecipeError(message, key="--compare", hint="give a file of results")
     asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
-    own = find_target(run.root, step=step, recipe=None)
-    alone, trained = (
-        build_report_of_run_step(paths, at, asked)
-        for paths, at in ((own.paths, STEP_OF_LOADED_WEIGHTS), (run, step))
-    )
-    if found := {**trained.sets, **alone.sets}:
+    found = build_report_of_run_step(run, step, asked).sets
+    try:
+        own = find_target(run.root, step=step, recipe=None).paths
+    except RecipeError:
+        if not found:
+            raise
+    else:
+        beside = RunPaths(target.paths.root.with_name(own.root.name))
+        found = found | build_report_of_run_step(beside, STEP_OF_LOADED_WEIGHTS, asked).sets
+    if found:
         return EvaluationReport("", str(run.root), step, found)
     raise RecipeError(
         f"the weights of step {step} were not evaluated on {', '.join(asked)}",
         key="--compare",
-        hint=f"areal-hpc eval {run.root} --step {step}",
+        hint=f"areal-hpc eval {shlex.quote(str(run.root))} --step {step}",
     )
 
 
