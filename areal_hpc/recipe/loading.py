@@ -4,6 +4,7 @@ import contextlib
 import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ DEPENDENT_KEYS_BY_SOURCE = {
 }
 """Keys beside one of those that mean nothing without it."""
 
+UnlikeValues = tuple[str, str, str]
+"""A key, what it has and what it would get instead."""
+_CONTAINER_WORDS: Mapping[type, str] = {dict: "keys and values", list: "a list"}
+
 
 def load_recipe(
     path: Path | str, overrides: Sequence[str] = (), site: Path | None = None
@@ -63,7 +68,7 @@ def load_recipe(
     remove_replaced_sources(tree, given)
     tree = drop_replaced_preset(tree, given)
     try:
-        merged = OmegaConf.merge(*trees, tree, given)
+        merged = _merge_trees(*trees, tree, given)
         _raise_if_values_are_missing(merged)
         values = OmegaConf.to_container(merged, resolve=True)
     except InterpolationResolutionError as error:
@@ -71,6 +76,33 @@ def load_recipe(
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     return build_recipe(values)
+
+
+def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
+    """Trees in one, in which later ones win.
+
+    Raises:
+        RecipeError: One has a list where another has keys; all such places at once.
+    """
+    plain = [OmegaConf.to_container(tree) for tree in trees]
+    unlike = [one for pair in combinations(plain, 2) for one in _find_unlike_values(*pair)]
+    if unlike:
+        raise RecipeError.from_problems(
+            Problem(f"expected {wanted}, got {found}", key)
+            for key, wanted, found in dict.fromkeys(unlike)
+        )
+    return OmegaConf.merge(*trees)
+
+
+def _find_unlike_values(value: object, new_value: object, key: str = "") -> Iterator[UnlikeValues]:
+    """Dotted keys of lists and of keys with values that are to take each other's place."""
+    kinds = [_CONTAINER_WORDS.get(type(one)) for one in (value, new_value)]
+    if isinstance(value, Mapping) and isinstance(new_value, Mapping):
+        for name in value.keys() & new_value.keys():
+            below = f"{key}.{name}" if key else str(name)
+            yield from _find_unlike_values(value[name], new_value[name], below)
+    elif kinds[0] and kinds[1] and kinds[0] != kinds[1]:
+        yield key, kinds[0], kinds[1]
 
 
 def _raise_if_values_are_missing(tree: DictConfig | ListConfig) -> None:
@@ -206,7 +238,7 @@ def parse_overrides(overrides: Sequence[str]) -> DictConfig:
         raise RecipeError.from_problems(problems)
     try:
         return OmegaConf.from_dotlist(list(overrides))
-    except (OmegaConfBaseException, ValueError) as error:
+    except (OmegaConfBaseException, ValueError, yaml.YAMLError) as error:
         raise RecipeError(f"the overrides cannot be read: {error}") from error
 
 
@@ -239,7 +271,7 @@ def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
     remove_replaced_sources(tree, given)
     tree = drop_replaced_preset(tree, given)
-    merged = OmegaConf.merge(tree, given)
+    merged = _merge_trees(tree, given)
     _raise_if_values_are_missing(merged)
     return build_recipe(OmegaConf.to_container(merged))
 
@@ -249,12 +281,12 @@ def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:
 
     A resolved recipe names every key: what was written by hand cannot be told from the rest.
     """
-    objective = OmegaConf.select(tree, "trainer.objective")
-    loss_agg = OmegaConf.select(overrides, "trainer.objective.loss_agg")
+    objective = _select_unless_wrong(tree, "trainer.objective")
+    loss_agg = _get_as_written(overrides, "trainer.objective.loss_agg")
     if OmegaConf.is_dict(objective) and loss_agg not in (None, "seq_mean_token_sum_norm"):
         objective.pop("loss_scale_tokens", None)  # it belongs to that alone
-    preset = OmegaConf.select(overrides, PRESET_KEY)
-    said = OmegaConf.select(tree, PRESET_KEY.rpartition(".")[0])
+    preset = _get_as_written(overrides, PRESET_KEY)
+    said = _select_unless_wrong(tree, PRESET_KEY.rpartition(".")[0])
     if preset is None or said is None or not set(ObjectiveConfig.model_fields) <= set(said):
         return tree
     values = OmegaConf.to_container(tree)
@@ -269,14 +301,30 @@ def remove_replaced_sources(tree: DictConfig, overrides: DictConfig) -> None:
     the file, and what belongs to that one goes with it, such as a generator's arguments.
     """
     for section, choices in EXCLUSIVE_KEYS.items():
-        base = OmegaConf.select(tree, section)
-        given = [key for key in choices if OmegaConf.select(overrides, f"{section}.{key}")]
+        base = _select_unless_wrong(tree, section)
+        given = [key for key in choices if _get_as_written(overrides, f"{section}.{key}")]
         if len(given) != 1 or not OmegaConf.is_dict(base):
             continue
         for key in choices:
             if key != given[0] and base.pop(key, None) is not None:
                 for companion in DEPENDENT_KEYS_BY_SOURCE.get(key, ()):
                     base.pop(companion, None)
+
+
+def _select_unless_wrong(tree: DictConfig, key: str) -> Any:
+    """What a recipe has under a dotted key; None where it is wrong: its reading tells of that."""
+    try:
+        return OmegaConf.select(tree, key)
+    except OmegaConfBaseException:
+        return None
+
+
+def _get_as_written(overrides: DictConfig, key: str) -> Any:
+    """An override by its dotted key. A `${...}` in it may name a key that only the recipe has."""
+    value: Any = OmegaConf.to_container(overrides)
+    for part in key.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return value
 
 
 def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

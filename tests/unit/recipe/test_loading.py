@@ -125,6 +125,12 @@ REFUSED = [
         "train_dataset.harbor",
         "need a sandbox of bwrap, podman, apptainer or enroot, and rollout.agent.isolation is null",
     ),
+    (
+        "rollout.sampling=[1]; evaluation.sets=[aime]",
+        "rollout.sampling evaluation.sets",
+        "expected keys and values, got a list",
+    ),
+    ("trainer.objective=[]", "trainer.objective", "instance of ObjectiveConfig"),
     ("rollout.min_samples=100", "rollout.min_samples", "is more than n_samples"),
     ("rollout.extra_samples=10000", "rollout.max_concurrent_rollouts", "is too small"),
     (f"{SOURCES}; rollout.curriculum=my.tasks:weigh", "train_dataset.sources", "are ignored when"),
@@ -178,6 +184,8 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
     assert recipe.rollout.max_head_offpolicyness == 2
     with pytest.raises(RecipeError, match="expected key=value, got 'trainer'"):
         load_recipe(QUICKSTART, ["trainer"])
+    with pytest.raises(RecipeError, match=r"(?s)the overrides cannot be read.*duplicate key"):
+        load_recipe(QUICKSTART, ["train_dataset.kwargs={size: 1, size: 2}"])
 
 
 @pytest.mark.parametrize(
@@ -197,6 +205,7 @@ def test_overrides_reach_any_depth_and_keep_their_types() -> None:
         ("train_dataset", "train_dataset.sources=[{path: a.jsonl}]", {"path": None}),
         ("valid_dataset", "valid_dataset.path=own.jsonl", {"path": Path("own.jsonl")}),
         ("model", "model.path=/models/own", {"path": Path("/models/own"), "tiny": None}),
+        ("model", "model.path=${cluster.fileroot}/own", {"path": Path("runs/own"), "tiny": None}),
     ],
 )
 def test_a_source_on_the_command_line_replaces_that_of_the_file(
