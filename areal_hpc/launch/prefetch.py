@@ -105,7 +105,11 @@ def _download_if_missing(prefetch_item: PrefetchItem) -> Path:
         return path
     import httpx
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     try:
         return Path(
@@ -116,6 +120,9 @@ def _download_if_missing(prefetch_item: PrefetchItem) -> Path:
                 allow_patterns=list(prefetch_item.patterns),
             )
         )
+    except HFValidationError as error:
+        hint = "look the name up on the hub"
+        raise RecipeError(str(error), key=prefetch_item.key, hint=hint) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         first = str(error).strip().split("\n")[0]
         raise RecipeError(

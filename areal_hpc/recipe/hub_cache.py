@@ -18,16 +18,18 @@ def find_snapshot(repo: str, kind: RepoKind, revision: str | None, key: str) -> 
     """The folder of a revision (branch, tag or whole commit hash; main when None) in the cache.
 
     Raises:
-        RecipeError: It is not there; names the recipe's `key`.
+        RecipeError: It is not there, or no name of the hub's; names the recipe's `key`.
     """
     # Imported late: only recipes that name the hub pay for it.
     from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
         return Path(
             snapshot_download(repo, repo_type=kind, revision=revision, local_files_only=True)
         )
+    except HFValidationError as error:
+        raise RecipeError(str(error), key=key, hint="look the name up on the hub") from None
     except LocalEntryNotFoundError:
         raise RecipeError(
             f"{kind} {repo} (revision {revision or 'main'}) is not in the Hugging Face cache "

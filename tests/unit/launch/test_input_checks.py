@@ -54,6 +54,13 @@ def model_problems(recipe: Recipe) -> list[str]:
     ]
 
 
+def test_a_name_that_the_hub_cannot_have_is_a_problem(recipe: Recipe) -> None:
+    model = recipe.model.model_copy(update={"hub": "someone/tiny--8B"})
+    (problem,) = find_model_problems(recipe.model_copy(update={"model": model}))
+    assert problem.key == "model.hub"
+    assert "Cannot have -- or .. in repo_id" in problem.message
+
+
 def test_an_absent_model_is_a_problem_before_anything_starts(recipe: Recipe) -> None:
     (message,) = model_problems(recipe)
     assert "someone/tiny (revision main) is not in the Hugging Face cache" in message
