@@ -4,6 +4,7 @@ import re
 import shutil
 import statistics
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -100,7 +101,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
     since = read_launch_time(paths)
     events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
-    task_exits = tuple(word for word in _read_exit_records(run) if word.at >= since)
+    task_exits = tuple(word for word in read_exit_records(run) if word.at >= since)
     return RunInspection(
         run=run,
         past=tuple(queue.read_accounting(submissions)),
@@ -132,11 +133,13 @@ def _read_free_disk_bytes(paths: RunPaths) -> int | None:
         return None
 
 
-def _read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
+def read_exit_records(run: RunJobs) -> Iterator[TaskExitRecord]:
+    """The last words of all tasks, with the times at which they were written."""
     for job in run.jobs:
         for rank, outcome in job.task_exits.items():
             path = run.paths.job(job.name).task_exit(rank)
-            yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
+            with suppress(FileNotFoundError):  # the job starts again at this moment
+                yield TaskExitRecord(job.name, rank, path.stat().st_mtime, outcome)
 
 
 def _find_tracebacks(
@@ -212,7 +215,7 @@ def find_slurm_output_files(submission: Submission) -> list[Path]:
     job_id, _, member = submission.job_id.partition("_")
     words = {"%j": submission.job_id, "%A": job_id, "%a": member or "*", "%t": "*", "%N": "*"}
     found: set[Path] = set()
-    for pattern in re.findall(r"--(?:output|error)[= ](\S+)", script.read_text()):
+    for pattern in re.findall(r"--(?:output|error)[= ]('[^']*'|\S+)", script.read_text()):
         name = pattern.strip("'\"")
         for word, value in words.items():
             name = name.replace(word, value)
