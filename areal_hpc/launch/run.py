@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -210,6 +210,7 @@ def format_summary(paths: RunPaths) -> str:
 def draw_learning_curve(paths: RunPaths) -> None:
     """Draw the run's learning curve into its directory, if matplotlib is installed.
 
+    Nothing ends for want of a picture: where the storage does not take it, a line says so.
     Only commands that train call this: those that look at a run may have no right to write there.
     """
     if importlib.util.find_spec("matplotlib") is None:
@@ -219,7 +220,12 @@ def draw_learning_curve(paths: RunPaths) -> None:
     snapshot = read_run_snapshot(paths)
     if snapshot.steps:
         title = f"{paths.root.parent.name} / {paths.root.name}"
-        plot_learning_curve(snapshot, title, paths.learning_curve)
+        try:
+            plot_learning_curve(snapshot, title, paths.learning_curve)
+        except OSError as error:
+            with suppress(OSError):  # half a picture
+                paths.learning_curve.unlink()
+            say(f"the learning curve was not drawn: {error.strerror}: {paths.learning_curve}")
 
 
 def get_program_command() -> str:

@@ -1,11 +1,14 @@
 """Progress lines: each finished step once, also over resumes and fresh starts."""
 
+import errno
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id_in_evaluation
+from areal_hpc.launch import run
 from areal_hpc.metrics.step_line import (
     describe_step_time_shares,
     estimate_remaining_s,
@@ -15,9 +18,10 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.manifests import EvaluatedTicket, append_evaluated_ticket
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view import learning_curve
 from areal_hpc.view.evaluations.evaluation_progress import EvaluationReporter
 from areal_hpc.view.learning_curve import draw_learning_curve
-from areal_hpc.view.state.live_progress import PlainReporter
+from areal_hpc.view.state.live_progress import LiveReporter, PlainReporter
 from areal_hpc.view.state.run_state import RunSnapshot, SnapshotReader, read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
 from tests.support.environments import CHECKOUT
@@ -189,3 +193,25 @@ def test_a_learning_curve_is_labeled_by_what_it_shows() -> None:
         legend = rewards.get_legend()
         assert legend is not None
         assert [one.get_text() for one in legend.get_texts()][1] == "held-out tasks"
+
+
+def test_a_learning_curve_that_the_storage_does_not_take_ends_nothing(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_disk(snapshot: object, title: str, out: Path) -> None:
+        out.write_bytes(b"half")
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    append_line(paths.metrics, {"step": 1, **STEP})
+    monkeypatch.setattr(learning_curve, "plot_learning_curve", fill_disk)
+    run.draw_learning_curve(paths)
+    assert "the learning curve was not drawn: No space left on device" in capsys.readouterr().out
+    assert not paths.learning_curve.exists()
+
+
+def test_a_panel_goes_whatever_its_last_look_meets(paths: RunPaths) -> None:
+    reporter = LiveReporter(paths, total_steps=3, sft_steps=0)
+    paths.metrics.mkdir()
+    with pytest.raises(IsADirectoryError):
+        reporter.close()
+    assert not reporter._live.is_started

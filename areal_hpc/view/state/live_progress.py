@@ -161,8 +161,10 @@ class LiveReporter(PlainReporter):
 
     def close(self) -> None:
         """Remove the panel and print what the last look missed."""
-        super().close()
-        self._live.stop()
+        try:
+            super().close()
+        finally:  # else the terminal stays without a cursor
+            self._live.stop()
 
 
 def _get_last_step(rows: Sequence[dict[str, Any]]) -> int:
