@@ -19,6 +19,7 @@ from areal_hpc.launch.plan import JobStage, build_job_with_task_per_rank, get_in
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.checkpoints import (
     COMPLETE_MARKER_FILE,
     list_checkpoints,
@@ -135,8 +136,9 @@ class RecordedStepsReplay:
 
     def _prepare_output_dir(self) -> None:
         run, out = self._run, self._out
-        out.checkpoints_dir.mkdir(parents=True, exist_ok=True)
-        out.replay.write_bytes(msgspec.json.encode(self._request))
+        # First and whole: a directory that holds anything else is refused by the next try.
+        write_atomic(out.replay, msgspec.json.encode(self._request))
+        out.checkpoints_dir.mkdir(exist_ok=True)
         run_dir_setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
