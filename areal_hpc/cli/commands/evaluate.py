@@ -80,8 +80,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         print("next     run the same command again for the results")
         return 0
     report = build_report(target, sets)
-    write_report(target.paths, report)
     print("\n".join(format_report(report)))
+    write_report(target.paths, report)
     print(f"results  {target.paths.evaluation_report}")
     return _print_comparison_and_get_exit_code(before, report) if before else 0
 
