@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
@@ -189,30 +190,34 @@ def check_storage_from_node(
     folder = fileroot / f".doctor-job.{secrets.token_hex(4)}"
     token = secrets.token_hex(16)
     try:
-        folder.mkdir(parents=True)
-        (folder / "question").write_text(f"{token}\n")
-        script = JobPaths(folder).script
-        script.write_text(
-            _VISIBILITY_SCRIPT.format(
-                folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_DELAY_S
-            )
-        )
-        job_id = run_slurm_command(
-            *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
-            *(*get_sbatch_flags(options), f"--output={folder}/output", str(script)),
-        ).split(";")[0]
+        job_id = _submit_job_with_question(folder, options, token)
+        print_line(f"job {job_id} was submitted; waiting up to {timeout_s:.0f} s for its answer")
+        try:
+            return _await_job_answer(folder, job_id, token, timeout_s)
+        finally:
+            with suppress(ClusterError):
+                run_slurm_command("scancel", "--quiet", job_id)
     except OSError as error:
         return fail("shared", f"{folder}: {error.strerror}", "choose another cluster.fileroot")
     except ClusterError as error:
-        shutil.rmtree(folder, ignore_errors=True)
         return fail("shared", error.problems[0].message, "areal-hpc doctor without --check-node")
-    print_line(
-        f"job {job_id.strip()} was submitted; waiting up to {timeout_s:.0f} s for its answer"
-    )
-    try:
-        return _await_job_answer(folder, job_id.strip(), token, timeout_s)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _submit_job_with_question(folder: Path, options: JobOptions, token: str) -> str:
+    """The number of a job that looks for the token in the folder, which is made."""
+    folder.mkdir(parents=True)
+    (folder / "question").write_text(f"{token}\n")
+    script = JobPaths(folder).script
+    script.write_text(
+        _VISIBILITY_SCRIPT.format(folder=shlex.quote(str(folder)), within_s=MAX_VISIBILITY_DELAY_S)
+    )
+    answer = run_slurm_command(
+        *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
+        *(*get_sbatch_flags(options), f"--output={folder}/output", str(script)),
+    )
+    return answer.split(";")[0].strip()
 
 
 def _await_job_answer(folder: Path, job_id: str, token: str, timeout_s: float) -> CheckResult:
@@ -235,7 +240,6 @@ def _await_job_answer(folder: Path, job_id: str, token: str, timeout_s: float) -
         if found and found.reason:
             waits_for = explain_reason(found.reason).meaning
         time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
-    run_slurm_command("scancel", job_id)
     hint = "try again when nodes are free"
     return warn("shared", f"job {job_id} did not answer in time: {waits_for}", hint)
 

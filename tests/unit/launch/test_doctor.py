@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.launch.doctor import storage_checks
 from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus, fail, format_checks, ok, warn
 from areal_hpc.launch.doctor.limit_checks import judge_job_limit
 from areal_hpc.launch.doctor.partition_checks import (
@@ -19,9 +20,9 @@ from areal_hpc.launch.doctor.partition_checks import (
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
 from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container
-from areal_hpc.launch.doctor.storage_checks import check_storage
+from areal_hpc.launch.doctor.storage_checks import check_storage, check_storage_from_node
 from areal_hpc.launch.doctor.subject import DoctorSubject
-from areal_hpc.recipe.sections.cluster import SlurmConfig
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 
 
 def test_a_directory_is_judged_by_its_promises_and_left_as_it_was(tmp_path: Path) -> None:
@@ -33,6 +34,26 @@ def test_a_directory_is_judged_by_its_promises_and_left_as_it_was(tmp_path: Path
     (one,) = check_storage(DoctorSubject(fileroot=tmp_path / "file" / "below"))
     assert one.verdict is CheckStatus.FAIL
     assert "cluster.fileroot" in one.hint
+
+
+def test_ctrl_c_leaves_neither_the_job_of_the_storage_check_nor_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    called: list[tuple[str, ...]] = []
+
+    def run_slurm(*words: str) -> str:
+        called.append(words)
+        return "17;cluster\n"
+
+    def interrupt(*arguments: object) -> CheckResult:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(storage_checks, "run_slurm_command", run_slurm)
+    monkeypatch.setattr(storage_checks, "_await_job_answer", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        check_storage_from_node(tmp_path, JobOptions(), print)
+    assert called[-1] == ("scancel", "--quiet", "17")
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> None:
