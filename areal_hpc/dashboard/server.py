@@ -46,14 +46,20 @@ def serve_dashboard(
     host = socket.gethostname()
     print_line(f"{dir_with_runs}: open {address.url}")
     print_line("from another machine, first:")
-    print_line(
-        f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {getpass.getuser()}@{host}"
-    )
+    print_line(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {_get_user()}@{host}")
     print_line("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
         app.is_ending = lambda: server.should_exit
         server.run(sockets=[listener])
+
+
+def _get_user() -> str:
+    """The name of this user; a word in its place where a container knows the number alone."""
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return "USER"
 
 
 def _listen_at_kept_or_free_port(
