@@ -1,6 +1,7 @@
 """Entry point of `areal-hpc`: parser and error printing."""
 
 import argparse
+import io
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -48,6 +49,7 @@ VARIADIC_ARGUMENTS = ("overrides", "names")
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
+    _spell_out_what_stdout_cannot_say()
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
     try:
@@ -66,6 +68,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
+
+
+def _spell_out_what_stdout_cannot_say() -> None:
+    """Have characters that the locale lacks written by their codes, where Python would raise."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="backslashreplace")
 
 
 def _is_named_in(arguments: argparse.Namespace, filename: object) -> bool:
