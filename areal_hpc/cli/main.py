@@ -1,6 +1,7 @@
 """Entry point of `areal-hpc`: parser and error printing."""
 
 import argparse
+import errno
 import io
 import sys
 from collections.abc import Sequence
@@ -25,7 +26,7 @@ from areal_hpc.cli.commands import (
     view,
     why,
 )
-from areal_hpc.errors import ArealError, Problem, RecipeError, escape_controls
+from areal_hpc.errors import ArealError, ClusterError, Problem, RecipeError, escape_controls
 
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
@@ -43,6 +44,8 @@ HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     PermissionError: "ask its owner, or name another",
 }
 """What to try where a path of the command line cannot be used."""
+FULL_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Of storage that takes no more, whatever a command was about to write."""
 VARIADIC_ARGUMENTS = ("overrides", "names")
 """Arguments that a command may take any number of."""
 
@@ -68,6 +71,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
+    except OSError as error:
+        if error.errno not in FULL_STORAGE_ERRNOS:
+            raise
+        hint = "make room there, or have it write to another place"
+        problem = Problem(str(error.strerror), str(error.filename or ""), hint)
+        print(escape_controls(f"error: {problem}"), file=sys.stderr)
+        sys.exit(ClusterError.exit_code)
 
 
 def _spell_out_what_stdout_cannot_say() -> None:

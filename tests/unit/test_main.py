@@ -1,12 +1,16 @@
 """What the command line makes of a terminal and of storage that are not as they should be."""
 
+import errno
 import io
+import os
 import sys
+from pathlib import Path
 
 import pytest
 
 from areal_hpc.cli.main import main
 from areal_hpc.recipe import reference
+from areal_hpc.view.report import writing
 
 
 def test_characters_that_a_locale_lacks_are_spelled_out(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -17,3 +21,17 @@ def test_characters_that_a_locale_lacks_are_spelled_out(monkeypatch: pytest.Monk
         main(["recipe-keys"])
     sys.stdout.flush()
     assert (ended.value.code, written.getvalue()) == (0, b"a \\u2502 b\n")
+
+
+def test_full_storage_is_an_error_without_a_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_disk(runs: object, out: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    (tmp_path / "recipe.yaml").touch()
+    monkeypatch.setattr(writing, "write_report", fill_disk)
+    with pytest.raises(SystemExit) as ended:
+        main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")])
+    assert ended.value.code == 75
+    assert capsys.readouterr().err.startswith("error: No space left on device\n  try: make room")
