@@ -104,8 +104,11 @@ def _format_last_value(advance: RunProgress, metric_name: str) -> str:
 
 
 def find_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
-    """The keys whose values differ among resolved recipes, with the shortest name that tells."""
-    flat = [flatten_keys(recipe) for recipe in recipes]
+    """The keys whose values differ among resolved recipes, with the shortest name that tells.
+
+    Those of which nothing can be read, as another user's, take no part.
+    """
+    flat = [keys for recipe in recipes if (keys := flatten_keys(recipe))]
     keys = sorted(
         key
         for key in {key for one in flat for key in one}

@@ -32,9 +32,10 @@ async function showRuns(main, query, go) {
 }
 
 function compareRuns(runs) {
-  const keys = [...new Set(runs.flatMap((run) => Object.keys(run.recipe)))].sort();
+  const known = runs.filter((run) => Object.keys(run.recipe).length); // not another user's
+  const keys = [...new Set(known.flatMap((run) => Object.keys(run.recipe)))].sort();
   const differing = keys.filter((key) => !["experiment_name", "trial_name"].includes(key)
-    && new Set(runs.map((run) => run.recipe[key])).size > 1);
+    && new Set(known.map((run) => run.recipe[key])).size > 1);
   const columns = [
     { title: "key", cell: (key) => element("span", { class: "mono" }, key) },
     ...runs.map((run) => ({ title: run.name, wide: true, cell: (key) => run.recipe[key] ?? "–" })),

@@ -6,6 +6,7 @@ import yaml
 
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, list_runs
+from areal_hpc.rundir.run_recipe import UNREADABLE_RECIPE
 from areal_hpc.slurm.queue import QueuePoller
 from areal_hpc.view.compare import compare_runs, find_differing_keys
 from areal_hpc.view.tables import format_duration
@@ -18,6 +19,14 @@ def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
     ]
     assert find_differing_keys(recipes) == [("proxy.seed", "seed"), ("trainer.lr", "lr")]
     assert find_differing_keys(recipes[:1]) == []
+
+
+def test_a_recipe_of_another_user_makes_no_key_differ() -> None:
+    """Its keys are not to be read: every key of the others would be a column."""
+    recipes = [{"trainer": {"lr": 1e-3, "seed": 1}}, UNREADABLE_RECIPE]
+    assert find_differing_keys(recipes) == []
+    recipes.append({"trainer": {"lr": 2e-3, "seed": 1}})
+    assert find_differing_keys(recipes) == [("trainer.lr", "lr")]
 
 
 def test_two_keys_of_one_name_are_told_apart() -> None:
