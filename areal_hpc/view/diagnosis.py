@@ -178,13 +178,17 @@ def _diagnose_no_progress(
 ) -> Diagnosis | None:
     """A run at work that does not get further; None if it does, or has just started."""
     suspended = [
-        f"{job.name} (job {job.queued.job_id}) {job.queued.state.meaning}"
+        (job.name, job.queued)
         for job in evidence.run.jobs
         if job.queued and job.queued.state.name in ("SUSPENDED", "STOPPED")
     ]
     if suspended:
-        hint = "scontrol resume JOBID if a person suspended it; else it waits for other jobs"
-        return Diagnosis(f"the run is stalled: {'; '.join(suspended)}", failure_chain, hint)
+        told = "; ".join(
+            f"{name} (job {queued.job_id}) {queued.state.meaning}" for name, queued in suspended
+        )
+        ids = ",".join(queued.job_id for _, queued in suspended)
+        hint = f"scontrol resume {ids} if a person suspended it; else it waits for other jobs"
+        return Diagnosis(f"the run is stalled: {told}", failure_chain, hint)
     if evidence.free_bytes is not None and evidence.free_bytes < MIN_FREE_DISK_BYTES:
         free = f"{evidence.free_bytes / 2**20:.0f} MiB are free in {evidence.run.paths.root}"
         return Diagnosis(f"the run is running, but only {free}", failure_chain, "make room there")

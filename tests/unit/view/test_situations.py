@@ -221,3 +221,8 @@ def test_a_job_that_is_over_is_its_successor_if_that_lives(
     assert trainer.queued == look[number]
     assert get_run_state(run) == word
     assert any(said in line for line in format_job_table_and_notes(run))
+
+
+def test_the_hint_on_a_suspended_job_names_it() -> None:
+    found = diagnose(evidence(job("trainer", "SUSPENDED", "1"), CELL))
+    assert found.hint.startswith("scontrol resume 1 if")
