@@ -26,7 +26,14 @@ from areal_hpc.cli.commands import (
     view,
     why,
 )
-from areal_hpc.errors import ArealError, ClusterError, Problem, RecipeError, escape_controls
+from areal_hpc.errors import (
+    ArealError,
+    ClusterError,
+    Problem,
+    RecipeError,
+    RunInterruptedError,
+    escape_controls,
+)
 
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
@@ -71,6 +78,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(RecipeError.exit_code)
     except BrokenPipeError:
         sys.exit(0)  # the reader (head, less) has seen enough
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(RunInterruptedError.exit_code)
     except OSError as error:
         if error.errno not in FULL_STORAGE_ERRNOS:
             raise

@@ -35,3 +35,15 @@ def test_full_storage_is_an_error_without_a_traceback(
         main(["report", str(tmp_path), "--out", str(tmp_path / "report.html")])
     assert ended.value.code == 75
     assert capsys.readouterr().err.startswith("error: No space left on device\n  try: make room")
+
+
+def test_ctrl_c_ends_any_command_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupt() -> str:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(reference, "render_key_table", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(["recipe-keys"])
+    assert (ended.value.code, capsys.readouterr().err) == (130, "interrupted\n")
