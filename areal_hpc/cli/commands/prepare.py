@@ -77,7 +77,11 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
     if path is not None:
         if not path.is_file():
             raise RecipeError(f"there is no text file at {path}", key="--texts")
-        return path.read_text().splitlines()
+        try:
+            return path.read_text().splitlines()
+        except UnicodeDecodeError as error:
+            hint = "save it as UTF-8"
+            raise RecipeError(f"{path} is no text: {error}", key="--texts", hint=hint) from error
     try:
         from areal_hpc.dataset.sources import iterate_task_rows
         from areal_hpc.recipe.sections.dataset import TaskSetConfig
