@@ -202,6 +202,8 @@ def _show_logs(arguments: argparse.Namespace) -> int:
     )
 
     paths = parse_run_dir(arguments.run)
+    if arguments.lines < 0:
+        raise RecipeError(f"expected 0 lines or more, got {arguments.lines}", key="--lines")
     if arguments.follow and arguments.attempt:
         raise RecipeError(
             f"--follow needs the newest attempt; attempt {arguments.attempt} has ended",
