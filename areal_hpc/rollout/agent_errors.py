@@ -55,8 +55,7 @@ def build_agent_error(error: BaseException, trace: TracebackType | None) -> Agen
 
 def find_node_shortage(error: BaseException) -> NodeShortageError | None:
     """What the node lacked, if that is why an agent raised an error; None if it is not."""
-    cause: BaseException | None = error
-    while cause is not None:
+    for cause in _list_causes(error):
         if isinstance(cause, NodeShortageError):
             return cause
         if lacking := _describe_shortage(cause):
@@ -64,7 +63,6 @@ def find_node_shortage(error: BaseException) -> NodeShortageError | None:
                 f"{lacking} while the agent ran: {escape_surrogates(_describe_exception(error))}",
                 hint=SHORTAGE_HINT,
             )
-        cause = cause.__cause__
     return None
 
 
@@ -79,6 +77,14 @@ def build_oom_kill_error(process_name: str) -> NodeShortageError:
 def describe_errno_shortage(errnos: Iterable[int]) -> str:
     """What the node lacked, by the first of the system's error numbers that tells; else empty."""
     return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRORS), "")
+
+
+def _list_causes(error: BaseException) -> list[BaseException]:
+    """An exception and its causes, each once: `raise error from error` makes it its own."""
+    found = [error]
+    while (cause := found[-1].__cause__) is not None and cause not in found:
+        found.append(cause)
+    return found
 
 
 def _describe_shortage(error: BaseException) -> str:
@@ -96,10 +102,7 @@ def _describe_exception(error: BaseException) -> str:
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
     said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    first = error
-    while first.__cause__ is not None:
-        first = first.__cause__
-    reason = str(first).strip()
+    reason = str(_list_causes(error)[-1]).strip()
     if reason and reason not in said:
         said = f"{said} ({reason.splitlines()[0]})"
     return said[:MAX_MESSAGE_CHARS]

@@ -82,8 +82,9 @@ def describe_error(error: BaseException) -> str:
 
 def list_errnos(error: BaseException | None) -> list[int]:
     """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
-    found = []
-    while error is not None:
+    found, looked_at = list[int](), list[BaseException]()
+    while error is not None and error not in looked_at:  # `raise error from error` makes a ring
+        looked_at.append(error)
         if isinstance(error, OSError) and error.errno:
             found.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):

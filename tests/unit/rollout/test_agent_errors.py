@@ -13,6 +13,7 @@ from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
 from areal_hpc.errors import AgentError, NodeShortageError
 from areal_hpc.rollout.agent_errors import (
     NO_THREAD_TEXT,
+    build_agent_error,
     describe_errno_shortage,
     find_node_shortage,
 )
@@ -38,6 +39,11 @@ def chain(*errors: BaseException) -> BaseException:
     return errors[0]
 
 
+def make_own_cause(error: BaseException) -> BaseException:
+    """As `raise error from error` leaves it."""
+    return chain(error, error)
+
+
 REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
 
 
@@ -48,6 +54,8 @@ REFUSED = ConnectionRefusedError(errno.ECONNREFUSED, "refused")
         (chain(REFUSED, OSError(errno.EMFILE, "no descriptor")), True),
         (chain(ValueError("no tool"), RuntimeError(NO_THREAD_TEXT)), True),
         (RuntimeError("another"), False),
+        (make_own_cause(ValueError("no tool")), False),
+        (chain(KeyError("x"), make_own_cause(OSError(errno.EMFILE, "no descriptor"))), True),
         (ConnectionRefusedError(errno.ECONNREFUSED, "refused"), False),
         (OSError("without a number"), False),
     ],
@@ -61,3 +69,8 @@ def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
     told = json.dumps({"raised": agent_worker.encode_raised_error(error)}).encode()
     with pytest.raises(NodeShortageError if is_short else AgentError, match="the agent raised"):
         decode_answer(told)
+
+
+def test_an_exception_that_is_its_own_cause_is_described() -> None:
+    error = build_agent_error(make_own_cause(ValueError("no tool")), None)
+    assert error.problems[0].message == "the agent raised ValueError: no tool"
