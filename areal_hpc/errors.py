@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -328,6 +329,12 @@ class ChatTemplateError(ValueError):
 
 class InvalidArithmeticError(ValueError):
     """The text is more than numbers, parentheses and the four operators."""
+
+
+def describe_exception(error: BaseException) -> str:
+    """`ValueError: why` on one line, without the notes of the exception."""
+    parts = traceback.format_exception_only(error)  # of a SyntaxError its place comes first
+    return " ".join(next(one for one in parts if not one.startswith(" ")).split())
 
 
 def escape_surrogates(text: str) -> str:

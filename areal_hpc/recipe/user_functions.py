@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, describe_exception
 
 MAX_SHOWN_FRAMES = 5
 """Frames of a traceback that an error shows, the deepest ones."""
@@ -95,7 +95,6 @@ def _build_import_error(
 
 def describe_user_error(error: BaseException) -> str:
     """`ValueError: why`, and below it the frames of the traceback that are the user's code."""
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -105,7 +104,7 @@ def describe_user_error(error: BaseException) -> str:
         f"  {frame.filename}:{frame.lineno} in {frame.name}: {frame.line}"
         for frame in frames[-MAX_SHOWN_FRAMES:]
     ]
-    return "\n".join([said, *lines])
+    return "\n".join([describe_exception(error), *lines])
 
 
 def format_name_suggestion(name: str, known_names: Iterable[str]) -> str:

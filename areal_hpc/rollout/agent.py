@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
-from areal_hpc.errors import RecipeError
+from areal_hpc.errors import RecipeError, describe_exception
 from areal_hpc.wire.agent_reward import Reward
 
 EXTRA_KWARG_NAMES = ("base_url", "api_key", "http_client", "session_id", "seed")
@@ -185,7 +185,7 @@ def _build_agent_error(message: str, hint: str, key: str = "rollout.workflow") -
 
 def _summarize_exception(error: BaseException) -> str:
     """`ValueError: why (file.py:12)`: the deepest line that is not import machinery."""
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    said = describe_exception(error)
     if isinstance(error, SyntaxError):
         return f"{said} ({error.filename}:{error.lineno}: {(error.text or '').strip()})"
     frames = [

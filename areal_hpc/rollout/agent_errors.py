@@ -12,7 +12,12 @@ from types import FrameType, TracebackType
 from typing import Any
 
 import areal_hpc
-from areal_hpc.errors import AgentError, NodeShortageError, escape_surrogates
+from areal_hpc.errors import (
+    AgentError,
+    NodeShortageError,
+    describe_exception,
+    escape_surrogates,
+)
 
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
@@ -101,10 +106,9 @@ def _describe_exception(error: BaseException) -> str:
     body = getattr(error, "body", None)
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
-    said = "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
-    reason = str(_list_causes(error)[-1]).strip()
-    if reason and reason not in said:
-        said = f"{said} ({reason.splitlines()[0]})"
+    said, first = describe_exception(error), _list_causes(error)[-1]
+    if first is not error and (reason := " ".join(str(first).split())) and reason not in said:
+        said = f"{said} ({reason})"
     return said[:MAX_MESSAGE_CHARS]
 
 

@@ -76,8 +76,9 @@ def to_builtins(value: Any) -> Any:
 
 
 def describe_error(error: BaseException) -> str:
-    """`ValueError: why`."""
-    return "".join(traceback.format_exception_only(error)).strip().splitlines()[-1]
+    """`ValueError: why`, as `areal_hpc.errors.describe_exception`, which is not to be had here."""
+    parts = traceback.format_exception_only(error)
+    return " ".join(next(one for one in parts if not one.startswith(" ")).split())
 
 
 def list_errnos(error: BaseException | None) -> list[int]:

@@ -74,3 +74,26 @@ def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
 def test_an_exception_that_is_its_own_cause_is_described() -> None:
     error = build_agent_error(make_own_cause(ValueError("no tool")), None)
     assert error.problems[0].message == "the agent raised ValueError: no tool"
+
+
+def build_error_with_note() -> Exception:
+    error = ValueError("no tool")
+    error.add_note("see the manual")
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (
+            ValueError("1 error\nplace\n  Field required"),
+            "ValueError: 1 error place Field required",
+        ),
+        (build_error_with_note(), "ValueError: no tool"),
+        (SyntaxError("bad", ("a.py", 3, 1, "a b\n")), "SyntaxError: bad"),
+        (chain(ValueError("no\ntool"), KeyError("x")), "ValueError: no tool ('x')"),
+    ],
+)
+def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, said: str) -> None:
+    assert build_agent_error(error, None).problems[0].message == f"the agent raised {said}"
+    assert agent_worker.describe_error(error) == said.partition(" (")[0]
