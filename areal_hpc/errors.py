@@ -332,7 +332,7 @@ class InvalidArithmeticError(ValueError):
 
 
 def describe_exception(error: BaseException) -> str:
-    """`ValueError: why` on one line, without the notes of the exception."""
+    """`ValueError: why` on one line, without notes; also of one that cannot say it."""
     parts = traceback.format_exception_only(error)  # of a SyntaxError its place comes first
     return " ".join(next(one for one in parts if not one.startswith(" ")).split())
 

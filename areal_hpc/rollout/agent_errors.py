@@ -96,7 +96,7 @@ def _describe_shortage(error: BaseException) -> str:
     """What the node lacked by this error itself; empty if it is another."""
     if isinstance(error, OSError) and error.errno is not None:
         return describe_errno_shortage([error.errno])
-    if isinstance(error, RuntimeError) and NO_THREAD_TEXT in str(error):
+    if isinstance(error, RuntimeError) and NO_THREAD_TEXT in describe_exception(error):
         return os.strerror(errno.EAGAIN)
     return ""
 
@@ -107,7 +107,8 @@ def _describe_exception(error: BaseException) -> str:
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return f"{type(error).__name__}: {body['message']}"[:MAX_MESSAGE_CHARS]
     said, first = describe_exception(error), _list_causes(error)[-1]
-    if first is not error and (reason := " ".join(str(first).split())) and reason not in said:
+    _, _, reason = describe_exception(first).partition(": ")
+    if first is not error and reason and reason not in said:
         said = f"{said} ({reason})"
     return said[:MAX_MESSAGE_CHARS]
 

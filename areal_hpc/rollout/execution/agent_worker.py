@@ -88,7 +88,7 @@ def list_errnos(error: BaseException | None) -> list[int]:
         looked_at.append(error)
         if isinstance(error, OSError) and error.errno:
             found.append(error.errno)
-        elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
+        elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in describe_error(error):
             found.append(errno.EAGAIN)
         error = error.__cause__
     return found

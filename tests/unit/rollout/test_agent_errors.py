@@ -82,6 +82,15 @@ def build_error_with_note() -> Exception:
     return error
 
 
+NO_MESSAGE = "<exception str() failed>"
+
+
+class WithoutMessageError(RuntimeError):
+    def __str__(self) -> str:
+        message: Any = None
+        return str.__str__(message)
+
+
 @pytest.mark.parametrize(
     ("error", "said"),
     [
@@ -92,8 +101,11 @@ def build_error_with_note() -> Exception:
         (build_error_with_note(), "ValueError: no tool"),
         (SyntaxError("bad", ("a.py", 3, 1, "a b\n")), "SyntaxError: bad"),
         (chain(ValueError("no\ntool"), KeyError("x")), "ValueError: no tool ('x')"),
+        (chain(ValueError("no"), WithoutMessageError()), f"ValueError: no ({NO_MESSAGE})"),
     ],
 )
 def test_an_exception_is_told_with_all_lines_of_its_message(error: Exception, said: str) -> None:
     assert build_agent_error(error, None).problems[0].message == f"the agent raised {said}"
     assert agent_worker.describe_error(error) == said.partition(" (")[0]
+    assert find_node_shortage(error) is None
+    assert agent_worker.list_errnos(error) == []
