@@ -39,8 +39,12 @@ CodeLine = tuple[str, int | None]
 def build_agent_error(error: BaseException, trace: TracebackType | None) -> AgentError:
     """The error for what an agent raised: its last line, where, and the end of the traceback.
 
-    Of a traceback that comes from the user's code only the frames there are shown.
+    Of a traceback that comes from the user's code only the frames there are shown. A group, as an
+    `asyncio.TaskGroup` raises, says nothing of itself: the first exception in it is told.
     """
+    if isinstance(error, BaseExceptionGroup):
+        first: BaseException = error.exceptions[0]
+        return build_agent_error(first, first.__traceback__)
     stack = traceback.extract_tb(trace)
     own = [frame for frame in stack if _is_user_code(frame.filename)]
     shown = "".join(
@@ -85,11 +89,18 @@ def describe_errno_shortage(errnos: Iterable[int]) -> str:
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:
-    """An exception and its causes, each once: `raise error from error` makes it its own."""
+    """An exception and its causes, each once: `raise error from error` makes it its own.
+
+    A group is caused by the first exception in it.
+    """
     found = [error]
-    while (cause := found[-1].__cause__) is not None and cause not in found:
+    while (cause := _get_cause(found[-1])) is not None and cause not in found:
         found.append(cause)
     return found
+
+
+def _get_cause(error: BaseException) -> BaseException | None:
+    return error.exceptions[0] if isinstance(error, BaseExceptionGroup) else error.__cause__
 
 
 def _describe_shortage(error: BaseException) -> str:

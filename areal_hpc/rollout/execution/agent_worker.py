@@ -5,6 +5,7 @@ The standard library alone. Requests come as JSON lines on standard input; answe
 """
 
 import asyncio
+import builtins
 import ctypes
 import errno
 import importlib
@@ -20,6 +21,8 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
 _NO_THREAD_TEXT = "can't start new thread"
 """As in `agent_errors.py`."""
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+"""Since Python 3.11."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
 
@@ -90,7 +93,7 @@ def list_errnos(error: BaseException | None) -> list[int]:
             found.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in describe_error(error):
             found.append(errno.EAGAIN)
-        error = error.__cause__
+        error = error.exceptions[0] if isinstance(error, _GROUP) else error.__cause__
     return found
 
 
@@ -100,15 +103,17 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
         hint = "the Python is that of rollout.agent.python; packages it needs belong there"
         problem = [str(error)[:_MAX_TEXT_CHARS], "rollout.workflow", hint]
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
-    message = f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS]
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
-    problem = [message, "", ""]
+    errnos = list_errnos(error)
+    while isinstance(error, _GROUP):  # says nothing of itself
+        error = error.exceptions[0]
+    problem = [f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS], "", ""]
     return {
         "name": "AgentError",
         "problems": [problem],
         "kind": type(error).__name__,
         "trace": trace,
-        "errnos": list_errnos(error),
+        "errnos": errnos,
     }
 
 

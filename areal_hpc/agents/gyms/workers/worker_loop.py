@@ -4,6 +4,7 @@ Imports nothing of areal_hpc: it runs with whatever Python a gym needs.
 """
 
 import asyncio
+import builtins
 import ctypes
 import errno
 import json
@@ -15,6 +16,8 @@ from pathlib import Path
 from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
+_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+"""Since Python 3.11."""
 _NO_THREAD_TEXT = "can't start new thread"
 """As in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
 
@@ -69,7 +72,7 @@ def list_errnos(error: BaseException | None) -> list[int]:
             found.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
             found.append(errno.EAGAIN)
-        error = error.__cause__
+        error = error.exceptions[0] if isinstance(error, _GROUP) else error.__cause__
     return found
 
 
