@@ -240,7 +240,7 @@ def _explain_failure(
         key=problem.key or find_agent_run_definition(agent),
         hint=hint,
         kind=kind,
-        trace=failure.trace,
+        trace=escape_surrogates(failure.trace),
     )
 
 

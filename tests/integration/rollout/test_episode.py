@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import pytest
 from openai import AsyncOpenAI
 
-from areal_hpc.errors import HttpStatusError, SandboxStartError, WorkerStartError
+from areal_hpc.errors import AgentError, HttpStatusError, SandboxStartError, WorkerStartError
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.episode import (
     EpisodeOutcome,
@@ -133,6 +133,7 @@ def test_quick_start_agent_is_rewarded_through_the_openai_sdk(tmp_path: Path) ->
         (Ends(ValueError("no luck")), "    raise self.how\n"),
         (Ends(SystemExit(3)), "the agent raised SystemExit: 3"),
         (Ends(ValueError("half an emoji: \ud83d")), "half an emoji: \\ud83d"),
+        (Ends(AgentError("as a worker tells it", trace="half: \ud83d")), "half: \\ud83d"),
         (Ends(asyncio.CancelledError()), "the agent cancelled itself"),
         (Ends(TimeoutError("slow tool")), "the agent raised TimeoutError: slow tool"),
     ],
