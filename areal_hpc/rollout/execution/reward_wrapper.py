@@ -50,16 +50,23 @@ class AsyncRewardWrapper:
                 `WorkerStartError` if the node could not start one.
         """
         for left in reversed(range(self._tries)):
+            limit: asyncio.Timeout | None = None
             try:
-                async with self._pool.acquire() as process, asyncio.timeout(self._timeout_s):
+                async with (
+                    self._pool.acquire() as process,
+                    asyncio.timeout(self._timeout_s) as limit,
+                ):
                     returned = await process.call(self._reward_fn, *args, **kwargs)
                     return parse_reward_number(returned)
-            except TimeoutError:
-                log.warning("a reward took longer than %g s; %d tries left", self._timeout_s, left)
             except Exception as error:  # boundary: the user's function; the last one is raised
-                if not left:
+                if limit is not None and limit.expired():
+                    log.warning(
+                        "a reward took longer than %g s; %d tries left", self._timeout_s, left
+                    )
+                elif not left:
                     raise
-                log.warning("a reward failed, %d tries left: %s", left, error)
+                else:
+                    log.warning("a reward failed, %d tries left: %s", left, error)
         return 0.0
 
     def close(self) -> None:

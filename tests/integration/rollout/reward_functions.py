@@ -36,6 +36,10 @@ def dies(note: str, times: int) -> float:
         os._exit(3)
 
 
+def asks_in_vain() -> float:
+    raise TimeoutError("the judge did not answer")
+
+
 def not_a_number() -> float:
     return float("nan")
 

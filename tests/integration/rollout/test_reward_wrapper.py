@@ -61,6 +61,8 @@ def test_a_reward_that_raises_is_tried_again(tmp_path: Path) -> None:
     assert reward(functions.raises, str(tmp_path / "a"), 2) == 0.5
     with pytest.raises(ValueError, match="not yet"):
         reward(functions.raises, str(tmp_path / "b"), 3)
+    with pytest.raises(TimeoutError, match="the judge did not answer"):
+        reward(functions.asks_in_vain, options={"max_retries": 2})
 
 
 def test_a_reward_whose_process_dies_is_tried_again(tmp_path: Path) -> None:
