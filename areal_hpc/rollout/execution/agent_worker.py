@@ -71,7 +71,7 @@ def to_builtins(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return ["list", *map(to_builtins, value)]
     if hasattr(value, "value") and hasattr(value, "parts"):
-        names = ("value", "parts", "metrics", "note")
+        names = ("value", "parts", "metrics", "note", "answer")
         return ["reward", {name: getattr(value, name) for name in names if hasattr(value, name)}]
     if isinstance(value, numbers.Real) or hasattr(value, "item"):
         return float(value)

@@ -26,6 +26,7 @@ import json, os, subprocess, sys, time, urllib.request
 
 class Verdict:
     value, parts, metrics, note = 0.5, {"half": 0.5}, {"calls": 1}, "a note"
+    answer = "42"
 
 class Agent:
     def __init__(self, reward=1.0):
@@ -108,6 +109,7 @@ def test_it_is_built_once_and_needs_no_areal_hpc(python: str, tmp_path: Path) ->
     outcomes = play(tmp_path, python, {}, {}, {"then": "verdict"})
     assert [one.status for one in outcomes] == ["ok"] * 3, outcomes[0].reason
     assert [one.reward for one in outcomes] == [2.0, 4.0, 0.5]
+    assert outcomes[2].answer == "42"
 
 
 def test_one_that_raises_leaves_or_hangs_costs_its_episode(python: str, tmp_path: Path) -> None:
