@@ -28,8 +28,8 @@ agent that computes what a model asks for meets that on any node."""
 SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
 NO_THREAD_TEXT = "can't start new thread"
 """What Python says, in a `RuntimeError`, where no process is left for a thread."""
-_PACKAGE_DIR = str(Path(areal_hpc.__file__).parent)
-_STDLIB_DIR = sysconfig.get_path("stdlib")
+_PACKAGE_DIR = str(Path(areal_hpc.__file__).parent) + os.sep
+_STDLIB_DIR = sysconfig.get_path("stdlib") + os.sep
 _INSTALLED_DIRS = {"site-packages", "dist-packages"}
 
 CodeLine = tuple[str, int | None]

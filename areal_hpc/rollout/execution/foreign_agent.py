@@ -77,10 +77,12 @@ def _start_worker(python: str, environ: Mapping[str, str]) -> LineProcess:
 
 def list_user_import_folders() -> list[str]:
     """Folders from which this process imports, but for those of its own Python and packages."""
-    own = (os.path.realpath(sys.prefix), os.path.realpath(sys.base_prefix))
+    own = [os.path.realpath(prefix) for prefix in (sys.prefix, sys.base_prefix)]
     found = (os.path.realpath(folder) for folder in sys.path if Path(folder).is_dir())
     return [
-        folder for folder in found if "site-packages" not in folder and not folder.startswith(own)
+        folder
+        for folder in found
+        if "site-packages" not in folder and not any(map(Path(folder).is_relative_to, own))
     ]
 
 

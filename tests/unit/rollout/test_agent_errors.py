@@ -4,12 +4,14 @@ import asyncio
 import errno
 import importlib.util
 import json
+import sys
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import areal_hpc
 from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
 from areal_hpc.errors import AgentError, NodeShortageError
 from areal_hpc.rollout.agent_errors import (
@@ -17,9 +19,11 @@ from areal_hpc.rollout.agent_errors import (
     build_agent_error,
     describe_errno_shortage,
     find_node_shortage,
+    format_deepest_user_line,
 )
 from areal_hpc.rollout.execution import agent_worker
 from areal_hpc.rollout.execution.answers import decode_answer
+from areal_hpc.rollout.execution.foreign_agent import list_user_import_folders
 
 
 def load_gyms_worker_loop() -> Any:
@@ -133,3 +137,17 @@ def test_of_a_group_of_exceptions_the_first_is_told() -> None:
     assert "in call_tool" in error.trace
     told = agent_worker.encode_raised_error(caught.value)
     assert (told["problems"][0][0], told["kind"]) == (error.problems[0].message, "LookupError")
+
+
+def test_a_folder_whose_name_begins_like_ours_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = Path(areal_hpc.__file__).parent
+    users, ours = f"{package}_tasks/agent.py", str(package / "rollout" / "agent.py")
+    assert format_deepest_user_line([(users, 3), (ours, 5)]) == f"{users}:3"
+    folders = [tmp_path / name for name in ("venv", "venv-tasks", "venv/lib")]
+    for folder in folders:
+        folder.mkdir()
+    monkeypatch.setattr(sys, "prefix", str(folders[0]))
+    monkeypatch.setattr(sys, "path", list(map(str, folders)))
+    assert list_user_import_folders() == [str(tmp_path / "venv-tasks")]
