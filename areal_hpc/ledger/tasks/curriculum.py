@@ -91,11 +91,13 @@ class Curriculum:
     def _draw_tasks(self, first_ticket: int) -> DrawnTasks:
         """Each task once at most while there are enough; by weight."""
         weights = self._compute_weights(first_ticket)
+        weights = weights / weights.max()  # their sum may be more than a float holds
+        chances = weights / weights.sum()  # which may be 0 where a weight was not
         draws = np.random.default_rng([self._seed, first_ticket]).choice(
-            len(weights),
+            len(chances),
             size=self._batch_size,
-            replace=int(np.count_nonzero(weights)) < self._batch_size,
-            p=weights / weights.sum(),
+            replace=int(np.count_nonzero(chances)) < self._batch_size,
+            p=chances,
         )
         return DrawnTasks(first_ticket, draws.tolist())
 
