@@ -108,7 +108,7 @@ def find_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str,
 
     Those of which nothing can be read, as another user's, take no part.
     """
-    flat = [keys for recipe in recipes if (keys := flatten_keys(recipe))]
+    flat = list(filter(None, map(flatten_keys, recipes)))
     keys = sorted(
         key
         for key in {key for one in flat for key in one}
