@@ -186,7 +186,7 @@ class ReplyParser:
         self._body += body
         try:
             shown.text, shown.calls = self._pop_text_and_calls(is_last)
-        except Exception as error:  # boundary, as above
+        except Exception as error:  # boundary: as above
             shown.error, shown.text = repr(error), self._pop_text_until(len(self._body))
             self._calls = self._reasoning = None
         return shown
