@@ -65,6 +65,12 @@ def failing(config: dict[str, str]) -> None:
     time.sleep(600)
 
 
+def show_gpus(config: dict[str, str]) -> None:
+    """Note which GPUs this process may use."""
+    rank = os.environ["AREAL_HPC_RANK"]
+    _note(config, f"task {rank} has GPUs {os.environ.get('CUDA_VISIBLE_DEVICES')}")
+
+
 def slow_saver(config: dict[str, str]) -> None:
     """Say that a save takes eight seconds; when told to stop, say how much time there is."""
     record_checkpoint_duration(8.0)
