@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -88,9 +89,9 @@ def find_user_code_problems(
         asked["functions"] = {f"rollout.{name}": function} if function else {}
         if is_agent and ":" in rollout.agent.auxiliary:
             asked["functions"]["rollout.agent.auxiliary"] = rollout.agent.auxiliary
-        if (asked["agents"] or asked["functions"]) and Path(python).exists():
+        if (asked["agents"] or asked["functions"]) and shutil.which(python):
             yield from _find_user_code_load_problems(python, asked, environ, key, what)
-    if objective.custom and Path(pythons["train"]).exists():
+    if objective.custom and shutil.which(pythons["train"]):
         tried = {**asked, "agents": [], "functions": {}, "sandbox": None}
         tried["objective"] = objective.model_dump()
         yield from _find_user_code_load_problems(

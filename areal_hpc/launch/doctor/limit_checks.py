@@ -10,6 +10,7 @@ from areal_hpc.launch.doctor.partition_checks import (
     get_options_by_job_kind,
     judge_preemption,
     parse_minutes,
+    parse_time_span_s,
     read_partition,
 )
 from areal_hpc.launch.doctor.subject import DoctorSubject
@@ -82,8 +83,10 @@ def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[Chec
             mode = row["preemptmode"].upper()
             if mode in ("", "CLUSTER"):
                 mode = settings.get("PreemptMode", "OFF")
-            hours, minutes, seconds = (int(part) for part in row["gracetime"].split(":"))
-            facts = {"PreemptMode": mode, "GraceTime": str(hours * 3600 + minutes * 60 + seconds)}
+            facts = {
+                "PreemptMode": mode,
+                "GraceTime": str(parse_time_span_s(row["gracetime"]) or 0),
+            }
             yield judge_preemption(f"QOS {row['name']}", facts)
 
 

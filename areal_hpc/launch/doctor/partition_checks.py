@@ -160,9 +160,15 @@ def judge_requeue(*, is_requested: bool, default: str, successors: int) -> Check
 
 
 def parse_minutes(text: str) -> int | None:
-    """Minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
+    """Whole minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
+    seconds = parse_time_span_s(text)
+    return None if seconds is None else seconds // 60
+
+
+def parse_time_span_s(text: str) -> int | None:
+    """Seconds of `days-hours:minutes:seconds`; None for UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not found:
         return None
-    days, hours, minutes = (int(part or 0) for part in found.groups()[:3])
-    return (days * 24 + hours) * 60 + minutes
+    days, hours, minutes, seconds = (int(part or 0) for part in found.groups())
+    return ((days * 24 + hours) * 60 + minutes) * 60 + seconds

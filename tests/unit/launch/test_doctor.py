@@ -16,6 +16,7 @@ from areal_hpc.launch.doctor.partition_checks import (
     judge_requeue,
     judge_resubmission,
     parse_minutes,
+    parse_time_span_s,
 )
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
@@ -76,6 +77,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
     assert parse_minutes(text) == minutes
+    assert parse_time_span_s(text) == (None if minutes is None else 60 * minutes)
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:
