@@ -51,15 +51,15 @@ HINT_BY_PATH_ERROR: dict[type[OSError], str] = {
     PermissionError: "ask its owner, or name another",
 }
 """What to try where a path of the command line cannot be used."""
-FULL_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
-"""Of storage that takes no more, whatever a command was about to write."""
+UNWRITABLE_STORAGE_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+"""Of storage that is full, over quota or read-only: no fault of the command."""
 VARIADIC_ARGUMENTS = ("overrides", "names")
 """Arguments that a command may take any number of."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Parse the command line, run the command, exit with its code."""
-    _spell_out_what_stdout_cannot_say()
+    _escape_what_stdout_cannot_encode()
     arguments = _parse_arguments(sys.argv[1:] if argv is None else argv)
     command: Command = arguments.command
     try:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print("interrupted", file=sys.stderr)
         sys.exit(RunInterruptedError.exit_code)
     except OSError as error:
-        if error.errno not in FULL_STORAGE_ERRNOS:
+        if error.errno not in UNWRITABLE_STORAGE_ERRNOS:
             raise
         hint = "make room there, or have it write to another place"
         problem = Problem(str(error.strerror), str(error.filename or ""), hint)
@@ -90,8 +90,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         sys.exit(ClusterError.exit_code)
 
 
-def _spell_out_what_stdout_cannot_say() -> None:
-    """Have characters that the locale lacks written by their codes, where Python would raise."""
+def _escape_what_stdout_cannot_encode() -> None:
+    """Print characters that the encoding of the locale lacks as escapes, in place of an error."""
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
         sys.stdout.reconfigure(errors="backslashreplace")
 

@@ -46,7 +46,9 @@ def serve_dashboard(
     host = socket.gethostname()
     print_line(f"{dir_with_runs}: open {address.url}")
     print_line("from another machine, first:")
-    print_line(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {_get_user()}@{host}")
+    print_line(
+        f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {_get_user_name()}@{host}"
+    )
     print_line("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
@@ -54,8 +56,8 @@ def serve_dashboard(
         server.run(sockets=[listener])
 
 
-def _get_user() -> str:
-    """The name of this user; a word in its place where a container knows the number alone."""
+def _get_user_name() -> str:
+    """The name of this user, or `USER` where the user id has no name, as in a container."""
     try:
         return getpass.getuser()
     except (KeyError, OSError):

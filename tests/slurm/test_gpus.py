@@ -16,6 +16,7 @@ def test_processes_see_the_gpus_of_their_task(
     cluster: Devcluster, tmp_path: Path, asked: str, given: str
 ) -> None:
     job = SupervisedJob(cluster, tmp_path / "run", "trainer")
-    job.submit("show_gpus", "--partition=priority", "--nodes=2", asked, tasks=2)
+    gpus = (asked,) if asked else ()
+    job.submit("show_gpus", "--partition=priority", "--nodes=2", *gpus, tasks=2)
     job.awaits_state("COMPLETED")
     assert sorted(job.words) == [f"task {rank} has GPUs {given}" for rank in range(2)]
