@@ -67,7 +67,7 @@ STOP_POLL_S = 2.0
 DONE_GRACE_S = 30.0
 """Time that processes get to end by themselves once the work is done."""
 TASK_EXIT_TIMEOUT_S = 60.0
-"""Longest that the tasks of a job wait for one another at its end."""
+"""Longest that a task waits for one that does not say how it ended."""
 PREEMPTED_REASON = "preempted by a job of higher priority"
 REQUEUE_TIMEOUT_S = 1800.0
 """Longest that a job keeps its nodes to ask a slurmctld that does not answer for another start."""
@@ -329,8 +329,20 @@ class SlurmTask:
             if self._ends_cancelled:
                 cancel_own_job(self._job_id)  # last: it kills this process, too
         elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
-            _wait_until_or_give_up(self._left_path.exists, time.monotonic() + TASK_EXIT_TIMEOUT_S)
+            self._wait_for_first_task_to_leave()
         return outcome
+
+    def _wait_for_first_task_to_leave(self) -> None:
+        began = time.monotonic()
+
+        def need_not_wait() -> bool:
+            if self._left_path.exists():
+                return True
+            is_first_at_it = read_task_exit(self._paths, 0, self._incarnation) is not None
+            limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else TASK_EXIT_TIMEOUT_S
+            return time.monotonic() - began > limit_s
+
+        _wait_until_or_give_up(need_not_wait, began + REQUEUE_TIMEOUT_S)
 
     def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:
         # The way out depends on Slurm alone: on a full or silent disk it goes on all the same.

@@ -4,6 +4,7 @@ import os
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Timer
 from typing import IO
 
 MAX_PATCH_BYTES = 1 << 20
@@ -78,6 +79,11 @@ def _read_patch(root: Path) -> bytes:
     ) as process:
         stream: IO[bytes] | None = process.stdout
         assert stream is not None
+        timer = Timer(GIT_TIMEOUT_S, process.kill)
+        timer.start()
         patch = stream.read(MAX_PATCH_BYTES + 1)
+        if not timer.is_alive():
+            raise subprocess.TimeoutExpired(command, GIT_TIMEOUT_S)
+        timer.cancel()
         process.kill()  # if it has more to say
     return patch

@@ -3,10 +3,12 @@
 import os
 import sys
 from pathlib import Path
+from threading import Thread
 
 import msgspec
 import pytest
 
+from areal_hpc.jobs import slurm_task, starts
 from areal_hpc.jobs.node.topology import TaskPosition
 from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.rundir.jobs import (
@@ -15,6 +17,7 @@ from areal_hpc.rundir.jobs import (
     LaunchFile,
     TaskExit,
     read_task_exits,
+    write_task_exit,
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
@@ -47,10 +50,10 @@ def begin_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
     return task
 
 
-def make_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
-    """The first task of a trainer that is about to begin."""
+def make_task(paths: RunPaths, tasks: int = 1, rank: int = 0) -> SlurmTask:
+    """A task of a trainer that is about to begin on one node."""
     files = paths.job("trainer")
-    files.root.mkdir(parents=True)
+    files.root.mkdir(parents=True, exist_ok=True)
     told = build_slurm_launch_info(paths, "trainer", margin_s=0.5, least_free_bytes=1)
     job = JobSpec("trainer", "train", [], tasks=tasks)
     launch = LaunchFile(
@@ -58,7 +61,7 @@ def make_task(paths: RunPaths, tasks: int = 1) -> SlurmTask:
         stop_grace_s=GRACE_S,
         slurm=told,
     )
-    position = TaskPosition(0, tasks, 0, 0)
+    position = TaskPosition(rank, tasks, rank, 0)
     return SlurmTask(launch, told, position, EventLog(paths.events, "trainer"))
 
 
@@ -101,3 +104,28 @@ def test_a_storage_that_takes_no_files_as_a_job_starts_keeps_it_from_no_other_st
     assert outcome.reason.endswith("(requeued)")
     assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
     assert read_task_exits(files)[0] == outcome
+
+
+@pytest.mark.parametrize("says_how_it_ended", [False, True], ids=["is silent", "asks Slurm"])
+def test_tasks_stay_as_long_as_the_first_asks_slurm(
+    slurm: ScriptedSlurm,
+    paths: RunPaths,
+    monkeypatch: pytest.MonkeyPatch,
+    says_how_it_ended: bool,
+) -> None:
+    """Where the end of one task ends the job, the first could not ask to the end."""
+    monkeypatch.setattr(slurm_task, "TASK_EXIT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(slurm_task, "REQUEUE_TIMEOUT_S", 60.0)
+    begin_task(paths, tasks=2)
+    files = paths.job("trainer")
+    second = make_task(paths, tasks=2, rank=1)
+    assert second.take_part_in_start_or_get_refusal() is None
+    if says_how_it_ended:
+        write_task_exit(files, 0, msgspec.structs.replace(STOPPED, incarnation="7.0"))
+    ending = Thread(target=second.report_exit_and_conclude_job, args=(STOPPED,))
+    ending.start()
+    ending.join(2.0)
+    assert ending.is_alive() is says_how_it_ended
+    Path(second.build_environment()[starts.STOP_NOTE_VARIABLE]).with_suffix(".left").touch()
+    ending.join(5.0)
+    assert not ending.is_alive()
