@@ -2,7 +2,8 @@
 
 Those below `ArealError` are told to a person or to a peer; their exit codes tell Slurm whether
 another attempt can help. The others are signals within a process, which nobody reports.
-`EngineLostError` of `proxy/engine/generation.py` carries a partial generation, and stands there.
+`UnfinishedEngineCallError` of `proxy/engine/generation.py` carries a partial generation, and stands
+there.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class IdleError(ClusterError):
     exit_code = 79
 
 
-class LostPeerError(ClusterError):
+class LostTrainerRankError(ClusterError):
     """Another rank of the trainer vanished. Its end is the cause; this rank's is not counted."""
 
     exit_code = 80
@@ -98,18 +99,18 @@ class SlurmCommandError(ClusterError):
     """A daemon of Slurm answered, and refused."""
 
 
-class NodeShortageError(ClusterError):
+class NodeResourceShortageError(ClusterError):
     """What an episode needs, this node does not have now: a process, memory, space, a task's files.
 
     The episode is played again later, and its agent is not charged with it.
     """
 
 
-class SandboxStartError(NodeShortageError):
+class SandboxStartError(NodeResourceShortageError):
     """No sandbox starts on this node now, where some have not long ago: it is loaded."""
 
 
-class WorkerStartError(NodeShortageError):
+class WorkerStartError(NodeResourceShortageError):
     """No worker process starts on this node now."""
 
 
@@ -252,7 +253,7 @@ class ProxyRequestError(ArealError):
         return self.problems[0].key or None
 
 
-class CallFailedError(ProxyRequestError):
+class RepeatedlyFailedCallError(ProxyRequestError):
     """A model call that engines failed at so often that it is taken to be at fault itself."""
 
     may_be_repeated = False

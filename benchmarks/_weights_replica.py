@@ -149,12 +149,12 @@ class Replica:
     def warm_up(self) -> ReplicaView:
         """Wait until it is there, update it in every way; the server."""
         give_up_at = time.monotonic() + START_TIMEOUT_S
-        while not self._publishers["disk"].discover_outdated_replicas(WeightVersion(1, 0)):
+        while not self._publishers["disk"].discover_outdated_training_replicas(WeightVersion(1, 0)):
             assert time.monotonic() < give_up_at, "the replica does not get ready"
             time.sleep(0.5)
         for transport in TRANSPORTS:
             publisher, version = self._next(transport)
-            replicas = publisher.discover_outdated_replicas(version)
+            replicas = publisher.discover_outdated_training_replicas(version)
             arrivals = iter(self._weights.items())
             report = publisher.publish(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
@@ -168,7 +168,7 @@ class Replica:
         """One update under load."""
         publisher, version = self._next(transport)
         streams.await_piece(time.monotonic())
-        replicas = publisher.discover_outdated_replicas(version)
+        replicas = publisher.discover_outdated_training_replicas(version)
         assert replicas, "the relay did not answer"
         began = time.monotonic()
         report = publisher.publish(version, self._specs, iter(self._weights.items()), replicas)
@@ -179,7 +179,7 @@ class Replica:
         while not [pause for pause in publisher.pauses if pause.version == str(version)]:
             assert time.monotonic() < give_up_at, "the cell did not measure the pause"
             time.sleep(0.1)
-            publisher.discover_outdated_replicas(version)
+            publisher.discover_outdated_training_replicas(version)
         (pause,) = publisher.pauses
         return Update(
             seconds=report.seconds,

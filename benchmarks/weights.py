@@ -37,7 +37,7 @@ from areal_hpc.weights.buckets.bucket import (
     fill_and_send_buckets,
 )
 from areal_hpc.weights.buckets.plan import TensorSpec, get_bucket_bytes, plan_buckets
-from areal_hpc.weights.transports.broadcast import sends_in_place
+from areal_hpc.weights.transports.broadcast import sends_tensors_unpacked
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from benchmarks._pairs import (
     Samples,
@@ -101,7 +101,7 @@ class Sender:
             torch.ones(bucket.size_bytes, dtype=torch.uint8, device=self.device)
             for bucket in self._buckets
         ]
-        packed = not sends_in_place(backend, replicas_per_group=1)
+        packed = not sends_tensors_unpacked(backend, replicas_per_group=1)
         self._open_bucket = PackingBuffers(self.device).open_bucket if packed else OpenBucket
         self._pool = ThreadPoolExecutor(1)
         self._group = UpdateProcessGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)

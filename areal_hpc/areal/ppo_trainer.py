@@ -96,7 +96,7 @@ class PPOTrainer:
             ClusterError: There is no Slurm here, or the run's jobs are queued already.
             SystemExit: The user asked for a stop (130).
         """
-        recipe, notes = self.prepare_recipe(
+        recipe, notes = self.write_inputs_and_build_recipe(
             workflow, eval_workflow, workflow_kwargs, eval_workflow_kwargs, dynamic_filter_fn
         )
         sys_path = (_get_script_dir(),)
@@ -109,7 +109,7 @@ class PPOTrainer:
         if result.exit_code:
             raise SystemExit(result.exit_code)
 
-    def prepare_recipe(
+    def write_inputs_and_build_recipe(
         self,
         workflow: Any = None,
         eval_workflow: Any = None,
@@ -134,7 +134,7 @@ class PPOTrainer:
         paths = RunPaths(_get_run_dir(self._config))
         rollout |= {"workflow_kwargs": kwargs, "workflow": ""}
         if workflow:
-            rollout |= _build_agent_recipe_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
+            rollout |= _save_agent_and_build_keys(workflow, kwargs, paths, PICKLED_AGENT_MODULE)
         evaluation = tree.setdefault("evaluation", {})
         other_configured = evaluation.pop("workflow", None)
         other = eval_workflow or other_configured or workflow
@@ -142,12 +142,12 @@ class PPOTrainer:
             kwargs if eval_workflow_kwargs is None else map_areal_path_kwargs(eval_workflow_kwargs)
         )
         if other and not _is_same_agent(workflow, kwargs, other, others):
-            evaluation |= _build_agent_recipe_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
+            evaluation |= _save_agent_and_build_keys(other, others, paths, EVALUATION_PICKLE_MODULE)
         if dynamic_filter_fn is not None:
             rollout["should_accept"] = _get_filter_import_path(dynamic_filter_fn)
         for split in self._rows:
             tree[f"{split}_dataset"] = {"path": str(paths.dataset(split))}
-        tree["cluster"] = _merge_site_into_cluster_section(self._config, tree.get("cluster", {}))
+        tree["cluster"] = _build_cluster_section(self._config, tree.get("cluster", {}))
         recipe = build_recipe(tree)
         for split, lines in self._rows.items():
             _write_task_set_once(lines, paths.dataset(split), recipe, f"{split}_dataset")
@@ -159,7 +159,7 @@ class PPOTrainer:
         ]
 
 
-def _merge_site_into_cluster_section(
+def _build_cluster_section(
     config: BaseExperimentConfig, cluster_section: dict[str, Any]
 ) -> dict[str, Any]:
     """The section `cluster`: over the site's keys those given; the agent runs with this Python."""
@@ -193,7 +193,7 @@ def _get_run_dir(config: BaseExperimentConfig) -> Path:
     return (folder / config.experiment_name / config.trial_name).resolve()
 
 
-def _build_agent_recipe_keys(
+def _save_agent_and_build_keys(
     workflow: Any, kwargs: Mapping[str, Any], paths: RunPaths, module: str
 ) -> dict[str, Any]:
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""

@@ -6,7 +6,7 @@ import asyncio
 from weakref import WeakKeyDictionary
 
 from areal_hpc.jobs.environment import get_interpreter
-from areal_hpc.proxy.engine.generation import EngineLostError
+from areal_hpc.proxy.engine.generation import UnfinishedEngineCallError
 from areal_hpc.proxy.engine.replicas import StaticReplicaSource
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import SGLangClient
@@ -60,7 +60,7 @@ class SingleServerRouter(Router):
         keys = ServerKeys(engine.api_key, engine.api_key)
         self._serving = {0: ReplicaView(0, 1, "serving", engine.url, keys=keys)}
 
-    def on_call_lost(self, replica: ReplicaView, error: EngineLostError) -> None:
+    def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
         """Stay: there is no other to repeat the call on."""
 
 

@@ -36,8 +36,8 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     unfinished = folder.with_name(f".{folder.name}.partial_{os.getpid()}")
     unfinished.mkdir(parents=True)
     try:
-        count, pages = _write_trajectories(run, unfinished / "rows", cache_dir)
-        _write_pages(_describe_pages(run) | pages, unfinished)
+        count, pages = _write_example_trajectories(run, unfinished / "rows", cache_dir)
+        _write_pages(_describe_pages_without_rows(run) | pages, unfinished)
         unfinished.rename(folder)
     except BaseException:  # boundary: raised again, without a folder that looks whole
         shutil.rmtree(unfinished)
@@ -45,7 +45,9 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     return count
 
 
-def _write_trajectories(run: RunPaths, folder: Path, cache_dir: Path) -> tuple[int, dict[str, Any]]:
+def _write_example_trajectories(
+    run: RunPaths, folder: Path, cache_dir: Path
+) -> tuple[int, dict[str, Any]]:
     """Write rows that stand for all; how many they are, and the pages that list them."""
     index = RowIndex(run, cache_dir)
     sets = list_set_names(run, [])
@@ -79,9 +81,9 @@ def _describe_trajectory(
     return content | {"annotation": describe_annotation(run, content)}
 
 
-def _describe_pages(run: RunPaths) -> dict[str, Any]:
+def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
     """Those that are made from other files than the shards."""
-    (state,) = RunStateCache().get_states([run])
+    (state,) = RunStateCache().fetch_or_reuse_states([run])
     pages: dict[str, Callable[[], dict[str, Any]]] = {
         "timeline": lambda: describe_timeline(run, {}),
         "runs": lambda: {"place": "", "runs": run_pages.describe_runs([run], [state])},

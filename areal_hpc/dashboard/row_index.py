@@ -24,7 +24,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.view.transcripts.filter_expression import parse_filter
-from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
+from areal_hpc.view.transcripts.row_search import FIELD_NAMES_FOR_HELP, get_field_type
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import WeightVersion
@@ -135,7 +135,7 @@ class RowIndex:
         values: list[SqlValue] = []
         if row_filter.strip():
             condition, values = compile_filter(
-                parse_filter(row_filter, get_field_type, FIELD_NAMES)
+                parse_filter(row_filter, get_field_type, FIELD_NAMES_FOR_HELP)
             )
         direction = "DESC" if descending else "ASC"
         order = f"id {direction}"
@@ -143,7 +143,9 @@ class RowIndex:
         if sort_column:
             if get_field_type(sort_column) is None:
                 raise RecipeError(
-                    f"there is no field {sort_column!r}", key="sort", hint=f"one of {FIELD_NAMES}"
+                    f"there is no field {sort_column!r}",
+                    key="sort",
+                    hint=f"one of {FIELD_NAMES_FOR_HELP}",
                 )
             column, order_values = get_column_sql(sort_column)
             order = f"{column} IS NULL, {column} {direction}, {order}"

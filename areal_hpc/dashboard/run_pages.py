@@ -13,15 +13,15 @@ from tokenizers import Tokenizer
 from areal_hpc.dashboard.page_errors import explain_page_error
 from areal_hpc.errors import RecipeError
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_limit
+from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.recipe.loading import flatten_public_keys
+from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.view.shard_report import find_tokenizer_file
-from areal_hpc.view.state.alerts_at_newest_step import read_alerts, select_failure_alerts
+from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import (
     describe_evaluations,
     format_run_progress,
@@ -75,7 +75,7 @@ def _describe_run_progress(paths: RunPaths) -> JsonObject:
         "reward_steps": [one["step"] for one in trained],
         "held_out": progress.snapshot.evaluations[-1][1] if progress.snapshot.evaluations else None,
         "step_s": trained[-1].get("time/step_s") if trained else None,
-        "failures": len(select_failure_alerts(read_alerts(paths))),
+        "failures": len(select_failure_alerts(find_run_alerts(paths))),
         "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
 
@@ -97,12 +97,12 @@ def describe_run_overview(paths: RunPaths, state: str) -> JsonObject:
         ],
         "alerts": [
             {"level": one.level, "rule": one.rule, "message": one.message, "hint": one.hint}
-            for one in read_alerts(paths)
+            for one in find_run_alerts(paths)
         ],
         "steps": rows,
         "sft": progress.snapshot.sft,
         "restarts": _list_restart_steps(rows),
-        "limits": [compute_time_shares_by_limit(row) for row in rows],
+        "limits": [compute_time_shares_by_system_part(row) for row in rows],
         "events": read_recent_events(paths.events)[-MAX_EVENTS:],
         "recipe": _flatten_recipe_without_secrets(progress.recipe),
     }
@@ -119,7 +119,7 @@ def _list_restart_steps(rows: Sequence[JsonObject]) -> list[int]:
 
 def _flatten_recipe_without_secrets(recipe: Mapping[str, Any]) -> dict[str, str]:
     """The keys of a recipe and their values as text; values that may be secrets are hidden."""
-    shown = flatten_public_keys(recipe)
+    shown = flatten_keys_hiding_private_values(recipe)
     return {key: "" if value is None else str(value) for key, value in shown.items()}
 
 

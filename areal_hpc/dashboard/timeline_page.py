@@ -6,7 +6,7 @@ from functools import lru_cache
 from typing import Any
 
 from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_limit
+from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
@@ -61,7 +61,7 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
         "shown_steps": [row["step"] for row in inside],
         "processes": describe_processes(timeline),
         "longest": list_longest_slices(timeline),
-        "limits": [compute_time_shares_by_limit(row) for row in inside],
+        "limits": [compute_time_shares_by_system_part(row) for row in inside],
         "answer": _explain_slow_run_once(paths, _get_metrics_file_bytes(paths)),
         "notes": [*timeline.notes, *problems[:5]],
     }

@@ -31,7 +31,7 @@ from areal_hpc.wire.asgi import (
     ServiceServer,
     decode_body,
     read_signed_body,
-    require_signature,
+    require_signed_head,
 )
 from areal_hpc.wire.replicas import (
     FORWARDED_ROUTES,
@@ -86,7 +86,7 @@ class ControlProxyApp(JsonApp):
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the signature, then act or ask SGLang."""
-        require_signature(request, self._verifier)
+        require_signed_head(request, self._verifier)
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
                 await _read_body(request)  # none, if that is what was signed

@@ -25,7 +25,7 @@ class NodePartTracker:
         """Time at which each node last reported its part of the present incarnation."""
         self._loss = ""
 
-    def order_node_parts(self, incarnation: int, meeting_point: str) -> None:
+    def request_node_parts(self, incarnation: int, meeting_point: str) -> None:
         """Have every further node run its part."""
         with self._lock:
             self._wanted, self._loss = FollowerPollReply(incarnation, meeting_point), ""
@@ -33,7 +33,7 @@ class NodePartTracker:
 
     def withdraw_node_parts(self) -> None:
         """Have no part run."""
-        self.order_node_parts(0, "")
+        self.request_node_parts(0, "")
 
     def answer_node_poll(self, request: FollowerPollRequest, now_s: float) -> FollowerPollReply:
         """Hear a node; what it is to run.

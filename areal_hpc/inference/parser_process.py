@@ -305,13 +305,13 @@ class ParseRequestHandler:
                     grammar=grammar, grammar_value=value, reasons_first=reasons_first
                 )
             else:
-                reply = self._parse_chunk_or_open_reply(request)
+                reply = self._parse_chunk_opening_reply_if_new(request)
         except Exception as error:  # boundary: SGLang's code, run on whatever comes
             reply = ParserReply(error=f"{type(error).__name__}: {error}")
         reply.call = request.call
         return reply
 
-    def _parse_chunk_or_open_reply(self, request: ParseChunkRequest) -> ParserReply:
+    def _parse_chunk_opening_reply_if_new(self, request: ParseChunkRequest) -> ParserReply:
         if request.opening is not None:
             self._replies[request.reply] = ReplyParser(self._formats, request.opening)
             while len(self._replies) > MAX_OPEN_REPLIES:  # those whose clients left

@@ -142,21 +142,21 @@ class Replica:
         if self._server is None:
             if now >= self._not_before:
                 self._start_server()
-        elif death := self._server.describe_exit() or self.nodes.find_loss_reason(now):
-            self._end_server_and_plan_restart(self._server, death)
+        elif death := self._server.find_death_reason() or self.nodes.find_loss_reason(now):
+            self._end_server_and_plan_restart_or_raise(self._server, death)
         elif self._state == "starting":
             self._poll_starting_server(self._server, now)
         elif route := self._update_state.unanswered:
-            self._end_server_and_plan_restart(
+            self._end_server_and_plan_restart_or_raise(
                 self._server, f"did not respond to {route}", is_crash=False
             )
-        elif self._begin_closing_if_sender_overdue(now):
+        elif self._block_calls_if_sender_overdue(now):
             self._recover_from_lost_sender(self._server)
         elif self._probe is not None and self._probe.probe_and_check_timed_out(
             may_ask=not self._update_state.has_sender
         ):
             timeout_s = self._config.health_timeout_s
-            self._end_server_and_plan_restart(
+            self._end_server_and_plan_restart_or_raise(
                 self._server, f"was unresponsive for {timeout_s:.0f} s"
             )
 
@@ -170,7 +170,7 @@ class Replica:
             self._server, self._incarnation = server, incarnation
             self._state, self._update_state = "starting", WeightUpdateState()
             self._update_pause = None
-        self.nodes.order_node_parts(incarnation, get_rendezvous_address(ports))
+        self.nodes.request_node_parts(incarnation, get_rendezvous_address(ports))
         self._record_event("replica_started", log=str(log_path))
         log.info("replica %d: incarnation %d starts (%s)", self.index, incarnation, server.url)
 
@@ -187,11 +187,13 @@ class Replica:
             self._record_event("replica_ready", seconds=round(waited_s, 2))
             self._record_span("server start", waited_s)
         elif waited_s > timeout_s:
-            self._end_server_and_plan_restart(server, f"was not ready within {timeout_s:.0f} s")
+            self._end_server_and_plan_restart_or_raise(
+                server, f"was not ready within {timeout_s:.0f} s"
+            )
         elif server.check_failed_to_bind_if_due(now):
-            self._end_server_and_plan_restart(server, "could not bind its port")
+            self._end_server_and_plan_restart_or_raise(server, "could not bind its port")
 
-    def _begin_closing_if_sender_overdue(self, now: float) -> bool:
+    def _block_calls_if_sender_overdue(self, now: float) -> bool:
         with self._lock:
             self._update_state.is_closing = self._update_state.is_sender_overdue(now)
             return self._update_state.is_closing
@@ -199,11 +201,11 @@ class Replica:
     def _recover_from_lost_sender(self, server: SGLangServer) -> None:
         """The sender vanished: go on with the weights if they are whole, else start afresh."""
         if self._update_state.is_changed:
-            self._end_server_and_plan_restart(
+            self._end_server_and_plan_restart_or_raise(
                 server, "has weights from an update whose sender disappeared", is_crash=False
             )
         elif self._update_state.is_paused and not server.continue_generation():
-            self._end_server_and_plan_restart(
+            self._end_server_and_plan_restart_or_raise(
                 server, "did not resume after its sender disappeared", is_crash=False
             )
         else:
@@ -212,7 +214,7 @@ class Replica:
                 self._fenced_at = 0.0
             self._record_event("weight_sender_lost", version=self._update_state.served_version)
 
-    def _end_server_and_plan_restart(
+    def _end_server_and_plan_restart_or_raise(
         self, server: SGLangServer, reason: str, *, is_crash: bool = True
     ) -> None:
         """End what is left of a server and decide when, or whether, the next one starts.
@@ -288,7 +290,7 @@ class Replica:
     ) -> ReplicaView:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
-            self._require_current_caller(caller)
+            self._raise_if_refused_and_note_generation(caller)
             self._update_state.mark_fenced(self.clock.now(), caller.deadline_s, stays=request.stays)
             self._fenced_at = self._fenced_at or self.clock.now()
             return self.build_view()
@@ -298,7 +300,7 @@ class Replica:
     ) -> ReplicaView:
         """Open the replica to agents."""
         with self._lock:
-            self._require_current_caller(caller)
+            self._raise_if_refused_and_note_generation(caller)
             self._update_state.mark_serving(request.version)
             if self._fenced_at:
                 took_s = self.clock.now() - self._fenced_at
@@ -309,7 +311,7 @@ class Replica:
     def begin_control_call(self, caller: ControlCallerIdentity, route: str) -> SGLangServer:
         """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
-            self._require_current_caller(caller)
+            self._raise_if_refused_and_note_generation(caller)
             self._update_state.on_call_started(route, self.clock.now(), caller.deadline_s)
             assert self._server is not None
             return self._server
@@ -335,7 +337,7 @@ class Replica:
             self._update_pause = pause = msgspec.structs.replace(pause, busy_s=busy_s)
         self._record_event("replica_resumed", **msgspec.structs.asdict(pause))
 
-    def _require_current_caller(self, caller: ControlCallerIdentity) -> None:
+    def _raise_if_refused_and_note_generation(self, caller: ControlCallerIdentity) -> None:
         name = f"replica {self.index}"
         if caller.incarnation != self._incarnation:
             raise ControlCallRefusedError(

@@ -93,7 +93,7 @@ class WorkerNode:
 
     def sync_with_head_node(self) -> None:
         """Ask once, and do what was said."""
-        if self._server is not None and (death := self._server.describe_exit()):
+        if self._server is not None and (death := self._server.find_death_reason()):
             log.error("SGLang on this worker node (replica start %d) %s", self._incarnation, death)
             self._stop_server_part()
         try:

@@ -26,7 +26,7 @@ from areal_hpc.jobs.requeue import (
     build_exclude_list,
     release_jobs_held_while_idle,
 )
-from areal_hpc.jobs.succession import was_cancelled_by_person
+from areal_hpc.jobs.succession import was_probably_cancelled_by_person
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.jobs import (
     LaunchFile,
@@ -149,7 +149,7 @@ class Caretaker:
         self._refused: dict[str, str] = {}
         """What Slurm said of the jobs that it did not take."""
 
-    def resubmit_missing_jobs(self) -> None:
+    def resubmit_missing_and_release_held_jobs(self) -> None:
         """Submit the jobs that were missing at the last look and are missing still.
 
         Raises:
@@ -208,7 +208,9 @@ class Caretaker:
         if not alive.issuperset(names):  # Slurm is asked once where nothing is missing
             alive |= self._find_jobs_alive_under_other_ids(submissions)
         return {
-            name: self._build_status(name, newest.get(name), snapshot.jobs, name in alive)
+            name: self._read_status_and_note_cancellation(
+                name, newest.get(name), snapshot.jobs, name in alive
+            )
             for name in names
         }
 
@@ -226,7 +228,7 @@ class Caretaker:
         recorded = {one.job for one in submissions if one.job_id in at_work and not one.successor}
         return recorded | {one.submission.job for one in list_unrecorded_jobs(self._paths, queued)}
 
-    def _build_status(
+    def _read_status_and_note_cancellation(
         self,
         job_name: str,
         submission: Submission | None,
@@ -240,17 +242,19 @@ class Caretaker:
         own_ids = (submission.job_id, submission.job_id.partition("_")[0])
         exits = read_task_exits(self._paths.job(job_name)).values()
         own = tuple(one for one in exits if one.incarnation.rpartition(".")[0] in own_ids)
-        by_person = self._was_cancelled_by_person(submission, found)
+        by_person = self._check_and_note_if_cancelled_by_person(submission, found)
         return JobStatus(job_name, submission, found, own, is_alive, by_person)
 
-    def _was_cancelled_by_person(self, submission: Submission, queued: QueuedJob | None) -> bool:
+    def _check_and_note_if_cancelled_by_person(
+        self, submission: Submission, queued: QueuedJob | None
+    ) -> bool:
         """True if a person cancelled the job, which without accounting Slurm forgets in minutes."""
         note = self._paths.job(submission.job).cancelled_id
         is_noted = note.exists() and note.read_text() == submission.job_id
         if queued is None:
             return is_noted
         owner_id = self._paths.root.stat().st_uid
-        by_person = was_cancelled_by_person(queued, self._queue, owner_id)
+        by_person = was_probably_cancelled_by_person(queued, self._queue, owner_id)
         with contextlib.suppress(OSError):  # on a full disk the next look tries again
             if by_person and not is_noted:
                 write_atomic(note, submission.job_id.encode())
@@ -367,7 +371,7 @@ def run(config: dict[str, Any]) -> None:
     while True:
         time.sleep(told.poll_s)
         try:
-            caretaker.resubmit_missing_jobs()
+            caretaker.resubmit_missing_and_release_held_jobs()
         except SlurmNotFoundError as error:
             log.warning("nobody looks after the run's jobs from here: %s", error)
             return

@@ -72,7 +72,7 @@ def build_role_variables(
     recipe: Recipe, shared_variables: Mapping[str, str] | None = None
 ) -> dict[str, dict[str, str]]:
     """Variables of each role's processes, apart from those that are read from the recipe."""
-    of_roles = get_role_variables_by_device_kind(
+    of_roles = get_train_and_serve_variables(
         trainer=recipe.trainer.device, inference=recipe.inference.device
     )
     of_roles["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
@@ -88,7 +88,7 @@ def build_role_variables(
     }
 
 
-def get_role_variables_by_device_kind(*, trainer: str, inference: str) -> dict[str, dict[str, str]]:
+def get_train_and_serve_variables(*, trainer: str, inference: str) -> dict[str, dict[str, str]]:
     """Variables of the roles that compute, by the devices that their sections name."""
     # As Megatron is imported it decorates functions with torch.compile, and that imports the
     # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.

@@ -70,7 +70,7 @@ class LocalTask:
         return outcome
 
 
-class StepTask:
+class AllocationStepTask:
     """The launcher's side of a supervisor in a step of an allocation, perhaps on another node."""
 
     def __init__(

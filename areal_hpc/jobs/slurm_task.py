@@ -113,7 +113,7 @@ class SlurmTask:
         nodes = int(environ.get("SLURM_NNODES", "1"))
         try:
             if position.is_first:
-                self._start = self._publish_start(environ, nodes)
+                self._start = self._take_over_and_publish_start(environ, nodes)
             else:
                 self._start = starts.wait_for_start_written_by_first_task(
                     self._starts_dir, self._incarnation, self._node, self._slurm.join_timeout_s
@@ -150,7 +150,9 @@ class SlurmTask:
         self._is_first_reached = True
         return None
 
-    def _publish_start(self, environ: Mapping[str, str], nodes: int) -> starts.JobStart:
+    def _take_over_and_publish_start(
+        self, environ: Mapping[str, str], nodes: int
+    ) -> starts.JobStart:
         if own := find_own_record_as_successor(self._slurm, self._launch.job.name, self._job_id):
             if reason := find_reason_not_to_take_over(self._launch, self._slurm):
                 self._events.record("successor_left", job_id=self._job_id, reason=reason)
@@ -229,7 +231,7 @@ class SlurmTask:
         return starts.get_stop_note_path(self._starts_dir, self._start)
 
     @property
-    def _left_path(self) -> Path:
+    def _first_task_done_path(self) -> Path:
         return self._stop_note_path.with_suffix(".left")
 
     def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
@@ -325,7 +327,7 @@ class SlurmTask:
             with _swallow_and_log_storage_errors("the job's exit status"):
                 write_task_exit(self._paths, rank, outcome)
                 if self._start is not None:
-                    self._left_path.touch()
+                    self._first_task_done_path.touch()
             if self._ends_cancelled:
                 cancel_own_job(self._job_id)  # last: it kills this process, too
         elif outcome.exit_code and self._start is not None:  # else it knows nothing of the first
@@ -336,7 +338,7 @@ class SlurmTask:
         began = time.monotonic()
 
         def need_not_wait() -> bool:
-            if self._left_path.exists():
+            if self._first_task_done_path.exists():
                 return True
             is_first_at_it = read_task_exit(self._paths, 0, self._incarnation) is not None
             limit_s = REQUEUE_TIMEOUT_S if is_first_at_it else TASK_EXIT_TIMEOUT_S
@@ -346,7 +348,7 @@ class SlurmTask:
 
     def _end_or_requeue_job(self, own_exit: TaskExit) -> TaskExit:
         # The way out depends on Slurm alone: on a full or silent disk it goes on all the same.
-        gathered = self._gather_task_exits(own_exit)
+        gathered = self._wait_for_task_exits(own_exit)
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
         with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
@@ -404,7 +406,7 @@ class SlurmTask:
         log.error("%s", reason)
         self._events.record(SUBMISSION_REFUSED_EVENT, job=self._launch.job.name, reason=reason)
 
-    def _gather_task_exits(self, own_exit: TaskExit) -> dict[int, TaskExit]:
+    def _wait_for_task_exits(self, own_exit: TaskExit) -> dict[int, TaskExit]:
         """Exit statuses of the tasks by rank, as far as they come in time."""
         found: dict[int, TaskExit] = {self._position.rank: own_exit}
         own_patience_s = (

@@ -65,11 +65,11 @@ def announce_job_ends_at_once(folder: Path, incarnation: str, node: str, reason:
     """
     start = JobStart(0, incarnation, node, reason_to_leave=reason)
     folder.mkdir(parents=True, exist_ok=True)
-    write_atomic(_get_leaving_path(folder, incarnation), msgspec.json.encode(start))
+    write_atomic(_get_immediate_end_note_path(folder, incarnation), msgspec.json.encode(start))
     return start
 
 
-def _get_leaving_path(folder: Path, incarnation: str) -> Path:
+def _get_immediate_end_note_path(folder: Path, incarnation: str) -> Path:
     return folder / f"leaves.{incarnation}"
 
 
@@ -84,7 +84,7 @@ def wait_for_start_written_by_first_task(
     give_up_at = time.monotonic() + timeout_s
     while time.monotonic() < give_up_at:
         with contextlib.suppress(FileNotFoundError):
-            content = _get_leaving_path(folder, incarnation).read_bytes()
+            content = _get_immediate_end_note_path(folder, incarnation).read_bytes()
             return msgspec.json.decode(content, type=JobStart)
         number = read_newest_number(folder)
         content = get_number_path(folder, number).read_bytes() if number else b""
@@ -159,7 +159,7 @@ class StopDeadline:
         self._kill_at = time.monotonic() + grace_s
         self._notice: StopNote | None = None
 
-    def compute_left_s(self) -> float:
+    def read_stop_note_and_get_left_s(self) -> float:
         """Seconds until then. A note that is new counts from now."""
         notice = read_own_stop_note()
         if notice is not None and notice != self._notice:

@@ -73,12 +73,12 @@ def find_reason_not_to_take_over(launch: LaunchFile, slurm: SlurmLaunchInfo) -> 
     except ClusterError as error:
         log.info("Slurm was not asked how the job before this one ended: %s", error)
         return ""
-    if queued is not None and was_cancelled_by_person(queued, queue, owner_id):
+    if queued is not None and was_probably_cancelled_by_person(queued, queue, owner_id):
         return f"a person cancelled {launch.job.name} (job {before.job_id})"
     return ""
 
 
-def was_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -> bool:
+def was_probably_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -> bool:
     """True unless accounting says that Slurm did it, or an administrator for another user.
 
     Of what Slurm cancels by itself accounting names no user.

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ArealError, ClusterError, RecipeError, ShardError
-from areal_hpc.jobs.local_task import LocalTask, StepTask
+from areal_hpc.jobs.local_task import AllocationStepTask, LocalTask
 from areal_hpc.jobs.node.topology import TaskPosition, detect_task_position, get_slurm_restart_count
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.managed_process import ManagedProcess
@@ -76,12 +76,12 @@ def run_task(launch_path: str) -> None:
     die_with_parent(signal.SIGTERM)
     set_up_logging()
     stop = StopRequest.install()
-    task: SlurmTask | LocalTask | StepTask
+    task: SlurmTask | LocalTask | AllocationStepTask
     if launch.slurm is not None:
         events = EventLog(Path(launch.events), launch.job.name)
         task = SlurmTask(launch, launch.slurm, position, events)
     elif launch.step is not None:
-        task = StepTask(launch, launch.step, position)
+        task = AllocationStepTask(launch, launch.step, position)
     else:
         task = LocalTask(launch, position)
     outcome = task.report_exit_and_conclude_job(_Supervisor(launch, position, stop, task).run())
@@ -114,7 +114,7 @@ class _Supervisor:
         launch: LaunchFile,
         position: TaskPosition,
         stop: StopRequest,
-        task: SlurmTask | LocalTask | StepTask,
+        task: SlurmTask | LocalTask | AllocationStepTask,
     ) -> None:
         self._launch = launch
         self._position = position

@@ -11,14 +11,14 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_model_problems
 from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.launch.checks.server_options import find_server_option_problems
-from areal_hpc.launch.checks.user_code import find_user_code_problems
+from areal_hpc.launch.checks.user_code import load_user_code_and_find_problems
 from areal_hpc.recipe.recipe import Recipe
 
 MIN_RUN_DIR_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
 
 
-def find_input_problems(
+def load_user_code_and_find_input_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> list[Problem]:
     """All problems of the files, interpreters and names that a recipe mentions. Leaves nothing."""
@@ -43,7 +43,7 @@ def find_input_problems(
             list_source_files_and_folders(part, key)
         except RecipeError as error:
             problems += error.problems
-    return [*problems, *find_user_code_problems(recipe, pythons, sys_path)]
+    return [*problems, *load_user_code_and_find_problems(recipe, pythons, sys_path)]
 
 
 def _find_run_directory_problems(run_dir: Path) -> Iterator[Problem]:

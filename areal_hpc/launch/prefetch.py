@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.harbor.image_build import build_images
+from areal_hpc.dataset.harbor.image_build import build_task_images_if_outdated
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.hub_cache import RepoKind
 from areal_hpc.recipe.recipe import Recipe
@@ -58,7 +58,7 @@ def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
     return found
 
 
-def prefetch_recipe_files(
+def prefetch_files_and_build_images(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
     """Put everything in place and write `prefetch.json`: revisions, files, sizes, SHA-256.
@@ -73,7 +73,7 @@ def prefetch_recipe_files(
     for want in list_prefetch_items(recipe):
         try:
             if want.key.endswith(".harbor") and Path(want.name).is_dir():
-                build_images(Path(want.name), want.key, print_line)
+                build_task_images_if_outdated(Path(want.name), want.key, print_line)
             folder = _download_if_missing(want)
             files = [
                 _hash_and_verify_file(path, folder, before)

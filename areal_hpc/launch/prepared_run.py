@@ -27,7 +27,7 @@ from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.run_jobs import LiveJob, list_live_jobs
 
 log = logging.getLogger(__name__)
-PlanStages = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
+StagePlanner = Callable[[Recipe, RunPaths, PlanInputs | None], tuple[JobStage, ...]]
 """Plan of the jobs of a recipe; without facts, only their shape."""
 
 
@@ -54,7 +54,7 @@ def prepare_and_lock_run(
     sys_path: Sequence[str] = (),
     known_problems: Sequence[Problem] = (),
     joins_live_jobs: bool = False,
-    plan: PlanStages | None = None,
+    plan: StagePlanner | None = None,
 ) -> Iterator[PreparedRun]:
     """Put a run directory in place and keep other launchers out of it.
 
@@ -71,14 +71,17 @@ def prepare_and_lock_run(
     """
     pythons, paths = get_interpreters(recipe), RunPaths(recipe.run_dir.resolve())
     folders = (str(Path.cwd()), *sys_path, str(paths.agent_dir))
-    problems = [*known_problems, *input_checks.find_input_problems(recipe, pythons, folders)]
+    problems = [
+        *known_problems,
+        *input_checks.load_user_code_and_find_input_problems(recipe, pythons, folders),
+    ]
     if recipe.cluster.slurm.container.kind != "none":  # its interpreters are not to be seen here
         unseen = {f"cluster.{role}.python" for role in ROLES}
         problems = [problem for problem in problems if problem.key not in unseen]
     if problems:
         raise RecipeError.from_problems(problems)
     if not joins_live_jobs:
-        refuse_live_jobs(paths)
+        raise_if_live_jobs(paths)
     if fresh and (kept := archive_run(paths, print_line)) is not None:
         print_line(f"moved    the earlier run to {kept}")
     made = input_checks.find_missing_folders(paths.root)
@@ -87,7 +90,7 @@ def prepare_and_lock_run(
         with hold_lock(paths.lock):
             refuse_live_allocation_launcher(paths, print_line)
             # Asked again: another launcher may have submitted some since.
-            live_jobs = find_live_jobs(paths) if joins_live_jobs else refuse_live_jobs(paths)
+            live_jobs = find_live_jobs(paths) if joins_live_jobs else raise_if_live_jobs(paths)
             try:
                 ready = _set_up_prepared_run(
                     recipe, paths, pythons, folders, print_line, live_jobs, plan or plan_run
@@ -107,7 +110,7 @@ def _set_up_prepared_run(
     folders: tuple[str, ...],
     print_line: Callable[[str], None],
     live_jobs: Sequence[LiveJob],
-    plan: PlanStages,
+    plan: StagePlanner,
 ) -> PreparedRun:
     """Set up what is missing."""
     run_dir_setup.report_or_refuse_recipe_changes(recipe, paths, print_line)
@@ -119,7 +122,7 @@ def _set_up_prepared_run(
     )
     for doubt in find_likely_mistakes(recipe):
         print_line(f"note     {doubt}")
-    _refuse_prompts_beyond_context(recipe, paths, print_line)
+    _report_or_refuse_long_prompts(recipe, paths, print_line)
     # Jobs that run write to the folder of the present attempt.
     newest = max(paths.list_attempts(), default=0)
     attempt = newest if live_jobs else run_dir_setup.create_attempt_log_dir_and_link_latest(paths)
@@ -132,7 +135,7 @@ def _set_up_prepared_run(
     return PreparedRun(paths, attempt, pythons, left, tuple(live_jobs))
 
 
-def _refuse_prompts_beyond_context(
+def _report_or_refuse_long_prompts(
     recipe: Recipe, paths: RunPaths, print_line: Callable[[str], None]
 ) -> None:
     """Compare prompts of the task sets that were written with the context length.
@@ -170,7 +173,7 @@ def find_live_jobs(paths: RunPaths) -> list[LiveJob]:
         return []
 
 
-def refuse_live_jobs(paths: RunPaths) -> list[LiveJob]:
+def raise_if_live_jobs(paths: RunPaths) -> list[LiveJob]:
     """Make sure that none of the run's Slurm jobs waits or runs; the empty list.
 
     Raises:

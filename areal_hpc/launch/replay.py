@@ -98,7 +98,7 @@ class RecordedStepsReplay:
         _refuse_unusable_output_dir(output_run, run, self._request)
         self.start = find_replay_start(run, first_step)
         self._quarantined = read_quarantined_batches(run)
-        check_recorded_batches(run, self.start.step + 1, last_step, self._quarantined)
+        raise_if_batches_missing_or_damaged(run, self.start.step + 1, last_step, self._quarantined)
 
     def replay_and_compare(
         self, reporter: foreground_launcher.ProgressReporter, stop: StopEvent
@@ -237,7 +237,7 @@ def find_replay_start(run: RunPaths, first_step: int) -> ReplayStart:
     return ReplayStart(0, None, forks)
 
 
-def check_recorded_batches(
+def raise_if_batches_missing_or_damaged(
     run: RunPaths, first_step: int, last_step: int, quarantined: Collection[int]
 ) -> None:
     """All manifests of these steps, and the shards of batches that were trained, are whole.

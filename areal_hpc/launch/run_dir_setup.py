@@ -14,7 +14,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.plan import PlanInputs
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.hub_cache import find_snapshot
-from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
+from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rollout.episodes.effective_limits import check_task_limits
@@ -185,7 +185,11 @@ def _compare_with_launched_recipe(
         if isinstance(before.get(key), str) and before[key] != now.get(key):
             before[key] = str(Path(before[key]).absolute())
     changed = [key for key in sorted(before | now) if before.get(key) != now.get(key)]
-    return flatten_public_keys(trees[0]), flatten_public_keys(trees[1]), changed
+    return (
+        flatten_keys_hiding_private_values(trees[0]),
+        flatten_keys_hiding_private_values(trees[1]),
+        changed,
+    )
 
 
 def _dump_with_absolute_paths(recipe: Recipe) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.prepared_run import PlanStages, PreparedRun, prepare_and_lock_run
+from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner, prepare_and_lock_run
 from areal_hpc.launch.resources.host_memory import (
     find_host_memory_problems,
     get_requested_memory_bytes_by_job,
@@ -57,7 +57,7 @@ def submit(
     fresh: bool = False,
     sys_path: Sequence[str] = (),
     joins_live_jobs: bool = False,
-    plan: PlanStages | None = None,
+    plan: StagePlanner | None = None,
 ) -> None:
     """Submit what is left of a run. All of its jobs are queued, or none.
 

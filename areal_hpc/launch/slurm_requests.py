@@ -12,7 +12,7 @@ from areal_hpc.errors import (
 from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
 from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
-from areal_hpc.launch.prepared_run import PlanStages, PreparedRun
+from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import (
@@ -39,7 +39,7 @@ def build_requests_of_run(
     working_folder: Path,
     after_job_ids: Sequence[str] = (),
     run_context: RunContext | None = None,
-    plan: PlanStages | None = None,
+    plan: StagePlanner | None = None,
 ) -> list[JobRequest]:
     """Requests to Slurm for all that is left of a run; nothing is written.
 

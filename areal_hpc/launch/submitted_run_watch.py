@@ -14,7 +14,7 @@ from areal_hpc.jobs import caretaker
 from areal_hpc.jobs.restart_policy import find_crash_error
 from areal_hpc.launch.foreground_launcher import ProgressReporter
 from areal_hpc.launch.plan import JobStage, plan_run
-from areal_hpc.launch.prepared_run import PlanStages
+from areal_hpc.launch.prepared_run import StagePlanner
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.cancellation import is_cancelled
 from areal_hpc.rundir.jobs import (
@@ -42,7 +42,7 @@ def watch_submitted_run(
     paths: RunPaths,
     reporter: ProgressReporter,
     stop: threading.Event,
-    plan: PlanStages | None = None,
+    plan: StagePlanner | None = None,
 ) -> None:
     """Show a submitted run's progress until it has ended and its jobs are gone.
 
@@ -71,7 +71,7 @@ def watch_submitted_run(
         if gone_since is None:
             gone_since = asked_at
         elif (
-            asked_at - gone_since >= _choose_timeout_s(paths, stage)
+            asked_at - gone_since >= _choose_leader_absence_timeout_s(paths, stage)
             and not paths.finished_marker.exists()
         ):
             raise _build_gone_job_error(paths, stage.leader.name)
@@ -89,7 +89,7 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
         return False  # slurmctld may be away for a while
 
 
-def _choose_timeout_s(paths: RunPaths, stage: JobStage) -> float:
+def _choose_leader_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
     """Time for which the leading job may be gone: the caretaker of another one brings it back."""
     exits = read_task_exits(paths.job(stage.leader.name)).values()
     if is_cancelled(paths.cancelled_marker) or any(one.gave_up for one in exits):

@@ -23,7 +23,7 @@ def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
             yield SealedTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)
 
 
-def form_next_batch(
+def build_next_batch_manifest(
     tickets: TicketTable, generation: int, generation_forks: Sequence[GenerationFork] = ()
 ) -> BatchManifest | None:
     """The batch of step `formed_steps + 1`, or None while too few tickets are settled.

@@ -144,7 +144,7 @@ class EvaluationState:
         self._make_leases_pending_again(silent)
         return len(silent)
 
-    def build_finished_results(self) -> Iterator[tuple[str, EvaluationResult]]:
+    def build_unwritten_results(self) -> Iterator[tuple[str, EvaluationResult]]:
         """Sets that are done and not `written`, each with its record for the run directory."""
         for name, part in self.sets.items():
             if name not in self.written and all(

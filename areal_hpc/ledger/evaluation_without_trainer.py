@@ -36,7 +36,7 @@ async def evaluate_and_finish(
     """
     generations = paths.generations_dir
     generation = read_newest_number(generations) or claim_next_number(generations)
-    patience = LongPoll(_never_hang_up, clock, asyncio.get_running_loop().create_future())
+    patience = LongPoll(_receive_nothing_forever, clock, asyncio.get_running_loop().create_future())
     try:
         opened = OpenTrainerGenerationRequest(
             generation, STEP_OF_LOADED_WEIGHTS, STEP_OF_LOADED_WEIGHTS
@@ -57,6 +57,6 @@ async def evaluate_and_finish(
         patience.stop_disconnect_watch()
 
 
-async def _never_hang_up() -> Any:
+async def _receive_nothing_forever() -> Any:
     """What an HTTP caller would send, if there were one."""
     return await asyncio.get_running_loop().create_future()

@@ -19,7 +19,7 @@ from areal_hpc.ledger.long_poll import LongPoll
 from areal_hpc.ledger.service import LedgerService
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE
 from areal_hpc.wire import ledger as wire
-from areal_hpc.wire.asgi import JsonApp, decode_body, read_signed_body, require_signature
+from areal_hpc.wire.asgi import JsonApp, decode_body, read_signed_body, require_signed_head
 from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ class LedgerApp(JsonApp):
             "/drop": (wire.DropTicketRequest, service.drop_ticket),
             "/report_evaluation": (wire.EvaluationResultRequest, service.record_evaluation_result),
             "/open_generation": (wire.OpenTrainerGenerationRequest, service.open_generation),
-            "/batch": (wire.BatchRequest, service.get_batch),
+            "/batch": (wire.BatchRequest, service.get_or_form_batch),
             "/publish": (wire.WeightsPublishedRequest, service.record_published_step),
             "/evaluate": (wire.EvaluateRequest, service.get_or_start_evaluation),
             "/finish": (wire.FinishRunRequest, service.finish_run_and_release_cells),
@@ -60,7 +60,7 @@ class LedgerApp(JsonApp):
     async def answer(self, request: Request) -> tuple[int, bytes]:
         """Check the signature, decode, let the service answer, encode."""
         path = request.scope["path"]
-        require_signature(request, self._verifier)
+        require_signed_head(request, self._verifier)
         if path not in self._routes:
             raise LedgerRequestError(404, f"no route {path}; routes: {' '.join(self._routes)}")
         if request.method != "POST":

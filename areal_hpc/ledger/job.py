@@ -63,7 +63,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
                 config.task_sources or (TaskSource(config.n_train_tasks),),
                 config.episodes_per_ticket,
                 config.seed,
-                load_curriculum(config, paths) if config.curriculum else None,
+                load_curriculum_and_replay_rewards(config, paths) if config.curriculum else None,
                 {one.number: one.n_samples for one in config.evaluation_sets.values()},
             ),
             evaluation_sets=config.evaluation_sets,
@@ -76,7 +76,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
             key=str(paths.root),
             hint="check free space, quota and permissions",
         ) from error
-    register_samples(lambda: build_samples("areal_hpc_ledger", service.count_tickets()))
+    register_samples(lambda: build_samples("areal_hpc_ledger", service.collect_progress_gauges()))
     app = LedgerApp(service, key, clock.now)
     listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
     server = ServiceServer(app)
@@ -121,7 +121,7 @@ async def _keep_releasing_held_jobs(paths: RunPaths) -> None:
         await asyncio.sleep(HELD_JOB_RELEASE_PERIOD_S)
 
 
-def load_curriculum(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
+def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths) -> Curriculum:
     """The user's curriculum, told of every group that is over."""
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(

@@ -86,7 +86,7 @@ class LedgerService:
         self._index = SealedTicketChecker(paths.index_dir)
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
-    def count_tickets(self) -> dict[str, int]:
+    def collect_progress_gauges(self) -> dict[str, int]:
         """Numbers of tickets by where they are, of batches, and of starts of trainer and ledger."""
         tickets = self._tickets
         return {
@@ -116,7 +116,7 @@ class LedgerService:
                 request.cell
             )
             if grants or seal_now or not await long_poll.wait_for(self._work, until_s):
-                over = self._tickets.filter_settled_or_dropped(request.finished)
+                over = self._tickets.select_settled_or_dropped(request.finished)
                 return wire.LeaseReply(
                     grants,
                     seal_now,
@@ -213,7 +213,9 @@ class LedgerService:
         log.info("generation %d resumes after step %d", request.generation, request.base_step)
         return ACKNOWLEDGED
 
-    async def get_batch(self, request: wire.BatchRequest, long_poll: LongPoll) -> wire.BatchReply:
+    async def get_or_form_batch(
+        self, request: wire.BatchRequest, long_poll: LongPoll
+    ) -> wire.BatchReply:
         """The batch of a step: as handed out before, or formed now and durable first."""
         until_s = self._clock() + request.wait_s
         while True:
@@ -326,7 +328,7 @@ class LedgerService:
         if "train" in request.splits:
             groups = capacity // self._stream.episodes_per_ticket
             refs += self._tickets.lease_tickets(request.cell, groups, now_s)
-        return self._stream.build_grants(refs)
+        return self._stream.build_grants_until_curriculum_fails(refs)
 
     def _is_sealing_urgent(self) -> bool:
         """True when nothing but a seal stands between the trainer and its batch."""
@@ -356,7 +358,7 @@ class LedgerService:
             append_drop(self._paths, drop)  # durable first: its rows are never trained
             tickets.drop_or_requeue_settled_ticket(drop)
             self._notify_waiting()
-        if manifest := batch_formation.form_next_batch(tickets, generation, forks):
+        if manifest := batch_formation.build_next_batch_manifest(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_generation_on_disk(generation)
             manifest = manifests.write_manifest_once(self._paths, manifest)
@@ -375,11 +377,11 @@ class LedgerService:
         if evaluation is None or self._evaluated != asked:
             results = self._read_results(step, n_tasks_by_set)
             self._evaluated = asked
-            self._evaluation = evaluation = self._begin_evaluation(
+            self._evaluation = evaluation = self._build_evaluation_state(
                 step, {name: n for name, n in n_tasks_by_set.items() if name not in results}
             )
             self._notify_waiting()
-        for name, result in evaluation.build_finished_results():
+        for name, result in evaluation.build_unwritten_results():
             manifests.write_evaluation(self._paths, name, result)
             evaluation.written.add(name)
         total = sum(n_tasks_by_set.values())
@@ -415,7 +417,9 @@ class LedgerService:
     def _read_results(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationResults:
         return read_current_results(self._paths, self._state, step, n_tasks_by_set)
 
-    def _begin_evaluation(self, step: int, n_tasks_by_set: Mapping[str, int]) -> EvaluationState:
+    def _build_evaluation_state(
+        self, step: int, n_tasks_by_set: Mapping[str, int]
+    ) -> EvaluationState:
         known = self._evaluation_sets
         parts = {
             name: EvaluationSetPart(known[name].number, n_tasks, known[name].n_samples)

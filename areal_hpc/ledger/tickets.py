@@ -36,10 +36,10 @@ ATTEMPTS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
-TerminalState = Literal["settled", "batched", "trained", "dropped", "filtered"]
+ReleasedFromCellState = Literal["settled", "batched", "trained", "dropped", "filtered"]
 """Nothing more is expected of the cells."""
-TERMINAL_STATES = get_args(TerminalState)
-TicketState = Literal["unissued", "waiting", "leased", "finished"] | TerminalState
+RELEASED_FROM_CELL_STATES = get_args(ReleasedFromCellState)
+TicketState = Literal["unissued", "waiting", "leased", "finished"] | ReleasedFromCellState
 
 
 class TicketTable:
@@ -148,13 +148,13 @@ class TicketTable:
         )
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
 
-    def filter_settled_or_dropped(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
+    def select_settled_or_dropped(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
         is_too_old = self.drop_stats.is_too_old
         return [
             ref
             for ref in refs
-            if self.get_state(ref.ticket_id) in TERMINAL_STATES or is_too_old(ref)
+            if self.get_state(ref.ticket_id) in RELEASED_FROM_CELL_STATES or is_too_old(ref)
         ]
 
     def count_leasable(self) -> int:

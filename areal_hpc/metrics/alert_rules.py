@@ -77,7 +77,7 @@ def check_learning_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
         return None
     last, first = rows[-1], rows[-streak]
     since = f"steps {first['step']} to {last['step']}"
-    equal = _get_share_of_equal_groups(last)
+    equal = _get_zero_variance_share(last)
     alert = partial(Alert, "no_signal", step=first["step"])
     if all(map(_is_mostly_solved, rows[-wanted:])):
         return alert(
@@ -108,10 +108,10 @@ def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
         return not has_gradient or row.get("reward/std") == 0
     if "kl/teacher" in row:  # it judges every token, whatever the rewards are
         return row.get("grad_norm") == 0
-    return row.get("grad_norm") == 0 or _get_share_of_equal_groups(row) >= config.max_zero_variance
+    return row.get("grad_norm") == 0 or _get_zero_variance_share(row) >= config.max_zero_variance
 
 
-def _get_share_of_equal_groups(row: StepRow) -> float:
+def _get_zero_variance_share(row: StepRow) -> float:
     """Groups that teach nothing; where groups are compared with one another, all or none."""
     if "groups/zero_variance" not in row:
         return 1.0 if row.get("reward/std") == 0 and row["episodes"] > 1 else 0.0
@@ -120,7 +120,7 @@ def _get_share_of_equal_groups(row: StepRow) -> float:
 
 
 def _is_mostly_solved(row: StepRow) -> bool:
-    equal, best = _get_share_of_equal_groups(row), row.get("groups/all_best") or 0.0
+    equal, best = _get_zero_variance_share(row), row.get("groups/all_best") or 0.0
     return equal > 0 and best >= MIN_SOLVED_SHARE * equal
 
 
@@ -203,7 +203,7 @@ def check_engine_mismatch(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
 def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
     """More tries of episodes fail than a working agent's should."""
     row, bound = rows[-1], config.max_failed_episodes
-    failures, ended_well = row.get("episode/failures") or 0, _estimate_good_ends(row)
+    failures, ended_well = row.get("episode/failures") or 0, _estimate_successful_episodes(row)
     if bound is None or failures < MIN_FAILED_TRIES_IN_STEP:
         return None
     share = failures / (failures + ended_well)
@@ -219,7 +219,7 @@ def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert
     )
 
 
-def _estimate_good_ends(row: StepRow) -> float:
+def _estimate_successful_episodes(row: StepRow) -> float:
     """Training episodes that ended well since the row before, in the batch and in other tickets.
 
     Another ticket is taken to have as many episodes as one of the batch. Failures that earn a

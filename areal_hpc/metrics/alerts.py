@@ -5,21 +5,21 @@ from collections.abc import Sequence
 from areal_hpc.metrics.alert_rules import RULES, Alert, AlertLevel, StepRow
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
-MIN_JUDGED_ROWS = 200
+MIN_ALERT_WINDOW_ROWS = 200
 """The newest rows that are looked at: cheap after each step, and enough unless a rule asks for more
 steps in a row."""
 STEPS_BEFORE_REPEATED_ALERT = 10
 """An alert that comes back within so many steps is not told again."""
 
 
-def count_judged_rows(config: AlertsConfig) -> int:
+def get_alert_window_rows(config: AlertsConfig) -> int:
     """The newest rows that these rules need."""
-    return max(MIN_JUDGED_ROWS, config.no_signal_steps or 0)
+    return max(MIN_ALERT_WINDOW_ROWS, config.no_signal_steps or 0)
 
 
 def find_alerts(rows: Sequence[StepRow], config: AlertsConfig) -> list[Alert]:
     """What the rows of `metrics.jsonl` say of the run as of the newest one, failures first."""
-    trained = [row for row in rows[-count_judged_rows(config) :] if row.get("episodes")]
+    trained = [row for row in rows[-get_alert_window_rows(config) :] if row.get("episodes")]
     if not trained:
         return []
     found = [alert for rule in RULES if (alert := rule.check(trained, config)) is not None]
@@ -34,7 +34,7 @@ class AlertTracker:
         self._last_step: dict[tuple[str, AlertLevel], int] = {}
         """The newest step at which each held."""
 
-    def find_new_alerts(self, rows: Sequence[StepRow]) -> list[Alert]:
+    def take_new_alerts(self, rows: Sequence[StepRow]) -> list[Alert]:
         """The alerts as of the newest row that have not held for `STEPS_BEFORE_REPEATED_ALERT`."""
         new = []
         for alert in find_alerts(rows, self._config):

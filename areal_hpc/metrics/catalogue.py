@@ -250,7 +250,7 @@ CATALOGUE: tuple[Metric, ...] = (
 )  # fmt: skip
 
 _METRIC_BY_NAME = {metric.name: metric for metric in CATALOGUE}
-_METRIC_BY_NAME_PATTERN = [
+_NAME_PATTERNS_WITH_METRICS = [
     (re.compile(re.escape(metric.name.removesuffix("<name>")) + ".+"), metric)
     for metric in CATALOGUE
     if metric.is_pattern
@@ -262,7 +262,11 @@ def find_metric(metric_name: str) -> Metric | None:
     if (metric := _METRIC_BY_NAME.get(metric_name)) is not None:
         return metric
     return next(
-        (metric for pattern, metric in _METRIC_BY_NAME_PATTERN if pattern.fullmatch(metric_name)),
+        (
+            metric
+            for pattern, metric in _NAME_PATTERNS_WITH_METRICS
+            if pattern.fullmatch(metric_name)
+        ),
         None,
     )
 

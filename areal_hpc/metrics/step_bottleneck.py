@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any, Literal
 
-StepLimit = Literal["generation", "training", "weights", "evaluation"]
+SystemPart = Literal["generation", "training", "weights", "evaluation"]
 
-PHASES_BY_LIMIT: dict[StepLimit, tuple[str, ...]] = {
+PHASES_BY_SYSTEM_PART: dict[SystemPart, tuple[str, ...]] = {
     "generation": ("batch_wait", "cell_wait"),
     "training": ("read", "measure", "pack", "score", "train", "checkpoint", "export", "files"),
     "weights": ("publish",),
@@ -14,20 +14,20 @@ PHASES_BY_LIMIT: dict[StepLimit, tuple[str, ...]] = {
 """Phases of the trainer, as in `time/<phase>_s`, by what they are spent on."""
 
 
-def compute_time_shares_by_limit(row: Mapping[str, Any]) -> dict[StepLimit, float]:
+def compute_time_shares_by_system_part(row: Mapping[str, Any]) -> dict[SystemPart, float]:
     """The share of a step's time that went to each part of the system; empty without times."""
     step_s = row.get("time/step_s") or 0.0
     if step_s <= 0:
         return {}
     return {
         limit: sum(row.get(f"time/{phase}_s") or 0.0 for phase in phases) / step_s
-        for limit, phases in PHASES_BY_LIMIT.items()
+        for limit, phases in PHASES_BY_SYSTEM_PART.items()
     }
 
 
-def find_main_step_limit(row: Mapping[str, Any]) -> StepLimit | None:
+def find_step_bottleneck(row: Mapping[str, Any]) -> SystemPart | None:
     """What most of a step's time went to; None without times."""
-    shares = compute_time_shares_by_limit(row)
+    shares = compute_time_shares_by_system_part(row)
     if not shares:
         return None
     return max(shares, key=lambda limit: shares[limit])

@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_limit
+from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 
 MAX_PACE_STEPS = 20
@@ -42,13 +42,13 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
             yield f"loss {format_metric(row['loss'], '.4f')}"
         return
     if row.get("time/step_s") is not None:
-        waiting = compute_time_shares_by_limit(row).get("generation", 0.0)
+        waiting = compute_time_shares_by_system_part(row).get("generation", 0.0)
         told = f" ({waiting:.0%} waiting for generation)" if waiting >= MIN_SHOWN_SHARE else ""
         yield f"{row['time/step_s']:.1f} s{told}"
         yield f"{compute_trained_tokens_per_s([row]):.0f} tokens/s"
     if "groups/zero_variance" in row:
         yield f"zero-variance {format_metric(row['groups/zero_variance'], '.0%')}"
-    if (length := get_reply_length(row)) is not None:
+    if (length := get_mean_reply_tokens(row)) is not None:
         yield f"length {length:.0f}"
     if "entropy/mean" in row:
         yield f"entropy {format_metric(row['entropy/mean'], '.2f')}"
@@ -71,7 +71,7 @@ def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
         yield f"{set_name} {metric} {format_metric(value, '.3f')}{interval}"
 
 
-def get_reply_length(row: MetricRow) -> float | None:
+def get_mean_reply_tokens(row: MetricRow) -> float | None:
     """Sampled tokens of a reply; of an episode, in a row that knows no better."""
     if row.get("reply/tokens_mean") is not None:
         return float(row["reply/tokens_mean"])
@@ -109,7 +109,7 @@ def describe_step_time_shares(rows: Sequence[MetricRow]) -> Iterator[str]:
         return
     names = {name for row in trained for name in row if name.startswith("time/")}
     sums = {name: sum(row.get(name) or 0.0 for row in trained) for name in names}
-    shares = sorted(compute_time_shares_by_limit(sums).items(), key=lambda item: -item[1])
+    shares = sorted(compute_time_shares_by_system_part(sums).items(), key=lambda item: -item[1])
     parts = ", ".join(f"{share:.0%} {limit}" for limit, share in shares if share >= MIN_SHOWN_SHARE)
     yield f"a step takes {sums['time/step_s'] / len(trained):.1f} s" + (
         f": {parts}" if parts else ""

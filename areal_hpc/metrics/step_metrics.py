@@ -13,7 +13,7 @@ from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
 EVAL_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the set `valid`."""
-IDLE_CELLS_METRIC = "cells/idle_s"
+CELL_IDLE_S_METRIC = "cells/idle_s"
 """Seconds for which cells had no ticket before a step's batch, added up over cells."""
 CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 """Phases of a step in which the trainer waits: for any cell, for a batch."""

@@ -58,7 +58,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         job.tool_call_parser,
         job.reasoning_parser,
     )
-    journal = make_private_journal_folder(job, admin_key)
+    journal = make_journal_folder_and_get_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
     sealer.record_already_sealed()
@@ -83,7 +83,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):
-            await asyncio.wait_for(sealer.seal_all(), LAST_SEAL_TIMEOUT_S)
+            await asyncio.wait_for(sealer.seal_all_and_settle(), LAST_SEAL_TIMEOUT_S)
     finally:
         await service.close()
     rendezvous.remove_own_endpoint(paths.rendezvous_dir, name)
@@ -112,7 +112,7 @@ def _open_listener(directory: Path, service_name: str) -> socket.socket:
     )
 
 
-def make_private_journal_folder(job: ProxyJobConfig, run_secret: str) -> Path:
+def make_journal_folder_and_get_path(job: ProxyJobConfig, run_secret: str) -> Path:
     """The cell's journal: node-local, apart from those of other runs, readable by its owner.
 
     Every run directory has a secret of its own, so a run that starts anew at an earlier run's

@@ -122,9 +122,9 @@ class ProxyService:
         )
         services = [
             server.serve(sockets=[listener]),
-            self._stop_when_asked(server, stop),
-            self._router.poll_replicas(),
-            self._drop_idle_sessions(),
+            self._stop_server_or_raise_journal_failure(server, stop),
+            self._router.poll_replicas_until_cancelled(),
+            self._keep_dropping_idle_and_compacting(),
             *(one.run() for one in (self._sealer, self._parsers) if one is not None),
         ]
         tasks = [asyncio.ensure_future(service) for service in services]
@@ -135,7 +135,9 @@ class ProxyService:
         for task in done:
             task.result()
 
-    async def _stop_when_asked(self, server: uvicorn.Server, stop: StopRequest) -> None:
+    async def _stop_server_or_raise_journal_failure(
+        self, server: uvicorn.Server, stop: StopRequest
+    ) -> None:
         """Tell the server to stop when asked; raises when the journal refused."""
         while not stop.requested:
             if self._recorder.failure is not None:
@@ -144,7 +146,7 @@ class ProxyService:
         server.should_exit = True
         await asyncio.Event().wait()  # the server's own end ends the service
 
-    async def _drop_idle_sessions(self) -> None:
+    async def _keep_dropping_idle_and_compacting(self) -> None:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
             for session in self._recorder.store.list_idle_sessions(self._limits.session_timeout_s):

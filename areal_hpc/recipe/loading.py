@@ -29,7 +29,7 @@ from areal_hpc.recipe.sections.cluster import ClusterConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig, TrainTaskSetConfig
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 
-_MISSING_VARIABLE = re.compile(r"Environment variable '(\w+)' not found")
+_MISSING_VARIABLE_PATTERN = re.compile(r"Environment variable '(\w+)' not found")
 EXCLUSIVE_KEYS = {
     "model": ("path", "hub", "tiny"),
     "train_dataset": TrainTaskSetConfig.choices,
@@ -44,7 +44,7 @@ DEPENDENT_KEYS_BY_SOURCE = {
 }
 """Keys beside one of those that mean nothing without it."""
 
-UnlikeValues = tuple[str, str, str]
+ContainerKindConflict = tuple[str, str, str]
 """A key, what it has and what it would get instead."""
 _CONTAINER_WORDS: Mapping[type, str] = {dict: "keys and values", list: "a list"}
 
@@ -66,7 +66,7 @@ def load_recipe(
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
     tree, given = _read_yaml(path), parse_overrides(overrides)
     remove_replaced_sources(tree, given)
-    tree = drop_replaced_preset(tree, given)
+    tree = drop_keys_invalidated_by_overrides(tree, given)
     try:
         merged = _merge_trees(*trees, tree, given)
         _raise_if_values_are_missing(merged)
@@ -85,7 +85,9 @@ def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
         RecipeError: One has a list where another has keys; all such places at once.
     """
     plain = [OmegaConf.to_container(tree) for tree in trees]
-    unlike = [one for pair in combinations(plain, 2) for one in _find_unlike_values(*pair)]
+    unlike = [
+        one for pair in combinations(plain, 2) for one in _find_container_kind_conflicts(*pair)
+    ]
     if unlike:
         raise RecipeError.from_problems(
             Problem(f"expected {wanted}, got {found}", key)
@@ -94,13 +96,15 @@ def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
     return OmegaConf.merge(*trees)
 
 
-def _find_unlike_values(value: object, new_value: object, key: str = "") -> Iterator[UnlikeValues]:
+def _find_container_kind_conflicts(
+    value: object, new_value: object, key: str = ""
+) -> Iterator[ContainerKindConflict]:
     """Dotted keys of lists and of keys with values that are to take each other's place."""
     kinds = [_CONTAINER_WORDS.get(type(one)) for one in (value, new_value)]
     if isinstance(value, Mapping) and isinstance(new_value, Mapping):
         for name in value.keys() & new_value.keys():
             below = f"{key}.{name}" if key else str(name)
-            yield from _find_unlike_values(value[name], new_value[name], below)
+            yield from _find_container_kind_conflicts(value[name], new_value[name], below)
     elif kinds[0] and kinds[1] and kinds[0] != kinds[1]:
         yield key, kinds[0], kinds[1]
 
@@ -139,7 +143,7 @@ def _suggest_recipe(path: Path) -> str:
 
 def _build_interpolation_error(error: InterpolationResolutionError, path: Path) -> RecipeError:
     """What a `${...}` of a recipe lacks: an environment variable, or another key."""
-    variable = _MISSING_VARIABLE.search(str(error))
+    variable = _MISSING_VARIABLE_PATTERN.search(str(error))
     if variable is None:
         message, hint = str(error).splitlines()[0], "name a key of the recipe: ${section.key}"
     else:
@@ -270,13 +274,13 @@ def merge_overrides(recipe: Recipe, overrides: Sequence[str]) -> Recipe:
     """
     tree, given = OmegaConf.create(recipe.model_dump(mode="json")), parse_overrides(overrides)
     remove_replaced_sources(tree, given)
-    tree = drop_replaced_preset(tree, given)
+    tree = drop_keys_invalidated_by_overrides(tree, given)
     merged = _merge_trees(tree, given)
     _raise_if_values_are_missing(merged)
     return build_recipe(OmegaConf.to_container(merged))
 
 
-def drop_replaced_preset(tree: DictConfig, overrides: DictConfig) -> DictConfig:
+def drop_keys_invalidated_by_overrides(tree: DictConfig, overrides: DictConfig) -> DictConfig:
     """A recipe without what its preset set, if it is a resolved one and an override has another.
 
     A resolved recipe names every key: what was written by hand cannot be told from the rest.
@@ -338,6 +342,6 @@ def flatten_keys(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def flatten_public_keys(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def flatten_keys_hiding_private_values(recipe: Mapping[str, Any]) -> dict[str, Any]:
     """Dotted keys of a recipe with their values; values that may be secrets are hidden."""
     return flatten_keys(hide_private_values_equal_in(recipe, recipe))

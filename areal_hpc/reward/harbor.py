@@ -1,7 +1,8 @@
 """Harbor tasks in a sandbox: what lies there at first, their tests, the reward.
 
-A task's row of the task set has a `HarborTask` under `HARBOR_KEY`. Its tests come into the sandbox
-after the agent has ended and all that it started was killed; their verdict is read from outside.
+A task's row of the task set has a `HarborTask` under `HARBOR_TASK_COLUMN`. Its tests come into
+the sandbox after the agent has ended and all that it started was killed; their verdict is read from
+outside.
 """
 
 import asyncio
@@ -17,12 +18,17 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import InvalidRewardError, NodeShortageError, RecipeError, SandboxLostError
+from areal_hpc.errors import (
+    InvalidRewardError,
+    NodeResourceShortageError,
+    RecipeError,
+    SandboxLostError,
+)
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 
-HARBOR_KEY = "harbor"
+HARBOR_TASK_COLUMN = "harbor"
 """Where a row of the task set has its Harbor task."""
 LOGS_DIR, TESTS_DIR, SOLUTION_DIR = "/logs", "/tests", "/solution"
 HARBOR_FOLDERS = (LOGS_DIR, TESTS_DIR, SOLUTION_DIR)
@@ -84,7 +90,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             RecipeError: They do not fit into the sandbox.
-            NodeShortageError: They cannot be read on this machine, or be put in time.
+            NodeResourceShortageError: They cannot be read on this machine, or be put in time.
         """
         made = [self.work_dir] if self.work_dir else []
         pairs = [(Path(self.folder, source), place) for source, place in self.copies]
@@ -116,17 +122,17 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
 
         Raises:
             SandboxLostError: The sandbox is gone before the tests began.
-            NodeShortageError: The tests cannot be read on this machine, or be put in time.
+            NodeResourceShortageError: The tests cannot be read on this machine, or be put in time.
         """
-        await sandbox.end_commands()
+        await sandbox.kill_all_commands()
         try:
-            await self._put_tests(sandbox)
+            await self._replace_tests_and_clear_verdict(sandbox)
             told = await sandbox.exec(
                 f"{_build_script_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
                 timeout_s=self.test_timeout_s,
                 variables={**_TEST_VARIABLES, **self.test_variables},
             )
-            await sandbox.end_commands()
+            await sandbox.kill_all_commands()
             if told.timed_out:
                 return build_no_verdict_reward(
                     f"the tests took longer than {self.test_timeout_s:g} s"
@@ -142,7 +148,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         except (OSError, ValueError) as error:
             return build_no_verdict_reward(f"{error}; {await _describe_test_output(sandbox)}")
 
-    async def _put_tests(self, sandbox: Sandbox) -> None:
+    async def _replace_tests_and_clear_verdict(self, sandbox: Sandbox) -> None:
         """Nothing that the agent left in these places stays."""
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
@@ -156,14 +162,14 @@ def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
     Raises:
         RecipeError: The row has something else in its place.
     """
-    if HARBOR_KEY not in data:
+    if HARBOR_TASK_COLUMN not in data:
         return None
     try:
-        return msgspec.convert(data[HARBOR_KEY], HarborTask)
+        return msgspec.convert(data[HARBOR_TASK_COLUMN], HarborTask)
     except msgspec.ValidationError as error:
         raise RecipeError(
-            f"the task's column {HARBOR_KEY!r} is no Harbor task: {error}",
-            key=HARBOR_KEY,
+            f"the task's column {HARBOR_TASK_COLUMN!r} is no Harbor task: {error}",
+            key=HARBOR_TASK_COLUMN,
             hint="rename the column, or let train_dataset.harbor make the rows",
         ) from error
 
@@ -223,7 +229,7 @@ def build_archive(
             member.type, member.mode = tarfile.DIRTYPE, mode
             archive.addfile(member)
         for source, place in pairs:
-            archive.add(source, _name_member(place), filter=_clear_owner)
+            archive.add(source, _name_member(place), filter=_clear_owner_and_widen_mode)
     return stream.getvalue()
 
 
@@ -233,27 +239,29 @@ async def _unpack(
     """Put files into a sandbox.
 
     Raises:
-        NodeShortageError: They cannot be read on this machine, or the sandbox takes too long.
+        NodeResourceShortageError: They cannot be read here, or the sandbox takes too long.
         OSError: They do not fit into the sandbox.
         SandboxLostError: The sandbox is gone.
     """
-    archive = await _read_archive([*pairs], [*folders])
+    archive = await _build_archive_with_retries([*pairs], [*folders])
     try:
         await sandbox.unpack(archive)
     except TimeoutError as error:
-        raise NodeShortageError(
+        raise NodeResourceShortageError(
             f"the files of a Harbor task could not be put into its sandbox: {error}",
             hint="lower rollout.max_concurrent_rollouts",
         ) from error
 
 
-async def _read_archive(pairs: Sequence[tuple[Path, str]], folders: Sequence[str]) -> bytes:
+async def _build_archive_with_retries(
+    pairs: Sequence[tuple[Path, str]], folders: Sequence[str]
+) -> bytes:
     """The files as a tar, read in a thread: their storage may be slow.
 
     Reading is repeated for `READ_RETRY_S`: an episode that has been played is lost without them.
 
     Raises:
-        NodeShortageError: They cannot be read on this machine.
+        NodeResourceShortageError: They cannot be read on this machine.
     """
     give_up_at = time.monotonic() + READ_RETRY_S
     while True:
@@ -261,14 +269,14 @@ async def _read_archive(pairs: Sequence[tuple[Path, str]], folders: Sequence[str
             return await asyncio.to_thread(build_archive, pairs, folders=folders)
         except OSError as error:
             if time.monotonic() >= give_up_at:
-                raise NodeShortageError(
+                raise NodeResourceShortageError(
                     f"the files of a Harbor task cannot be read: {error}",
                     hint="see that this node reads the task's folder",
                 ) from error
         await asyncio.sleep(READ_PAUSE_S)
 
 
-def _clear_owner(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _clear_owner_and_widen_mode(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
     tar_member.uid = tar_member.gid = 0
     tar_member.uname = tar_member.gname = ""
     tar_member.mode |= 0o700 if tar_member.isdir() else 0o600

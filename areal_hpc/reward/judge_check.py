@@ -81,7 +81,7 @@ def _compute_pearson_correlation(
     return float(np.corrcoef(first, second)[0, 1])
 
 
-async def check_judge(judge: LlmJudge, path: Path, threshold: float) -> str:
+async def grade_labels_and_format_report(judge: LlmJudge, path: Path, threshold: float) -> str:
     """Grade the replies of a file of labels; the agreement and the largest differences as text.
 
     Raises:
@@ -95,7 +95,9 @@ async def check_judge(judge: LlmJudge, path: Path, threshold: float) -> str:
     )
     labels = [one.label for one in labeled]
     found = measure_agreement([one.value for one in grades], labels, threshold)
-    return "\n".join([*_format_agreement(found, threshold), *_format_worst(labeled, grades)])
+    return "\n".join(
+        [*_format_agreement(found, threshold), *_format_largest_differences(labeled, grades)]
+    )
 
 
 def read_labels(path: Path) -> list[LabeledReply]:
@@ -140,7 +142,9 @@ def _format_agreement(agreement: Agreement, threshold: float) -> list[str]:
     ]
 
 
-def _format_worst(labeled: Sequence[LabeledReply], grades: Sequence[Grade]) -> list[str]:
+def _format_largest_differences(
+    labeled: Sequence[LabeledReply], grades: Sequence[Grade]
+) -> list[str]:
     pairs = sorted(
         zip(labeled, grades, strict=True), key=lambda one: -abs(one[1].value - one[0].label)
     )

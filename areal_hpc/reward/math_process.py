@@ -98,22 +98,22 @@ def _is_far_larger(large_expression: Any, plain_number: Any) -> bool:
 
     return (
         isinstance(plain_number, Number)
-        and bound_log2(large_expression) > MAX_LOG2
-        and not bound_log2(plain_number) > MAX_LOG2
+        and compute_log2_upper_bound(large_expression) > MAX_LOG2
+        and not compute_log2_upper_bound(plain_number) > MAX_LOG2
     )
 
 
-def bound_log2(value: Any) -> float:
+def compute_log2_upper_bound(value: Any) -> float:
     """At most the binary logarithm of an uncomputed positive integer; NaN for anything else."""
     from sympy import Integer, Pow, factorial
 
     if isinstance(value, Integer):
         return math.log2(int(value)) if value > 0 else math.nan
     if isinstance(value, Pow):
-        base, exponent = (bound_log2(part) for part in value.args)
+        base, exponent = (compute_log2_upper_bound(part) for part in value.args)
         return base * _capped_power_of_2(exponent)
     if isinstance(value, factorial):
-        number = _capped_power_of_2(bound_log2(value.args[0]))
+        number = _capped_power_of_2(compute_log2_upper_bound(value.args[0]))
         return max(number * (math.log2(number) - 1.5), 0.0)  # after Stirling
     return math.nan
 

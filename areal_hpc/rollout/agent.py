@@ -72,7 +72,7 @@ def load_agent(
     if inspect.isclass(found):
         return _build_agent(found, name, kwargs)
     if kwargs:
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"{name!r} is already an instance; the arguments {', '.join(kwargs)} cannot be applied",
             "name its class, or drop the arguments",
             key="rollout.workflow_kwargs",
@@ -84,14 +84,14 @@ def load_agent(
 def _import_dotted(dotted_path: str) -> Any:
     module_path, dot, name = dotted_path.rpartition(".")
     if not dot or not module_path:
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"expected a dotted path `package.module.Class`, got {dotted_path!r}",
             "name the module and the class, such as `my_package.my_module.MyAgent`",
         )
     module = _import_module_by_parts(module_path, dotted_path)
     found = getattr(module, name, None)
     if found is None:
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"{dotted_path!r}: the module {module_path!r} has no {name!r}"
             f"{_format_name_suggestion(name, _list_classes(module))}",
             f"name one of its classes: {', '.join(_list_classes(module)) or 'it has none'}",
@@ -110,7 +110,7 @@ def _import_module_by_parts(module_path: str, dotted_path: str) -> ModuleType:
         except ModuleNotFoundError as error:
             if error.name != prefix:
                 raise _build_import_error(prefix, dotted_path, error) from error
-            raise _build_agent_error(
+            raise _build_workflow_recipe_error(
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{_format_name_suggestion(parts[end - 1], _list_submodules(module))}",
                 "start the run from the folder that holds the package, or install it in the "
@@ -127,17 +127,19 @@ def _check_run_method(agent: object, dotted_path: str, extra_kwargs: Sequence[st
     run = getattr(agent, "run", None)
     if run is None and not is_class:
         kind = type(agent).__name__
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"{dotted_path!r} is a {kind}, expected a class", f"make it {_AGENT_SHAPE_HINT}"
         )
     if not inspect.iscoroutinefunction(run):
         found = "has no method `run`" if run is None else "has a `run` that is not `async def`"
-        raise _build_agent_error(f"{dotted_path!r} {found}", f"make it {_AGENT_SHAPE_HINT}")
+        raise _build_workflow_recipe_error(
+            f"{dotted_path!r} {found}", f"make it {_AGENT_SHAPE_HINT}"
+        )
     given: list[Any] = [None, {}] if is_class else [{}]
     try:
         inspect.signature(run).bind(*given, **dict.fromkeys(extra_kwargs))
     except TypeError as error:
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"{dotted_path!r}: `run{inspect.signature(run)}` cannot be called with `data` and the "
             f"keywords {', '.join(extra_kwargs)} ({error})",
             f"make it {_AGENT_SHAPE_HINT}, or set rollout.agent.mode=subproc",
@@ -148,7 +150,7 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
     try:
         inspect.signature(agent_class).bind(**kwargs)
     except TypeError as error:
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"{dotted_path!r} cannot be built {_name_arguments(kwargs)} ({error})",
             f"match its constructor: {agent_class.__name__}{inspect.signature(agent_class)}",
             key="rollout.workflow_kwargs",
@@ -158,7 +160,7 @@ def _build_agent(agent_class: Any, dotted_path: str, kwargs: Mapping[str, Any]) 
     except RecipeError:
         raise  # it says itself what must change
     except (Exception, SystemExit) as error:  # boundary: the constructor is the user's code
-        raise _build_agent_error(
+        raise _build_workflow_recipe_error(
             f"{dotted_path!r} cannot be built {_name_arguments(kwargs)}: "
             f"{_summarize_exception(error)}",
             "fix the constructor or its arguments",
@@ -173,13 +175,15 @@ def _name_arguments(kwargs: Mapping[str, Any]) -> str:
 
 
 def _build_import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:
-    return _build_agent_error(
+    return _build_workflow_recipe_error(
         f"{dotted_path!r}: importing {module!r} failed: {_summarize_exception(error)}",
         "fix that module; packages it needs belong in the agents environment",
     )
 
 
-def _build_agent_error(message: str, hint: str, key: str = "rollout.workflow") -> RecipeError:
+def _build_workflow_recipe_error(
+    message: str, hint: str, key: str = "rollout.workflow"
+) -> RecipeError:
     return RecipeError(message, key=key, hint=hint)
 
 

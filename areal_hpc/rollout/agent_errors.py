@@ -14,7 +14,7 @@ from typing import Any
 import areal_hpc
 from areal_hpc.errors import (
     AgentError,
-    NodeShortageError,
+    NodeResourceShortageError,
     describe_exception,
     escape_surrogates,
 )
@@ -22,7 +22,7 @@ from areal_hpc.errors import (
 MAX_TRACEBACK_CHARS = 1500
 MAX_MESSAGE_CHARS = 500
 MAX_SHOWN_COLUMNS = 10
-SHORTAGE_ERRORS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC))
+SHORTAGE_ERRNOS = frozenset((errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC))
 """The node, or the job, has no process, memory, descriptor or space left now. No `MemoryError`: an
 agent that computes what a model asks for meets that on any node."""
 SHORTAGE_HINT = "give the job what is missing, or lower rollout.max_concurrent_rollouts"
@@ -62,22 +62,22 @@ def build_agent_error(error: BaseException, trace: TracebackType | None) -> Agen
     )
 
 
-def find_node_shortage(error: BaseException) -> NodeShortageError | None:
+def find_node_shortage(error: BaseException) -> NodeResourceShortageError | None:
     """What the node lacked, if that is why an agent raised an error; None if it is not."""
     for cause in _list_causes(error):
-        if isinstance(cause, NodeShortageError):
+        if isinstance(cause, NodeResourceShortageError):
             return cause
         if lacking := _describe_shortage(cause):
-            return NodeShortageError(
+            return NodeResourceShortageError(
                 f"{lacking} while the agent ran: {escape_surrogates(_describe_exception(error))}",
                 hint=SHORTAGE_HINT,
             )
     return None
 
 
-def build_oom_kill_error(process_name: str) -> NodeShortageError:
+def build_oom_kill_error(process_name: str) -> NodeResourceShortageError:
     """The error for a process that the kernel ended for want of memory."""
-    return NodeShortageError(
+    return NodeResourceShortageError(
         f"{process_name} was killed: the memory of the job, or of the node, ran out",
         hint=SHORTAGE_HINT,
     )
@@ -85,7 +85,7 @@ def build_oom_kill_error(process_name: str) -> NodeShortageError:
 
 def describe_errno_shortage(errnos: Iterable[int]) -> str:
     """What the node lacked, by the first of the system's error numbers that tells; else empty."""
-    return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRORS), "")
+    return next((os.strerror(one) for one in errnos if one in SHORTAGE_ERRNOS), "")
 
 
 def _list_causes(error: BaseException) -> list[BaseException]:

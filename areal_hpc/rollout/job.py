@@ -15,7 +15,7 @@ from areal_hpc.rollout.agent import Agent, load_agent
 from areal_hpc.rollout.config import RolloutJobConfig
 from areal_hpc.rollout.episode_watch import EpisodeWatch
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.lease_loop import LeaseLoop
 from areal_hpc.rollout.leased_tickets import LeasedTickets
@@ -23,7 +23,7 @@ from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
-from areal_hpc.rollout.trial_episodes import play_trial_tasks_until_one_succeeds
+from areal_hpc.rollout.trial_episodes import raise_if_all_trial_tasks_fail_alike
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
@@ -81,7 +81,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     if job.rollout.agent.mode == "inline":
         sandboxes = make_agent_sandboxes(job.rollout.agent)
     else:  # episodes start theirs in processes of their own
-        await try_sandbox(job.rollout.agent)
+        await start_and_stop_sandbox(job.rollout.agent)
     if sandboxes is not None:
         await sandboxes.start_first_and_refill()
     key = ensure_service_key(paths.service_key)
@@ -123,7 +123,7 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         if job.plays_trials and agent is not None and not paths.metrics.exists():
             tasks, proxy = TaskSet.read(paths.dataset(TRAIN)), services.proxy
             enter_state("trial")
-            await play_trial_tasks_until_one_succeeds(
+            await raise_if_all_trial_tasks_fail_alike(
                 job.rollout, agent, tasks, proxy, http_client, events, sandboxes
             )
         await loop.run()
@@ -135,7 +135,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")
-        await _run_until_stopped_or_idle(play_trials_and_lease(), loop, stop, idle_timeout_s)
+        await _run_until_stopped_or_exit_if_idle(
+            play_trials_and_lease(), loop, stop, idle_timeout_s
+        )
     finally:
         if sandboxes is not None:
             await sandboxes.close()
@@ -155,7 +157,7 @@ def _collect_driver_metrics(
     }
 
 
-async def _run_until_stopped_or_idle(
+async def _run_until_stopped_or_exit_if_idle(
     work: Coroutine[Any, Any, None], loop: LeaseLoop, stop: StopRequest, idle_timeout_s: float
 ) -> None:
     running = asyncio.create_task(work)

@@ -226,7 +226,7 @@ class TicketRunner:
         if split == TRAIN:
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
         episodes = [
-            self._run_episode_until_ok(ticket_grant, split, at)
+            self._run_episode_until_decided(ticket_grant, split, at)
             for at in range(ticket_grant.n_episodes)
         ]
         group = await run_group_until_enough_succeed(episodes, wanted, least)
@@ -239,7 +239,7 @@ class TicketRunner:
             )
         return group.outcomes
 
-    async def _run_episode_until_ok(
+    async def _run_episode_until_decided(
         self, ticket_grant: TicketGrant, split: str, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well, or as the recipe has failed ones end.
@@ -250,22 +250,22 @@ class TicketRunner:
             ClusterError: The node has lacked something for every episode for long.
         """
         with self._shortages.follow_episode(_name_episode(ticket_grant.ref, split, episode)):
-            return await self._repeat_episode(ticket_grant, split, episode)
+            return await self._try_episode_until_decided(ticket_grant, split, episode)
 
-    async def _repeat_episode(
+    async def _try_episode_until_decided(
         self, ticket_grant: TicketGrant, split: str, episode: int
     ) -> EpisodeOutcome:
         failures = 0
         while True:
             await self._gate.wait_until_open()
             spec = self._build_episode_spec(ticket_grant, split, episode, failures)
-            outcome = await self._run_episode_in_time_span(ticket_grant, split, spec)
+            outcome = await self._run_episode_and_record_span(ticket_grant, split, spec)
             if outcome.status != "ok":
                 self._record_failed_episode(
                     ticket_grant, episode, outcome, is_training=split == TRAIN
                 )
             try:
-                self._shortages.record_episode_try_end(
+                self._shortages.record_try_end_and_raise_if_stuck(
                     spec.session.task_id,
                     outcome,
                     held_out_ticket=None if split == TRAIN else ticket_grant.ref,
@@ -295,7 +295,7 @@ class TicketRunner:
                 )
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
 
-    async def _run_episode_in_time_span(
+    async def _run_episode_and_record_span(
         self, ticket_grant: TicketGrant, split: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         """Run an episode once, while the watch knows of it."""

@@ -67,7 +67,7 @@ async def play_trial_episode(
     return await run_episode(spec, agent, proxy, http_client, sandboxes)
 
 
-async def play_trial_tasks_until_one_succeeds(
+async def raise_if_all_trial_tasks_fail_alike(
     rollout: RolloutConfig,
     agent: Agent,
     tasks: TaskSet,

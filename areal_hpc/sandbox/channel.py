@@ -52,7 +52,8 @@ class RunningCommand:
 class CommandChannel:
     """Frames to and from a command server, over one socket.
 
-    The server's end is handed to a process; then `wait_for_server` waits for its first word.
+    The server's end is handed to a process, for whose first frame
+    `wait_for_hello_and_get_listener` waits.
     """
 
     def __init__(self) -> None:
@@ -65,7 +66,7 @@ class CommandChannel:
         self.closed = asyncio.Event()
         """The server is gone."""
 
-    async def wait_for_server(self) -> socket.socket | None:
+    async def wait_for_hello_and_get_listener(self) -> socket.socket | None:
         """Wait for the server; the socket that listens within the sandbox, if it sends one.
 
         Raises:

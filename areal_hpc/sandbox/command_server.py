@@ -89,7 +89,7 @@ class CommandServer:
                 for key, _ in self._selector.select():
                     if key.fd in self._selector.get_map():
                         key.data()
-                self._report_ended_commands()
+                self._reap_and_report_ended_commands()
         while below := list_children(os.getpid()):
             for pid in below:
                 with contextlib.suppress(OSError):
@@ -118,7 +118,7 @@ class CommandServer:
         if frame_kind == BEGIN_FRAME:
             request = json.loads(content)
             if request["operation"] == "end":
-                self._end_commands(command_number)
+                self._kill_all_commands(command_number)
             else:
                 self._begin_command(command_number, request)
             return
@@ -134,7 +134,7 @@ class CommandServer:
             self._write_input_when_writable(command_number, command)
         else:
             command.is_input_over = True
-            self._close_input_once_written(command)
+            self._close_input_if_written(command)
 
     def _begin_command(self, command_number: int, request: dict[str, Any]) -> None:
         inner, outer = [], []
@@ -169,14 +169,14 @@ class CommandServer:
                 self._bind_arguments(self._forward_output, command_number, command, stream),
             )
 
-    def _end_commands(self, command_number: int) -> None:
+    def _kill_all_commands(self, command_number: int) -> None:
         """Kill all that runs, also what commands left behind; the host waits only so long."""
         while below := list_children(os.getpid()):
             for pid in below:
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.001)  # children of those become this process's own
-            self._report_ended_commands()
+            self._reap_and_report_ended_commands()
         self._send_frame(command_number, EXIT_CODE_FRAME, b"0")
 
     @staticmethod
@@ -206,9 +206,9 @@ class CommandServer:
             command.backlog.appendleft(piece[taken:])
         if not command.backlog:
             self._selector.unregister(command.stdin)
-            self._close_input_once_written(command)
+            self._close_input_if_written(command)
 
-    def _close_input_once_written(self, command: Command) -> None:
+    def _close_input_if_written(self, command: Command) -> None:
         if command.stdin >= 0 and command.is_input_over and not command.backlog:
             os.close(command.stdin)
             command.stdin = -1
@@ -227,7 +227,7 @@ class CommandServer:
         del command.streams[stream]
         return False
 
-    def _report_ended_commands(self) -> None:
+    def _reap_and_report_ended_commands(self) -> None:
         """Tell of commands that have ended; what they left behind holds up nobody."""
         numbers = {command.pid: number for number, command in self._commands.items()}
         while True:

@@ -113,7 +113,9 @@ class SandboxedProcess:
             descriptors = [writing] + ([] if channel_fd is None else [channel_fd])
             folder = "/"
             if isolation == "bwrap":
-                command = _build_isolated_command(files, limits, descriptors, inherited, as_nobody)
+                command = _open_files_and_build_isolated_command(
+                    files, limits, descriptors, inherited, as_nobody
+                )
             else:
                 folder = kept.enter_context(_make_program_folder(files))
                 command = _build_unisolated_command(folder, files, limits, writing, as_nobody)
@@ -285,7 +287,7 @@ def _build_unisolated_command(
     return [python, "-I", "-S", launcher, json.dumps(request), python, *scripts]
 
 
-def _build_isolated_command(
+def _open_files_and_build_isolated_command(
     files: Mapping[str, bytes],
     limits: ProgramLimits,
     descriptors: list[int],

@@ -9,7 +9,7 @@ from areal_hpc.sandbox.process import (
 )
 
 
-def check_isolation() -> None:
+def run_empty_program_to_test_isolation() -> None:
     """Run an empty program, isolated as `reward.isolation` says.
 
     Raises:

@@ -6,7 +6,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
-ISOLATION_KEY = "rollout.agent.isolation"
+ISOLATION_RECIPE_KEY = "rollout.agent.isolation"
 
 
 class Runtime(Protocol):
@@ -16,7 +16,7 @@ class Runtime(Protocol):
     """As `rollout.agent.isolation` names it."""
     networks: tuple[Network, ...]
     """What it can offer."""
-    takes_root: bool
+    supports_root_file_system: bool
     """It can show another root file system than this machine's."""
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
@@ -33,6 +33,6 @@ def build_isolation_error(program: str, hint: str, reason: str) -> RecipeError:
     """The error of a runtime whose program cannot isolate on this machine."""
     return RecipeError(
         f"{program} cannot isolate on this machine: {reason}",
-        key=ISOLATION_KEY,
+        key=ISOLATION_RECIPE_KEY,
         hint=hint,
     )

@@ -17,8 +17,8 @@ from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
     kill_and_reap_process,
     list_descendants,
-    read_memory_file_bytes,
     read_resident_bytes,
+    sum_memfd_bytes,
 )
 from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
@@ -117,7 +117,7 @@ class Sandbox:
         sandbox = cls(plan, process, channel)
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
-                listener = await channel.wait_for_server()
+                listener = await channel.wait_for_hello_and_get_listener()
         except (EOFError, TimeoutError, OSError) as error:
             try:
                 said = await sandbox._read_error_output()
@@ -136,7 +136,7 @@ class Sandbox:
         if listener is not None:
             listener.setblocking(False)
             sandbox._forwarder = SessionForwarder(listener)
-        sandbox._watch = asyncio.create_task(sandbox._watch_limits())
+        sandbox._watch = asyncio.create_task(sandbox._kill_when_over_limits())
         return sandbox
 
     @property
@@ -236,7 +236,7 @@ class Sandbox:
             {"operation": "remove", "path": self._resolve_path(path)}, b""
         )
 
-    async def end_commands(self) -> None:
+    async def kill_all_commands(self) -> None:
         """Kill all that runs in it, also what commands left in the background.
 
         Raises:
@@ -330,7 +330,7 @@ class Sandbox:
         finally:
             self._running -= 1
 
-    async def _watch_limits(self) -> None:
+    async def _kill_when_over_limits(self) -> None:
         """End the sandbox when it uses too much, beside what it took when nothing had run in it.
 
         It rests while nothing runs.
@@ -352,7 +352,7 @@ class Sandbox:
         resident = sum(map(read_resident_bytes, processes))
         if not self._plan.keeps_memory_in_files:
             return resident
-        return max(resident, read_memory_file_bytes(processes))
+        return max(resident, sum_memfd_bytes(processes))
 
     def _end_as_lost(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason

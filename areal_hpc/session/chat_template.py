@@ -16,7 +16,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_hpc.errors import ChatTemplateError, RecipeError
-from areal_hpc.session.fast_bpe import CachedBPEEncoder
+from areal_hpc.session.fast_bpe import CachedAsciiBPEEncoder
 
 # The thread pool of the Rust encoder costs more than it saves on one text at a time.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -154,7 +154,7 @@ class TokenEncoder:
         tokenizer.no_truncation()
         tokenizer.no_padding()
         self._tokenizer = tokenizer
-        self._words = CachedBPEEncoder.from_tokenizer(tokenizer)
+        self._words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer)
         self.vocab_size = vocab_size or tokenizer.get_vocab_size(with_added_tokens=True)
         """Rows of the model's embedding: every id sent to the engine must be below it."""
 
@@ -177,7 +177,7 @@ class TokenEncoder:
         """The largest id that a text can be encoded to."""
         return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
-    def get_ids_by_token(self) -> dict[str, int]:
+    def get_base_vocab_ids_by_token(self) -> dict[str, int]:
         """Id of each token, special ones left out that were added later."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 

@@ -26,7 +26,7 @@ def match_text_prompt(tree: InteractionTree, prompt: str, encoder: TokenEncoder)
     lead = encoder.encode("", add_special_tokens=True)
 
     def decode(interaction: Interaction) -> list[str]:
-        return _list_interaction_texts(interaction, lead, encoder)
+        return _list_possible_decodings(interaction, lead, encoder)
 
     parent, known = _find_longest_match(tree, prompt, lambda one: tree.get_own_texts(one, decode))
     return _build_open_turn(parent, prompt[known:])
@@ -49,7 +49,7 @@ def _build_open_turn(parent: Interaction | None, tail: str) -> OpenTurn:
     )
 
 
-def _list_interaction_texts(
+def _list_possible_decodings(
     interaction: Interaction, leading_ids: Sequence[int], encoder: TokenEncoder
 ) -> list[str]:
     """How the interaction's own tokens may be written: with or without what leads all texts."""

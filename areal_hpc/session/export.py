@@ -217,7 +217,7 @@ def export_rows(
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 
-def export_auxiliary_rows(
+def build_auxiliary_rows(
     tree: InteractionTree, key: EpisodeKey, record: RowRecord, first_row: int
 ) -> list[TrajectoryRow]:
     """The rows of a session's auxiliary conversations, numbered from `first_row`."""
@@ -232,7 +232,7 @@ def export_auxiliary_rows(
     return rows
 
 
-def export_failed_rows(
+def build_failed_session_rows(
     tree: InteractionTree, key: EpisodeKey, record: RowRecord
 ) -> list[TrajectoryRow]:
     """The rows of a session that failed; one without tokens if it made no call."""

@@ -5,7 +5,7 @@ ids by itself, so that a word seen before need not be merged again. `tokenizers`
 time on alignments and on regular expressions over all of Unicode. Here the words are found by
 `re` and their ids looked up; a new word is given to the tokenizer's own model.
 
-Only what can be told to be the same is done so: other tokenizers have no `CachedBPEEncoder`,
+Only what can be told to be the same is done so: other tokenizers have no `CachedAsciiBPEEncoder`,
 and texts beyond ASCII, where `re` and the tokenizer know different letters, do not go through it.
 """
 
@@ -62,7 +62,7 @@ class _TokenizerJson(msgspec.Struct):
     model: _TokenizerJsonModel
 
 
-class CachedBPEEncoder(dict[str, tuple[int, ...]]):
+class CachedAsciiBPEEncoder(dict[str, tuple[int, ...]]):
     """Ids by word. Made by `from_tokenizer`."""
 
     def __init__(
@@ -76,7 +76,7 @@ class CachedBPEEncoder(dict[str, tuple[int, ...]]):
         self._split_added = re.compile(f"({'|'.join(longest_first) or NEVER_PATTERN})").split
 
     @classmethod
-    def from_tokenizer(cls, tokenizer: Tokenizer) -> CachedBPEEncoder | None:
+    def from_tokenizer(cls, tokenizer: Tokenizer) -> CachedAsciiBPEEncoder | None:
         """An encoder that gives the ids that `tokenizer` gives; None for an unknown kind of it."""
         parts = msgspec.json.decode(tokenizer.to_str(), type=_TokenizerJson)
         model, added, pattern = parts.model, parts.added_tokens, _build_split_pattern(parts)

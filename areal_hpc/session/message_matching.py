@@ -9,7 +9,7 @@ import msgspec
 
 from areal_hpc.session.chat_template import Message
 
-NormalizeMessage = Callable[[Message], Message]
+MessageRewriter = Callable[[Message], Message]
 """Maps a message in normal form to what is compared in its place, and rendered."""
 
 _WIDE_NUMBER_PATTERN = re.compile(r"\d{19}")

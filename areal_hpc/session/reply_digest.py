@@ -41,8 +41,8 @@ def compute_reply_digest(
 def compute_reply_digest_of_call(call: Interaction, tree: InteractionTree) -> bytes:
     """The same of a sound model call, whose parent is in the tree."""
     parent = None if call.parent_id is None else tree[call.parent_id]
-    new_json = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
-    prompt_json = tree.build_sequence_ids_json_inside(parent, new_json)
+    new_ids_json_inside = format_ids_as_json_inside(unpack_ids(call.new_ids).tolist())
+    prompt_json = tree.build_sequence_ids_json_inside(parent, new_ids_json_inside)
     return compute_reply_digest(
         prompt_json,
         *(call.output_ids, call.logprobs, call.spans, call.kept_counts, call.kept_ids),

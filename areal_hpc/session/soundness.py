@@ -44,7 +44,7 @@ class _ComparableToolCallMessage(msgspec.Struct):
     content: str | None = None
 
 
-class _ComparedSamplingParameters(msgspec.Struct):
+class _TruncationSamplingParameters(msgspec.Struct):
     """Those of which a trainer asks whether they left tokens out; a client may have told none."""
 
     top_p: float = 1.0
@@ -80,7 +80,7 @@ def find_client_reported_field_defect(call: Interaction) -> str | None:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         return f"expected sampling parameters as a JSON object: {error}"
     try:
-        msgspec.convert(told, _ComparedSamplingParameters)
+        msgspec.convert(told, _TruncationSamplingParameters)
     except msgspec.ValidationError as error:
         return f"expected sampling parameters that are numbers: {error}"
     if not -1 <= call.replica < 2**31:

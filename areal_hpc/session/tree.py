@@ -102,7 +102,7 @@ class Interaction(msgspec.Struct, kw_only=True):
         return self.prompt_tokens + self.num_output_tokens
 
 
-MIN_FOUND_CHARS = 32
+MIN_LOCATED_MESSAGE_CHARS = 32
 """Length from which a message is looked for in the rendered text."""
 
 
@@ -131,7 +131,11 @@ class OpenTurn(msgspec.Struct, frozen=True):
             return self.text
         content = content.strip()
         # A shorter one may stand in what the template says, too.
-        return self.text.rpartition(content)[2] if len(content) >= MIN_FOUND_CHARS else self.text
+        return (
+            self.text.rpartition(content)[2]
+            if len(content) >= MIN_LOCATED_MESSAGE_CHARS
+            else self.text
+        )
 
     def drop_repeated_stop_token(self, encoded: list[int]) -> list[int]:
         """Prompt ids after the parent's sequence, from the encoding of `text`.

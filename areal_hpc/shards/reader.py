@@ -22,9 +22,9 @@ from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
     DATASETS,
     FORMAT_NAME,
-    JSON_DATASETS,
     MASK_DATASETS,
     NEWEST_FORMAT_VERSION,
+    OFFSETS_BY_JSON_DATASET,
     Axis,
     DatasetSpec,
 )
@@ -102,7 +102,7 @@ class ShardReader:
         return places
 
     @cached_property
-    def _has_records(self) -> bool:
+    def _locate_records_if_any(self) -> bool:
         """True if the shard has records and tools; what they lie in is located by the first look.
 
         The trainer reads without them, and locating a dataset takes a tenth of a millisecond.
@@ -129,7 +129,7 @@ class ShardReader:
         """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
         if dataset_name in self._rows:
             return self._rows[dataset_name]
-        if dataset_name not in self._places and not self._has_records:
+        if dataset_name not in self._places and not self._locate_records_if_any:
             raise ShardError(
                 f"a shard of version 1 has no dataset {dataset_name!r}", key=str(self.path)
             )
@@ -146,7 +146,7 @@ class ShardReader:
         Raises:
             ShardError: They are damaged.
         """
-        if not self._has_records:
+        if not self._locate_records_if_any:
             return {}
         (content,) = self._read_columns(["tools"])
         return self._decode_json("tools", _meta_decoder, content)
@@ -159,7 +159,7 @@ class ShardReader:
             ShardError: The storage failed, or a record is damaged.
         """
         chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
-        if not self._has_records:
+        if not self._locate_records_if_any:
             return [RowRecord()] * len(chosen)
         return list(self._read_json_of_rows("record", _record_decoder, chosen))
 
@@ -238,7 +238,7 @@ class ShardReader:
         self, dataset_name: str, decoder: msgspec.json.Decoder[_JsonValue], rows: NumpyArray
     ) -> Iterator[_JsonValue]:
         """A JSON object of each row."""
-        bounds = self._rows[JSON_DATASETS[dataset_name]]
+        bounds = self._rows[OFFSETS_BY_JSON_DATASET[dataset_name]]
         (content,) = self._read_columns([dataset_name], _locate_spans(bounds, rows))
         for piece in _compute_row_slices(bounds, rows):
             yield self._decode_json(dataset_name, decoder, content[piece])
@@ -279,7 +279,11 @@ class ShardReader:
             if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]
-        held = {bounds: lengths[name] for name, bounds in JSON_DATASETS.items() if name in lengths}
+        held = {
+            bounds: lengths[name]
+            for name, bounds in OFFSETS_BY_JSON_DATASET.items()
+            if name in lengths
+        }
         if self._has_masks:
             held["sampling_mask_offsets"] = lengths["sampling_mask"]
         for name, size in {"offsets": self.num_tokens, **held}.items():

@@ -76,7 +76,7 @@ MASK_DATASETS = (
     DatasetSpec("sampling_mask_offsets", np.dtype("<i8"), Axis.ROW_BOUND, 2),
 )
 """A shard has all of them, if one of its rows has a `SamplingMask`, or none."""
-JSON_DATASETS = {"meta": "meta_offsets", "record": "record_offsets"}
+OFFSETS_BY_JSON_DATASET = {"meta": "meta_offsets", "record": "record_offsets"}
 """Datasets of one JSON object a row, and those that say where each object begins."""
 
 _SHARD_NAME_PATTERN = re.compile(r"([A-Za-z0-9_.-]+)-(\d{6,})\.h5(?:\.tmp)?")

@@ -108,7 +108,7 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
         "tools": [_encode_json(_merge_tool_schemas(trajectories))],
     }
     lengths = {"offsets": [trajectory.num_tokens for trajectory in trajectories]}
-    for name, bounds in schema.JSON_DATASETS.items():
+    for name, bounds in schema.OFFSETS_BY_JSON_DATASET.items():
         lengths[bounds] = [len(piece) for piece in pieces[name]]
     for dataset in schema.DATASETS:
         name, dtype = dataset.name, dataset.dtype
@@ -166,7 +166,7 @@ def _reserve_next_partial_path(shards_dir: Path, index_dir: Path, writer: str) -
         path = shards_dir / schema.format_shard_name(writer, sequence)
         partial = path.with_name(path.name + schema.PARTIAL_SUFFIX)
         try:
-            _create_file(partial)
+            _create_file_exclusively(partial)
         except FileExistsError:
             continue
         if not path.exists():
@@ -174,7 +174,7 @@ def _reserve_next_partial_path(shards_dir: Path, index_dir: Path, writer: str) -
         partial.unlink()
 
 
-def _create_file(path: Path) -> None:
+def _create_file_exclusively(path: Path) -> None:
     """Create an empty file, exclusively.
 
     To ask for its folder first would cost the metadata server of a shared file system two calls.

@@ -75,7 +75,7 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
     )
 
 
-def write_part_of_new_rows(paths: RunPaths, tracker: TrackerChoice) -> int:
+def run_tracker_on_new_rows(paths: RunPaths, tracker: TrackerChoice) -> int:
     """Write what is settled and new as one more part; the number of its rows.
 
     Raises:

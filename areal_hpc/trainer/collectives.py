@@ -14,7 +14,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from areal_hpc.errors import ArealError, ClusterError, LostPeerError, OtherRankError
+from areal_hpc.errors import ArealError, ClusterError, LostTrainerRankError, OtherRankError
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import describe_ranks
@@ -103,7 +103,9 @@ def gather_objects_on_first_rank(message: object, object_type: Any) -> list[Any]
     ]
 
 
-def read_on_all_ranks(read_file: Callable[[], ResultT], expected: type[ArealError]) -> ResultT:
+def read_with_retries_on_all_ranks(
+    read_file: Callable[[], ResultT], expected: type[ArealError]
+) -> ResultT:
     """What `read_file` finds on shared storage, once it fails on no rank any more. A collective.
 
     Raises:
@@ -162,7 +164,7 @@ def let_first_failed_rank_report() -> Iterator[None]:
 
     Raises:
         SystemExit: Another rank failed first.
-        LostPeerError: Another rank vanished without a word.
+        LostTrainerRankError: Another rank vanished without a word.
     """
     try:
         yield
@@ -180,16 +182,16 @@ def raise_if_peer_lost(error: Exception) -> None:
     """Say what an error means that the end of another rank brought about.
 
     Raises:
-        LostPeerError: It did, or so did a rank that hangs.
+        LostTrainerRankError: It did, or so did a rank that hangs.
     """
     if isinstance(error, RuntimeError) and HUNG_PEER_PATTERN.search(str(error)):
-        raise LostPeerError(
+        raise LostTrainerRankError(
             f"a trainer rank hangs: {describe_ranks() or 'which one is unknown'} ({error})",
             hint="read the stack in that rank's log; nccl_flight_record_rank_* in the logs have "
             "the last collectives of each rank",
         ) from error
     if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
-        raise LostPeerError(
+        raise LostTrainerRankError(
             f"another trainer rank disappeared: {error}",
             hint="read the other ranks' logs; check dmesg for the out-of-memory killer",
         ) from error

@@ -8,7 +8,7 @@ from pydantic import Field
 from areal_hpc.jobs.config import ProcessConfig
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.recipe.sections.trainer import (
-    ActivationConfig,
+    ActivationMemoryConfig,
     OffloadConfig,
     ParallelConfig,
     SftConfig,
@@ -98,7 +98,7 @@ class SftJobConfig(RankJobConfig):
     """Steps and learning rate."""
     parallel: ParallelConfig = ParallelConfig()
     """Division of model and batch over ranks."""
-    activations: ActivationConfig = ActivationConfig()
+    activations: ActivationMemoryConfig = ActivationMemoryConfig()
     """How activations wait for the backward pass."""
     offloads_optimizer: bool = False
     """Master weights and moments stay in host memory between steps."""

@@ -214,7 +214,9 @@ class Learner:
         with timer.time_phase("measure"):
             groups = group_episode_rewards(batch)
             reward_range = extend_reward_range(self.state.reward_range, groups)
-            metrics = self._summarize_batch(batch, groups, reward_range, manifest.step)
+            metrics = self._summarize_batch_or_raise_if_untrainable(
+                batch, groups, reward_range, manifest.step
+            )
         scores, warms_up = NO_SCORES, self._critic_warms_up
         if self._frozen.are_needed or self._critic is not None:
             with timer.time_phase("score"), self._raise_out_of_memory_as_recipe_error():
@@ -242,7 +244,7 @@ class Learner:
             self._annotator.gather_and_write_step(
                 manifest, untrained, norms, self.version.generation, warms_up
             )
-        untrained += self._build_nonfinite_records(norms, critic_norms, manifest.step)
+        untrained += self._build_nonfinite_records_or_raise(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained, reward_range)
         with timer.time_phase("score"):
             self._frozen.follow(self.policy, self.state.step)
@@ -286,7 +288,7 @@ class Learner:
             return {}, []
         return self._critic.train(rows, scores, self.state.step)
 
-    def _summarize_batch(
+    def _summarize_batch_or_raise_if_untrainable(
         self,
         batch: Sequence[TrajectoryRow],
         groups: Sequence[FloatArray],
@@ -343,7 +345,7 @@ class Learner:
         found: UntrainedRecord = broadcast_object(record, UntrainedRecord)
         return found
 
-    def _build_nonfinite_records(
+    def _build_nonfinite_records_or_raise(
         self, norms: Sequence[float], critic_norms: Sequence[float], step: int
     ) -> list[UntrainedRecord]:
         """What the gradients of the batch of `step` leave untrained."""
@@ -383,7 +385,7 @@ class Learner:
         if (
             len(minibatches) > 1
             and objective.proximal == "recompute"
-            and not objective.needs_logprobs_before_step
+            and not objective.advantages_need_logprobs
         ):
             everything = [batch for part in minibatches for batch in part]
             stats.add(
@@ -453,7 +455,7 @@ class Learner:
         if start_N is None and updates_done_share == 0:
             stats.add(_build_engine_mismatch_stats(batch, held_N))
         elif (
-            start_N is not None and self._config.objective.needs_logprobs_before_step
+            start_N is not None and self._config.objective.advantages_need_logprobs
         ):  # else it is done
             stats.add(_build_engine_mismatch_stats(batch, start_N))
         return total * factor, stats

@@ -92,7 +92,7 @@ def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
 _NORM_ZERO, _NORM_FINITE, _NORM_NOT_FINITE = range(3)
 
 
-def step_optimizer(policy: TrainedNetwork, optimizer: Any, rate: float) -> float:
+def step_optimizer_if_norm_is_usable(policy: TrainedNetwork, optimizer: Any, rate: float) -> float:
     """Apply the accumulated gradients at learning rate `rate`; their norm before clipping.
 
     These are the parts of Megatron's own step, with a look at the norm before anything is

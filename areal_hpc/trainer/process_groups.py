@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 
-from areal_hpc.errors import ClusterError, LostPeerError, RecipeError, StopRequestedError
+from areal_hpc.errors import ClusterError, LostTrainerRankError, RecipeError, StopRequestedError
 from areal_hpc.jobs.node.gpus import find_visible_gpus
 from areal_hpc.jobs.node.topology import (
     TaskPosition,
@@ -53,7 +53,7 @@ JobT = TypeVar("JobT", bound=RankJobConfig)
 JOIN_RANKS_TIMEOUT_S = 300.0
 COLLECTIVE_TIMEOUT_S = 1800.0
 ARRIVED_RANK_COUNT_KEY = "arrived"
-NATIVE_LIBRARY = "torch.distributed"
+NATIVE_THREADS_OWNER = "torch.distributed"
 """Whose threads live as long as the groups."""
 ARRIVAL_POLL_S = 0.2
 FLIGHT_RECORD_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
@@ -125,7 +125,7 @@ def init_process_groups_and_device(
     Raises:
         RecipeError: The job has not as many tasks as the layout has ranks.
         ClusterError: The other ranks did not come in time, or `is_cancelled` became true.
-        LostPeerError: Rank 0 ended while this one waited for others.
+        LostTrainerRankError: Rank 0 ended while this one waited for others.
     """
     if task.num_tasks != parallel.world_size:
         raise RecipeError(
@@ -133,11 +133,11 @@ def init_process_groups_and_device(
             f"the job has {task.num_tasks} tasks",
             key="trainer.parallel",
         )
-    own = _choose_device(device, task.local_rank)
+    own = _choose_and_set_device(device, task.local_rank)
     give_up_at = time.monotonic() + JOIN_RANKS_TIMEOUT_S
     store = _create_or_join_store(task, rendezvous_dir, give_up_at, is_cancelled)
     _await_all_ranks(store, task, give_up_at, is_cancelled)
-    note_library_threads_may_outlast_exit(NATIVE_LIBRARY)
+    note_library_threads_may_outlast_exit(NATIVE_THREADS_OWNER)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if own.type == "cuda" else "gloo",
         store=store,
@@ -186,10 +186,10 @@ def destroy_process_groups() -> None:
     """Leave the groups, whose threads end with them."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
-    mark_native_threads_ended(NATIVE_LIBRARY)
+    mark_native_threads_ended(NATIVE_THREADS_OWNER)
 
 
-def _choose_device(device_setting: str, local_rank: int) -> torch.device:
+def _choose_and_set_device(device_setting: str, local_rank: int) -> torch.device:
     if device_setting == "cpu" or (device_setting == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
@@ -290,7 +290,7 @@ def _await_all_ranks(
             time.sleep(ARRIVAL_POLL_S)
             arrived = store.add(ARRIVED_RANK_COUNT_KEY, 0)
     except RuntimeError as error:
-        raise LostPeerError(
+        raise LostTrainerRankError(
             f"rank 0 ended while rank {task.rank} waited for other ranks: {error}",
             hint="read rank 0's log in logs/latest",
         ) from error

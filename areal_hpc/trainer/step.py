@@ -27,13 +27,13 @@ from areal_hpc.trainer.model.activation_offload import ActivationOffload
 from areal_hpc.trainer.model.attention import AttentionPlan, plan_attention
 from areal_hpc.trainer.model.kernels.logprobs import (
     SampleableTokens,
-    compute_logprobs_and_entropy,
-    compute_token_logprobs,
+    consume_logits_into_logprobs_and_entropy,
+    consume_logits_into_token_logprobs,
 )
 from areal_hpc.trainer.model.policy import Network, Policy, TrainedNetwork
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.trainer.optimizer import step_optimizer_if_norm_is_usable
 from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.wire.fault_points import fault_point
 from areal_hpc.wire.trajectory import SamplingMask
@@ -108,7 +108,7 @@ def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.in
         if pack.kept is None
         else _move_sampling_mask_to_device(pack.kept, network.device),
         row_lengths=pack.lengths.tolist(),
-        tokens_N=first_of[pack.rows_N] + pack.places_N,
+        tokens_N=first_of[pack.rows_N] + pack.label_positions_N,
     )
 
 
@@ -169,8 +169,8 @@ def run_forward_backward(
             batch.kept,
         )
         if not measures_entropy:
-            return loss(batch, compute_token_logprobs(*scored))
-        logprobs_N, entropy_N = compute_logprobs_and_entropy(*scored)
+            return loss(batch, consume_logits_into_token_logprobs(*scored))
+        logprobs_N, entropy_N = consume_logits_into_logprobs_and_entropy(*scored)
         total, stats = loss(batch, logprobs_N)
         stats.add(LossStats({"entropy": entropy_N.detach().sum(dtype=torch.float64)}))
         if note_entropies is not None:
@@ -256,6 +256,6 @@ def apply_gradients(network: TrainedNetwork, optimizer: Any, rate: float) -> flo
     fault_point("optimizer.before_step")
     note_place_reached("the optimizer's step")
     with note_work_on_memory_error(lambda: OPTIMIZER_STEP_DESCRIPTION):
-        norm = step_optimizer(network, optimizer, rate)
+        norm = step_optimizer_if_norm_is_usable(network, optimizer, rate)
     fault_point("optimizer.after_step")
     return norm

@@ -62,7 +62,7 @@ class BatchEpisode:
         return sorted(calls, key=lambda one: one.asked_at)
 
     @property
-    def call_spans(self) -> list[tuple[float, float]]:
+    def merged_call_spans(self) -> list[tuple[float, float]]:
         """The times in which a model call of it was under way."""
         return merge_spans((one.asked_at, one.answered_at) for one in self.timed_calls)
 
@@ -149,7 +149,7 @@ def _get_tool_name(raw_call: object) -> str:
     return str(name or "?")[:100]
 
 
-def compute_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) -> float | None:
+def read_distinct_reply_share(paths: RunPaths, episodes: Sequence[BatchEpisode]) -> float | None:
     """Of the replies of groups of several, the share that are distinct; None without such groups.
 
     1 is where no two episodes of a group said the same, 1 / episodes where all did.

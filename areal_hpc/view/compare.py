@@ -7,7 +7,7 @@ from typing import Any
 
 from areal_hpc.errors import ArealError, ClusterError
 from areal_hpc.metrics.step_line import format_metric
-from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
+from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
@@ -48,7 +48,10 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
             f"{advance.step}/{advance.total_steps or '?'}",
             _format_last_value(advance, "reward/mean"),
             _format_last_value(advance, "eval/reward"),
-            *(str(flatten_public_keys(advance.recipe).get(key, "-")) for key, _ in differing),
+            *(
+                str(flatten_keys_hiding_private_values(advance.recipe).get(key, "-"))
+                for key, _ in differing
+            ),
         )
         for (paths, advance), state in zip(advance_by_run.items(), states, strict=True)
     ]
@@ -68,7 +71,7 @@ class ListedRunState:
 
 def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[ListedRunState]:
     """The state of each run; Slurm is asked once for all."""
-    ids = [job_id for paths in runs for job_id in _list_unfinished_job_ids(paths)]
+    ids = [job_id for paths in runs for job_id in _list_job_ids_of_unfinished_run(paths)]
     snapshot = (
         queue.poll(ids)
         if has_slurm()
@@ -82,7 +85,7 @@ def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[L
     return [_read_listed_run_state(paths, snapshot, queued) for paths in runs]
 
 
-def _list_unfinished_job_ids(paths: RunPaths) -> tuple[str, ...]:
+def _list_job_ids_of_unfinished_run(paths: RunPaths) -> tuple[str, ...]:
     with contextlib.suppress(ArealError, OSError):  # its state says why
         return () if paths.finished_marker.exists() else list_recorded_job_ids(paths)
     return ()

@@ -88,7 +88,7 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     if state == "unknown":
         headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
-    if evidence.run.is_short_of_cells:
+    if evidence.run.is_short_of_jobs_or_cells:
         return _diagnose_lost_jobs(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
@@ -111,7 +111,7 @@ def _diagnose_running(
 ) -> Diagnosis:
     """A run that nothing keeps from its work, but perhaps its agent."""
     failures = AgentFailures.collect(evidence.events)
-    if failures.have_all_episodes_failed and failures.newest is not None:
+    if failures.is_agent_failing_always and failures.newest is not None:
         headline = f"the run is running, but its agent fails {failures.share_text}"
         hint = f"{failures.newest.suggested_fix}, then run the same command again"
         return Diagnosis(f"{headline}: {failures.newest.text}", failure_chain, hint)

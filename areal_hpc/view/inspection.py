@@ -20,9 +20,9 @@ from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuedJob, QueuePoller
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
-from areal_hpc.view.state.alerts_at_newest_step import read_alerts
+from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts
 from areal_hpc.view.state.jobs import RunJobs, fetch_run_jobs
-from areal_hpc.view.state.run_state import read_launch_time
+from areal_hpc.view.state.run_state import read_last_launch_time
 
 PACE_STEPS = 50
 """Steps, the last ones, whose time is the usual one."""
@@ -99,7 +99,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
     """
     run = fetch_run_jobs(paths, queue)
     submissions = {job.submission.job_id: job.submission for job in run.jobs if job.submission}
-    since = read_launch_time(paths)
+    since = read_last_launch_time(paths)
     events = tuple(row for row in read_recent_events(paths.events) if row["time"] >= since)
     task_exits = tuple(word for word in read_exit_records(run) if word.at >= since)
     return RunInspection(
@@ -111,7 +111,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
         pace=read_step_pace(paths),
-        alerts=tuple(read_alerts(paths)),
+        alerts=tuple(find_run_alerts(paths)),
         limits=tuple(describe_step_time_shares(read_metrics(paths.metrics)[-PACE_STEPS:])),
         free_bytes=_read_free_disk_bytes(paths),
     )

@@ -6,7 +6,7 @@ import matplotlib
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from areal_hpc.metrics.step_line import get_reply_length
+from areal_hpc.metrics.step_line import get_mean_reply_tokens
 from areal_hpc.view.state.run_state import RunSnapshot
 
 matplotlib.use("Agg")
@@ -51,7 +51,7 @@ def draw_learning_curve(snapshot: RunSnapshot, title: str) -> Figure:
     lengths = [
         (row["step"] - 1, length)
         for row in trained
-        if (length := get_reply_length(row)) is not None
+        if (length := get_mean_reply_tokens(row)) is not None
     ]
     lower.plot([step for step, _ in lengths], [length for _, length in lengths], color="#4a7a5c")
     knows_replies = any("reply/tokens_mean" in row for row in trained)

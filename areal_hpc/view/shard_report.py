@@ -43,7 +43,7 @@ def format_shards_jsonl(paths: RunPaths) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     lines = []
     for shard in read_index(paths.index_dir):
-        versions = _format_version_range(paths.shards_dir / shard.file)
+        versions = _read_version_range_text(paths.shards_dir / shard.file)
         line = {**msgspec.to_builtins(shard), "versions": versions}
         lines.append(msgspec.json.encode(line).decode())
     return "\n".join(lines)
@@ -81,10 +81,10 @@ def format_tokens(found_row: FoundRow, tokenizer_json: Path | None = None) -> st
 
 def find_tokenizer_file(paths: RunPaths) -> Path | None:
     """The tokenizer file of the model that a run trains, if it can be found."""
-    return next((file for file in _list_tokenizer_files(paths) if file.is_file()), None)
+    return next((file for file in _list_possible_tokenizer_files(paths) if file.is_file()), None)
 
 
-def _list_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
+def _list_possible_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
     """Places of the file; the recipe, which takes time to parse, is read if the run has none."""
     yield paths.sft_export / "tokenizer.json"
     yield paths.tiny_model_dir / "tokenizer.json"
@@ -118,7 +118,7 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
         str(shard.tokens),
         str(len(shard.tickets)),
         f"{shard.bytes / 2**20:.2f}",
-        _format_version_range(path),
+        _read_version_range_text(path),
         f"{np.mean(rewards):.3f}" if rewards else "-",
     )
 
@@ -129,7 +129,7 @@ def _list_kinds(shard: SealedShard) -> list[str]:
     return [*trained, *dict.fromkeys(one.kind for one in shard.untrained)]
 
 
-def _format_version_range(path: Path) -> str:
+def _read_version_range_text(path: Path) -> str:
     try:
         versions = ShardReader(path).read_column("versions")
     except ShardError:

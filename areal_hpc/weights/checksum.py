@@ -66,7 +66,7 @@ def is_expert_parameter(parameter_name: str) -> bool:
     return ".experts." in parameter_name
 
 
-def require_matching_checksums(
+def require_matching_comparable_checksums(
     expected: Digests,
     reported_checksums: Mapping[str, str],
     replica_name: str,

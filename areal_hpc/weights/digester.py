@@ -8,7 +8,7 @@ from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.checksum import Digests, compute_rank_digests
 from areal_hpc.weights.expert_hashes import StackedExpertHashes
 
-ExpectedDigests = dict[tuple[int, int], Digests]
+DigestsByTpSizeAndRank = dict[tuple[int, int], Digests]
 """What replicas must hold, by (tensor-parallel size, rank)."""
 _MAX_HELD_BYTES = 2 * 2**30
 """Of parameters that are sent from where they are, kept until they are hashed."""
@@ -30,7 +30,9 @@ class BucketDigester:
         max_held_bytes: int = _MAX_HELD_BYTES,
     ) -> None:
         specs = [slot.spec for bucket in buckets for slot in bucket.slots]
-        self._expected: ExpectedDigests = {(tp, rank): {} for tp in tp_sizes for rank in range(tp)}
+        self._expected: DigestsByTpSizeAndRank = {
+            (tp, rank): {} for tp in tp_sizes for rank in range(tp)
+        }
         self._experts = {
             (tp, rank): StackedExpertHashes(specs, rank, tp, replica_device)
             for tp, rank in self._expected
@@ -49,7 +51,7 @@ class BucketDigester:
         ):
             self._hash_oldest()
 
-    def finish(self) -> ExpectedDigests:
+    def finish(self) -> DigestsByTpSizeAndRank:
         """Hashes of all buckets."""
         while self._held:
             self._hash_oldest()

@@ -63,13 +63,13 @@ class Publisher:
         self.sender = WeightSender(config, service_key, backend, device, weights_dir)
         """This rank's end of updates."""
         self.pauses: list[UpdatePauseStats] = []
-        """What the last update of each replica cost: as `discover_outdated_replicas` found it."""
+        """Cost of each replica's last update, as of `discover_outdated_training_replicas`."""
         self.replica_count = 0
         """Replicas of training that were found then, whatever they do."""
         self.evaluation_replicas: DiscoveredReplicas = []
         """Those of the evaluation cell as they were then; none when it did not answer."""
 
-    def discover_outdated_replicas(self, version: WeightVersion) -> list[ReplicaKey]:
+    def discover_outdated_training_replicas(self, version: WeightVersion) -> list[ReplicaKey]:
         """Replicas of training that are up and do not serve `version`.
 
         Unreachable cells are left out, and so is that of evaluation: `evaluation_replicas` has it.

@@ -123,7 +123,7 @@ class ReplicaClient:
             packed: It is one message; else each of its parameters is.
         """
         specs = [slot.spec for slot in bucket.slots]
-        self.post_during_transfer(
+        self.post_with_update_timeout(
             "update_weights_from_distributed",
             {
                 "names": [spec.name for spec in specs],
@@ -143,7 +143,8 @@ class ReplicaClient:
     def fetch_checksums(self) -> dict[int, dict[str, str]]:
         """Of everything the server holds: by tensor-parallel rank, by tensor name."""
         reply = self._decode_reply(
-            self.post_during_transfer("weights_checker", {"action": "checksum"}), _ChecksumsReply
+            self.post_with_update_timeout("weights_checker", {"action": "checksum"}),
+            _ChecksumsReply,
         )
         return {rank.parallelism_info[0].tp_rank: rank.checksums for rank in reply.ranks}
 
@@ -160,7 +161,7 @@ class ReplicaClient:
             )
         return answer.content
 
-    def post_during_transfer(self, route: str, body: object = None) -> bytes:
+    def post_with_update_timeout(self, route: str, body: object = None) -> bytes:
         """One that waits for weights on their way."""
         return self.post(route, body, self._update_timeout_s)
 

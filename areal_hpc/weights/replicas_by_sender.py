@@ -25,7 +25,7 @@ def choose_sender_ranks(node_of_rank: Sequence[int], config: WeightsConfig) -> l
     return [rank for _, rank in sorted(places)[: config.senders or len(seen)]]
 
 
-class ShareDivider:
+class ReplicaSenderAssigner:
     """Gives each replica to a sender, which has it in every update: it holds the process group."""
 
     def __init__(self, senders: int) -> None:

@@ -60,7 +60,7 @@ class WeightSender:
                 dtype that the replicas serve. A tied output embedding is left out.
             parameters: Consumed exactly once and to its end, whatever fails: exporting is a
                 collective on all trainer ranks.
-            replicas: As `Publisher.discover_outdated_replicas` named them.
+            replicas: As `Publisher.discover_outdated_training_replicas` named them.
 
         Raises:
             WeightSyncError: The parameters are not what the specs promised. What goes wrong

@@ -18,8 +18,8 @@ from typing import Generic, TypeVar
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
-from areal_hpc.weights.checksum import require_matching_checksums
-from areal_hpc.weights.digester import ExpectedDigests
+from areal_hpc.weights.checksum import require_matching_comparable_checksums
+from areal_hpc.weights.digester import DigestsByTpSizeAndRank
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest
@@ -47,7 +47,7 @@ class UpdateSession:
             2 * len(replica_clients), thread_name_prefix=f"update-{update_name}"
         )
 
-    def pause_replicas(self) -> None:
+    def fence_and_pause_replicas(self) -> None:
         """Take the replicas out of service, then stop generation: requests stay, new ones wait."""
         self.load_s = 0.0
         self._call_all(lambda member: member.post("fence", FenceReplicaRequest()))
@@ -57,7 +57,7 @@ class UpdateSession:
     def verify(
         self,
         version: WeightVersion,
-        expected: Future[ExpectedDigests] | None,
+        expected: Future[DigestsByTpSizeAndRank] | None,
         replica_device: str = "cpu",
     ) -> None:
         """Check that every member stamps `version` on tokens and holds what was sent.
@@ -81,7 +81,7 @@ class UpdateSession:
                 )
             for rank, checksums in reported.items():
                 digests = expected.result()[replica_client.key.tp, rank]
-                require_matching_checksums(
+                require_matching_comparable_checksums(
                     digests,
                     checksums,
                     f"{replica_client.key}, rank {rank}",
@@ -90,12 +90,12 @@ class UpdateSession:
 
         self._call_all(check)
 
-    def flush_caches(self) -> None:
+    def flush_caches_unless_in_place(self) -> None:
         """Drop what the old weights computed; in place, the old cache stays in use on purpose."""
         if self._config.pause_mode != "in_place":
             self._call_all(lambda member: member.post("flush_cache"))
 
-    def resume_replicas(self, version: WeightVersion) -> None:
+    def resume_and_reopen_replicas(self, version: WeightVersion) -> None:
         """Let generation go on under the new weights and open the replicas to agents."""
 
         def resume(replica_client: ReplicaClient) -> None:

@@ -25,7 +25,7 @@ _BODY_SHA256_SCOPE_KEY = "areal_hpc.body_sha256"
 """Name in the scope of a request whose signature was verified."""
 
 
-def require_signature(request: Request, verifier: RequestVerifier) -> None:
+def require_signed_head(request: Request, verifier: RequestVerifier) -> None:
     """Let a request of the run's own pass; `read_signed_body` then takes no other body.
 
     Raises:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.collapse import explain_collapse
+from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
 from tests.support.browser import Page, in_browser
@@ -268,7 +268,7 @@ def test_pages_that_answers_name_show_something(tmp_path: Path) -> None:
     answers = (
         explain_slow_run(RunPaths(samples / "slow")),
         explain_step_difference(RunPaths(samples / "drop"), SWITCH_STEP),
-        explain_collapse(RunPaths(samples / "collapse")),
+        diagnose_collapse(RunPaths(samples / "collapse")),
     )
     pages = sorted({one.page for answer in answers for one in answer.findings if one.page})
     assert len(pages) >= 8

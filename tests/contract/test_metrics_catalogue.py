@@ -9,7 +9,7 @@ from itertools import chain
 import pytest
 
 from areal_hpc.metrics.catalogue import CATALOGUE, MEANING_BY_SOURCE, find_metric
-from areal_hpc.metrics.step_bottleneck import PHASES_BY_LIMIT
+from areal_hpc.metrics.step_bottleneck import PHASES_BY_SYSTEM_PART
 from areal_hpc.view.answers.step_parts import PHASES_BY_PART, WAIT_PHASE
 from areal_hpc.view.report.curves import PHASES_BY_LAYER
 from areal_hpc.view.timing.timeline import PLACED_PHASES_IN_ORDER
@@ -87,7 +87,7 @@ def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
         assert metric.meaning
         assert metric.source in MEANING_BY_SOURCE
     assert len(NAMES) == len(CATALOGUE)
-    phases = [f"time/{phase}_s" for phases in PHASES_BY_LIMIT.values() for phase in phases]
+    phases = [f"time/{phase}_s" for phases in PHASES_BY_SYSTEM_PART.values() for phase in phases]
     assert sorted([*phases, "time/step_s"]) == sorted(n for n in NAMES if n.startswith("time/"))
     shown = {
         "why --slow": [WAIT_PHASE, *chain.from_iterable(PHASES_BY_PART.values())],

@@ -118,7 +118,7 @@ def test_a_party_that_is_lost_costs_its_own_group_alone(
     assert [key.cell for key in report.failed] == ["cell-1"]
     assert (cells[0].served, cells[VICTIM].served) == (str(version), "")
     cells[VICTIM].restart()
-    wait_for(lambda: len(publisher.discover_outdated_replicas(version)) == 1)
+    wait_for(lambda: len(publisher.discover_outdated_training_replicas(version)) == 1)
     raise_if_failed(publish(publisher, version, WEIGHTS))
     assert_all_served(cells, version)
 
@@ -144,7 +144,7 @@ def test_a_group_of_two_fails_together_and_is_served_apart(
         report = publish(sender, version, WEIGHTS, CELLS)
         assert [key.cell for key in report.ok] == ["cell-0"], "its fellow is still lost"
         cells[VICTIM].restart()
-        wait_for(lambda: len(sender.discover_outdated_replicas(version)) == 1)
+        wait_for(lambda: len(sender.discover_outdated_training_replicas(version)) == 1)
         raise_if_failed(publish(sender, version, WEIGHTS))
         assert_all_served(cells, version)
 

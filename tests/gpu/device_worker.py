@@ -21,10 +21,10 @@ from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.trainer.model.cpu import megatron_cpu
 from areal_hpc.trainer.model.experts import GroupedExperts
 from areal_hpc.trainer.model.hf_weights import list_hf_specs, stream_hf_tensors
-from areal_hpc.trainer.model.kernels.logprobs import compute_token_logprobs
+from areal_hpc.trainer.model.kernels.logprobs import consume_logits_into_token_logprobs
 from areal_hpc.trainer.model.kernels.varlen_attention import plan_varlen_attention
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import step_optimizer
+from areal_hpc.trainer.optimizer import step_optimizer_if_norm_is_usable
 from areal_hpc.trainer.optimizer_offload import offload_optimizer
 from areal_hpc.trainer.process_groups import destroy_process_groups
 from areal_hpc.trainer.step import MicroBatch, run_forward_backward
@@ -136,7 +136,7 @@ def logprob_gaps(device: torch.device, dtype: torch.dtype, rows: int, vocab: int
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     # An intermediate, as in the model: its storage becomes that of the gradient.
     assert dist.group.WORLD is not None
-    values = compute_token_logprobs(
+    values = consume_logits_into_token_logprobs(
         logits.view_as(logits), labels, temperature, vocab, dist.group.WORLD
     )
     (gradient,) = torch.autograd.grad(values.sum(), logits)
@@ -255,7 +255,7 @@ def offloaded_steps(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
             chance = torch.Generator(device).manual_seed(seed)
             for parameter in trainee.policy.gpt.parameters():
                 parameter.main_grad.normal_(generator=chance)
-            step_optimizer(trainee.policy, trainee.optimizer, rate=1e-3)
+            step_optimizer_if_norm_is_usable(trainee.policy, trainee.optimizer, rate=1e-3)
     expected, found = (
         [
             *trainee.policy.gpt.parameters(),

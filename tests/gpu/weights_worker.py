@@ -31,7 +31,7 @@ from areal_hpc.trainer.self_test.small_policy import (
 from areal_hpc.weights.checksum import compute_sglang_gpu_hash
 from areal_hpc.weights.transports.process_group import (
     UpdateProcessGroup,
-    exempt_update_groups_from_nccl_watchdog,
+    exempt_later_groups_from_nccl_watchdog,
 )
 
 HASH_SIZES = (4, 7, 4 * 1024, 4 * 8192, 4 * 8192 * 2 + 6, 4 * 8192 * 130 + 1)
@@ -87,7 +87,7 @@ def hashes(device: torch.device, kernel: Path | None) -> dict[str, Any]:
 
 def lone_group(device: torch.device) -> dict[str, Any]:
     """A group with the trainer alone in it: it forms, sends, and is left or abandoned in a send."""
-    exempt_update_groups_from_nccl_watchdog()
+    exempt_later_groups_from_nccl_watchdog()
     backend = "nccl" if device.type == "cuda" else "gloo"
     message = torch.arange(1 << 20, device=device)
     sent = 0

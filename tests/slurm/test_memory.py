@@ -59,7 +59,7 @@ def test_processes_of_ours_are_the_nodes_shortage_and_commands_in_a_sandbox_thei
     told = [line for line in cluster.await_output(job, 3) if not line.startswith("slurmstepd")]
     ran_out = "the memory of the job, or of the node, ran out"
     assert told == [
-        f"NodeShortageError | the gym was killed: {ran_out}",
-        f"NodeShortageError | the worker process was killed: {ran_out}",
+        f"NodeResourceShortageError | the gym was killed: {ran_out}",
+        f"NodeResourceShortageError | the worker process was killed: {ran_out}",
         "exit code 137",
     ]

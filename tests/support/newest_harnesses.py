@@ -11,7 +11,7 @@ import subprocess
 import sys
 from datetime import UTC, datetime
 
-from areal_hpc.agents.harness.installation import find_newest_version, install_harness_if_outdated
+from areal_hpc.agents.harness.installation import install_harness_if_outdated, query_newest_version
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.errors import ClusterError
 from tests.support.environments import CHECKOUT
@@ -35,7 +35,7 @@ def try_newest(name: str) -> dict[str, str]:
     """What became of the newest release of a harness."""
     found = {"date": datetime.now(UTC).date().isoformat(), "locked": HARNESSES[name].version}
     try:
-        found["newest"] = find_newest_version(name)
+        found["newest"] = query_newest_version(name)
         if found["newest"] == found["locked"]:
             return found | {"outcome": AS_LOCKED}
         install_harness_if_outdated(name, NEWEST_DIR, found["newest"])

@@ -10,7 +10,7 @@ import msgspec
 from areal_hpc.launch.doctor.checks import CheckResult, CheckStatus
 from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
 from areal_hpc.launch.doctor.gpu.measured_steps import (
-    measure_step,
+    compare_step_with_transformers,
     start_and_compare_engine_with_trainer,
 )
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan
@@ -77,7 +77,9 @@ def step_in_layout(
     """A step of a layout beside transformers, which must agree."""
     model_dir = write_model(family, folder / "model")
     parallel = ParallelConfig.model_validate(sizes)
-    step = measure_step(plan, gpus, folder / "ranks", parallel=parallel, model_dir=model_dir)
+    step = compare_step_with_transformers(
+        plan, gpus, folder / "ranks", parallel=parallel, model_dir=model_dir
+    )
     verdict = judge_step(step)
     assert verdict.verdict is CheckStatus.OK, verdict
     return step

@@ -41,7 +41,7 @@ def serving(
     server = SGLangServer(command, ports, log_path, started_at=time.monotonic())
 
     def is_ready() -> bool:
-        assert not server.describe_exit(), server.read_log_tail()
+        assert not server.find_death_reason(), server.read_log_tail()
         return server.is_ready()
 
     try:

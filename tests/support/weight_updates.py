@@ -57,7 +57,7 @@ def await_outdated(
 ) -> list[ReplicaKey]:
     """The replicas that lack the version; a control proxy that was slow once is asked again."""
     give_up_at = time.monotonic() + AWAIT_S
-    while len(replicas := publisher.discover_outdated_replicas(version)) < at_least:
+    while len(replicas := publisher.discover_outdated_training_replicas(version)) < at_least:
         if time.monotonic() > give_up_at:
             break
         time.sleep(0.05)

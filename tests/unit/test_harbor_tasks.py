@@ -79,7 +79,7 @@ def test_files_that_cannot_be_read_for_a_moment_are_read_again(
 
     monkeypatch.setattr(harbor, "build_archive", build_archive_after_errors)
     (tmp_path / "test.sh").write_text("true")
-    content = asyncio.run(harbor._read_archive([(tmp_path, "/tests")], ["/logs"]))
+    content = asyncio.run(harbor._build_archive_with_retries([(tmp_path, "/tests")], ["/logs"]))
     with tarfile.open(fileobj=io.BytesIO(content)) as archive:
         assert archive.getnames() == ["logs", "tests", "tests/test.sh"]
 

@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.types import Message
 
-from areal_hpc.wire.asgi import JsonApp, read_signed_body, require_signature
+from areal_hpc.wire.asgi import JsonApp, read_signed_body, require_signed_head
 from areal_hpc.wire.backoff import Backoff
 from areal_hpc.wire.http import responds_with_200
 from areal_hpc.wire.signing import SCHEME, RequestSigner, RequestVerifier
@@ -38,7 +38,7 @@ class Echo(JsonApp):
         self._verifier = RequestVerifier("secret", "echo")
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
-        require_signature(request, self._verifier)
+        require_signed_head(request, self._verifier)
         return 200, await read_signed_body(request, 4, HTTPException(413, "too large"))
 
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import AgentError, NodeShortageError, RecipeError
+from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, describe_errno_shortage
 from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
@@ -34,7 +34,7 @@ class GymWorker:
 
         Raises:
             RecipeError: There is no such Python, or the gym cannot be built.
-            NodeShortageError: The node lacks something for that.
+            NodeResourceShortageError: The node lacks something for that.
         """
         command = [python, str(WORKERS_DIR / script)]
         environ = select_passed_variables(os.environ, ()) | dict(variables)
@@ -70,7 +70,7 @@ class GymWorker:
 
         Raises:
             AgentError: It fails, ends, takes too long or answers too much.
-            NodeShortageError: It fails because the node lacks something; it is not used again.
+            NodeResourceShortageError: The node lacks something; the worker is not used again.
         """
         told = await self._process.ask(json.dumps(request).encode(), timeout_s)
         answer: dict[str, Any] = json.loads(told)
@@ -78,7 +78,7 @@ class GymWorker:
             why = f"{self._name} failed: {answer['error']}"
             if describe_errno_shortage(answer["errnos"]):
                 self._process.mark_unusable_after_shortage()
-                raise NodeShortageError(why, hint=SHORTAGE_HINT)
+                raise NodeResourceShortageError(why, hint=SHORTAGE_HINT)
             raise AgentError(why)
         return answer
 

@@ -23,8 +23,8 @@ from areal_hpc.rollout.execution.agent_sandboxes import SANDBOX_TASK_COLUMN, mak
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.wire.agent_reward import Reward
 
-REWARD_KEY = "rollout.workflow_kwargs.reward"
-HARNESS_KEY = "rollout.workflow_kwargs.harness"
+REWARD_RECIPE_KEY = "rollout.workflow_kwargs.reward"
+HARNESS_RECIPE_KEY = "rollout.workflow_kwargs.harness"
 TASK_PLACEHOLDER = "{task}"
 """In a command: where the task's text stands; without it, it comes last."""
 UNISOLATED_EXECUTION_CONFIG = AgentExecutionConfig.model_validate(
@@ -73,7 +73,7 @@ class HarnessAgent:
         if harness and command:
             raise RecipeError(
                 "expected a harness or a command, got both",
-                key=HARNESS_KEY,
+                key=HARNESS_RECIPE_KEY,
                 hint="remove one of them",
             )
         if not harness and (isinstance(command, str) or not command):
@@ -85,12 +85,12 @@ class HarnessAgent:
         self.program: HarnessProgram | None = None
         self.command = [str(word) for word in command]
         if harness:
-            self.program = get_harness_program(harness, HARNESS_KEY)
+            self.program = get_harness_program(harness, HARNESS_RECIPE_KEY)
             self.command = list(self.program.command)
             self.installed_in = str(
-                find_installed_harness(harness, Path(harnesses_dir).absolute(), HARNESS_KEY)
+                find_installed_harness(harness, Path(harnesses_dir).absolute(), HARNESS_RECIPE_KEY)
             )
-        self.reward: Callable[..., float | Reward] = load_user_function(reward, REWARD_KEY)
+        self.reward: Callable[..., float | Reward] = load_user_function(reward, REWARD_RECIPE_KEY)
         self.context_tokens = context_tokens
         self.timeout_s = timeout_s
         self.variables = dict(variables or {})
@@ -108,8 +108,11 @@ class HarnessAgent:
                 variables = own | variables
             command = insert_task_into_command(command, get_task_text(data))
             ended = await folder.run(command, variables, self.timeout_s)
-            await sandbox.end_commands()  # nothing goes on writing while its work is read
-            diff, log = await folder.read_diff(), await folder.read_log(self.max_log_bytes)
+            await sandbox.kill_all_commands()  # nothing goes on writing while its work is read
+            diff, log = (
+                await folder.compute_diff_against_source(),
+                await folder.read_log(self.max_log_bytes),
+            )
             with tempfile.TemporaryDirectory() as copy:
                 await folder.copy_to(Path(copy))
                 task = {name: value for name, value in data.items() if name != SANDBOX_TASK_COLUMN}
@@ -132,7 +135,7 @@ class HarnessAgent:
             root_url, api_key, folder.home, self.installed_in, self.context_tokens
         )
         command = [place.fill(word) for word in program.command]
-        await folder.check_program(command[0], HARNESS_KEY)
+        await folder.check_program(command[0], HARNESS_RECIPE_KEY)
         await folder.write_into_home(
             {name: place.fill(text) for name, text in program.files.items()}
         )

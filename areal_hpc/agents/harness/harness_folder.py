@@ -57,7 +57,7 @@ class HarnessFolder:
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
             )
         self._source_dir = source_dir
-        await self._put_source()
+        await self._put_source_archive()
         await self._run_script_or_raise(_UNPACK_SCRIPT)
 
     async def write_into_home(self, files: Mapping[str, str]) -> None:
@@ -90,13 +90,13 @@ class HarnessFolder:
             variables={"HOME": self.home, "TERM": "dumb", **variables},
         )
 
-    async def read_diff(self) -> str:
+    async def compute_diff_against_source(self) -> str:
         """What changed in it, as git shows it, once nothing of the program runs any more.
 
         It is compared with a new copy: whatever lay in the sandbox, the program could write.
         """
         await self._run_script_or_raise(_REMOVE_DIFF_SCRIPT)
-        await self._put_source()
+        await self._put_source_archive()
         await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, _DIFF_VARIABLES)
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
@@ -124,7 +124,7 @@ class HarnessFolder:
         except OSError as error:
             raise AgentError(f"the program left too much: {error}") from error
 
-    async def _put_source(self) -> None:
+    async def _put_source_archive(self) -> None:
         packed = await asyncio.to_thread(_pack, self._source_dir)
         await self._sandbox.put(f"{self._root}/before.tar", packed)
 

@@ -95,7 +95,7 @@ def install_harness_if_outdated(harness_name: str, harnesses_dir: Path, version:
     return True
 
 
-def find_newest_version(harness_name: str) -> str:
+def query_newest_version(harness_name: str) -> str:
     """The newest version of a harness that its registry gives.
 
     Raises:
@@ -112,7 +112,7 @@ def find_newest_version(harness_name: str) -> str:
     return told.split("(", 1)[1].split(")", 1)[0]  # `name (version)` and more
 
 
-def list_lock_files(harness_name: str) -> list[Path]:
+def list_package_lock_files(harness_name: str) -> list[Path]:
     """The files of a harness's lock; a RecipeError if there are none."""
     files = sorted((LOCKS_DIR / harness_name).glob("*"))
     if not files:
@@ -126,7 +126,7 @@ def list_lock_files(harness_name: str) -> list[Path]:
 
 def _compute_lock_digest(harness_name: str) -> str:
     digest = hashlib.sha256()
-    for path in list_lock_files(harness_name):
+    for path in list_package_lock_files(harness_name):
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -135,7 +135,7 @@ def _install_from_npm(
     harness_name: str, program: HarnessProgram, folder: Path, version: str
 ) -> None:
     npm = _find_npm()
-    for path in list_lock_files(harness_name):
+    for path in list_package_lock_files(harness_name):
         if not version or path.name == "package.json":
             shutil.copy(path, folder)
     # Not `npm ci`: it gives up on optional packages for other systems that a registry lacks.

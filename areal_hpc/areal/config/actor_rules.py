@@ -25,9 +25,9 @@ CUSTOM_LOSS_REASON = (
     "a custom loss: set trainer.objective.custom to a copy of examples/objectives/{}.py"
 )
 CORRECTION_METRIC_BY_AREAL_NAME = {"ratio": "ratio", "kl_k1": "k1", "kl_k2": "k2", "kl_k3": "kl"}
-NO_REWARDS_MIN_STD = 1e9
+REWARD_IGNORING_MIN_STD = 1e9
 """Of `trainer.objective.min_reward_std`: no rewards vary so much, so that none are learned from."""
-REWARD_NORM_RECIPE_KEYS = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
+REWARD_NORM_KEYS_TEXT = "`trainer.objective.baseline`, `scale_rewards` and `std_ddof`"
 
 
 def _translate_eps_clip(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
@@ -62,14 +62,14 @@ def _translate_decoupled_loss(
         )
     found: dict[str, Any] = {"trainer.objective.proximal": PROXIMAL_MODE_BY_AREAL_NAME[method]}
     weighed = (
-        _translate_off_policy_correction(areal_values)
+        _build_off_policy_correction_subkeys(areal_values)
         if value
         else {"off_policy_correction": "none"}
     )
     return found | {f"trainer.objective.{name}": value for name, value in weighed.items()}
 
 
-def _translate_off_policy_correction(areal_values: ArealConfigValues) -> dict[str, Any]:
+def _build_off_policy_correction_subkeys(areal_values: ArealConfigValues) -> dict[str, Any]:
     """What AReaL calls rejection sampling, or capped the importance weight with before."""
     if areal_values("actor.rejection_sampling.level") is not None:
         metric = areal_values("actor.rejection_sampling.metric")
@@ -228,7 +228,7 @@ def _translate_teacher(
     if rewards:
         alone = {}
     elif areal_values("critic.path") is None:
-        alone = {"trainer.objective.min_reward_std": NO_REWARDS_MIN_STD}
+        alone = {"trainer.objective.min_reward_std": REWARD_IGNORING_MIN_STD}
     else:
         return Untranslatable("a critic learns of rewards, which rl_loss_weight=0 leaves out")
     teacher = {"path": value, "coef": coef}
@@ -247,7 +247,7 @@ def _check_rl_loss_weight(
     )
 
 
-def _require_critic_for(neutral_value: Any) -> TranslateValue:
+def _build_critic_only_check(neutral_value: Any) -> TranslateValue:
     """The rule of a key that tells a critic what to do: without one it has no other value."""
 
     def check(value: Any, areal_values: ArealConfigValues) -> dict[str, Any] | Untranslatable:
@@ -281,7 +281,7 @@ def _check_reward_bias(
     return Untranslatable("without mean_level rewards are taken as they are: add it in the agent")
 
 
-def _translate_group_size(
+def _check_group_size(
     value: Any, areal_values: ArealConfigValues
 ) -> dict[str, Any] | Untranslatable:
     if value in (1, areal_values("gconfig.n_samples")):
@@ -353,13 +353,13 @@ ACTOR_RULES = (
         "log-probabilities are at the temperature that each reply was sampled with",
     ),
     ignored_rule("actor.max_new_tokens", "it repeats `gconfig.max_new_tokens`"),
-    KeyRule("actor.group_size", "as `rollout.n_samples`", _translate_group_size),
+    KeyRule("actor.group_size", "as `rollout.n_samples`", _check_group_size),
     *(
-        KeyRule(f"actor.reward_norm.{name}", REWARD_NORM_RECIPE_KEYS, _translate_reward_norm)
+        KeyRule(f"actor.reward_norm.{name}", REWARD_NORM_KEYS_TEXT, _translate_reward_norm)
         for name in ("mean_level", "std_level", "mean_leave1out", "std_unbiased")
     ),
     ignored_rule("actor.reward_norm.eps", "`trainer.objective.min_reward_std` guards the division"),
-    KeyRule("actor.reward_norm.group_size", "as `rollout.n_samples`", _translate_group_size),
+    KeyRule("actor.reward_norm.group_size", "as `rollout.n_samples`", _check_group_size),
     ignored_rule(
         "actor.reward_norm",
         "without the section, rewards are compared with their group's mean in its deviations",
@@ -385,7 +385,7 @@ ACTOR_RULES = (
         KeyRule(
             f"actor.{name}",
             f"`trainer.objective.{here}` where there is a `critic`; else always `{neutral}`",
-            _require_critic_for(neutral),
+            _build_critic_only_check(neutral),
         )
         for name, here, neutral in (
             ("discount", "discount", 1.0),

@@ -66,7 +66,11 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     )
     help_ = "stop the cluster and remove all of its files"
     actions.add_command(
-        "down", _stop_devcluster, parents=[place], help=help_, example="areal-hpc devcluster down"
+        "down",
+        _stop_and_remove_devcluster,
+        parents=[place],
+        help=help_,
+        example="areal-hpc devcluster down",
     )
     help_ = 'print the environment for Slurm clients: eval "$(areal-hpc devcluster env)"'
     actions.add_command(
@@ -89,7 +93,7 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     parents = [place, named, patience]
     actions.add_command(
         "restore-node",
-        _restore_devcluster_node,
+        _power_cycle_devcluster_node,
         parents=parents,
         help="start a node anew",
         example="areal-hpc devcluster restore-node n02",
@@ -129,7 +133,7 @@ def _start_devcluster(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _stop_devcluster(arguments: argparse.Namespace) -> int:
+def _stop_and_remove_devcluster(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import stop_and_remove_cluster
 
     began = time.monotonic()
@@ -158,7 +162,7 @@ def _kill_devcluster_node(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _restore_devcluster_node(arguments: argparse.Namespace) -> int:
+def _power_cycle_devcluster_node(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import power_cycle_node
 
     power_cycle_node(_get_devcluster_paths(arguments), arguments.node, arguments.timeout_s)

@@ -67,7 +67,7 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
             slurm,
             fileroot,
             has_site=arguments.site is not None,
-            asks_node=arguments.check_node,
+            may_submit_storage_job=arguments.check_node,
             gpus=examination,
             print_line=partial(print, flush=True),
         )
@@ -90,7 +90,7 @@ def _plan_gpu_examination(
     from areal_hpc.launch.doctor.gpu.check_plan import build_check_plan
     from areal_hpc.launch.doctor.gpu.examination import GpuExamination
     from areal_hpc.launch.doctor.gpu.slurm_job import GpuJobOptions
-    from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
+    from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
 
     nodes: int = arguments.nodes
     if not arguments.gpu:
@@ -114,7 +114,7 @@ def _plan_gpu_examination(
                 hint="name it in the site file, or give a recipe",
             )
         options = slurm.get_options_of_job("trainer")
-        job = GpuJobOptions(fileroot, options, get_sbatch_flags(options))
+        job = GpuJobOptions(fileroot, options, get_sbatch_placement_flags(options))
     return GpuExamination(plan, job, partial(print, flush=True))
 
 

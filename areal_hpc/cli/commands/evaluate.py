@@ -50,8 +50,8 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.evaluation.start import (
         build_report,
         choose_sets,
-        find_missing_sets,
-        refuse_results_of_another,
+        list_sets_without_full_result,
+        raise_if_results_of_other_settings,
     )
     from areal_hpc.launch.evaluation.target import find_target
     from areal_hpc.view.evaluations.evaluation_report import format_report, write_report
@@ -66,9 +66,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         site=arguments.site,
     )
     sets = choose_sets(target.recipe, arguments.sets)
-    refuse_results_of_another(target, sets)
+    raise_if_results_of_other_settings(target, sets)
     before = arguments.compare and _find_compared_report(arguments.compare, target, sets)
-    if find_missing_sets(target, sets):
+    if list_sets_without_full_result(target, sets):
         print(f"evaluate {target.model}\n         in {target.paths.root}", flush=True)
         try:
             _run_or_submit_evaluation(arguments, target, sets)
@@ -76,7 +76,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             print("detached; the job goes on" if arguments.submit else "stopped")
             print("run the same command again for the rest, and for the results")
             return RunInterruptedError.exit_code
-    if find_missing_sets(target, sets):  # submitted, and nobody waits
+    if list_sets_without_full_result(target, sets):  # submitted, and nobody waits
         print("next     run the same command again for the results")
         return 0
     report = build_report(target, sets)

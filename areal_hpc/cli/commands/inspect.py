@@ -153,8 +153,8 @@ def _show_status(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import format_summary
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.state.alerts_at_newest_step import (
+        find_run_alerts,
         format_alert,
-        read_alerts,
         select_failure_alerts,
     )
     from areal_hpc.view.state.jobs import (
@@ -179,7 +179,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     has_summary = advance.step > 0 and (run.is_local or paths.finished_marker.exists())
     lines += [] if has_summary else describe_evaluations(advance.snapshot)
     lines += describe_phase_and_agent_failures(paths, is_running=is_running)
-    alerts = read_alerts(paths)
+    alerts = find_run_alerts(paths)
     lines += [f"  {format_alert(alert)}" for alert in alerts]
     if not run.is_local:
         lines += ["", *format_job_table_and_notes(run)]
@@ -285,8 +285,8 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         f"{state}, last checkpoint at step {audit.checkpoint_step}, {dropped} tickets dropped, "
         f"{filtered} filtered, {unsound} unsound, {skipped} skipped, {quarantined} quarantined"
     )
-    if audit.untrained_episodes:
-        kinds = sorted(audit.untrained_episodes.items())
+    if audit.non_training_episodes_by_kind:
+        kinds = sorted(audit.non_training_episodes_by_kind.items())
         counts = " and ".join(f"{count} {kind}" for kind, count in kinds)
         print(f"kept beside the tickets, never trained on: {counts} episodes")
     print(audit.summary_line)

@@ -82,7 +82,7 @@ def add_commands(commands: CommandGroup) -> None:
     quarantine.add_argument("--undo", action="store_true", help=undo)
 
 
-def _parse_slurm_run_dir(path: Path) -> RunPaths:
+def _require_own_slurm_run(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_command
@@ -119,7 +119,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     )
     from areal_hpc.view.state.summary import read_run_progress
 
-    paths = _parse_slurm_run_dir(arguments.run)
+    paths = _require_own_slurm_run(arguments.run)
     grace_s = 0.0
     if not arguments.now:
         grace_s = read_run_progress(paths).recipe["cluster"]["stop_grace_s"] + STOP_MARGIN_S
@@ -153,7 +153,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.run_jobs import list_live_jobs
     from areal_hpc.view.state.jobs import find_work_dir
 
-    paths = _parse_slurm_run_dir(arguments.run)
+    paths = _require_own_slurm_run(arguments.run)
     if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
         raise RecipeError(
             "this is the evaluation of a model, and no run that could be trained on",

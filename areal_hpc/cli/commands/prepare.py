@@ -108,7 +108,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
         install_harness_if_outdated,
         list_recipe_harnesses,
     )
-    from areal_hpc.launch.prefetch import prefetch_recipe_files
+    from areal_hpc.launch.prefetch import prefetch_files_and_build_images
     from areal_hpc.launch.run import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.paths import RunPaths
@@ -117,7 +117,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     paths = RunPaths(recipe.run_dir)
     for name, folder in list_recipe_harnesses(recipe):
         _print_install_result(name, folder, install_harness_if_outdated(name, folder))
-    prefetch_recipe_files(recipe, paths, say)
+    prefetch_files_and_build_images(recipe, paths, say)
     print(f"everything is in the cache; recorded in {paths.prefetched}")
     return 0
 
@@ -125,8 +125,8 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
 def _install_harnesses(arguments: argparse.Namespace) -> int:
     from areal_hpc.agents.harness.installation import (
         HARNESSES_DIR,
-        find_newest_version,
         install_harness_if_outdated,
+        query_newest_version,
     )
     from areal_hpc.agents.harness.programs import HARNESSES
 
@@ -134,7 +134,7 @@ def _install_harnesses(arguments: argparse.Namespace) -> int:
     for name in HARNESSES if arguments.names == ["all"] else arguments.names:
         version = arguments.version
         if version == "newest":
-            version = find_newest_version(name)
+            version = query_newest_version(name)
         _print_install_result(name, folder, install_harness_if_outdated(name, folder, version))
     return 0
 

@@ -14,7 +14,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add this command to the command line."""
     sync = commands.add_command(
         "sync",
-        _sync_run,
+        _write_metrics_for_tracker,
         ["run"],
         help="write a run's metrics for a tracker (wandb), offline",
         description="Write the metrics of a run that are settled and new for a tracker, without a "
@@ -37,9 +37,9 @@ def add_commands(commands: CommandGroup) -> None:
     add("--follow", action="store_true", help="go on until the run is finished or cancelled")
 
 
-def _sync_run(arguments: argparse.Namespace) -> int:
+def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import catch_stop_signals
-    from areal_hpc.trackers.sync import choose_tracker, write_part_of_new_rows
+    from areal_hpc.trackers.sync import choose_tracker, run_tracker_on_new_rows
 
     paths = parse_run_dir(arguments.run)
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
@@ -47,7 +47,7 @@ def _sync_run(arguments: argparse.Namespace) -> int:
     def sync() -> bool:
         """Write a part; true if the run had been finished or cancelled before."""
         is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
-        rows = write_part_of_new_rows(paths, tracker)
+        rows = run_tracker_on_new_rows(paths, tracker)
         if rows or not arguments.follow:
             print(f"{paths.tracker(tracker.name).root}: {rows} new rows", flush=True)
         return is_last
@@ -56,10 +56,12 @@ def _sync_run(arguments: argparse.Namespace) -> int:
         sync()
         return 0
     with catch_stop_signals() as stop:
-        return _sync_until_run_ends(sync, stop.wait)
+        return _write_tracker_parts_until_run_ends(sync, stop.wait)
 
 
-def _sync_until_run_ends(sync: Callable[[], bool], wait: Callable[[float], bool]) -> int:
+def _write_tracker_parts_until_run_ends(
+    sync: Callable[[], bool], wait: Callable[[float], bool]
+) -> int:
     while not sync():
         if wait(FOLLOW_PERIOD_S):
             return RunInterruptedError.exit_code

@@ -93,14 +93,14 @@ async def _check_tasks_and_count_unsound(
     rows: list[dict[str, Any]], arguments: argparse.Namespace
 ) -> int:
     """A line for each task; how many are not sound."""
-    from areal_hpc.dataset.harbor.task_check import check_tasks
+    from areal_hpc.dataset.harbor.task_check import judge_oracle_and_null_of_tasks
     from areal_hpc.sandbox.runtimes.choice import make_runtime
     from areal_hpc.sandbox.spec import SandboxSpec
 
     unsound = 0
     spec = SandboxSpec(arguments.root and arguments.root.resolve())
     runtime = make_runtime(arguments.isolation)
-    async for one in check_tasks(rows, runtime, spec, max(1, arguments.at_once)):
+    async for one in judge_oracle_and_null_of_tasks(rows, runtime, spec, max(1, arguments.at_once)):
         unsound += not one.is_sound
         oracle = "none" if one.oracle is None else f"{one.oracle.value:g}"
         note = (
@@ -114,10 +114,12 @@ async def _check_tasks_and_count_unsound(
 
 
 def _check_judge(arguments: argparse.Namespace) -> int:
-    from areal_hpc.reward.judge_check import check_judge
+    from areal_hpc.reward.judge_check import grade_labels_and_format_report
     from areal_hpc.reward.llm_judge import LlmJudge
 
     judge = LlmJudge(arguments.rubric, arguments.base_url, arguments.model, cache=arguments.cache)
-    report = asyncio.run(check_judge(judge, arguments.labels, arguments.threshold))
+    report = asyncio.run(
+        grade_labels_and_format_report(judge, arguments.labels, arguments.threshold)
+    )
     print(escape_controls(report))
     return 0

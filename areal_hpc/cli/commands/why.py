@@ -40,7 +40,7 @@ def _explain_run(arguments: argparse.Namespace) -> int:
 
 def _answer_question(arguments: argparse.Namespace) -> int:
     from areal_hpc.view.answers.answer import format_answer
-    from areal_hpc.view.answers.collapse import explain_collapse
+    from areal_hpc.view.answers.collapse import diagnose_collapse
     from areal_hpc.view.answers.slow_run import explain_slow_run
     from areal_hpc.view.answers.step_change import explain_step_difference
 
@@ -48,7 +48,7 @@ def _answer_question(arguments: argparse.Namespace) -> int:
     if arguments.slow:
         answer = explain_slow_run(paths)
     elif arguments.collapse:
-        answer = explain_collapse(paths)
+        answer = diagnose_collapse(paths)
     else:
         answer = explain_step_difference(paths, arguments.step)
     print("\n".join(format_answer(answer, shlex.quote(str(arguments.run)))))

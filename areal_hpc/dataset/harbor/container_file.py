@@ -25,7 +25,7 @@ class ContainerFile:
     variables: dict[str, str] = field(default_factory=dict)
     copies: list[tuple[str, str]] = field(default_factory=list)
     """Paths below the build's folder, and their places."""
-    needs_build: list[str] = field(default_factory=list)
+    instructions_needing_build: list[str] = field(default_factory=list)
     """Instructions that only a build can do."""
 
 
@@ -65,10 +65,10 @@ def _apply_instruction(
         container.work_dir = posixpath.join(container.work_dir or "/", arguments)
     elif instruction == "ENV" and "$" not in arguments:
         container.variables |= _parse_variables(arguments)
-    elif instruction in ("COPY", "ADD") and _is_local_copy(arguments):
+    elif instruction in ("COPY", "ADD") and _is_plain_local_copy(arguments):
         container.copies += _resolve_local_copies(arguments, container.work_dir or "/", dockerfile)
     else:
-        container.needs_build.append(f"{instruction} {arguments}"[:80])
+        container.instructions_needing_build.append(f"{instruction} {arguments}"[:80])
 
 
 def _parse_variables(arguments: str) -> dict[str, str]:
@@ -79,7 +79,7 @@ def _parse_variables(arguments: str) -> dict[str, str]:
     return dict(word.partition("=")[::2] for word in shlex.split(arguments))
 
 
-def _is_local_copy(arguments: str) -> bool:
+def _is_plain_local_copy(arguments: str) -> bool:
     options = "--from|--chmod|--exclude|--parents"
     return not re.search(rf"{options}|https?://|\$|<<|\*|\.tar|git@", arguments)
 

@@ -14,8 +14,8 @@ from pathlib import Path
 from areal_hpc.dataset.harbor.container_file import read_container_file
 from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
 from areal_hpc.dataset.harbor.task_folder import (
-    IMAGE_NAME,
-    ROOT_NAMES,
+    IMAGE_FILE_NAME,
+    ROOT_FILE_SYSTEM_NAMES,
     list_copy_targets_in_system_folders,
     list_task_folders,
 )
@@ -28,7 +28,7 @@ SAVE_TIMEOUT_S = 1800.0
 _MAX_COMPLAINT_CHARS = 500
 
 
-def build_images(path: Path, key: str, print_line: Callable[[str], None]) -> None:
+def build_task_images_if_outdated(path: Path, key: str, print_line: Callable[[str], None]) -> None:
     """Build the images that tasks at a path need, those that are not there or are of other files.
 
     Raises:
@@ -42,7 +42,7 @@ def build_images(path: Path, key: str, print_line: Callable[[str], None]) -> Non
                 source := _compute_source_digest_if_changed(folder, task)
             ):
                 _build_image(folder, task, source)
-                print_line(f"{key:<24} {folder.name}: built {IMAGE_NAME}")
+                print_line(f"{key:<24} {folder.name}: built {IMAGE_FILE_NAME}")
         except RecipeError as error:
             problems += error.problems
     if problems:
@@ -51,13 +51,15 @@ def build_images(path: Path, key: str, print_line: Callable[[str], None]) -> Non
 
 def needs_image(folder: Path, task: HarborTaskFile) -> bool:
     """True if a sandbox cannot do what its Dockerfile says, and no root file system is there."""
-    if any((folder / "environment" / name).exists() for name in ROOT_NAMES):
+    if any((folder / "environment" / name).exists() for name in ROOT_FILE_SYSTEM_NAMES):
         return False
     file = folder / "environment" / "Dockerfile"
     if task.environment.docker_image is not None or not file.is_file():
         return task.environment.docker_image is not None
     container = read_container_file(file)
-    return bool(container.needs_build or list_copy_targets_in_system_folders(container))
+    return bool(
+        container.instructions_needing_build or list_copy_targets_in_system_folders(container)
+    )
 
 
 def _compute_source_digest_if_changed(folder: Path, task: HarborTaskFile) -> str:
@@ -70,7 +72,7 @@ def _compute_source_digest_if_changed(folder: Path, task: HarborTaskFile) -> str
             content = bytes(file.readlink()) if file.is_symlink() else file.read_bytes()
             for part in (name.encode(), b"%o" % file.lstat().st_mode, content):
                 digest.update(b"%d:" % len(part) + part)
-    archive = environment / IMAGE_NAME
+    archive = environment / IMAGE_FILE_NAME
     image = read_image(archive) if archive.is_file() else None
     source = digest.hexdigest()
     return "" if image is not None and image.labels.get(SOURCE_LABEL) == source else source
@@ -78,7 +80,7 @@ def _compute_source_digest_if_changed(folder: Path, task: HarborTaskFile) -> str
 
 def _list_source_files(environment: Path) -> Iterator[Path]:
     for path in environment.rglob("*"):
-        if path.is_symlink() or (path.is_file() and path != environment / IMAGE_NAME):
+        if path.is_symlink() or (path.is_file() and path != environment / IMAGE_FILE_NAME):
             yield path
 
 
@@ -89,21 +91,21 @@ def _build_image(folder: Path, task: HarborTaskFile, source_digest: str) -> None
         raise RecipeError(
             "its image has to be built, and there is no podman here",
             key=str(folder),
-            hint=f"run this where podman is, or put an image at environment/{IMAGE_NAME}",
+            hint=f"run this where podman is, or put an image at environment/{IMAGE_FILE_NAME}",
         )
     label = f"--label={SOURCE_LABEL}={source_digest}"
-    archive = folder / "environment" / IMAGE_NAME
+    archive = folder / "environment" / IMAGE_FILE_NAME
     with tempfile.TemporaryDirectory(dir=folder, prefix=".image-") as scratch:
         context, file = folder / "environment", folder / "environment" / "Dockerfile"
         if task.environment.docker_image is not None:
             context, file = Path(scratch), Path(scratch, "Dockerfile")
             file.write_text(f"FROM {task.environment.docker_image}\n")
         ignored, own = Path(scratch, "ignored"), context / ".dockerignore"
-        ignored.write_text(f"{own.read_text() if own.is_file() else ''}\n{IMAGE_NAME}\n")
+        ignored.write_text(f"{own.read_text() if own.is_file() else ''}\n{IMAGE_FILE_NAME}\n")
         options = (f"--tag={tag}", label, f"--file={file}", f"--ignorefile={ignored}")
         build = [podman, "build", "--format=oci", *options, str(context)]
         _run_podman(folder, build, task.environment.build_timeout_sec)
-        saved = Path(scratch, IMAGE_NAME)
+        saved = Path(scratch, IMAGE_FILE_NAME)
         save = [podman, "save", "--format=oci-archive", f"--output={saved}", tag]
         _run_podman(folder, save, SAVE_TIMEOUT_S)
         saved.rename(archive)

@@ -17,7 +17,7 @@ from typing import Any
 
 CASES_FILE = Path("/tests/cases.json")
 VERDICT_FILE = Path("/logs/verifier/reward.txt")
-TIME_S = 10
+MODULE_CALL_TIMEOUT_S = 10
 MAX_PRINTED_BYTES = 1 << 20
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
 DRIVER = """
@@ -47,7 +47,7 @@ def is_right(folder: str, module: str, case: dict[str, Any]) -> bool:
                 input=request.encode(),
                 stdout=printed,
                 stderr=subprocess.DEVNULL,
-                timeout=TIME_S,
+                timeout=MODULE_CALL_TIMEOUT_S,
                 cwd=folder,
                 env={"PATH": "/usr/bin:/bin"},
                 start_new_session=True,

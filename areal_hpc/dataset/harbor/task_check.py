@@ -32,7 +32,7 @@ class TaskCheck:
         return given and self.oracle.value > self.null.value
 
 
-async def check_tasks(
+async def judge_oracle_and_null_of_tasks(
     rows: Sequence[dict[str, Any]], runtime: Runtime, spec: SandboxSpec, at_once: int
 ) -> AsyncIterator[TaskCheck]:
     """Check each of these rows, in their order.
@@ -45,7 +45,7 @@ async def check_tasks(
 
     async def check(row: dict[str, Any]) -> TaskCheck:
         async with places:
-            return await check_task(row, runtime, spec)
+            return await judge_oracle_and_null(row, runtime, spec)
 
     running = [asyncio.create_task(check(row)) for row in rows]
     try:
@@ -57,7 +57,9 @@ async def check_tasks(
         await asyncio.gather(*running, return_exceptions=True)
 
 
-async def check_task(row: dict[str, Any], runtime: Runtime, spec: SandboxSpec) -> TaskCheck:
+async def judge_oracle_and_null(
+    row: dict[str, Any], runtime: Runtime, spec: SandboxSpec
+) -> TaskCheck:
     """Play one task twice, each time in a sandbox of its own."""
     task = find_harbor_task(row)
     assert task is not None

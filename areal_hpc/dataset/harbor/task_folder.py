@@ -9,16 +9,22 @@ import msgspec
 from areal_hpc.dataset.harbor.container_file import ContainerFile, read_container_file
 from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_KEY, HarborTask
+from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_TASK_COLUMN, HarborTask
 from areal_hpc.sandbox.images.oci_image import read_image
 
-IMAGE_NAME = "image.tar"
+IMAGE_FILE_NAME = "image.tar"
 """Name in `environment/` of an image, an OCI archive; `areal-hpc prefetch` writes it."""
-ROOT_NAMES = ("rootfs", "rootfs.tar", "rootfs.tar.gz", "rootfs.tar.xz", "rootfs.tar.zst")
+ROOT_FILE_SYSTEM_NAMES = (
+    "rootfs",
+    "rootfs.tar",
+    "rootfs.tar.gz",
+    "rootfs.tar.xz",
+    "rootfs.tar.zst",
+)
 """Names in `environment/` of a root file system: a folder, or a tar of it."""
 _SYSTEM_PLACES = ("/usr", "/etc", "/bin", "/sbin", "/lib", "/lib64", "/proc", "/dev", "/sys")
 """Where nothing can be written unless a task has a root file system."""
-_OWN_PLACES = ("/workspace", "/tmp")
+_ALWAYS_WRITABLE_FOLDERS = ("/workspace", "/tmp")
 """Folders that commands may write in anyhow."""
 
 
@@ -69,7 +75,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
         container = read_container_file(file)
     if problems := [*_find_problems(folder, task, container, root)]:
         raise RecipeError.from_problems(problems)
-    image = read_image(Path(root)) if root.endswith(IMAGE_NAME) else None
+    image = read_image(Path(root)) if root.endswith(IMAGE_FILE_NAME) else None
     variables, work_dir = container.variables, container.work_dir
     if image is not None:
         variables, work_dir = dict(image.variables), image.work_dir.removeprefix("/")
@@ -96,7 +102,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
     row: dict[str, Any] = {
         "messages": [{"role": "user", "content": (folder / "instruction.md").read_text()}],
         "name": task.task.get("name", folder.name),
-        HARBOR_KEY: msgspec.to_builtins(described),
+        HARBOR_TASK_COLUMN: msgspec.to_builtins(described),
     }
     if task.agent.timeout_sec is not None:
         row["limits"] = {"timeout_s": task.agent.timeout_sec + task.verifier.timeout_sec}
@@ -105,7 +111,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
 
 def _find_root(folder: Path) -> str:
     """The root file system beside a task's Dockerfile; empty if it has none."""
-    for name in (*ROOT_NAMES, IMAGE_NAME):
+    for name in (*ROOT_FILE_SYSTEM_NAMES, IMAGE_FILE_NAME):
         if (folder / "environment" / name).exists():
             return str(folder / "environment" / name)
     return ""
@@ -125,10 +131,10 @@ def _find_problems(
         )
     if root:
         return
-    hint = f"areal-hpc prefetch RECIPE makes environment/{IMAGE_NAME}, where podman is"
-    if container.needs_build:
+    hint = f"areal-hpc prefetch RECIPE makes environment/{IMAGE_FILE_NAME}, where podman is"
+    if container.instructions_needing_build:
         yield Problem(
-            f"its image has to be built: {container.needs_build[0]}",
+            f"its image has to be built: {container.instructions_needing_build[0]}",
             str(folder / "environment" / "Dockerfile"),
             hint,
         )
@@ -158,4 +164,8 @@ def list_copy_targets_in_system_folders(container: ContainerFile) -> list[str]:
 def _list_top_folders_to_make_writable(places: list[str]) -> list[str]:
     """The first folder of each place, but for those that are writable anyhow."""
     tops = dict.fromkeys(f"/{PurePosixPath(place).parts[1]}" for place in places if place != "/")
-    return [top for top in tops if top not in (*_OWN_PLACES, *HARBOR_FOLDERS, *_SYSTEM_PLACES)]
+    return [
+        top
+        for top in tops
+        if top not in (*_ALWAYS_WRITABLE_FOLDERS, *HARBOR_FOLDERS, *_SYSTEM_PLACES)
+    ]

@@ -156,7 +156,7 @@ class SGLangServer:
         url = f"{self.url}/continue_generation"
         return responds_with_200("POST", url, _CONTINUE_TIMEOUT_S, key=self.keys.admin)
 
-    def describe_exit(self) -> str:
+    def find_death_reason(self) -> str:
         """Why the server is dead, in words; empty while it lives.
 
         A server whose scheduler was killed lingers for up to a minute without one, so each

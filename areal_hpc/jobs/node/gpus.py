@@ -53,7 +53,7 @@ def list_device_files(devices_dir: Path = DEVICES_DIR) -> list[Path]:
     return sorted(devices_dir.glob("nvidia[0-9]*"))
 
 
-def filter_and_order_gpus(
+def select_wanted_gpus_or_raise(
     visible_gpus: VisibleGpus, wanted_gpus: WantedGpus, numa_node_by_gpu: Mapping[str, int]
 ) -> VisibleGpus:
     """Those of the visible GPUs that a run may use, in the order in which it takes them. Pure.
@@ -92,7 +92,7 @@ def filter_and_order_gpus(
     )
 
 
-def read_numa_nodes(
+def read_numa_node_by_gpu(
     devices_dir: Path = DEVICES_DIR, driver: Path = DRIVER_GPUS_DIR, pci: Path = PCI_DEVICES_DIR
 ) -> dict[str, int]:
     """The NUMA node of each GPU, by its number in the order of PCI addresses; empty if unknown.

@@ -14,7 +14,7 @@ _BLOCK_BYTES = 512
 _spared_pids: set[int] = set()
 
 
-def adopt_orphans() -> None:
+def become_child_subreaper() -> None:
     """Make this process the parent of those of its descendants that lose theirs (prctl(2)).
 
     Raises:
@@ -44,7 +44,7 @@ def read_resident_bytes(pid: int) -> int:
         return 0
 
 
-def read_memory_file_bytes(pids: Iterable[int]) -> int:
+def sum_memfd_bytes(pids: Iterable[int]) -> int:
     """What the files without a name that processes made in memory (memfd) hold, each once.
 
     Their pages count whether a process has them mapped now or not.

@@ -26,7 +26,7 @@ def die_with_parent(signal_number: int) -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
 
 
-def exit_when_orphaned(parent: int) -> None:
+def wait_until_orphaned_and_exit(parent: int) -> None:
     """The last resort behind the death signal: a process that ignores it still ends."""
     while os.getppid() == parent:
         time.sleep(0.5)

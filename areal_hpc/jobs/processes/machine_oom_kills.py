@@ -15,7 +15,7 @@ class OomKillWatch:
     def __init__(self) -> None:
         self._before = count_oom_kills_since_boot()
 
-    def has_killed(self, exit_code: int | None) -> bool:
+    def may_have_killed(self, exit_code: int | None) -> bool:
         """True if a child with this `Popen.returncode` died by SIGKILL and there was such a kill.
 
         It may have been another process's: the kernel counts them all together.

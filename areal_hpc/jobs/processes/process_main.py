@@ -20,11 +20,11 @@ from areal_hpc.errors import (
     AgentError,
     ArealError,
     IdleError,
-    LostPeerError,
+    LostTrainerRankError,
     RecipeError,
     SupersededTrainerError,
 )
-from areal_hpc.jobs.processes.die_with_parent import die_with_parent, exit_when_orphaned
+from areal_hpc.jobs.processes.die_with_parent import die_with_parent, wait_until_orphaned_and_exit
 from areal_hpc.jobs.processes.native_call_threads import exit_at_block_end_if_native_calls_run
 from areal_hpc.jobs.processes.process_setup import (
     PROMETHEUS_VARIABLE,
@@ -57,7 +57,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
     die_with_parent(signal.SIGTERM)
     if os.getppid() != parent:  # it died before the kernel was asked
         sys.exit(75)
-    threading.Thread(target=exit_when_orphaned, args=(parent,), daemon=True).start()
+    threading.Thread(target=wait_until_orphaned_and_exit, args=(parent,), daemon=True).start()
     os.umask(os.umask(0o077) | 0o027)  # what the supervisor set, or more
     raise_open_file_limit()
     set_up_logging()
@@ -69,7 +69,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
         _serve_metrics(config, config_path),
     ):
         enter_state("start")
-        _call_entry(entry, config_path, config, log)
+        _call_entry_or_exit_with_its_code(entry, config_path, config, log)
 
 
 def _log_spans(config: dict[str, Any], config_path: Path) -> AbstractContextManager[None]:
@@ -92,7 +92,9 @@ def _serve_metrics(config: dict[str, Any], config_path: Path) -> AbstractContext
     return serve_process_metrics(paths, job, process, get_advertised_host())
 
 
-def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger) -> None:
+def _call_entry_or_exit_with_its_code(
+    entry: str, config_path: Path, config: dict[str, Any], log: logging.Logger
+) -> None:
     try:
         if RECIPE_REFERENCES_KEY in config:
             from areal_hpc.recipe.private_values import fill_in_private_values_from_recipe
@@ -106,7 +108,7 @@ def _call_entry(entry: str, config_path: Path, config: dict[str, Any], log: logg
             raise
         # The traceback of a collective that another rank broke would be taken for the cause, and an
         # agent's error has that of the agent.
-        log.error("%s", error, exc_info=not isinstance(error, (LostPeerError, AgentError)))
+        log.error("%s", error, exc_info=not isinstance(error, (LostTrainerRankError, AgentError)))
         get_process_error_path(config_path).write_text(str(error))
         sys.exit(_get_exit_code(error))
 
@@ -133,7 +135,7 @@ def _weigh_error(error: ArealError | ValidationError) -> int:
         return 3
     if code in PERMANENT_EXIT_CODES:
         return 2
-    return 0 if code in (LostPeerError.exit_code, IdleError.exit_code) else 1
+    return 0 if code in (LostTrainerRankError.exit_code, IdleError.exit_code) else 1
 
 
 def _get_exit_code(error: ArealError | ValidationError) -> int:

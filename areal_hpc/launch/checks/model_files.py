@@ -40,7 +40,7 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from _find_model_directory_problems(folder, "model.hub", recipe)
     for key, path in (*list_frozen_models(recipe), *_list_critic_models(recipe)):
         if path is not None:
-            yield from _find_other_model_problems(path, key, recipe)
+            yield from _find_frozen_or_critic_problems(path, key, recipe)
     key_file = recipe.trainer.objective.teacher.api_key_file
     if key_file is not None:
         try:
@@ -49,7 +49,7 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
             yield from error.problems
 
 
-def _find_other_model_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
+def _find_frozen_or_critic_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:
     """Does it divide as the policy does, and has it the same tokens?"""
     hint = "give a directory in Hugging Face format; jobs never download"
     if not path.is_dir():
@@ -100,7 +100,7 @@ def _read_tokens(folder: Path) -> dict[str, int]:
     """The tokens of a model directory with their ids; none if it has no tokenizer."""
     if not (folder / "tokenizer.json").is_file():
         return {}
-    return TokenEncoder.from_model_dir(folder).get_ids_by_token()
+    return TokenEncoder.from_model_dir(folder).get_base_vocab_ids_by_token()
 
 
 def _find_model_directory_problems(path: Path, key: str, recipe: Recipe) -> Iterator[Problem]:

@@ -44,7 +44,7 @@ try:
         from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
         check_sandbox_starts(request["sandbox"])
     if "areal_hpc.sandbox.run" in sys.modules:  # such as for `code_reward`
-        sys.modules["areal_hpc.sandbox.run"].check_isolation()
+        sys.modules["areal_hpc.sandbox.run"].run_empty_program_to_test_isolation()
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))
@@ -52,7 +52,7 @@ except ArealError as error:
 """
 
 
-def find_user_code_problems(
+def load_user_code_and_find_problems(
     recipe: Recipe, pythons: Mapping[str, str], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Import the user's code, and try it, in the environment of who will: driver, ledger, trainer.
@@ -71,7 +71,7 @@ def find_user_code_problems(
     ]
     if other := rollout.agent.python:
         for workflow, kwargs in filter(lambda one: one[0], agents):
-            yield from _find_foreign_agent_problems(other, workflow, kwargs, sys_path)
+            yield from _build_agent_in_other_python(other, workflow, kwargs, sys_path)
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
@@ -99,7 +99,7 @@ def find_user_code_problems(
         )
 
 
-def _find_foreign_agent_problems(
+def _build_agent_in_other_python(
     python: str, workflow: str, kwargs: Mapping[str, Any], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Have the Python of `rollout.agent.python` build the agent."""

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import (
-    get_options_by_job_kind,
+    get_options_by_sample_job,
     judge_preemption,
-    parse_minutes,
+    parse_slurm_time_as_minutes,
     parse_time_span_s,
     read_partition,
 )
@@ -73,9 +73,9 @@ def check_accounting_limits(doctor_subject: DoctorSubject) -> Iterator[CheckResu
 def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """What a preemption does to jobs of the QOS that are named, where Slurm preempts by QOS."""
     settings = doctor_subject.slurm_answer.settings
-    names = {options.qos for options in get_options_by_job_kind(doctor_subject.slurm).values()} - {
-        None
-    }
+    names = {
+        options.qos for options in get_options_by_sample_job(doctor_subject.slurm).values()
+    } - {None}
     if settings.get("PreemptType") != "preempt/qos" or not names:
         return
     for row in _query_sacctmgr_table("qos", ("name", "preemptmode", "gracetime")):
@@ -143,7 +143,7 @@ def _find_limits_of_jobs(requests: Sequence[JobRequest]) -> Iterator[AccountingL
     jobs_by_qos: dict[str, list[JobRequest]] = {}
     for one in requests:
         own = str(one.parameters.get("qos", default_qos.get(account_by_job[one.job], "")))
-        for name in {own, _get_partition_qos(str(one.parameters.get("partition", "")))} - {""}:
+        for name in {own, _query_partition_qos(str(one.parameters.get("partition", "")))} - {""}:
             jobs_by_qos.setdefault(name, []).append(one)
     for row in _query_sacctmgr_table("qos", _QOS_COLUMNS):
         mine, owner = jobs_by_qos.get(row["name"], []), f"QOS {row['name']}"
@@ -157,7 +157,7 @@ def _build_limits(
 ) -> Iterator[AccountingLimit]:
     """A limit as sacctmgr writes it; nothing if it is none, or concerns no job."""
     max_jobs = int(max_jobs_text) if max_jobs_text.isdigit() else None
-    max_minutes = parse_minutes(max_wall_text)
+    max_minutes = parse_slurm_time_as_minutes(max_wall_text)
     if requests and (max_jobs is not None or max_minutes is not None):
         yield AccountingLimit(owner, max_jobs, max_minutes, tuple(requests))
 
@@ -175,7 +175,7 @@ def _query_sacctmgr_table(
     return [dict(zip(columns, cells, strict=False)) for cells in lines]
 
 
-def _get_partition_qos(partition: str) -> str:
+def _query_partition_qos(partition: str) -> str:
     """The QOS whose limits a partition puts on its jobs; empty for none."""
     if not partition or "," in partition:
         return ""

@@ -12,7 +12,7 @@ from areal_hpc.slurm.batch_script.script import DEFAULT_TIME_LIMIT_MINUTES
 from areal_hpc.slurm.commands import run_slurm_command
 
 
-def get_options_by_job_kind(slurm: SlurmConfig) -> dict[str, JobOptions]:
+def get_options_by_sample_job(slurm: SlurmConfig) -> dict[str, JobOptions]:
     """By a job of each kind that has options of its own."""
     found = {job: slurm.get_options_of_job(job) for job in ("trainer", format_cell_name(0))}
     evaluation = slurm.get_options_of_job(EVALUATION_CELL)
@@ -35,7 +35,7 @@ def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     """The partitions that jobs go to."""
     limits: dict[str, int] = {}
     slurm = doctor_subject.slurm
-    for options in get_options_by_job_kind(slurm).values():
+    for options in get_options_by_sample_job(slurm).values():
         asked = options.time_limit_minutes or DEFAULT_TIME_LIMIT_MINUTES
         for name in (options.partition or "").split(","):
             if name:
@@ -66,7 +66,7 @@ def _judge_partition(
             f"is {partition_facts.get('State')}",
             "sinfo -s; name one that is up",
         )
-    most_min = parse_minutes(partition_facts.get("MaxTime", ""))
+    most_min = parse_slurm_time_as_minutes(partition_facts.get("MaxTime", ""))
     if most_min is not None and time_limit_minutes > most_min:
         hint = f"cluster.slurm.time_limit_minutes={most_min}; the run continues in the next job"
         return fail(
@@ -159,7 +159,7 @@ def judge_requeue(*, is_requested: bool, default: str, successors: int) -> Check
     )
 
 
-def parse_minutes(text: str) -> int | None:
+def parse_slurm_time_as_minutes(text: str) -> int | None:
     """Whole minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
     seconds = parse_time_span_s(text)
     return None if seconds is None else seconds // 60

@@ -65,12 +65,12 @@ def run_checks(
     """Results of all checks whose facts there are. One that raises has failed, and no other."""
     results: list[CheckResult] = []
     for check in checks:
-        if all(_has_fact(doctor_subject, fact) for fact in check.needs):
+        if all(_is_prerequisite_met(doctor_subject, fact) for fact in check.needs):
             results += _run_check(check, doctor_subject)
     return results
 
 
-def _has_fact(doctor_subject: DoctorSubject, fact: Fact) -> bool:
+def _is_prerequisite_met(doctor_subject: DoctorSubject, fact: Fact) -> bool:
     match fact:
         case "slurm":
             return not doctor_subject.slurm_answer.outage

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
-from areal_hpc.launch.doctor.partition_checks import get_options_by_job_kind
+from areal_hpc.launch.doctor.partition_checks import get_options_by_sample_job
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_job_of_cells_on_training_tasks
@@ -57,8 +57,8 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
             asked[job] = (str(path),)
         if not asked:
             asked = {
-                job: (*get_sbatch_flags(options), "--wrap=true")
-                for job, options in get_options_by_job_kind(doctor_subject.slurm).items()
+                job: (*get_sbatch_placement_flags(options), "--wrap=true")
+                for job, options in get_options_by_sample_job(doctor_subject.slurm).items()
             }
         for job, arguments in asked.items():
             try:
@@ -88,7 +88,7 @@ def _render_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
     return scripts
 
 
-def get_sbatch_flags(options: JobOptions) -> tuple[str, ...]:
+def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     """The options of sbatch that decide whether it takes a job and where the job lands."""
     named = ("partition", "account", "qos", "constraint", "reservation")
     values = {name: getattr(options, name) for name in named}

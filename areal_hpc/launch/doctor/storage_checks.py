@@ -14,7 +14,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
-from areal_hpc.launch.doctor.slurm_checks import get_sbatch_flags
+from areal_hpc.launch.doctor.slurm_checks import get_sbatch_placement_flags
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions
 from areal_hpc.rundir.paths import JobPaths
@@ -75,8 +75,8 @@ def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckRe
     assert doctor_subject.fileroot is not None
     fileroot = doctor_subject.fileroot.expanduser().resolve()
     is_answering = not doctor_subject.slurm_answer.outage
-    if doctor_subject.asks_node and is_answering:
-        yield check_storage_from_node(
+    if doctor_subject.may_submit_storage_job and is_answering:
+        yield submit_job_and_check_storage(
             fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.print_line
         )
     elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
@@ -180,7 +180,7 @@ def _check_quota() -> Iterator[CheckResult]:
         yield ok("quota", "nothing is over its limit")
 
 
-def check_storage_from_node(
+def submit_job_and_check_storage(
     fileroot: Path,
     options: JobOptions,
     print_line: Callable[[str], None],
@@ -215,7 +215,7 @@ def _submit_job_with_question(folder: Path, options: JobOptions, token: str) -> 
     )
     answer = run_slurm_command(
         *("sbatch", "--parsable", "--job-name=areal-hpc-doctor", "--time=2", "--ntasks=1"),
-        *(*get_sbatch_flags(options), f"--output={folder}/output", str(script)),
+        *(*get_sbatch_placement_flags(options), f"--output={folder}/output", str(script)),
     )
     return answer.split(";")[0].strip()
 

@@ -33,7 +33,7 @@ class DoctorSubject:
     fileroot: Path | None = None
     has_site: bool = False
     """A site file was given: its user means to submit."""
-    asks_node: bool = False
+    may_submit_storage_job: bool = False
     """A job may be submitted that looks at the file root from a node."""
     gpus: GpuExamination | None = None
     """GPU nodes are examined as well."""

@@ -13,7 +13,7 @@ from areal_hpc.launch.plan import (
     build_ledger_evaluation_sets,
     plan_cell_processes,
 )
-from areal_hpc.launch.prepared_run import PlanStages
+from areal_hpc.launch.prepared_run import StagePlanner
 from areal_hpc.ledger.config import LedgerJobConfig
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -24,7 +24,7 @@ LOADED_VERSION = str(WeightVersion(0, STEP_OF_LOADED_WEIGHTS))
 """Version of the weights that replicas load: of no generation, as no trainer made them here."""
 
 
-def plan_evaluation_of(set_names: Collection[str]) -> PlanStages:
+def build_evaluation_planner(set_names: Collection[str]) -> StagePlanner:
     """The plan of an evaluation on these sets."""
 
     def plan(

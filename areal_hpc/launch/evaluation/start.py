@@ -9,7 +9,7 @@ from areal_hpc.errors import Problem, RecipeError, RunInterruptedError
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import slurm_launcher, submitted_run_watch
-from areal_hpc.launch.evaluation.plan import plan_evaluation_of
+from areal_hpc.launch.evaluation.plan import build_evaluation_planner
 from areal_hpc.launch.evaluation.target import EvaluationTarget, find_target
 from areal_hpc.launch.foreground_launcher import ForegroundLauncher
 from areal_hpc.launch.places.this_machine import ThisMachine
@@ -43,7 +43,9 @@ def choose_sets(recipe: Recipe, names: Sequence[str]) -> list[EvaluationSet]:
     return [one for name, one in known.items() if not names or name in names]
 
 
-def refuse_results_of_another(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> None:
+def raise_if_results_of_other_settings(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> None:
     """Demand that what the evaluation's directory holds is of this model, played in this way.
 
     Raises:
@@ -71,7 +73,9 @@ def refuse_results_of_another(target: EvaluationTarget, sets: Sequence[Evaluatio
         raise RecipeError.from_problems(problems)
 
 
-def find_missing_sets(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> list[str]:
+def list_sets_without_full_result(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> list[str]:
     """Names of the sets without a result, or with one of fewer tasks than are asked for."""
     missing = []
     for one in sets:
@@ -137,12 +141,12 @@ def run_evaluation(
     """
     recipe = target.recipe
     reporter = EvaluationReporter(target.paths, sets)
-    target.put_in_place(reporter.print_line)
+    target.export_checkpoint_and_link_tasks(reporter.print_line)
     with prepare_and_lock_run(
         recipe,
         print_line=reporter.print_line,
         known_problems=_find_gpu_problems(recipe),
-        plan=plan_evaluation_of([one.name for one in sets]),
+        plan=build_evaluation_planner([one.name for one in sets]),
     ) as ready:
         if stop.is_set():
             raise RunInterruptedError
@@ -165,8 +169,8 @@ def submit_evaluation(
         JobFailedError: It failed for good while this waited.
         RunInterruptedError: The event was set. The job goes on.
     """
-    plan = plan_evaluation_of([one.name for one in sets])
-    target.put_in_place(print_line)
+    plan = build_evaluation_planner([one.name for one in sets])
+    target.export_checkpoint_and_link_tasks(print_line)
     slurm_launcher.submit(target.recipe, print_line=print_line, plan=plan)
     if wait_until is not None:
         reporter = EvaluationReporter(target.paths, sets)

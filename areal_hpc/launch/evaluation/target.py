@@ -20,7 +20,7 @@ from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_file
 from areal_hpc.wire.weight_version import WeightVersion
 
 MODEL_CONFIG_FILE = "config.json"
-_ONE_CELL = (
+_ONE_CELL_OVERRIDES = (
     *("sft=null", "inference.cells=1", "inference.cells_per_job=1"),
     *("evaluation.separate_cell=false", "evaluation.keep_best=''"),
 )
@@ -34,7 +34,7 @@ class EvaluationTarget:
     recipe: Recipe
     """Its run directory is that of the evaluation."""
     model: Path
-    """In Hugging Face format; of a checkpoint it is there once `put_in_place` has been called."""
+    """In Hugging Face format; `export_checkpoint_and_link_tasks` writes that of a checkpoint."""
     run: RunPaths | None = None
     """The run whose checkpoint it is."""
     step: int | None = None
@@ -45,7 +45,7 @@ class EvaluationTarget:
         """The directory of the evaluation."""
         return RunPaths(self.recipe.run_dir.resolve())
 
-    def put_in_place(self, print_line: Callable[[str], None]) -> None:
+    def export_checkpoint_and_link_tasks(self, print_line: Callable[[str], None]) -> None:
         """Export the checkpoint unless that was done, and link the run's own tasks.
 
         Raises:
@@ -78,7 +78,7 @@ def find_target(
     if run.recipe.exists():
         if recipe is not None:
             raise RecipeError("a run has its own recipe", key="--recipe", hint="give key=value")
-        return _find_checkpoint(run, step, overrides, site)
+        return _find_target_in_run(run, step, overrides, site)
     if not (run_or_model_dir / MODEL_CONFIG_FILE).is_file():
         raise RecipeError(
             f"there is no run and no model at {run_or_model_dir}",
@@ -92,11 +92,16 @@ def find_target(
         )
     model = run_or_model_dir.resolve()
     trial = "eval-" + re.sub(r"[^A-Za-z0-9_.-]", "-", model.name)
-    asked = [f"trial_name={trial}", *overrides, *_ONE_CELL, f"model.path={json.dumps(str(model))}"]
+    asked = [
+        f"trial_name={trial}",
+        *overrides,
+        *_ONE_CELL_OVERRIDES,
+        f"model.path={json.dumps(str(model))}",
+    ]
     return EvaluationTarget(load_recipe(recipe, asked, site), model)
 
 
-def _find_checkpoint(
+def _find_target_in_run(
     run: RunPaths, step: int | None, overrides: Sequence[str], site: Path | None
 ) -> EvaluationTarget:
     recorded = load_recipe(run.recipe)
@@ -109,7 +114,7 @@ def _find_checkpoint(
     if site is not None:  # the recorded recipe holds every key, so they have to win over it
         keys = flatten_keys(OmegaConf.to_container(read_site_file(site)))
         sited = [f"cluster.{key}={json.dumps(value)}" for key, value in keys.items()]
-    asked = [*sited, *places, *overrides, *_ONE_CELL]
+    asked = [*sited, *places, *overrides, *_ONE_CELL_OVERRIDES]
     start = get_initial_policy_path(recorded, run).resolve()
     recipe = load_recipe(run.recipe, [*asked, f"model.path={json.dumps(str(start))}"])
     if version.step == 0:

@@ -52,7 +52,7 @@ def read_user_code(recipe: Recipe, folders: Sequence[str]) -> UserCodeArchive | 
         return None
     contents, left_out = dict[str, bytes](), 0
     for _, root in found:
-        for file in _iterate_code_files(root):
+        for file in _iterate_visible_files(root):
             content = _read_code_file(file)
             total = sum(map(len, contents.values()))
             if (
@@ -98,7 +98,7 @@ def _find_package(package: str, folders: Sequence[str]) -> Path | None:
     return Path(spec.origin) if spec.origin else None
 
 
-def _iterate_code_files(root: Path) -> Iterator[Path]:
+def _iterate_visible_files(root: Path) -> Iterator[Path]:
     """The file itself, or all files below a folder but for hidden ones and caches, in order."""
     if root.is_file():
         yield root

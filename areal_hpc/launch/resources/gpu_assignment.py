@@ -9,9 +9,9 @@ from itertools import islice, product
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.jobs.node.gpus import (
     VisibleGpus,
-    filter_and_order_gpus,
     find_visible_gpus,
-    read_numa_nodes,
+    read_numa_node_by_gpu,
+    select_wanted_gpus_or_raise,
 )
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.recipe.recipe import Recipe
@@ -27,7 +27,9 @@ def find_usable_gpus(recipe: Recipe, environ: Mapping[str, str]) -> VisibleGpus:
     Raises:
         RecipeError: `cluster.gpus` asks for what is not visible.
     """
-    return filter_and_order_gpus(find_visible_gpus(environ), recipe.cluster.gpus, read_numa_nodes())
+    return select_wanted_gpus_or_raise(
+        find_visible_gpus(environ), recipe.cluster.gpus, read_numa_node_by_gpu()
+    )
 
 
 def find_gpu_problems(recipe: Recipe, environ: Mapping[str, str]) -> list[Problem]:

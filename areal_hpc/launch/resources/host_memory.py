@@ -48,17 +48,21 @@ class ProcessMemory:
     job: str
     """`trainer`, or `cell`."""
     process: str
-    per_node: int = 1
+    processes_per_node: int = 1
     """So many of these processes are on one node."""
     held: dict[str, int] = field(default_factory=dict)
     """Bytes that follow from the recipe's sizes, by what they are for."""
-    at_most: dict[str, int] = field(default_factory=dict)
+    peak_extra_bytes_by_use: dict[str, int] = field(default_factory=dict)
     """Bytes that are held when a micro-batch, or the KV cache, is as full as the recipe allows."""
 
     @property
     def total(self) -> int:
         """Bytes of one process."""
-        return BASE_BYTES[self.process] + sum(self.held.values()) + sum(self.at_most.values())
+        return (
+            BASE_BYTES[self.process]
+            + sum(self.held.values())
+            + sum(self.peak_extra_bytes_by_use.values())
+        )
 
 
 def estimate_host_memory(
@@ -89,10 +93,12 @@ def get_requested_memory_bytes_by_job(recipe: Recipe) -> dict[str, int]:
         "trainer": slurm.get_options_of_job("trainer").mem,
         "cell": slurm.get_options_of_job(format_cell_name(0)).mem,
     }
-    return {job: size for job, mem in asked.items() if (size := parse_slurm_memory(mem or "0"))}
+    return {
+        job: size for job, mem in asked.items() if (size := parse_slurm_memory_bytes(mem or "0"))
+    }
 
 
-def parse_slurm_memory(text: str) -> int:
+def parse_slurm_memory_bytes(text: str) -> int:
     """Bytes of a size as Slurm takes it, in MiB unless a letter follows; 0 if it is none."""
     found = re.fullmatch(r"(\d+)([KMGT]?)B?", text.strip().upper())
     if found is None:
@@ -122,7 +128,8 @@ def find_host_memory_problems(
         )
         for job, own in _group_by_job(processes)
         if job in node_bytes
-        and (held := sum(sum(one.held.values()) * one.per_node for one in own)) > node_bytes[job]
+        and (held := sum(sum(one.held.values()) * one.processes_per_node for one in own))
+        > node_bytes[job]
     ]
 
 
@@ -130,7 +137,7 @@ def find_allocation_memory_problems(
     recipe: Recipe, environment: Mapping[str, str]
 ) -> list[Problem]:
     """The same for processes that all start within a Slurm allocation on this node."""
-    given = parse_slurm_memory(environment.get("SLURM_MEM_PER_NODE", "0"))
+    given = parse_slurm_memory_bytes(environment.get("SLURM_MEM_PER_NODE", "0"))
     return find_host_memory_problems(recipe, {"trainer": given, "cell": given}) if given else []
 
 
@@ -146,13 +153,14 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
     for job, own in _group_by_job(processes):
         for one in own:
             parts = ", ".join(
-                f"{name} {size / GIB:.2f}" for name, size in (one.held | one.at_most).items()
+                f"{name} {size / GIB:.2f}"
+                for name, size in (one.held | one.peak_extra_bytes_by_use).items()
             )
-            count = f"{one.per_node} x " if one.per_node > 1 else ""
+            count = f"{one.processes_per_node} x " if one.processes_per_node > 1 else ""
             yield f"  {job:<8} {one.process:<10} {count:>5}{one.total / GIB:8.2f}" + (
                 f"  ({parts})" if parts else ""
             )
-        total = sum(one.total * one.per_node for one in own)
+        total = sum(one.total * one.processes_per_node for one in own)
         of = f" of {node_bytes[job] / GIB:.1f}" if job in node_bytes else ""
         yield f"  {job:<8} {'a node':<10} {'':>5}{total / GIB:8.2f}{of}"
         if total > node_bytes.get(job, total):
@@ -170,7 +178,7 @@ def _group_by_job(
 def _format_held_memory(processes: Sequence[ProcessMemory]) -> str:
     """`checkpoint 12.3 in each of 8 processes trainer`, and so on."""
     return ", ".join(
-        f"{name} {size / GIB:.1f} in each of {one.per_node} {one.process} processes"
+        f"{name} {size / GIB:.1f} in each of {one.processes_per_node} {one.process} processes"
         for one in processes
         for name, size in one.held.items()
     )
@@ -198,16 +206,16 @@ def _estimate_rank_memory(recipe: Recipe, arch: Architecture, ranks_per_node: in
         "optimizer": max(one.host_optimizer for one in stages),
         "frozen networks": max(one.host_frozen for one in stages),
     }
-    at_most = {"activations": max(one.host_activations for one in stages)}
+    peak_extra_bytes_by_use = {"activations": max(one.host_activations for one in stages)}
     if config.device == "cpu":
         held["state"] = max(one.parameters + one.gradients + one.optimizer for one in stages)
-        at_most["passes"] = max(one.activations + one.logits for one in stages)
+        peak_extra_bytes_by_use["passes"] = max(one.activations + one.logits for one in stages)
     return ProcessMemory(
         "trainer",
         "trainer",
         ranks_per_node,
         {name: size for name, size in held.items() if size},
-        {name: size for name, size in at_most.items() if size},
+        {name: size for name, size in peak_extra_bytes_by_use.items() if size},
     )
 
 

@@ -104,7 +104,7 @@ def find_memory_problems(
         )
 
 
-def build_memory_report(recipe: Recipe) -> Iterator[str]:
+def build_gpu_memory_report(recipe: Recipe) -> Iterator[str]:
     """Lines: per GPU of trainer and serving what it holds, and a warning for what will not fit."""
     try:
         arch, source = find_architecture_and_remark(recipe.model)
@@ -114,7 +114,7 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
         return
     gib = recipe.cluster.gpu_memory_gib
     gpu_bytes = None if gib is None else int(gib * GIB)
-    groups = count_update_groups(recipe)
+    groups = count_weight_update_groups(recipe)
     frozen = find_frozen_architectures(recipe, arch)
     critic = find_critic_architecture(recipe, arch)
     trainer = estimate_trainer_memory(arch, recipe.trainer, groups, frozen, critic)
@@ -141,7 +141,7 @@ def build_memory_report(recipe: Recipe) -> Iterator[str]:
         yield f"warning: {problem}"
 
 
-def count_update_groups(recipe: Recipe) -> int:
+def count_weight_update_groups(recipe: Recipe) -> int:
     """Groups in which trainer rank 0 broadcasts weights, each with a communicator of its own."""
     if recipe.weights.transport == "disk":
         return 0

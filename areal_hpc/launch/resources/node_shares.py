@@ -31,9 +31,9 @@ CPUS_PER_SERVER_GPU = 4
 """A scheduler that spins, tokenizer and detokenizer of a replica, and what compiles kernels."""
 CPUS_PER_CELL_NODE = 4
 """Proxy, control proxy, driver, and one for the agents."""
-GPU_PROCESS_BYTES = 8 * GIB
+HOST_BYTES_PER_GPU_PROCESS = 8 * GIB
 """A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
-JOB_NODE_BYTES = 8 * GIB
+HOST_BYTES_PER_NODE_WITHOUT_GPU_USERS = 8 * GIB
 """Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
 _FLAGS_THAT_SET_CPUS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
 _FLAGS_THAT_SET_MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
@@ -86,14 +86,17 @@ def _derive_cpu_and_memory_options(
         )
     if options.mem is None and not _has_flag(options, _FLAGS_THAT_SET_MEMORY):
         tasks_per_node = compute_resources(job, options).tasks_per_node
-        size = tasks_per_node * job.gpus_per_task * GPU_PROCESS_BYTES + JOB_NODE_BYTES
+        size = (
+            tasks_per_node * job.gpus_per_task * HOST_BYTES_PER_GPU_PROCESS
+            + HOST_BYTES_PER_NODE_WITHOUT_GPU_USERS
+        )
         if not job.is_task_a_node:
-            size += _estimate_trainer_state_bytes(recipe, tasks_per_node, kind)
+            size += _estimate_trainer_host_bytes_per_node(recipe, tasks_per_node, kind)
         derived["mem"] = f"{-(-size // GIB)}G"
     return derived
 
 
-def _estimate_trainer_state_bytes(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
+def _estimate_trainer_host_bytes_per_node(recipe: Recipe, tasks_per_node: int, kind: str) -> int:
     """Host memory of a trainer's node for its checkpoint and for what waits off the GPU."""
     try:
         arch, _ = find_architecture_and_remark(recipe.model)

@@ -12,7 +12,7 @@ from areal_hpc.launch.trial.config import TrialConfig
 from areal_hpc.launch.trial.report import format_trial, format_trial_summary
 from areal_hpc.rollout.agent import Agent
 from areal_hpc.rollout.episodes.http_client import make_http_client
-from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, try_sandbox
+from areal_hpc.rollout.execution.agent_sandboxes import make_agent_sandboxes, start_and_stop_sandbox
 from areal_hpc.rollout.execution.subprocess_agent import SubprocessAgent
 from areal_hpc.rollout.job import build_agent
 from areal_hpc.rollout.service_client import ServiceClient
@@ -47,14 +47,14 @@ def play_trials_and_count_failures(config: TrialConfig) -> int:
     agent = build_agent(rollout.agent, rollout.workflow, rollout.workflow_kwargs)
     assert agent is not None  # mode online is refused before this process starts
     with TrialCell(config) as cell:
-        return asyncio.run(_play_tasks(config, agent, cell))
+        return asyncio.run(_play_tasks_and_count_failures(config, agent, cell))
 
 
-async def _play_tasks(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
+async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell: TrialCell) -> int:
     job, paths = config.driver, RunPaths(config.driver.run_dir)
     if isinstance(agent, SubprocessAgent):
         await agent.check_agent_builds()
-        await try_sandbox(job.rollout.agent)  # as a driver does
+        await start_and_stop_sandbox(job.rollout.agent)  # as a driver does
     key = ensure_service_key(paths.service_key)
     proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(job.rollout.episode_timeout_s)

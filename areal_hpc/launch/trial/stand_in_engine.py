@@ -99,13 +99,13 @@ class StandInEngine(JsonApp):
         text = self._encoder.decode(text_ids, skip_special_tokens=True)
         for stop in sampling.stop or ():
             if stop in text:
-                count = self._count_tokens_until(stop, text_ids)
+                count = self._count_tokens_through(stop, text_ids)
                 ids, logprobs = ids[:count], logprobs[:count]
                 text_ids, text = ids, text[: text.index(stop)]
                 reason = {"type": "stop", "matched": stop}
         return _CutReply(text, ids, logprobs, reason)
 
-    def _count_tokens_until(self, stop: str, ids: list[int]) -> int:
+    def _count_tokens_through(self, stop: str, ids: list[int]) -> int:
         """Number of tokens whose text first contains `stop`."""
         return next(
             (

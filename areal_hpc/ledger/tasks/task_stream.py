@@ -104,7 +104,7 @@ class TaskStream:
     samples_by_set: Mapping[int, int] = field(default_factory=dict)
     """Number of an evaluation set -> episodes of its tickets, where that is more than 1."""
 
-    def build_grants(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
+    def build_grants_until_curriculum_fails(self, refs: Sequence[TicketRef]) -> list[TicketGrant]:
         """What to run for each, as far as the curriculum could draw tasks (`trouble`)."""
         grants: list[TicketGrant] = []
         with contextlib.suppress(AgentError):

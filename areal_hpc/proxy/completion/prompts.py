@@ -21,7 +21,7 @@ from areal_hpc.proxy.engine.episode_limits import (
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
 from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import PartialReply
+from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.proxy.metrics import ProxyMetrics
@@ -50,7 +50,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     new_ids: bytes
     prompt_tokens: int
     prompt_json: bytes
-    new_json: bytes
+    new_ids_json_inside: bytes
     """What `build_prompt_json_inside_and_length` ends with: `new_ids`."""
     sampling: SamplingParams
     top_logprobs: int
@@ -58,18 +58,18 @@ class PreparedCall(msgspec.Struct, frozen=True):
     give_up_at: float
     asked_at: float
     """Unix time."""
-    parsed_tools: Sequence[dict[str, Any]] | None
+    tools_to_parse_calls_of: Sequence[dict[str, Any]] | None
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_first: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
     ignored: Sequence[str]
     prefill: str
     """What the prompt has of the reply already."""
-    records_mask: bool
+    records_sampling_mask: bool
     """Which tokens could be sampled is recorded."""
     reserved_tokens: int
     """Of its session's, for each choice."""
-    is_stored: bool
+    is_retrievable: bool
     """The reply may be asked for again."""
 
     def build_request(self, choice_index: int) -> GenerateRequest:
@@ -80,7 +80,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             self._get_choice_sampling(choice_index),
             self.top_logprobs,
             self.reasons_first,
-            self.records_mask,
+            self.records_sampling_mask,
         )
 
     def _get_choice_sampling(self, choice_index: int) -> SamplingParams:
@@ -90,11 +90,11 @@ class PreparedCall(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self.sampling, sampling_seed=seed)
 
     def build_interaction(
-        self, choice_index: int, answer: ReplicaAnswer, reply: PartialReply, first_token_at: float
+        self, choice_index: int, answer: ReplicaAnswer, reply: ReplyContent, first_token_at: float
     ) -> Interaction:
         """Record of a choice."""
         parent, generation = self.turn.parent, answer.generation
-        kept_counts, kept_ids = generation.pack_kept_ids()
+        kept_counts, kept_ids = generation.pack_sampling_mask()
         return Interaction(
             interaction_id=f"{self.answer_id}-{choice_index}" if choice_index else self.answer_id,
             parent_id=parent.interaction_id if parent is not None else None,
@@ -105,7 +105,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
-            logprobs=generation.pack_trained_logprobs(),
+            logprobs=generation.pack_behavior_logprobs(),
             spans=generation.spans,
             finish_reason=generation.finish_reason,
             closed=generation.closed,
@@ -148,7 +148,9 @@ class PromptBuilder:
         self._limits = limits
         self._metrics = metrics
 
-    async def prepare_call(self, session: Session, call: ModelCall, answer_id: str) -> PreparedCall:
+    async def prepare_call_and_reserve_tokens(
+        self, session: Session, call: ModelCall, answer_id: str
+    ) -> PreparedCall:
         """Find what the call continues and make it ready to be sent.
 
         Who sends it releases its `reserved_tokens`.
@@ -175,32 +177,36 @@ class PromptBuilder:
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
         sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
         refuse_costly_grammars_and_stops(sampling)
-        sampling, records_mask = bound_top_k_if_mask_is_recorded(
+        sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
             sampling, session.request, self._model.encoder.vocab_size
         )
         sampling, reserved_tokens = await reserve_reply_tokens(
             session, sampling, call.n, give_up_at
         )
-        new_json = format_ids_as_json_inside(new_ids)
+        new_ids_json_inside = format_ids_as_json_inside(new_ids)
         return PreparedCall(
             session=session,
             turn=turn,
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
-            prompt_json=session.tree.build_sequence_ids_json_inside(turn.parent, new_json),
-            new_json=new_json,
+            prompt_json=session.tree.build_sequence_ids_json_inside(
+                turn.parent, new_ids_json_inside
+            ),
+            new_ids_json_inside=new_ids_json_inside,
             sampling=sampling,
             top_logprobs=call.top_logprobs,
             answer_id=answer_id,
             asked_at=asked_at,
             give_up_at=give_up_at,
-            parsed_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
+            tools_to_parse_calls_of=[*(call.tools or ())]
+            if self._model.must_parse_reply(call)
+            else None,
             reasons_first=reasons_first,
             ignored=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",
-            records_mask=records_mask,
+            records_sampling_mask=records_sampling_mask,
             reserved_tokens=reserved_tokens,
-            is_stored=call.is_stored,
+            is_retrievable=call.is_retrievable,
         )
 
     async def _add_tool_choice_grammar(
@@ -230,7 +236,7 @@ class PromptBuilder:
         self, session: Session, call: ModelCall
     ) -> tuple[OpenTurn, list[int], int]:
         """What the call would add to the session's tree, the ids of that, tokens of the prompt."""
-        encoder, key = self._model.encoder, call.prompt_key
+        encoder, key = self._model.encoder, call.prompt_param_name
         if call.prompt is None:
             turn = self._render_turn(session, call)
             new_ids = turn.drop_repeated_stop_token(await self.encode(turn.text, key))
@@ -251,7 +257,7 @@ class PromptBuilder:
         messages, normalize, most = call.messages, self._model.normalize, self._limits.max_messages
         if len(messages) > most:
             problem = f"too many messages: {len(messages)} (limit {most})"
-            raise ProxyRequestError(400, problem, key=call.prompt_key)
+            raise ProxyRequestError(400, problem, key=call.prompt_param_name)
         if normalize is not None:
             messages = [normalize(message) for message in messages]
         try:
@@ -264,7 +270,7 @@ class PromptBuilder:
             )
         except ChatTemplateError as error:
             problem = f"the chat template rejects these messages: {error}"
-            raise ProxyRequestError(400, problem, key=call.prompt_key) from error
+            raise ProxyRequestError(400, problem, key=call.prompt_param_name) from error
 
     async def encode(self, text: str, key: str, *, add_special_tokens: bool = False) -> list[int]:
         """Token ids of a text; those of a long one without stalling the loop.
@@ -303,7 +309,7 @@ class PromptBuilder:
         context_tokens = self._model.context_tokens
         room = context_tokens - prompt_tokens
         if room < 1:
-            raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_key)
+            raise PromptTooLongError(prompt_tokens, context_tokens, call.prompt_param_name)
         limit = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
         limit = min(limit, room)
         least = min(call.sampling.min_new_tokens, limit)
@@ -316,4 +322,6 @@ def _refuse_prefill_with_grammar(call: ModelCall) -> None:
         return
     for key in (*call.sampling.active_grammar_names, *["tool_choice"] * call.tool_choice.must_call):
         problem = f"a reply that goes on from a message cannot be held to {key}"
-        raise ProxyRequestError(400, problem, key=call.prompt_key, hint="give one of the two")
+        raise ProxyRequestError(
+            400, problem, key=call.prompt_param_name, hint="give one of the two"
+        )

@@ -15,7 +15,7 @@ from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 _SGLANG_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
 
-def apply_bound_sampling_and_note_ignored(
+def enforce_run_sampling_and_note_ignored(
     call: ModelCall, session: StartSessionRequest, unknown_params: Sequence[str]
 ) -> ModelCall:
     """The call with the run's sampling parameters, if its session is bound to them.
@@ -23,23 +23,23 @@ def apply_bound_sampling_and_note_ignored(
     Those of the request that are replaced are named as without effect, and so are
     `unknown_params`.
     """
-    sampling, replaced = apply_bound_sampling(call.sampling, session)
+    sampling, replaced = enforce_run_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced]
     return msgspec.structs.replace(call, sampling=sampling, ignored=ignored)
 
 
-def apply_bound_sampling(
+def enforce_run_sampling(
     sampling: SamplingParams, session: StartSessionRequest
 ) -> tuple[SamplingParams, list[str]]:
     """The run's sampling parameters, if the session is bound to them, and whose they replaced."""
-    ours = _get_bound_parameters(session)
+    ours = _get_enforced_sampling(session)
     replaced = [name for name, value in ours.items() if getattr(sampling, name) != value]
     return (msgspec.structs.replace(sampling, **ours) if replaced else sampling), replaced
 
 
-def apply_bound_sampling_to_record(call: Interaction, session: StartSessionRequest) -> Interaction:
+def enforce_run_sampling_on_record(call: Interaction, session: StartSessionRequest) -> Interaction:
     """A call as it was sampled, which its client recorded with the parameters that it asked for."""
-    ours = _get_bound_parameters(session)
+    ours = _get_enforced_sampling(session)
     told = decode_sampling_params_json(call.sampling)
     asked = {**_SGLANG_DEFAULTS, **told, "temperature": call.temperature}
     replaced = [name for name, value in ours.items() if asked[name] != value]
@@ -81,7 +81,7 @@ def bound_top_k_if_mask_is_recorded(
     return msgspec.structs.replace(sampling, top_k=bound), True
 
 
-def _get_bound_parameters(session: StartSessionRequest) -> dict[str, Any]:
+def _get_enforced_sampling(session: StartSessionRequest) -> dict[str, Any]:
     """What the session's calls are sampled with, whatever they ask for; empty if they decide."""
     ours = session.sampling
     if session.sampling_from == "agent":

@@ -9,22 +9,22 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.errors import CallFailedError, ProxyRequestError, UntrainableCallError
+from areal_hpc.errors import ProxyRequestError, RepeatedlyFailedCallError, UntrainableCallError
 from areal_hpc.proxy.completion.call_spans import record_call_span, record_interaction_span
 from areal_hpc.proxy.completion.prompts import PreparedCall, PromptBuilder
 from areal_hpc.proxy.completion.streaming import RecordedChoice, ReplyChunk, ReplyStream
-from areal_hpc.proxy.engine.call_quota import CallQuota
+from areal_hpc.proxy.engine.call_quota import ConcurrentReplyLimiter
 from areal_hpc.proxy.engine.call_tries import CallTries
 from areal_hpc.proxy.engine.failover import ReplyFailover
 from areal_hpc.proxy.engine.generation import (
-    EngineLostError,
     Generation,
     ReplicaAnswer,
     TokenChunk,
+    UnfinishedEngineCallError,
 )
 from areal_hpc.proxy.engine.grammar_limits import CompilingGrammarQuota
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.engine.reply import PartialReply
+from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
@@ -62,7 +62,7 @@ class CompletionService:
         self.metrics = ProxyMetrics()
         self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
-        self.quota = CallQuota(limits)
+        self.quota = ConcurrentReplyLimiter(limits)
         self.grammars = CompilingGrammarQuota()
         self._parsers = parsers
         self._router = router
@@ -83,7 +83,7 @@ class CompletionService:
         self.quota.admit(session, call.n)
         reserved_tokens = 0
         try:
-            prompt = await self.prompts.prepare_call(session, call, answer_id)
+            prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
             reserved_tokens = call.n * prompt.reserved_tokens
             answers = await _gather_or_cancel(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
@@ -114,17 +114,17 @@ class CompletionService:
                 failover.keep_aborted_part(generation, request)
                 if not failover.is_possible:  # nobody has seen any of it
                     failover = ReplyFailover(self._encoder)
-                raise EngineLostError(f"{replica.url} aborted the generation")
+                raise UnfinishedEngineCallError(f"{replica.url} aborted the generation")
             return failover.join_replies(generation)
 
         return await self._generate_with_failover(prompt, choice_index, generate)
 
-    async def _parse_reply(self, prompt: PreparedCall, text: str) -> PartialReply:
-        if self._parsers is None or prompt.parsed_tools is None:
-            return PartialReply(text)
-        said = PartialReply()
+    async def _parse_reply(self, prompt: PreparedCall, text: str) -> ReplyContent:
+        if self._parsers is None or prompt.tools_to_parse_calls_of is None:
+            return ReplyContent(text)
+        said = ReplyContent()
         reader = self._parsers.build_reply_parser(
-            prompt.parsed_tools, prompt.turn.text_after_messages
+            prompt.tools_to_parse_calls_of, prompt.turn.text_after_messages
         )
         said.add(await reader.feed(text, is_last=True))
         return said
@@ -137,7 +137,7 @@ class CompletionService:
         """
         self.quota.admit(session, call.n)  # each reply ends by itself
         try:
-            prompt = await self.prompts.prepare_call(session, call, answer_id)
+            prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
             self.quota.release(session, call.n)
             raise
@@ -152,17 +152,17 @@ class CompletionService:
         self, prompt: PreparedCall, choice_index: int, reply_stream: ReplyStream
     ) -> None:
         """Generate one choice into `reply_stream`; it is recorded even if nobody reads on."""
-        said, reader, failover = PartialReply(), None, ReplyFailover(self._encoder)
+        said, reader, failover = ReplyContent(), None, ReplyFailover(self._encoder)
         first_token_at = 0.0
-        if self._parsers is not None and prompt.parsed_tools is not None:
+        if self._parsers is not None and prompt.tools_to_parse_calls_of is not None:
             reader = self._parsers.build_reply_parser(
-                prompt.parsed_tools, prompt.turn.text_after_messages
+                prompt.tools_to_parse_calls_of, prompt.turn.text_after_messages
             )
 
         async def take(piece: TokenChunk) -> None:
             nonlocal first_token_at
             first_token_at = first_token_at or time.time()
-            part = PartialReply(piece.text) if reader is None else await reader.feed(piece.text)
+            part = ReplyContent(piece.text) if reader is None else await reader.feed(piece.text)
             said.add(part)
             reply_stream.put(ReplyChunk(choice_index, part, piece))
 
@@ -180,12 +180,12 @@ class CompletionService:
                 generation = await self._upstream.generate_streaming(
                     replica, request, timeout_s, take
                 )
-            except EngineLostError as lost:
+            except UnfinishedEngineCallError as lost:
                 failover.on_replica_lost(lost.partial, replica, request)
                 raise
             if generation.finish_reason == ABORT_FINISH_REASON and not reply_stream.abandoned:
                 failover.keep_aborted_part(generation, request)
-                raise EngineLostError(f"{replica.url} aborted the generation")
+                raise UnfinishedEngineCallError(f"{replica.url} aborted the generation")
             return failover.join_replies(generation)
 
         try:
@@ -246,7 +246,7 @@ class CompletionService:
             try:
                 generation = await attempt(replica, prompt.build_request(choice_index), timeout_s)
                 return ReplicaAnswer(generation, replica.index)
-            except EngineLostError as error:
+            except UnfinishedEngineCallError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 record_call_span("lost call", session, began_at, time.time(), replica.index)
                 self._router.on_call_lost(replica, error)
@@ -259,11 +259,11 @@ class CompletionService:
             await asyncio.sleep(pause_s)
 
     def _count_failed_try_or_give_up(
-        self, tries: CallTries, replica: ReplicaView, error: EngineLostError
+        self, tries: CallTries, replica: ReplicaView, error: UnfinishedEngineCallError
     ) -> None:
         try:
             tries.on_replica_lost(replica, error)
-        except CallFailedError:
+        except RepeatedlyFailedCallError:
             self.metrics.failed_calls.inc()
             raise
 
@@ -272,7 +272,7 @@ class CompletionService:
         prompt: PreparedCall,
         choice_index: int,
         answer: ReplicaAnswer,
-        reply: PartialReply,
+        reply: ReplyContent,
         first_token_at: float = 0.0,
     ) -> RecordedChoice:
         session = prompt.session
@@ -281,16 +281,16 @@ class CompletionService:
         interaction = prompt.build_interaction(choice_index, answer, reply, first_token_at)
         try:
             self.recorder.record(
-                InteractionAdded(session.session_id, interaction, hidden=not prompt.is_stored)
+                InteractionAdded(session.session_id, interaction, hidden=not prompt.is_retrievable)
             )
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error
         record_interaction_span(session, interaction)
-        self._router.raise_newest_version(
+        self._router.advance_newest_version(
             max((span.version for span in interaction.spans), default=0)
         )
         own_json = join_json_array_insides(
-            prompt.new_json, format_ids_as_json_inside(answer.generation.output_ids)
+            prompt.new_ids_json_inside, format_ids_as_json_inside(answer.generation.output_ids)
         )
         session.tree.cache_ids_json(interaction.interaction_id, own_json)
         return RecordedChoice(choice_index, interaction, answer.generation, reply)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
-from areal_hpc.proxy.engine.reply import PartialReply
+from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.session.tree import Interaction
 
 
@@ -19,7 +19,7 @@ class RecordedChoice(msgspec.Struct, frozen=True):
     choice: int
     interaction: Interaction
     generation: Generation
-    said: PartialReply
+    said: ReplyContent
 
     @property
     def finish_reason(self) -> str:
@@ -32,7 +32,7 @@ class ReplyChunk(msgspec.Struct, frozen=True):
     """Addition to one choice of a streamed reply."""
 
     choice: int
-    said: PartialReply
+    said: ReplyContent
     piece: TokenChunk
     """The tokens that came with it; those of text held back come early, never late."""
 

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
-from areal_hpc.proxy.engine.reply import PartialReply
+from areal_hpc.proxy.engine.reply import ReplyContent
 
 BlockKind = Literal["reasoning", "text", "call"]
 
@@ -38,7 +38,7 @@ class BlockSplitter:
         self._held = ""
         """White space before any text."""
 
-    def add_delta(self, reply: PartialReply) -> Iterator[BlockChange]:
+    def add_delta(self, reply: ReplyContent) -> Iterator[BlockChange]:
         """What the next part changes."""
         if reply.reasoning:
             yield from self._extend_block("reasoning", reply.reasoning)
@@ -74,7 +74,7 @@ class BlockSplitter:
             yield "add", block, text
 
 
-def split_into_blocks(reply: PartialReply) -> list[ContentBlock]:
+def split_into_blocks(reply: ReplyContent) -> list[ContentBlock]:
     """The blocks of a whole reply."""
     reader = BlockSplitter()
     for _ in (*reader.add_delta(reply), *reader.finish()):

@@ -29,15 +29,17 @@ class Refusal:
         return value is None or any(value == one for one in self.harmless)
 
 
-_ENGINE_SAMPLING = "the engine samples by temperature, top_p, top_k, min_p and penalties"
-_NO_BEAMS = "replies are sampled, never searched for"
-_ONE_TEXT = "text is tokenized and read back in one way; what clients show of it is theirs"
+_ENGINE_SAMPLING_HINT = "the engine samples by temperature, top_p, top_k, min_p and penalties"
+_NO_BEAM_SEARCH_HINT = "replies are sampled, never searched for"
+_FIXED_TOKENIZATION_HINT = (
+    "text is tokenized and read back in one way; what clients show of it is theirs"
+)
 REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, Refusal] = {
     "best_of": Refusal("rank the replies to several requests yourself", EMPTY_VALUES_OR_ONE),
-    "num_beams": Refusal(_NO_BEAMS, EMPTY_VALUES_OR_ONE),
-    "use_beam_search": Refusal(_NO_BEAMS),
-    "length_penalty": Refusal(_NO_BEAMS, EMPTY_VALUES_OR_ONE),
-    "early_stopping": Refusal(_NO_BEAMS),
+    "num_beams": Refusal(_NO_BEAM_SEARCH_HINT, EMPTY_VALUES_OR_ONE),
+    "use_beam_search": Refusal(_NO_BEAM_SEARCH_HINT),
+    "length_penalty": Refusal(_NO_BEAM_SEARCH_HINT, EMPTY_VALUES_OR_ONE),
+    "early_stopping": Refusal(_NO_BEAM_SEARCH_HINT),
     "do_sample": Refusal("temperature 0 is greedy", (True,)),
     "no_repeat_ngram_size": Refusal("use frequency_penalty of Chat Completions"),
     "bad_words": Refusal("use logit_bias of Chat Completions"),
@@ -53,23 +55,23 @@ REFUSED_SAMPLING_OF_OTHER_ENGINES: Mapping[str, Refusal] = {
     "structural_tag": Refusal("offer tools; their calls are held to their schemas"),
     "grammar": Refusal("use ebnf of Chat Completions"),
     "json_schema": Refusal("use the format of a reply's text that this API has"),
-    "typical_p": Refusal(_ENGINE_SAMPLING, EMPTY_VALUES_OR_ONE),
-    "top_a": Refusal(_ENGINE_SAMPLING),
-    "tfs_z": Refusal(_ENGINE_SAMPLING, EMPTY_VALUES_OR_ONE),
-    "mirostat": Refusal(_ENGINE_SAMPLING),
-    "dry_multiplier": Refusal(_ENGINE_SAMPLING),
-    "xtc_probability": Refusal(_ENGINE_SAMPLING),
+    "typical_p": Refusal(_ENGINE_SAMPLING_HINT, EMPTY_VALUES_OR_ONE),
+    "top_a": Refusal(_ENGINE_SAMPLING_HINT),
+    "tfs_z": Refusal(_ENGINE_SAMPLING_HINT, EMPTY_VALUES_OR_ONE),
+    "mirostat": Refusal(_ENGINE_SAMPLING_HINT),
+    "dry_multiplier": Refusal(_ENGINE_SAMPLING_HINT),
+    "xtc_probability": Refusal(_ENGINE_SAMPLING_HINT),
     "logits_processors": Refusal("use logit_bias of Chat Completions"),
     "custom_logit_processor": Refusal("use logit_bias of Chat Completions"),
-    "vllm_xargs": Refusal(_ENGINE_SAMPLING),
+    "vllm_xargs": Refusal(_ENGINE_SAMPLING_HINT),
     "lora_path": Refusal("the cell serves the weights that are trained, and no others"),
     "adapter": Refusal("the cell serves the weights that are trained, and no others"),
     "ignore_eos": Refusal("use ignore_eos of Chat Completions"),
     "stop_regex": Refusal("use stop strings"),
-    "include_stop_str_in_output": Refusal(_ONE_TEXT),
-    "no_stop_trim": Refusal(_ONE_TEXT),
-    "skip_special_tokens": Refusal(_ONE_TEXT, (True,)),
-    "spaces_between_special_tokens": Refusal(_ONE_TEXT, (True,)),
+    "include_stop_str_in_output": Refusal(_FIXED_TOKENIZATION_HINT),
+    "no_stop_trim": Refusal(_FIXED_TOKENIZATION_HINT),
+    "skip_special_tokens": Refusal(_FIXED_TOKENIZATION_HINT, (True,)),
+    "spaces_between_special_tokens": Refusal(_FIXED_TOKENIZATION_HINT, (True,)),
     "truncate_prompt_tokens": Refusal(
         "nothing is ever cut from a prompt: shorten it", (*EMPTY_VALUES, -1)
     ),

@@ -23,7 +23,7 @@ _MIN_SIMILARITY_TO_REFUSE = 0.85
 _INDEX_PATTERN = re.compile(r"\[\d+\]")
 
 
-def drop_undeclared_members(
+def drop_or_refuse_undeclared_members(
     body: bytes,
     object_type: type[msgspec.Struct],
     parent_key: str,
@@ -38,10 +38,12 @@ def drop_undeclared_members(
         ProxyRequestError: 400: one of them means something, or looks like one that is used, or may
             not be left out.
     """
-    return _drop_undeclared_within(body, inspect.type_info(object_type), parent_key, unknown_params)
+    return _drop_or_refuse_undeclared_within(
+        body, inspect.type_info(object_type), parent_key, unknown_params
+    )
 
 
-def _drop_undeclared_within(
+def _drop_or_refuse_undeclared_within(
     raw_json: bytes, declared_type: inspect.Type, parent_key: str, unknown_params: list[str] | None
 ) -> bytes:
     structs = list_struct_types_in_unions(declared_type)
@@ -55,7 +57,9 @@ def _drop_undeclared_within(
         place = f"{parent_key}.{name}" if parent_key else name
         if name in members:
             kept[name] = msgspec.Raw(
-                _drop_undeclared_within(bytes(value), members[name].type, place, unknown_params)
+                _drop_or_refuse_undeclared_within(
+                    bytes(value), members[name].type, place, unknown_params
+                )
             )
         elif name in tags or not is_closed:
             kept[name] = value

@@ -11,7 +11,7 @@ from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.parameters_without_effect import drop_nulls
-from areal_hpc.proxy.dialects.undeclared_parameters import drop_undeclared_members
+from areal_hpc.proxy.dialects.undeclared_parameters import drop_or_refuse_undeclared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
@@ -36,7 +36,7 @@ _ERROR_PATH_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
 
-def decode_json(
+def decode_request_json(
     body: bytes | msgspec.Raw,
     json_type: Any,
     key: str = "",
@@ -62,7 +62,7 @@ def decode_json(
             return decoder.decode(body)
         except msgspec.ValidationError:
             return decoder.decode(
-                drop_undeclared_members(bytes(body), json_type, key, unknown_params)
+                drop_or_refuse_undeclared_members(bytes(body), json_type, key, unknown_params)
             )
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
@@ -122,7 +122,7 @@ class TypedObject(Struct):
     type: str = ""
 
 
-def list_own_tools_with_indices(
+def filter_out_hosted_tools(
     raw_tools: Sequence[msgspec.Raw], model: ServedModel, dropped: list[str]
 ) -> list[tuple[int, msgspec.Raw]]:
     """The tools that a model is told of, each with its place in the list.
@@ -133,7 +133,9 @@ def list_own_tools_with_indices(
     Raises:
         ProxyRequestError: 400: there are no others.
     """
-    kinds = [decode_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw_tools)]
+    kinds = [
+        decode_request_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw_tools)
+    ]
     is_hosted = [any(fnmatchcase(kind, one) for one in model.dropped_tools) for kind in kinds]
     if is_hosted and all(is_hosted):
         problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"

@@ -8,7 +8,7 @@ from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 
 
-class CallQuota:
+class ConcurrentReplyLimiter:
     """How many replies the proxy asks the model for."""
 
     def __init__(self, limits: ProxyConfig) -> None:

@@ -4,16 +4,20 @@ A call that is repeated for as long as its time lasts asks an engine that cannot
 of times, and carries what engines die of to every replica of the cell.
 """
 
-from areal_hpc.errors import CallFailedError
-from areal_hpc.proxy.engine.generation import EngineDiedError, EngineFailedError, EngineLostError
+from areal_hpc.errors import RepeatedlyFailedCallError
+from areal_hpc.proxy.engine.generation import (
+    BadEngineAnswerError,
+    EngineHungUpError,
+    UnfinishedEngineCallError,
+)
 from areal_hpc.wire.replicas import ReplicaView
 
 MAX_FAILED_TRIES = 3
 """Tries that an engine has received and answered with an error, or hung up on."""
-MAX_DEAD_REPLICAS = 2
+MAX_REPLICAS_LOST_TO_ONE_CALL = 2
 """Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
 RETRY_PAUSE_S = 0.2
-FAILED_RETRY_PAUSE_S = 1.0
+RETRY_PAUSE_AFTER_ENGINE_ERROR_S = 1.0
 """After an engine's error: time to learn whether it still serves."""
 
 
@@ -30,24 +34,30 @@ class CallTries:
         self._failed = 0
         self._dead: set[tuple[int, int]] = set()
 
-    def on_replica_lost(self, replica: ReplicaView, error: EngineLostError) -> None:
+    def on_replica_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
         """The replica did not finish the call.
 
         Raises:
-            CallFailedError: It has been tried often enough.
+            RepeatedlyFailedCallError: It has been tried often enough.
         """
         self.lost.add(replica.index)
-        if isinstance(error, EngineDiedError):
+        if isinstance(error, EngineHungUpError):
             self._dead.add((replica.index, replica.incarnation))
-        if isinstance(error, EngineDiedError | EngineFailedError):
+        if isinstance(error, EngineHungUpError | BadEngineAnswerError):
             self._failed += 1
-        if len(self._dead) >= MAX_DEAD_REPLICAS:
-            raise CallFailedError(
+        if len(self._dead) >= MAX_REPLICAS_LOST_TO_ONE_CALL:
+            raise RepeatedlyFailedCallError(
                 f"{len(self._dead)} replicas hung up on this call, so no other is asked: {error}"
             ) from error
         if self._failed >= MAX_FAILED_TRIES:
-            raise CallFailedError(f"{self._failed} tries of this call failed: {error}") from error
+            raise RepeatedlyFailedCallError(
+                f"{self._failed} tries of this call failed: {error}"
+            ) from error
 
-    def get_pause_s(self, error: EngineLostError) -> float:
+    def get_pause_s(self, error: UnfinishedEngineCallError) -> float:
         """How long to wait before the next try."""
-        return FAILED_RETRY_PAUSE_S if isinstance(error, EngineFailedError) else RETRY_PAUSE_S
+        return (
+            RETRY_PAUSE_AFTER_ENGINE_ERROR_S
+            if isinstance(error, BadEngineAnswerError)
+            else RETRY_PAUSE_S
+        )

@@ -36,18 +36,18 @@ TopLogprobs = list[tuple[float, int, str | None]] | None
 """(log-probability, token id, None) of the likeliest tokens at one position."""
 
 
-class EngineLostError(Exception):
+class UnfinishedEngineCallError(Exception):
     """The server died, refused, or broke the call off: another one may answer it."""
 
     partial: Generation | None = None
     """What a stream had said by then; None if it was not sound, or nobody knows."""
 
 
-class EngineFailedError(EngineLostError):
+class BadEngineAnswerError(UnfinishedEngineCallError):
     """The server received the call and answered with an error or unsoundly; it may be well."""
 
 
-class EngineDiedError(EngineLostError):
+class EngineHungUpError(UnfinishedEngineCallError):
     """The server received the call, or began to, and hung up on it."""
 
 
@@ -160,11 +160,11 @@ class Generation(Struct, frozen=True):
     kept_logprobs: list[float] = []
     """Of the output tokens, by the distribution over these."""
 
-    def pack_trained_logprobs(self) -> bytes:
+    def pack_behavior_logprobs(self) -> bytes:
         """Of the distribution that was sampled from, as in an `Interaction`."""
         return pack_logprobs(self.kept_logprobs or self.logprobs)
 
-    def pack_kept_ids(self) -> tuple[bytes, bytes]:
+    def pack_sampling_mask(self) -> tuple[bytes, bytes]:
         """`kept_counts` and `kept_ids` of an `Interaction`."""
         flat = list(itertools.chain.from_iterable(self.kept_ids))
         return pack_counts_as_uint16(list(map(len, self.kept_ids))), pack_ids(flat)
@@ -190,7 +190,7 @@ def decode_generation(server_url: str, answer: bytes) -> Generation:
     """A whole answer of the server `server_url`.
 
     Raises:
-        EngineLostError: It is not a sound answer.
+        UnfinishedEngineCallError: It is not a sound answer.
         ProxyRequestError: The server found the request at fault only while it ran.
     """
     reply = _decode_reply(_reply_decoder, server_url, answer)
@@ -227,7 +227,7 @@ class ChunkReader:
                 return None
             try:
                 version = _pack_version(self._where, *self._versions)
-            except EngineLostError:
+            except UnfinishedEngineCallError:
                 return None
             spans.append(VersionSpan(version, 0, len(ids)))
         return Generation(
@@ -249,7 +249,7 @@ class ChunkReader:
         Text that may turn out to begin a stop string is held back.
 
         Raises:
-            EngineLostError: The stream is not sound.
+            UnfinishedEngineCallError: The stream is not sound.
             ProxyRequestError: The server found the request at fault.
         """
         if data.startswith(b'{"error"'):
@@ -311,20 +311,22 @@ def _decode_reply(
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
-        raise EngineFailedError(f"{server_url} sent an unexpected reply: {error}") from error
+        raise BadEngineAnswerError(f"{server_url} sent an unexpected reply: {error}") from error
 
 
 def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
     reason = meta.finish_reason
     if reason is None:
-        raise EngineFailedError(f"{server_url} ended the reply without a finish reason")
+        raise BadEngineAnswerError(f"{server_url} ended the reply without a finish reason")
     if reason.type == ABORT_FINISH_REASON and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
             raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
         raise _build_abort_exception(server_url, reason.status_code, reason.message)
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE_BYTES):
-        raise EngineFailedError(f"{server_url}: token ids and log-probabilities differ in length")
+        raise BadEngineAnswerError(
+            f"{server_url}: token ids and log-probabilities differ in length"
+        )
     spans = [
         VersionSpan(_pack_version(server_url, s.version), s.start, s.end)
         for s in meta.weight_versions
@@ -335,7 +337,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
             break
         covered = span.end
     if covered != len(output_ids):
-        raise EngineFailedError(
+        raise BadEngineAnswerError(
             f"{server_url}: weight versions cover only {covered} tokens of the reply"
         )
     return Generation(
@@ -375,7 +377,7 @@ def _pack_version(server_url: str, version: str) -> int:
             0 if version == SGLANG_DEFAULT_WEIGHT_VERSION else WeightVersion.parse(version).packed
         )
     except ValueError as error:
-        raise EngineFailedError(f"{server_url}: {error}") from error
+        raise BadEngineAnswerError(f"{server_url}: {error}") from error
 
 
 def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
@@ -383,7 +385,7 @@ def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
-        return EngineFailedError(f"{server_url} sent an unexpected reply: {broken}")
+        return BadEngineAnswerError(f"{server_url} sent an unexpected reply: {broken}")
     code, message = error.get("code", 400), error.get("message")
     if code == 400:
         return ProxyRequestError(400, f"SGLang rejected the request: {message}")
@@ -392,7 +394,7 @@ def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
 
 def _build_abort_exception(server_url: str, status_code: object, message: object) -> Exception:
     """The exception for a generation that SGLang broke off; 503 says nothing of the call."""
-    kind = EngineLostError if status_code == 503 else EngineFailedError
+    kind = UnfinishedEngineCallError if status_code == 503 else BadEngineAnswerError
     return kind(f"{server_url} aborted the generation: {message}")
 
 

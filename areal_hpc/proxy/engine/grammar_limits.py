@@ -34,7 +34,7 @@ MAX_SCHEMA_VALUES = 10_000
 MAX_CONSTRAINED_STRINGS = 32
 """Strings of a schema with a length or a pattern."""
 MAX_STOP_STRINGS, MAX_STOP_CHARS, MAX_STOP_TOKENS, MAX_LOGIT_BIASES = 128, 1024, 1024, 16_384
-MAX_NEW_GRAMMARS_PER_SESSION = 4
+MAX_COMPILING_GRAMMARS_PER_SESSION = 4
 """Grammars of one session that may be compiled at a time."""
 MAX_KNOWN_GRAMMARS = 16_384
 
@@ -219,8 +219,8 @@ class CompilingGrammarQuota:
             yield
             return
         new = session.new_grammars
-        if key not in new and len(new) >= MAX_NEW_GRAMMARS_PER_SESSION:
-            most = MAX_NEW_GRAMMARS_PER_SESSION
+        if key not in new and len(new) >= MAX_COMPILING_GRAMMARS_PER_SESSION:
+            most = MAX_COMPILING_GRAMMARS_PER_SESSION
             raise ProxyRequestError(429, f"{most} new grammars of this session are being compiled")
         new[key] += 1
         try:

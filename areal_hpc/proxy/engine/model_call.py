@@ -12,7 +12,7 @@ import msgspec
 from areal_hpc.errors import RecipeError
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
-from areal_hpc.session.message_matching import NormalizeMessage
+from areal_hpc.session.message_matching import MessageRewriter
 
 
 class ToolChoice(msgspec.Struct, frozen=True):
@@ -53,7 +53,7 @@ class ModelCall(msgspec.Struct, frozen=True):
     variables: Mapping[str, Any] | None
     sampling: SamplingParams
     """`max_new_tokens` 0 means: as the session's defaults say."""
-    prompt_key: str = "messages"
+    prompt_param_name: str = "messages"
     """Parameter in which the dialect has the prompt."""
     prompt: str | Sequence[int] | None = None
     """Text or token ids that the model reads as they are, in place of messages."""
@@ -66,7 +66,7 @@ class ModelCall(msgspec.Struct, frozen=True):
     """Types of the tools that the model is not told of: a provider's servers would run them."""
     prefill: str | None = None
     """What the reply begins with; the model goes on from there."""
-    is_stored: bool = True
+    is_retrievable: bool = True
     """The reply may be asked for again."""
 
     @property
@@ -87,7 +87,7 @@ class ServedModel:
     """SGLang's name of the format of its tool calls."""
     reasoning_parser: str | None = None
     """SGLang's name of the format of its reasoning."""
-    normalize: NormalizeMessage | None = None
+    normalize: MessageRewriter | None = None
     """The user's own normalizer (`proxy.message_normalizer`)."""
     ignores_unknown: bool = True
     """Parameters that no dialect declares have no effect (`proxy.unknown_parameters`)."""

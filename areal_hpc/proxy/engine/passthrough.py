@@ -5,12 +5,16 @@ import time
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.engine.call_quota import CallQuota
+from areal_hpc.proxy.engine.call_quota import ConcurrentReplyLimiter
 from areal_hpc.proxy.engine.episode_limits import (
     refuse_call_beyond_limits,
     reserve_reply_tokens,
 )
-from areal_hpc.proxy.engine.generation import EngineLostError, Generation, decode_generation
+from areal_hpc.proxy.engine.generation import (
+    Generation,
+    UnfinishedEngineCallError,
+    decode_generation,
+)
 from areal_hpc.proxy.engine.grammar_limits import CompilingGrammarQuota
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
@@ -29,7 +33,7 @@ class GeneratePassthrough:
         recorder: JournaledRecorder,
         router: Router,
         upstream: SGLangClient,
-        quota: CallQuota,
+        quota: ConcurrentReplyLimiter,
         grammars: CompilingGrammarQuota,
         timeout_s: float,
     ) -> None:
@@ -62,7 +66,7 @@ class GeneratePassthrough:
                 session.reserved_tokens -= reserved_tokens
         try:
             reply = decode_generation("a replica", answer)
-        except (EngineLostError, ProxyRequestError):
+        except (UnfinishedEngineCallError, ProxyRequestError):
             return answer  # the client reads the same in it, and has nothing to record
         self._record_sampled_reply(session, request, reply)
         return answer
@@ -73,7 +77,7 @@ class GeneratePassthrough:
         self._router.on_call_started(replica)
         try:
             return await self._upstream.generate_raw(replica, request, left_s)
-        except EngineLostError as lost:
+        except UnfinishedEngineCallError as lost:
             self._router.on_call_lost(replica, lost)
             raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
         finally:
@@ -84,13 +88,13 @@ class GeneratePassthrough:
     ) -> None:
         """Let the session record this reply, and the versions that sampled it."""
         for span in reply.spans:
-            self._router.raise_newest_version(span.version)
+            self._router.advance_newest_version(span.version)
         digest = compute_reply_digest(
             request.prompt_json,
             pack_ids(reply.output_ids),
-            reply.pack_trained_logprobs(),
+            reply.pack_behavior_logprobs(),
             reply.spans,
-            *reply.pack_kept_ids(),
+            *reply.pack_sampling_mask(),
         )
         if self._recorder.holds_session(session):
             sampled = ReplySampled(session.session_id, digest, len(reply.output_ids))

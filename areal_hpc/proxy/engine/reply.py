@@ -11,7 +11,7 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
 
 
-class ToolCallDelta(Struct):
+class ReplyToolCall(Struct):
     """A tool call, or the next part of one: then only the first part has id and name."""
 
     index: int
@@ -21,14 +21,14 @@ class ToolCallDelta(Struct):
     call_id: str = ""
 
 
-class PartialReply(Struct):
+class ReplyContent(Struct):
     """A reply, or the next part of one."""
 
     text: str = ""
     reasoning: str = ""
-    calls: list[ToolCallDelta] = field(default_factory=list)
+    calls: list[ReplyToolCall] = field(default_factory=list)
 
-    def add(self, next_part: PartialReply) -> None:
+    def add(self, next_part: ReplyContent) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
         self.text += next_part.text
         self.reasoning += next_part.reasoning
@@ -36,7 +36,7 @@ class PartialReply(Struct):
             if call.index >= len(self.calls):
                 call.call_id = call.call_id or f"call_{secrets.token_hex(12)}"  # as OpenAI's
                 self.calls.append(
-                    ToolCallDelta(call.index, call.name, call.arguments, call.call_id)
+                    ReplyToolCall(call.index, call.name, call.arguments, call.call_id)
                 )
             else:
                 whole = self.calls[call.index]

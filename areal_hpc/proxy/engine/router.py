@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from areal_hpc.errors import ClusterError, ProxyRequestError
-from areal_hpc.proxy.engine.generation import EngineFailedError, EngineLostError
+from areal_hpc.proxy.engine.generation import BadEngineAnswerError, UnfinishedEngineCallError
 from areal_hpc.proxy.engine.replicas import ReplicaSource
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.wire.replicas import ReplicaView
@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
-IDLE_SESSION_S = 60.0
+SESSION_HOME_LIFETIME_S = 60.0
 LOAD_TOLERANCE = 1.2
 """Load of a replica that a session prefers, as a multiple of the least."""
 OWN_CACHE_WEIGHT = 1_000_000
@@ -79,7 +79,7 @@ class Router:
         """Replicas that may answer now."""
         return len(self._serving)
 
-    async def poll_replicas(self) -> None:
+    async def poll_replicas_until_cancelled(self) -> None:
         """Look again and again until cancelled."""
         while True:
             self._refresh_now.clear()
@@ -104,9 +104,9 @@ class Router:
             log.info("replicas serving: %s", sorted(serving) or "none")
         self._serving = serving
         for replica in serving.values():
-            self.raise_newest_version(pack_weight_version_or_zero(replica.version))
+            self.advance_newest_version(pack_weight_version_or_zero(replica.version))
 
-    def raise_newest_version(self, packed_version: int) -> None:
+    def advance_newest_version(self, packed_version: int) -> None:
         """A replica serves these weights, or has sampled from them."""
         self.newest_version = max(self.newest_version, packed_version)
 
@@ -133,15 +133,15 @@ class Router:
             home is None
             or home.index in avoided_replicas
             or home.index not in self._serving
-            or now - home.used_at > IDLE_SESSION_S
+            or now - home.used_at > SESSION_HOME_LIFETIME_S
         ):
             others = [index for index in self._serving if index not in avoided_replicas]
-            home = _SessionHome(self._choose_and_note_home(session, others or [*self._serving]))
+            home = _SessionHome(self._choose_home(session, others or [*self._serving]))
             self._homes[session] = home
         home.used_at = now
         return self._serving[home.index]
 
-    def _choose_and_note_home(self, session: Session, replicas: Sequence[int]) -> int:
+    def _choose_home(self, session: Session, replicas: Sequence[int]) -> int:
         """Where a session is at home from now on, by index.
 
         Calls in flight alone would not do: sessions whose short first calls come one after the
@@ -169,14 +169,14 @@ class Router:
         if home := self._homes.get(session):
             home.used_at = time.monotonic()
 
-    def on_call_lost(self, replica: ReplicaView, error: EngineLostError) -> None:
+    def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
         """Route nothing to the replica until it is said again that it serves.
 
         One that answered with an error keeps the sessions of others, unless it is not well.
         """
         current = self._serving.get(replica.index)
         is_same = current is not None and current.incarnation == replica.incarnation
-        if is_same and not isinstance(error, EngineFailedError):
+        if is_same and not isinstance(error, BadEngineAnswerError):
             del self._serving[replica.index]
         self._refresh_now.set()
 

@@ -10,13 +10,13 @@ import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import (
+    BadEngineAnswerError,
     ChunkReader,
-    EngineDiedError,
-    EngineFailedError,
-    EngineLostError,
+    EngineHungUpError,
     Generation,
     SamplingParams,
     TokenChunk,
+    UnfinishedEngineCallError,
     decode_generation,
     extract_error_text,
 )
@@ -45,7 +45,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
     """Alternatives to report per token."""
     reasons_first: bool = False
     """The reply begins inside its reasoning, so a grammar starts after that."""
-    records_mask: bool = False
+    records_sampling_mask: bool = False
     """Report which tokens could be sampled: needs a finite top_k."""
 
     def encode_body(self, *, stream: bool) -> bytes:
@@ -61,7 +61,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
                 b'"',
                 b',"top_logprobs_num":%d' % self.top_logprobs if self.top_logprobs else b"",
                 b',"require_reasoning":true' if self.reasons_first else b"",
-                b',"return_sampling_mask":true' if self.records_mask else b"",
+                b',"return_sampling_mask":true' if self.records_sampling_mask else b"",
                 b',"stream":true' if stream else b"",
                 b"}",
             )
@@ -82,7 +82,7 @@ class SGLangClient:
         """Generate and wait for the whole reply, or what there is of it when the server breaks off.
 
         Raises:
-            EngineLostError: The server did not finish the call.
+            UnfinishedEngineCallError: The server did not finish the call.
             ProxyRequestError: It says the request is wrong, or took too long.
         """
         return decode_generation(replica.url, await self.generate_raw(replica, request, timeout_s))
@@ -99,7 +99,7 @@ class SGLangClient:
         After an `abort` this returns what was generated until then.
 
         Raises:
-            EngineLostError: The server did not finish the call.
+            UnfinishedEngineCallError: The server did not finish the call.
             ProxyRequestError: It says the request is wrong, or took too long.
         """
         reader = ChunkReader(replica.url, request.sampling.stop or ())
@@ -118,11 +118,11 @@ class SGLangClient:
                         await take_chunk(piece)
                     if whole is not None:
                         return whole
-            raise EngineDiedError(f"{replica.url} ended the stream early")
+            raise EngineHungUpError(f"{replica.url} ended the stream early")
 
         try:
             return await self._await_or_abort(replica, request.rid, timeout_s, read())
-        except EngineLostError as lost:
+        except UnfinishedEngineCallError as lost:
             lost.partial = reader.build_partial_generation()
             raise
 
@@ -132,7 +132,7 @@ class SGLangClient:
         """Generate; the server's whole answer, unread.
 
         Raises:
-            EngineLostError: The server did not finish the call.
+            UnfinishedEngineCallError: The server did not finish the call.
             ProxyRequestError: It says the request is wrong, or took too long.
         """
         body = request.encode_body(stream=False)
@@ -159,7 +159,11 @@ class SGLangClient:
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):  # no fault of the server
                 raise ProxyRequestError(503, "too many open files") from error
-            kind = EngineLostError if isinstance(error, UnreachableError) else EngineDiedError
+            kind = (
+                UnfinishedEngineCallError
+                if isinstance(error, UnreachableError)
+                else EngineHungUpError
+            )
             raise kind(f"{replica.url}: {type(error).__name__}: {error}") from error
 
     def _get_generate_pool(self, replica: ReplicaView) -> ConnectionPool:
@@ -204,9 +208,11 @@ class SGLangClient:
 
 def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
     if status_code == 503:  # it starts, pauses or has its hands full: no fault of the call
-        raise EngineLostError(f"{base_url} answered {status_code}: {answer[:300]!r}")
+        raise UnfinishedEngineCallError(f"{base_url} answered {status_code}: {answer[:300]!r}")
     if status_code >= 500:
-        raise EngineFailedError(f"{base_url} answered {status_code}: {extract_error_text(answer)}")
+        raise BadEngineAnswerError(
+            f"{base_url} answered {status_code}: {extract_error_text(answer)}"
+        )
     if status_code >= 400:
         raise ProxyRequestError(400, f"SGLang rejected the request: {extract_error_text(answer)}")
 

@@ -22,7 +22,7 @@ from areal_hpc.errors import (
     ProxyRequestError,
 )
 from areal_hpc.proxy.engine.model_call import ToolChoice
-from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
+from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
 from areal_hpc.wire.parsers import (
     ParseChunkRequest,
     ParserReply,
@@ -92,7 +92,9 @@ class ParserProcessClient:
             if not first:
                 raise ParserLostError("the parser process does not start; see the log")
             self._process = process
-            self._reader = asyncio.ensure_future(self._hand_out_replies(process, process.stdout))
+            self._reader = asyncio.ensure_future(
+                self._hand_out_replies_then_kill_process(process, process.stdout)
+            )
 
     async def run(self) -> None:
         """Keep the process running until cancelled, then end it.
@@ -113,7 +115,7 @@ class ParserProcessClient:
         finally:
             await self.close()
 
-    async def _hand_out_replies(
+    async def _hand_out_replies_then_kill_process(
         self, process: asyncio.subprocess.Process, lines: asyncio.StreamReader
     ) -> None:
         """Read the process's replies to its end; of one that writes what is none, make that end."""
@@ -226,7 +228,7 @@ class RemoteReplyParser:
         self._opening: ReplyParseContext | None = parse_context
         self._number = parsers.allocate_id()
 
-    async def feed(self, text: str, *, is_last: bool = False) -> PartialReply:
+    async def feed(self, text: str, *, is_last: bool = False) -> ReplyContent:
         """What the next text adds.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
@@ -243,7 +245,7 @@ class RemoteReplyParser:
             except ParserLostError as error:
                 is_stuck = isinstance(error, ParserStuckError)
                 if is_stuck and is_last and self._opening is not None:
-                    return PartialReply(text)  # the next process would not end either
+                    return ReplyContent(text)  # the next process would not end either
                 if is_stuck or self._opening is None:
                     raise
                 # Of a reply's first text the lost process has nothing that the next will not have.
@@ -257,6 +259,6 @@ class RemoteReplyParser:
         if reply.error:
             log.warning("reply kept as plain text: SGLang's parser failed: %s", reply.error)
         calls = [
-            ToolCallDelta(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
+            ReplyToolCall(index, one.name, one.arguments) for index, one in enumerate(reply.calls)
         ]
-        return PartialReply(reply.text, reply.reasoning, calls)
+        return ReplyContent(reply.text, reply.reasoning, calls)

@@ -9,9 +9,9 @@ import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
-    apply_bound_sampling,
-    apply_bound_sampling_and_note_ignored,
     bound_top_k_if_mask_is_recorded,
+    enforce_run_sampling,
+    enforce_run_sampling_and_note_ignored,
     replace_greedy_temperature_by_zero,
 )
 from areal_hpc.proxy.completion.service import CompletionService
@@ -56,7 +56,12 @@ class AgentApi:
     def list_routes(self) -> Iterator[Route]:
         """The routes, each with and without `/v1`: SDKs differ in whether an address has it."""
         yield Route(
-            "POST", "/generate", "session", self._forward_generate, GenerateBody, for_recording=True
+            "POST",
+            "/generate",
+            "session",
+            self._forward_generate,
+            GenerateBody,
+            needs_client_that_records=True,
         )
         for route in self._list_unversioned_routes():
             for prefix in ("", "/v1"):
@@ -97,14 +102,16 @@ class AgentApi:
         if self._passthrough is None:
             raise ProxyRequestError(404, "there is no route /generate")
         request = build_generate_request(body, self._model)
-        sampling, replaced = apply_bound_sampling(request.sampling, session.request)
+        sampling, replaced = enforce_run_sampling(request.sampling, session.request)
         self._completions.metrics.count_ignored_parameters("/generate", session.client, replaced)
-        sampling, records_mask = bound_top_k_if_mask_is_recorded(
+        sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
             replace_greedy_temperature_by_zero(sampling),
             session.request,
             self._model.encoder.vocab_size,
         )
-        request = msgspec.structs.replace(request, sampling=sampling, records_mask=records_mask)
+        request = msgspec.structs.replace(
+            request, sampling=sampling, records_sampling_mask=records_sampling_mask
+        )
         return await self._passthrough.generate(session, request)
 
     def _list_models(self, session: Session) -> bytes:
@@ -138,7 +145,7 @@ class AgentApi:
     ) -> Exchange:
         """What a request asks for; what it asks for in vain is counted."""
         exchange = dialect.read(request, session, self._model)
-        exchange.call = apply_bound_sampling_and_note_ignored(
+        exchange.call = enforce_run_sampling_and_note_ignored(
             exchange.call, session.request, unknown_params
         )
         names = exchange.call.ignored_names_and_dropped_tools

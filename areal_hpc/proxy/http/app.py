@@ -22,13 +22,17 @@ from areal_hpc.proxy.dialects.anthropic.reply import MESSAGES_DIALECT
 from areal_hpc.proxy.dialects.dialect import ErrorFormatter, Exchange
 from areal_hpc.proxy.dialects.google.reply import format_error as format_google_error
 from areal_hpc.proxy.dialects.openai import format as openai_format
-from areal_hpc.proxy.dialects.validation import decode_json
+from areal_hpc.proxy.dialects.validation import decode_request_json
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.agent_api import AgentApi
 from areal_hpc.proxy.http.driver_api import DriverApi
 from areal_hpc.proxy.http.event_stream import Headers, Send, send_events, to_request_error
-from areal_hpc.proxy.http.google_api import GoogleApi, find_google_key, read_query_parameters
+from areal_hpc.proxy.http.google_api import (
+    GoogleApi,
+    find_key_if_google_dialect,
+    read_query_parameters,
+)
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -56,7 +60,7 @@ _CONTROL_CHARS_PATTERN = re.compile(rb"[\x00-\x1f\x7f]")
 JSON_CONTENT_TYPE, METRICS_CONTENT_TYPE = "application/json", "text/plain; version=0.0.4"
 DROPPED_TOOLS_HEADER = b"x-areal-dropped-tools"
 """Types of the tools of a request that the model was not told of."""
-MAX_HEADER_BYTES = 1000
+MAX_DROPPED_TOOLS_HEADER_BYTES = 1000
 
 
 class ProxyApp:
@@ -112,7 +116,7 @@ class ProxyApp:
         refused: ErrorFormatter | None = None
         allowed, label, is_final = "", "unknown route", False
         extra_headers: Headers = []
-        key = find_google_key(scope)
+        key = find_key_if_google_dialect(scope)
         routes = self._routes if key is None else self._google_routes
         try:
             methods, named = routes.find_routes(scope["path"])
@@ -139,7 +143,9 @@ class ProxyApp:
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
             if digest:
                 check_body_digest(body, digest)
-            arguments = [*self._list_handler_arguments(route, session, named, body, scope)]
+            arguments = [
+                *self._check_session_and_list_arguments(route, session, named, body, scope)
+            ]
             if route.opened_by == "admin" and not digest:
                 _refuse_start_of_ticket_session(arguments)
             result = route.answer(*arguments)
@@ -225,7 +231,7 @@ class ProxyApp:
             return None, ""
         if route.opened_by in ("admin", "driver"):
             return None, self._verify_signature(route, asgi_scope)
-        return self._find_session(route, key), ""
+        return self._require_session_and_touch(route, key), ""
 
     def _verify_signature(self, route: Route, asgi_scope: Scope) -> str:
         if self._verifier is None and route.opened_by == "driver":
@@ -236,7 +242,7 @@ class ProxyApp:
             raise ProxyRequestError(401, "this route requires the admin key")
         return self._verifier.verify(asgi_scope)
 
-    def _find_session(self, route: Route, key: str) -> Session:
+    def _require_session_and_touch(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":
             session = self._store.find_session_by_key(key)
         else:
@@ -246,14 +252,14 @@ class ProxyApp:
                 raise ProxyRequestError(403, problem)
         if session is None:
             raise ProxyRequestError(401, "invalid session key")
-        if route.for_recording and not session.request.records_calls:
+        if route.needs_client_that_records and not session.request.records_calls:
             raise ProxyRequestError(
                 403, "this session was not opened for a client that records its own calls"
             )
         session.touch()
         return session
 
-    def _list_handler_arguments(
+    def _check_session_and_list_arguments(
         self, route: Route, session: Session | None, named: str, body: bytes, asgi_scope: Scope
     ) -> Iterator[object]:
         """What the route's answer takes."""
@@ -273,10 +279,12 @@ class ProxyApp:
         elif route.request is not None and route.ignores_unknown:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown
-            yield decode_json(body, route.request, unknown_params=unknown if takes_any else None)
+            yield decode_request_json(
+                body, route.request, unknown_params=unknown if takes_any else None
+            )
             yield unknown
         elif route.request is not None:
-            yield decode_json(body, route.request)
+            yield decode_request_json(body, route.request)
 
 
 def _refuse_start_of_ticket_session(arguments: list[object]) -> None:
@@ -313,7 +321,7 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
             "control",
             driver_api.record_interactions,
             wire.RecordCallsRequest,
-            for_recording=True,
+            needs_client_that_records=True,
         ),
         Route("POST", "/rl/end_session", "control", driver_api.end_session, when_ended=True),
     )
@@ -353,7 +361,7 @@ def _build_answer_headers(exchange: Exchange) -> Headers:
     headers = _build_id_headers(exchange.answer_id)
     if exchange.call.dropped_tools:
         names = ", ".join(exchange.call.dropped_tools).encode("ascii", "backslashreplace")
-        named = _CONTROL_CHARS_PATTERN.sub(b"?", names[:MAX_HEADER_BYTES])
+        named = _CONTROL_CHARS_PATTERN.sub(b"?", names[:MAX_DROPPED_TOOLS_HEADER_BYTES])
         headers.append((DROPPED_TOOLS_HEADER, named))
     return headers
 
@@ -365,7 +373,7 @@ def _build_id_headers(request_id: str) -> Headers:
 
 def _choose_error_format(asgi_scope: Scope) -> ErrorFormatter:
     """The shape of errors where no route decides: that of a client's own key, headers or paths."""
-    if find_google_key(asgi_scope) is not None:
+    if find_key_if_google_dialect(asgi_scope) is not None:
         return format_google_error
     path = f"{asgi_scope.get('path', '')}/"
     is_anthropic = "/messages/" in path or _get_header(asgi_scope, b"anthropic-version")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
-from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_to_record
+from areal_hpc.proxy.completion.sampling_rule import enforce_run_sampling_on_record
 from areal_hpc.proxy.engine.call_quota import refuse_full_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
@@ -36,9 +36,9 @@ from areal_hpc.wire.weight_version import WeightVersion
 MIN_KEY_CHARS = 16
 SESSION_END_POLL_S = 0.05
 MAX_LONG_POLL_S = 60.0
-MAX_EXPORTED_SESSIONS = 64
+MAX_KEPT_EXPORTED_SESSIONS = 64
 """The latest ones, whose repeated export is answered."""
-MAX_EXPORTED_BYTES = 512 << 20
+MAX_KEPT_EXPORTED_BYTES = 512 << 20
 """Of what these have recorded. The very last one is kept, however large it is."""
 
 
@@ -170,12 +170,12 @@ class DriverApi:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
         rows = export_interactions(session.tree, request)
-        self._keep_for_repeated_export(session)
+        self._mark_exported_and_drop_oldest(session)
         return wire.ExportReply(
             rows, session.count_uses_of_ignored_params(), dict(session.tree.auxiliary)
         )
 
-    def _keep_for_repeated_export(self, session: Session) -> None:
+    def _mark_exported_and_drop_oldest(self, session: Session) -> None:
         """Have the session forgotten in a while, or when enough others have been exported."""
         session.is_exported = True
         session.touch()
@@ -184,7 +184,7 @@ class DriverApi:
         kept = {name: one for name in self._exported if (one := self._store.sessions.get(name))}
         kept_bytes = sum(one.recorded_bytes for one in kept.values())
         while len(kept) > 1 and (
-            len(kept) > MAX_EXPORTED_SESSIONS or kept_bytes > MAX_EXPORTED_BYTES
+            len(kept) > MAX_KEPT_EXPORTED_SESSIONS or kept_bytes > MAX_KEPT_EXPORTED_BYTES
         ):
             oldest = next(iter(kept))
             kept_bytes -= kept.pop(oldest).recorded_bytes
@@ -228,7 +228,7 @@ class DriverApi:
                 problem = f"interaction {one.interaction_id!r:.300}: {defect}"
                 raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)
-            one = apply_bound_sampling_to_record(one, session.request)
+            one = enforce_run_sampling_on_record(one, session.request)
             try:
                 self._recorder.record_client_call(session, one)
             except UntrainableCallError as error:
@@ -294,7 +294,7 @@ class DriverApi:
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
         """Keep an ended session whose episode failed. Repeating it is harmless."""
         sealer = self._require_sealer()
-        if (kept := sealer.find_kept_answer(request.session_id)) is not None:
+        if (kept := sealer.find_past_keep_decision(request.session_id)) is not None:
             return wire.KeepFailedSessionReply(kept)
         session = self._require_session(request.session_id)
         name = f"session {request.session_id!r}"
@@ -329,7 +329,9 @@ class DriverApi:
         if any(one.reward is not None for one in find_conversation_replies(session.tree, roots)):
             problem = "a conversation with a reward cannot be auxiliary"
             raise ProxyRequestError(409, problem, key="reasons")
-        self._recorder.record(events.ConversationsMarked(session.session_id, request.reasons))
+        self._recorder.record(
+            events.ConversationsMarkedAuxiliary(session.session_id, request.reasons)
+        )
         return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
 
     async def seal_tickets(self) -> wire.SealTicketsReply:

@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import apply_bound_sampling_and_note_ignored
+from areal_hpc.proxy.completion.sampling_rule import enforce_run_sampling_and_note_ignored
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects.google.reply import (
     Delivery,
@@ -34,7 +34,7 @@ _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "count
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
 
-def find_google_key(asgi_scope: MutableMapping[str, Any]) -> str | None:
+def find_key_if_google_dialect(asgi_scope: MutableMapping[str, Any]) -> str | None:
     """The key of a request in Google's dialect; None if it is in another.
 
     Of paths that others have too, `/v1/models`, the place of the key tells.
@@ -107,7 +107,7 @@ class GoogleApi:
     ) -> RouteResult:
         _read_delivery(query)
         exchange = GenerateContentExchange(request, session, self._model, "whole")
-        call = exchange.call = self._apply_bound_sampling_and_count_ignored(
+        call = exchange.call = self._enforce_run_sampling_and_count_ignored(
             _GENERATE, session, exchange.call, unknown_params
         )
         answers = await self._completions.answer(session, call, exchange.answer_id)
@@ -121,7 +121,7 @@ class GoogleApi:
         unknown_params: Sequence[str],
     ) -> RouteResult:
         exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
-        call = exchange.call = self._apply_bound_sampling_and_count_ignored(
+        call = exchange.call = self._enforce_run_sampling_and_count_ignored(
             _STREAM, session, exchange.call, unknown_params
         )
         live = await self._completions.stream(session, call, exchange.answer_id)
@@ -136,7 +136,7 @@ class GoogleApi:
     ) -> bytes:
         whole = request.build_whole_request()
         requested_call = build_model_call(whole, session.request.sampling, self._model)
-        call = self._apply_bound_sampling_and_count_ignored(
+        call = self._enforce_run_sampling_and_count_ignored(
             _COUNT, session, requested_call, unknown_params
         )
         _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
@@ -144,11 +144,11 @@ class GoogleApi:
         )
         return msgspec.json.encode({"totalTokens": count})
 
-    def _apply_bound_sampling_and_count_ignored(
+    def _enforce_run_sampling_and_count_ignored(
         self, verb: str, session: Session, requested_call: ModelCall, unknown_params: Sequence[str]
     ) -> ModelCall:
         """A call as its session allows it; what it asks for in vain is counted."""
-        call = apply_bound_sampling_and_note_ignored(
+        call = enforce_run_sampling_and_note_ignored(
             requested_call, session.request, unknown_params
         )
         route, names = f"/models/{{model}}:{verb}", call.ignored_names_and_dropped_tools

@@ -61,7 +61,7 @@ class Route:
     ignores_unknown: bool = False
     """Parameters that the request does not declare may be left out of it; the answer takes their
     names as well."""
-    for_recording: bool = False
+    needs_client_that_records: bool = False
     """Only for a session whose client records its own calls."""
 
     @property

@@ -36,7 +36,7 @@ class InteractionAdded(Struct, tag="interaction", frozen=True):
     """It is a Response that its client does not want to be given again (`store: false`)."""
 
 
-class ResponseDeleted(Struct, tag="response_deleted", frozen=True):
+class ResponseHidden(Struct, tag="response_deleted", frozen=True):
     """A client deleted a Response: it stays recorded, and is not given again."""
 
     session_id: str
@@ -62,7 +62,7 @@ class RewardSet(Struct, tag="reward", frozen=True):
     """A plain number in journals of earlier versions."""
 
 
-class ConversationsMarked(Struct, tag="auxiliary", frozen=True):
+class ConversationsMarkedAuxiliary(Struct, tag="auxiliary", frozen=True):
     """Conversations of the session are auxiliary: recorded, and not to be learned from."""
 
     session_id: str
@@ -134,10 +134,10 @@ class TicketsAcknowledged(Struct, tag="settled", frozen=True):
 Event = (
     SessionOpened
     | InteractionAdded
-    | ResponseDeleted
+    | ResponseHidden
     | ReplySampled
     | RewardSet
-    | ConversationsMarked
+    | ConversationsMarkedAuxiliary
     | SessionEnded
     | SessionFailed
     | SessionDropped

@@ -204,10 +204,10 @@ class JournaledRecorder:
                 return Session(event).must_persist
             case (
                 events.InteractionAdded()
-                | events.ResponseDeleted()
+                | events.ResponseHidden()
                 | events.ReplySampled()
                 | events.RewardSet()
-                | events.ConversationsMarked()
+                | events.ConversationsMarkedAuxiliary()
                 | events.SessionEnded()
                 | events.SessionFailed()
                 | events.SessionDropped()

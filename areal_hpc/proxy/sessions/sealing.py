@@ -133,11 +133,11 @@ class TicketSealer:
         """Keep an ended session whose episode failed; false if enough like it are kept."""
         return self._untrained.keep_failed(request)
 
-    def find_kept_answer(self, session_id: str) -> bool | None:
+    def find_past_keep_decision(self, session_id: str) -> bool | None:
         """What `keep_failed` answered for a session; None if it was not asked, or long ago."""
-        return self._untrained.find_kept_answer(session_id)
+        return self._untrained.find_past_keep_decision(session_id)
 
-    async def seal_all(self) -> None:
+    async def seal_all_and_settle(self) -> None:
         """Seal what is finished, what the trainer waits for first.
 
         Raises:
@@ -147,11 +147,11 @@ class TicketSealer:
         await self._untrained.seal_now()
         await self._report_to_ledger_or_log()
 
-    def _list_finished(self) -> list[FinishedTicket]:
+    def _list_finished_training_tickets(self) -> list[FinishedTicket]:
         return [one for one in self._store.finished.values() if not one.is_evaluation]
 
     def _is_seal_due(self) -> bool:
-        finished = self._list_finished()
+        finished = self._list_finished_training_tickets()
         if not finished:
             return False
         oldest_at = min(ticket.finished_at for ticket in finished)
@@ -163,12 +163,12 @@ class TicketSealer:
 
     async def _seal_finished(self) -> int:
         """Seal what is finished; a cancellation leaves a seal that is under way to end."""
-        self._seal_task = asyncio.ensure_future(self._seal_finished_alone())
+        self._seal_task = asyncio.ensure_future(self._seal_or_drop_finished_under_lock())
         return await asyncio.shield(self._seal_task)
 
-    async def _seal_finished_alone(self) -> int:
+    async def _seal_or_drop_finished_under_lock(self) -> int:
         async with self._sealing:
-            tickets = self._list_finished()
+            tickets = self._list_finished_training_tickets()
             if not tickets:
                 return 0
             rows_of, defects = await asyncio.to_thread(_build_rows, tickets, self._cell)

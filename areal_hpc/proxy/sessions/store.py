@@ -13,8 +13,8 @@ from areal_hpc.proxy.sessions.events import Event
 from areal_hpc.session.export import (
     EpisodeKey,
     RowPlan,
-    export_auxiliary_rows,
-    export_failed_rows,
+    build_auxiliary_rows,
+    build_failed_session_rows,
     export_rows,
     plan_rows,
 )
@@ -27,7 +27,7 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
 ENDED_RETENTION_S = 60.0
-MAX_RESPONSE_BYTES = 1 << 18
+MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 18
 """Of a session's kept Responses: each has its request's tools and instructions once more."""
 MAX_REMEMBERED_TICKETS = 4096
 """Settled tickets whose repeated `finish_ticket` is still answered."""
@@ -100,7 +100,9 @@ class Session:
         """Keep the body of a Response, in place of the oldest ones where they get too many."""
         self.responses[response_id] = body
         self._response_bytes += len(body)
-        while self._response_bytes > MAX_RESPONSE_BYTES and len(self.responses) > 1:
+        while (
+            self._response_bytes > MAX_KEPT_RESPONSE_BYTES_PER_SESSION and len(self.responses) > 1
+        ):
             self._drop_response(next(iter(self.responses)))
 
     def hide_response(self, response_id: str) -> None:
@@ -122,7 +124,7 @@ class Session:
         record = self._build_record(cell)
         rows = export_rows(self.tree, key, record, self.request.export)
         auxiliary_key = replace(key, kind=RowKind.AUXILIARY)
-        auxiliary = export_auxiliary_rows(self.tree, auxiliary_key, record, len(rows))
+        auxiliary = build_auxiliary_rows(self.tree, auxiliary_key, record, len(rows))
         # An unsound one is no reason to lose the episode.
         return rows + [row for row in auxiliary if find_row_defect(row) is None]
 
@@ -137,7 +139,7 @@ class Session:
         record = msgspec.structs.replace(
             self._build_record(cell), cause=failure.cause, error=failure.error
         )
-        return export_failed_rows(self.tree, key, record)
+        return build_failed_session_rows(self.tree, key, record)
 
     def count_uses_of_ignored_params(self) -> dict[str, int]:
         """How often its recorded calls asked for what has no effect, by the parameter's name."""
@@ -234,7 +236,7 @@ class SessionStore:
                     session.unrecorded_replies -= Counter([event.reply_digest])
                 else:
                     session.sampled_tokens += event.interaction.num_output_tokens
-            case events.ResponseDeleted():
+            case events.ResponseHidden():
                 self.sessions[event.session_id].hide_response(event.response_id)
             case events.ReplySampled():
                 session = self.sessions[event.session_id]
@@ -243,7 +245,7 @@ class SessionStore:
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
                 give_reward(tree[event.interaction_id], parse_reward(event.reward))
-            case events.ConversationsMarked():
+            case events.ConversationsMarkedAuxiliary():
                 self.sessions[event.session_id].tree.auxiliary |= event.reasons
             case events.SessionEnded():
                 session = self.sessions[event.session_id]
@@ -256,7 +258,7 @@ class SessionStore:
             case events.SessionDropped():
                 self._remove_session(self.sessions[event.session_id])
             case events.TicketFinished():
-                self._finish_ticket(event)
+                self._finish_ticket_and_drop_other_sessions(event)
             case events.TicketDropped():
                 self._remove_finished_ticket(event.ref)
                 self.dropped[event.ref] = event.reason
@@ -270,7 +272,7 @@ class SessionStore:
                 for ref in event.refs:
                     self._forget_settled_ticket(ref)
 
-    def _finish_ticket(self, event: events.TicketFinished) -> None:
+    def _finish_ticket_and_drop_other_sessions(self, event: events.TicketFinished) -> None:
         kept = [self.sessions[session_id] for session_id in event.session_ids]
         for session in [*self.sessions.values()]:
             if session.request.ref == event.ref and session not in kept and not session.failure:

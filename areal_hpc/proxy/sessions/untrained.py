@@ -76,7 +76,7 @@ class UntrainedSealer:
             del self._answered[next(iter(self._answered))]
         return must_keep
 
-    def find_kept_answer(self, session_id: str) -> bool | None:
+    def find_past_keep_decision(self, session_id: str) -> bool | None:
         """What `keep_failed` answered for a session; None if it was not asked, or long ago."""
         return self._answered.get(session_id)
 
@@ -101,10 +101,10 @@ class UntrainedSealer:
         Raises:
             ClusterError: The storage refused.
         """
-        self._seal_task = asyncio.ensure_future(self._seal_alone())
+        self._seal_task = asyncio.ensure_future(self._seal_under_lock())
         await asyncio.shield(self._seal_task)
 
-    async def _seal_alone(self) -> None:
+    async def _seal_under_lock(self) -> None:
         async with self._sealing:
             tickets, failed = self._list_evaluations(), list(self._store.failed.values())
             if not (tickets or failed):

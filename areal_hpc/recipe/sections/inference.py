@@ -69,7 +69,7 @@ class InferenceConfig(BaseConfig):
         return extra_args
 
     @model_validator(mode="after")
-    def _check_cells_fill_jobs(self) -> Self:
+    def _check_cells_per_job(self) -> Self:
         if self.cells_per_job > self.cells:
             raise ValueError(
                 f"a job cannot have more cells than the run: inference.cells={self.cells}, got "

@@ -35,7 +35,7 @@ RecomputableModule = Literal["layernorm", "mlp"]
 """Attention is none of them: FlashAttention recomputes its scores by itself."""
 
 
-class ActivationConfig(BaseConfig):
+class ActivationMemoryConfig(BaseConfig):
     """How activations wait for the backward pass; the recipe's keys of `trainer` in one."""
 
     recompute: Literal["none", "selective", "full"] = "none"
@@ -50,7 +50,7 @@ class ActivationConfig(BaseConfig):
         return layers if self.recompute_layers is None else min(self.recompute_layers, layers)
 
 
-KEEP_ALL_ACTIVATIONS = ActivationConfig()
+KEEP_ALL_ACTIVATIONS = ActivationMemoryConfig()
 HeadDtype = Literal["mixed", "float32"]
 
 
@@ -308,7 +308,7 @@ class ObjectiveConfig(BaseConfig):
         return self.baseline == "value"
 
     @property
-    def needs_logprobs_before_step(self) -> bool:
+    def advantages_need_logprobs(self) -> bool:
         """True if advantages depend on log-probabilities of the weights that a step begins with."""
         return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
@@ -490,9 +490,9 @@ class TrainerConfig(BaseConfig):
         return self.minibatches == 1 and self.objective.proximal != "none"
 
     @property
-    def activations(self) -> ActivationConfig:
+    def activations(self) -> ActivationMemoryConfig:
         """How activations wait for the backward pass."""
-        return ActivationConfig(
+        return ActivationMemoryConfig(
             recompute=self.recompute,
             recompute_layers=self.recompute_layers,
             recompute_modules=self.recompute_modules,

@@ -78,11 +78,11 @@ def main() -> None:
     while True:
         try:
             request = channel.receive()
-        except literals.ClosedChannelError:
+        except literals.BrokenChannelError:
             return
         try:
             channel.send(answer.execute_request(request))
-        except literals.ClosedChannelError:
+        except literals.BrokenChannelError:
             return
         except Exception as error:  # boundary: the model's code
             kind = next(one for one in type(error).__mro__ if one.__module__ == "builtins")

@@ -14,7 +14,7 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 _SEQUENCES: dict[str, Any] = {"list": list, "tuple": tuple, "set": set, "frozenset": frozenset}
 
 
-class ClosedChannelError(Exception):
+class BrokenChannelError(Exception):
     """The other end is gone, or sent what it may not."""
 
 
@@ -48,7 +48,7 @@ def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
     if data is None or isinstance(data, (bool, int, float, str)):
         return data
     if not isinstance(data, list) or not data:
-        raise ClosedChannelError("what was sent is no value")
+        raise BrokenChannelError("what was sent is no value")
     name, *parts = data
     if name in _SEQUENCES:
         return _SEQUENCES[name](decode(one, get_referenced_value) for one in parts)
@@ -63,7 +63,7 @@ def decode(data: Any, get_referenced_value: Callable[[int], Any]) -> Any:
         return complex(*parts)
     if name == "object":
         return get_referenced_value(parts[0])
-    raise ClosedChannelError("what was sent is no value")
+    raise BrokenChannelError("what was sent is no value")
 
 
 class JsonLineSocket:
@@ -75,19 +75,19 @@ class JsonLineSocket:
         self._reader = self._socket.makefile("rb")
 
     def send(self, message: dict[str, Any]) -> None:
-        """Raises ClosedChannelError: the other end is gone."""
+        """Raises BrokenChannelError: the other end is gone."""
         try:
             self._socket.sendall(json.dumps(message).encode() + b"\n")
         except OSError as error:
-            raise ClosedChannelError(str(error)) from error
+            raise BrokenChannelError(str(error)) from error
 
     def receive(self) -> dict[str, Any]:
-        """Raises ClosedChannelError: the other end is gone, or what it sent is no message."""
+        """Raises BrokenChannelError: the other end is gone, or what it sent is no message."""
         try:
             line = self._reader.readline(MAX_MESSAGE_BYTES)
             message = json.loads(line) if line.endswith(b"\n") else None
         except (OSError, ValueError, RecursionError) as error:
-            raise ClosedChannelError(str(error)) from error
+            raise BrokenChannelError(str(error)) from error
         if not isinstance(message, dict):
-            raise ClosedChannelError("the program has ended")
+            raise BrokenChannelError("the program has ended")
         return message

@@ -9,7 +9,7 @@ from areal_hpc.errors import (
     AgentError,
     HttpStatusError,
     InvalidRewardError,
-    NodeShortageError,
+    NodeResourceShortageError,
     escape_surrogates,
 )
 from areal_hpc.rollout.agent import Agent
@@ -59,7 +59,7 @@ _NO_LISTENER_ERROR_TEXTS = (
     "connection attempts failed",
 )
 """What HTTP clients of agents say where nobody listens."""
-_POSSIBLE_SHORTAGES = (NodeShortageError, OSError, RuntimeError)
+_POSSIBLE_SHORTAGE_EXCEPTIONS = (NodeResourceShortageError, OSError, RuntimeError)
 """As what a shortage of the node shows where it is met: `find_node_shortage` tells."""
 
 EpisodeStatus = Literal["ok", "failed", "timed_out", "interrupted", "unserved"]
@@ -131,13 +131,17 @@ async def run_episode(
             acquire_sandbox(sandboxes, spec.data) as free,
         ):
             return await _play_in_session(spec, one, proxy, http_client, free)
-    except _POSSIBLE_SHORTAGES as error:  # a worker, a sandbox or a thread could not be started
+    except (
+        _POSSIBLE_SHORTAGE_EXCEPTIONS
+    ) as error:  # a worker, a sandbox or a thread could not be started
         if (shortage := find_node_shortage(error)) is None:
             raise
         return _build_shortage_outcome(shortage)
 
 
-def _build_shortage_outcome(shortage: NodeShortageError, session_id: str = "") -> EpisodeOutcome:
+def _build_shortage_outcome(
+    shortage: NodeResourceShortageError, session_id: str = ""
+) -> EpisodeOutcome:
     return EpisodeOutcome("interrupted", session_id, reason=str(shortage), is_node_short=True)
 
 
@@ -166,7 +170,9 @@ async def _play_in_session(
         return EpisodeOutcome(
             "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
-    except _POSSIBLE_SHORTAGES as trouble:  # the agent's own come as a NodeShortageError
+    except (
+        _POSSIBLE_SHORTAGE_EXCEPTIONS
+    ) as trouble:  # the agent's own come as a NodeResourceShortageError
         if (shortage := find_node_shortage(trouble)) is None:
             raise
         await _end_session_of_failed_episode(session, proxy)
@@ -315,11 +321,11 @@ async def _run_agent(
 
     Raises:
         AgentError: It raised, or took too long; or its process died.
-        NodeShortageError: It could not go on, for the node lacked something.
+        NodeResourceShortageError: It could not go on, for the node lacked something.
     """
     # A task of its own: an agent that swallows its cancellation must not hold the episode.
     task = asyncio.create_task(
-        _call_agent(
+        _call_agent_returning_errors(
             agent,
             spec.data,
             base_url=f"{proxy_url}/v1",
@@ -343,13 +349,15 @@ async def _run_agent(
     if task.cancelled():
         raise AgentError("the agent cancelled itself", kind="CancelledError")
     returned = task.result()
-    if isinstance(returned, AgentError | NodeShortageError):
+    if isinstance(returned, AgentError | NodeResourceShortageError):
         raise returned
     return returned
 
 
-async def _call_agent(agent: Agent, data: dict[str, Any], **extra_kwargs: Any) -> object:
-    """What the agent returned, or an AgentError or NodeShortageError in place of what it raised."""
+async def _call_agent_returning_errors(
+    agent: Agent, data: dict[str, Any], **extra_kwargs: Any
+) -> object:
+    """What the agent returned; an AgentError or NodeResourceShortageError for what it raised."""
     try:
         return await agent.run(data, **extra_kwargs)
     except AgentError as error:  # it says all there is to say

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from areal_hpc.errors import ClusterError, NodeShortageError, UnplayableEpisodeError
+from areal_hpc.errors import ClusterError, NodeResourceShortageError, UnplayableEpisodeError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.wire.ledger import TicketRef
 
@@ -14,7 +14,7 @@ SHORTAGE_PAUSE_S = 15.0
 MAX_SHORTAGE_S = 300.0
 """A node that has lacked something for so long is no longer taken for loaded. Well below
 `RestartPolicy.healthy_s`: a driver that got no further than this has made no progress."""
-MAX_HELD_OUT_VERDICTS = 3
+MAX_HELD_OUT_SHORTAGES = 3
 """So often a held-out episode has to last that long: its task scores 0, which may say nothing of
 the model that is judged."""
 
@@ -53,7 +53,7 @@ class ShortageTracker:
         """A try of an episode begins, which needs something of the node."""
         self._tries_begun_at[episode] = time.monotonic()
 
-    def record_episode_try_end(
+    def record_try_end_and_raise_if_stuck(
         self, episode: str, outcome: EpisodeOutcome, *, held_out_ticket: TicketRef | None = None
     ) -> None:
         """Take in how a try of an episode ended, by its name.
@@ -82,7 +82,7 @@ class ShortageTracker:
         shortage.were_others_played |= are_others_played
         if shortage.were_others_played or self._is_last_held_out_task(shortage):
             shortage.verdicts += 1
-            if held_out_ticket is not None and shortage.verdicts < MAX_HELD_OUT_VERDICTS:
+            if held_out_ticket is not None and shortage.verdicts < MAX_HELD_OUT_SHORTAGES:
                 shortage.since = now
                 return
             del self._shortages[episode]
@@ -92,9 +92,9 @@ class ShortageTracker:
                 else "nothing else is left, and this one never"
             )
             raise UnplayableEpisodeError(
-                f"{who} {for_long}: {outcome.reason}", kind=NodeShortageError.__name__
+                f"{who} {for_long}: {outcome.reason}", kind=NodeResourceShortageError.__name__
             )
-        if not self._is_any_played(now):
+        if not self._has_try_outlasting_shortages(now):
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")
         shortage.since = now  # what those leave at their ends may be all that it needs
 
@@ -105,7 +105,7 @@ class ShortageTracker:
             for one in self._shortages.values()
         )
 
-    def _is_any_played(self, now: float) -> bool:
+    def _has_try_outlasting_shortages(self, now: float) -> bool:
         """True if a try under way has outlasted all that the node cut short: it has what it needs.
 
         Episodes may take hours, and those that run must not end with the driver.

@@ -10,10 +10,10 @@ from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.recipe.sections.sandbox import SandboxConfig
 from areal_hpc.reward.harbor import HarborTask, find_harbor_task
-from areal_hpc.rollout.agent_errors import SHORTAGE_ERRORS, SHORTAGE_HINT
+from areal_hpc.rollout.agent_errors import SHORTAGE_ERRNOS, SHORTAGE_HINT
 from areal_hpc.sandbox.images.oci_image import read_image
 from areal_hpc.sandbox.pool import SandboxPool
-from areal_hpc.sandbox.runtime import ISOLATION_KEY, Runtime
+from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY, Runtime
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
@@ -32,7 +32,7 @@ class AgentSandboxes:
         self, runtime: Runtime, spec: SandboxSpec, warm: int, *, has_started: bool = False
     ) -> None:
         self._pool = SandboxPool(runtime, spec, warm)
-        self._spec, self._takes_root = spec, runtime.takes_root
+        self._spec, self._takes_root = spec, runtime.supports_root_file_system
         self._has_started = has_started
 
     async def start_first_and_refill(self) -> None:
@@ -66,21 +66,21 @@ class AgentSandboxes:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))
             except (ClusterError, RecipeError) as error:
-                if isinstance(error, RecipeError) and not self._is_of_this_moment(error):
+                if isinstance(error, RecipeError) and not self._is_transient_isolation_error(error):
                     raise
                 why = error.problems[0]
                 raise SandboxStartError(why.message, key=why.key, hint=why.hint) from error
             except OSError as error:
-                if error.errno not in SHORTAGE_ERRORS:
+                if error.errno not in SHORTAGE_ERRNOS:
                     raise
                 why_not = f"a sandbox could not be started: {error}"
                 raise SandboxStartError(why_not, hint=SHORTAGE_HINT) from error
             self._has_started = True
             yield EpisodeSandbox(sandbox, spec.network != "none", task)
 
-    def _is_of_this_moment(self, error: RecipeError) -> bool:
+    def _is_transient_isolation_error(self, error: RecipeError) -> bool:
         """A machine that could isolate still can."""
-        return self._has_started and error.problems[0].key == ISOLATION_KEY
+        return self._has_started and error.problems[0].key == ISOLATION_RECIPE_KEY
 
     async def close(self) -> None:
         """Stop those that nobody took."""
@@ -169,7 +169,7 @@ def build_sandbox_spec(config: SandboxConfig, runtime: Runtime) -> SandboxSpec:
             key="rollout.agent.sandbox.network",
             hint=f"use {runtime.networks[0]}",
         )
-    if config.root and not runtime.takes_root:
+    if config.root and not runtime.supports_root_file_system:
         raise RecipeError(
             f"{runtime.name} shows the programs of the node, and no other root file system",
             key="rollout.agent.sandbox.root",
@@ -211,7 +211,7 @@ def _check_readonly_folders(folders: Sequence[str], runtime: Runtime) -> None:
         )
 
 
-async def try_sandbox(execution_config: AgentExecutionConfig) -> None:
+async def start_and_stop_sandbox(execution_config: AgentExecutionConfig) -> None:
     """Start and stop a sandbox on this machine, if agents get any.
 
     Raises:
@@ -227,6 +227,6 @@ async def try_sandbox(execution_config: AgentExecutionConfig) -> None:
 def check_sandbox_starts(agent: dict[str, Any]) -> None:
     """Start and stop the sandbox of a section `rollout.agent` on this machine.
 
-    Raises: see `try_sandbox`.
+    Raises: see `start_and_stop_sandbox`.
     """
-    asyncio.run(try_sandbox(AgentExecutionConfig.model_validate(agent)))
+    asyncio.run(start_and_stop_sandbox(AgentExecutionConfig.model_validate(agent)))

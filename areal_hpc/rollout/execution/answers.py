@@ -17,7 +17,7 @@ from areal_hpc.errors import (
     AgentError,
     ArealError,
     InvalidRewardError,
-    NodeShortageError,
+    NodeResourceShortageError,
     Problem,
     RecipeError,
     SandboxStartError,
@@ -33,8 +33,8 @@ from areal_hpc.wire.agent_reward import Reward
 MAX_ANSWER_BYTES = 16 * 1024 * 1024
 """More than the rewards of any episode take."""
 _MAX_TEXT_CHARS = 2000
-_SHORTAGES: dict[str, type[NodeShortageError]] = {
-    kind.__name__: kind for kind in (NodeShortageError, SandboxStartError, WorkerStartError)
+_SHORTAGES: dict[str, type[NodeResourceShortageError]] = {
+    kind.__name__: kind for kind in (NodeResourceShortageError, SandboxStartError, WorkerStartError)
 }
 """Raised on the other side as themselves: they are the node's, and no fault of the code there."""
 _ENDS_OF_ITERATION = ("StopIteration", "StopAsyncIteration")
@@ -65,7 +65,7 @@ def encode_raised(error: BaseException) -> bytes:
     return json.dumps({"raised": raised}).encode() + b"\n"
 
 
-def decode_answer(line: bytes) -> Any:
+def decode_returned_or_raise(line: bytes) -> Any:
     """What the worker's code returned.
 
     Raises:
@@ -135,7 +135,7 @@ def _rebuild_error(error_fields: dict[str, Any]) -> Exception:
     )
     first = problems[0]
     if lacking := describe_errno_shortage(map(int, error_fields.get("errnos", ()))):
-        return NodeShortageError(f"{lacking}: {first.message}", hint=SHORTAGE_HINT)
+        return NodeResourceShortageError(f"{lacking}: {first.message}", hint=SHORTAGE_HINT)
     if name == "RecipeError":
         return RecipeError.from_problems(problems)
     if name == "InvalidRewardError":

@@ -8,9 +8,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.errors import AgentError, NodeShortageError, RecipeError, WorkerLostError
+from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError, WorkerLostError
 from areal_hpc.jobs.processes.descendants import kill_and_reap_process, list_descendants
-from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_answer
+from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_returned_or_raise
 from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
@@ -97,7 +97,7 @@ class OtherPythonAgentProcess:
 
         Raises:
             WorkerLostError: The process died.
-            NodeShortageError: The node lacks something; the process is not used again.
+            NodeResourceShortageError: The node lacks something; the process is not used again.
         """
         line = json.dumps({**self._request, **request}).encode()
         try:
@@ -105,8 +105,8 @@ class OtherPythonAgentProcess:
         except AgentError as error:
             raise WorkerLostError(error.problems[0].message) from error
         try:
-            return decode_answer(answer)
-        except NodeShortageError:
+            return decode_returned_or_raise(answer)
+        except NodeResourceShortageError:
             self._process.mark_unusable_after_shortage()
             raise
 

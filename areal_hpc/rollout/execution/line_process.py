@@ -22,7 +22,7 @@ PASSED_VARIABLE_PATTERNS = (
 _PIECE_BYTES = 1 << 16
 _EXIT_TIMEOUT_S = 1.0
 """For a process whose end of the link is closed to be over."""
-_NO_PROGRAM_ERRORS = (
+_NO_PROGRAM_ERRNOS = (
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG),
     *(errno.EACCES, errno.EPERM, errno.ENOEXEC, errno.EINVAL),
 )
@@ -75,7 +75,7 @@ class LineProcess:
                     start_new_session=True,
                 )
             except OSError as error:
-                if error.errno in _NO_PROGRAM_ERRORS:
+                if error.errno in _NO_PROGRAM_ERRNOS:
                     raise
                 raise WorkerStartError(
                     f"{process_name} cannot be started now: {error}",
@@ -105,7 +105,7 @@ class LineProcess:
 
         Raises:
             AgentError: It ends, takes too long or answers too much.
-            NodeShortageError: The kernel ended it for want of memory.
+            NodeResourceShortageError: The kernel ended it for want of memory.
         """
         self._is_asked, oom_kills = True, OomKillWatch()
         try:
@@ -117,7 +117,7 @@ class LineProcess:
         except (EOFError, OSError) as error:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._process.wait, _EXIT_TIMEOUT_S)
-            if oom_kills.has_killed(self._process.returncode):
+            if oom_kills.may_have_killed(self._process.returncode):
                 raise build_oom_kill_error(self._name) from error
             if isinstance(error, EOFError):
                 raise AgentError(f"{self._name} has ended; see what it printed") from error

@@ -20,9 +20,14 @@ from contextlib import AbstractAsyncContextManager
 from multiprocessing.reduction import ForkingPickler
 from typing import IO, Any
 
-from areal_hpc.errors import AgentError, NodeShortageError, WorkerLostError, WorkerStartError
+from areal_hpc.errors import (
+    AgentError,
+    NodeResourceShortageError,
+    WorkerLostError,
+    WorkerStartError,
+)
 from areal_hpc.jobs.processes.descendants import (
-    adopt_orphans,
+    become_child_subreaper,
     kill_and_reap_process,
     kill_descendants,
     list_descendants,
@@ -32,7 +37,7 @@ from areal_hpc.jobs.processes.machine_oom_kills import OomKillWatch
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, build_oom_kill_error
 from areal_hpc.rollout.execution.answers import (
     MAX_ANSWER_BYTES,
-    decode_answer,
+    decode_returned_or_raise,
     encode_raised,
     encode_returned,
 )
@@ -79,7 +84,7 @@ class ProcessPool:
 
         Raises:
             WorkerLostError: The process died.
-            NodeShortageError: The kernel ended it for want of memory.
+            NodeResourceShortageError: The kernel ended it for want of memory.
             WorkerStartError: None can be started now.
             Exception: Whatever the function raised.
         """
@@ -139,7 +144,7 @@ class _Process:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 await asyncio.to_thread(self._child.wait, _EXIT_TIMEOUT_S)
             code = self._child.returncode
-            if oom_kills.has_killed(code):
+            if oom_kills.may_have_killed(code):
                 raise build_oom_kill_error("the worker process") from error
             if not self._is_ready:
                 raise WorkerStartError(
@@ -151,8 +156,8 @@ class _Process:
             ) from error
         self._answering = False
         try:
-            return decode_answer(line)
-        except NodeShortageError:
+            return decode_returned_or_raise(line)
+        except NodeResourceShortageError:
             self._has_run_short = True  # perhaps by descriptors that its own calls left open
             raise
 
@@ -197,7 +202,7 @@ def serve_calls(link_fd: int, parent: int) -> None:
 
 def _serve_calls(call_stream: IO[bytes], answer_socket: socket.socket, parent_pid: int) -> None:
     die_with_parent(signal.SIGKILL)
-    adopt_orphans()
+    become_child_subreaper()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which kills us
     if os.getppid() != parent_pid:
         return

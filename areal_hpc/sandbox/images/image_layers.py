@@ -37,7 +37,7 @@ class RootTree:
         self._new = set()
         for member in layer:
             parts = [one for one in PurePosixPath("/", member.name).parts[1:] if one != "."]
-            if not parts or _is_in_own_folder(parts):
+            if not parts or _is_below_skipped_folder(parts):
                 continue
             if parts[-1].removeprefix(_WHITEOUT_PREFIX) in ("", ".", ".."):
                 raise ValueError(f"there is a file {member.name}")
@@ -89,7 +89,7 @@ class RootTree:
         if source == path:
             return
         _remove(path)
-        if source in self._left_out or _is_in_own_folder([*folders, name]):
+        if source in self._left_out or _is_below_skipped_folder([*folders, name]):
             self._left_out.add(path)
         elif not os.path.lexists(source):
             raise ValueError(
@@ -126,7 +126,7 @@ class RootTree:
                 _remove(entry.path)
 
 
-def _is_in_own_folder(path_parts: list[str]) -> bool:
+def _is_below_skipped_folder(path_parts: list[str]) -> bool:
     return path_parts[0] in _SKIPPED_FOLDERS and len(path_parts) > 1
 
 

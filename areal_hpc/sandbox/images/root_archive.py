@@ -60,7 +60,7 @@ def get_or_unpack_root(archive: Path, owner: int | None = None) -> Path:
     with _hold_file_lock(folder) as lock:
         os.utime(lock)  # tells that it is used
         if not folder.is_dir():
-            _remove_leftovers(cache)
+            _remove_partial_and_unused_roots(cache)
             partial = _remove_partial(folder)
             partial.mkdir(mode=0o700)
             try:
@@ -91,7 +91,7 @@ def make_cache_folder() -> Path:
     return cache
 
 
-def _remove_leftovers(cache: Path) -> None:
+def _remove_partial_and_unused_roots(cache: Path) -> None:
     """Remove what killed processes left half-unpacked, and roots that nobody uses any more."""
     for folder in {path.with_suffix("") for path in cache.iterdir()}:
         with contextlib.suppress(BlockingIOError), _hold_file_lock(folder, waits=False) as lock:

@@ -12,14 +12,14 @@ from pathlib import Path
 
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.container_scratch_layout import (
-    check_bind_paths,
     list_writable_binds,
+    raise_if_path_has_separator,
 )
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
-    build_container_command_as_nobody,
-    build_container_server,
+    build_container_server_command,
+    build_nobody_container_command_prefix,
     build_runtime_program_search_path,
     start_container,
 )
@@ -43,7 +43,7 @@ class ApptainerRuntime:
 
     name = "apptainer"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
-    takes_root = True
+    supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
@@ -61,14 +61,14 @@ def find_apptainer() -> str | None:
 def _plan_container(setup: ContainerSetup) -> ContainerPlan:
     scratch = setup.scratch
     command = [
-        *build_container_command_as_nobody(setup),
+        *build_nobody_container_command_prefix(setup),
         *(str(find_apptainer()), "--quiet", "exec", "--userns", "--containall", "--cleanenv"),
         *("--no-init", "--no-home", "--no-privs", "--no-umask", "--no-eval"),
         *(f"--no-mount={_NOT_MOUNTED}", "--pwd=/"),
         *([] if setup.spec.root is None else ["--writable"]),
         *_list_bind_options(setup),
         f"{scratch}/rootfs",
-        *build_container_server(setup, filters_calls=True),
+        *build_container_server_command(setup, filters_calls=True),
     ]
     own = {"TMPDIR": "run", "APPTAINER_CONFIGDIR": "storage", "APPTAINER_CACHEDIR": "storage"}
     variables = {name: f"{scratch}/{folder}" for name, folder in own.items()}
@@ -77,7 +77,7 @@ def _plan_container(setup: ContainerSetup) -> ContainerPlan:
 
 def _list_bind_options(setup: ContainerSetup) -> Iterator[str]:
     for source, place, how in _list_binds(setup):
-        check_bind_paths("Apptainer", (source, place), ":,")
+        raise_if_path_has_separator("Apptainer", (source, place), ":,")
         yield f"--bind={source}:{place}{how}"
 
 

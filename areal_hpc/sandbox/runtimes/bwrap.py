@@ -64,7 +64,7 @@ class BwrapRuntime:
 
     name = "bwrap"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
-    takes_root = True
+    supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
@@ -77,7 +77,7 @@ class BwrapRuntime:
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
         taken += [source for source, _ in python.binds]
-        with _open_contents() as contents:
+        with _hold_content_descriptors() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
                 *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := choose_scratch_dir(taken)),
@@ -118,7 +118,7 @@ class _ContentDescriptors:
 
 
 @contextlib.contextmanager
-def _open_contents() -> Iterator[_ContentDescriptors]:
+def _hold_content_descriptors() -> Iterator[_ContentDescriptors]:
     contents = _ContentDescriptors()
     try:
         yield contents

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import SYSTEM_FILES, SYSTEM_LINKS
-from areal_hpc.sandbox.runtime import ISOLATION_KEY
+from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY
 from areal_hpc.sandbox.runtimes.guest_environment import GUEST_ACCOUNT_FILES, WORK_DIR
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SCRIPTS, GuestPython
 from areal_hpc.sandbox.spec import SandboxSpec
@@ -49,7 +49,7 @@ def list_machine_binds(spec: SandboxSpec, python: GuestPython) -> Iterator[tuple
             yield os.path.realpath(name), name
 
 
-def check_bind_paths(program: str, paths: Iterable[str], separators: str) -> None:
+def raise_if_path_has_separator(program: str, paths: Iterable[str], separators: str) -> None:
     """Refuse paths that a command line with `SOURCE:PLACE` cannot tell apart.
 
     Raises:
@@ -60,7 +60,7 @@ def check_bind_paths(program: str, paths: Iterable[str], separators: str) -> Non
             raise RecipeError(
                 f"{program} cannot show {path}: expected a path without any of {separators!r}, at "
                 "which its command line is split",
-                key=ISOLATION_KEY,
+                key=ISOLATION_RECIPE_KEY,
                 hint="name a path without them, or set rollout.agent.isolation=bwrap",
             )
 

@@ -152,7 +152,7 @@ def build_container_command(
     ]
 
 
-def build_container_command_as_nobody(
+def build_nobody_container_command_prefix(
     setup: ContainerSetup, namespaces: Sequence[str] = ()
 ) -> list[str]:
     """As `build_container_command`, but what follows runs as user 65534, on the sandbox's network.
@@ -170,7 +170,7 @@ def build_container_command_as_nobody(
     ]
 
 
-def build_container_server(
+def build_container_server_command(
     setup: ContainerSetup, *, channel_fd: int | None = None, filters_calls: bool = False
 ) -> list[str]:
     """The command line of the server in the container; see `build_server_command`."""

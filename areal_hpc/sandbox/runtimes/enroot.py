@@ -15,8 +15,8 @@ from areal_hpc.sandbox.runtimes.container_scratch_layout import list_writable_bi
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
-    build_container_command_as_nobody,
-    build_container_server,
+    build_container_server_command,
+    build_nobody_container_command_prefix,
     build_runtime_program_search_path,
     start_container,
 )
@@ -45,7 +45,7 @@ class EnrootRuntime:
 
     name = "enroot"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
-    takes_root = True
+    supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
@@ -62,10 +62,10 @@ def find_enroot() -> str | None:
 def _plan_container(setup: ContainerSetup) -> ContainerPlan:
     namespaces = ("--pid", "--mount-proc", "--fork", "--kill-child")
     command = [
-        *build_container_command_as_nobody(setup, namespaces),
+        *build_nobody_container_command_prefix(setup, namespaces),
         # With a space in it this is what a shell is given, else a binary is taken for a script.
         *("enroot", "start", "rootfs", 'exec "$@"'),
-        *build_container_server(setup, filters_calls=True),
+        *build_container_server_command(setup, filters_calls=True),
     ]
     mounts = "".join(f"{line}\n" for line in _list_mounts(setup))
     links = {f"dev/{name}": target for name, target in _DEVICE_LINKS.items()}

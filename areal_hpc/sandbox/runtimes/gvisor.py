@@ -52,7 +52,7 @@ class GvisorRuntime:
 
     name = "gvisor"
     networks: tuple[Network, ...] = ("none",)
-    takes_root = False
+    supports_root_file_system = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
@@ -98,7 +98,8 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
         *_link_and_list_system_mounts(bundle / "rootfs"),
     ]
     mounts += [
-        _build_bind_mount(f"{bundle}/files/{name}", f"/etc/{name}") for name in GUEST_ACCOUNT_FILES
+        _build_readonly_bind_mount(f"{bundle}/files/{name}", f"/etc/{name}")
+        for name in GUEST_ACCOUNT_FILES
     ]
     writable = [WORK_DIR, "/tmp"]
     mounts += [_build_tmpfs_mount(place, spec.limits.disk_bytes) for place in writable]
@@ -141,25 +142,25 @@ def _list_kernel_mounts() -> Iterator[dict[str, Any]]:
 
 def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
     for source, place in python.binds:
-        yield _build_bind_mount(source, place)
+        yield _build_readonly_bind_mount(source, place)
     for script in SCRIPTS:
-        yield _build_bind_mount(str(script), f"{GUEST_DIR}/{script.name}")
+        yield _build_readonly_bind_mount(str(script), f"{GUEST_DIR}/{script.name}")
 
 
 def _link_and_list_system_mounts(rootfs: Path) -> Iterator[dict[str, Any]]:
     """This machine's programs, read-only."""
-    yield _build_bind_mount("/usr", "/usr")
+    yield _build_readonly_bind_mount("/usr", "/usr")
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():
             (rootfs / path.name).symlink_to(path.readlink())
         elif path.is_dir():
-            yield _build_bind_mount(str(path), str(path))
+            yield _build_readonly_bind_mount(str(path), str(path))
     for name in SYSTEM_FILES:
         if Path(name).exists():
-            yield _build_bind_mount(os.path.realpath(name), name)
+            yield _build_readonly_bind_mount(os.path.realpath(name), name)
 
 
-def _build_bind_mount(host_path: str, mount_path: str) -> dict[str, Any]:
+def _build_readonly_bind_mount(host_path: str, mount_path: str) -> dict[str, Any]:
     return {
         "destination": mount_path,
         "type": "bind",

@@ -16,7 +16,7 @@ class HostRuntime:
 
     name = "none"
     networks: tuple[Network, ...] = ("open",)
-    takes_root = False
+    supports_root_file_system = False
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""

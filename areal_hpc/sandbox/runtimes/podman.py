@@ -14,14 +14,14 @@ from functools import partial
 from areal_hpc.sandbox.bubblewrap_command_line import NOBODY_UID
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.container_scratch_layout import (
-    check_bind_paths,
     list_writable_binds,
+    raise_if_path_has_separator,
 )
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
     build_container_command,
-    build_container_server,
+    build_container_server_command,
     build_runtime_program_search_path,
     start_container,
 )
@@ -38,7 +38,7 @@ _build_isolation_error = partial(
 )
 
 _CHANNEL_FD = 3
-_PROGRAM_FILES = 90
+_PODMAN_FILE_COUNT = 90
 _RUN_SCRIPT = """
 exec 3<&0 < /dev/null > /dev/null
 mount -t tmpfs -o size=1m tmpfs /dev/shm  # where podman keeps locks, for all of its user
@@ -74,7 +74,7 @@ class PodmanRuntime:
 
     name = "podman"
     networks: tuple[Network, ...] = ("none", "session-only", "open")
-    takes_root = True
+    supports_root_file_system = True
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
@@ -92,10 +92,10 @@ def find_podman() -> str | None:
 def _plan_container(setup: ContainerSetup) -> ContainerPlan:
     namespaces = ("--cgroup", "--pid", "--mount-proc", "--fork", "--kill-child")
     command = [
-        *build_container_command(setup, namespaces, _RUN_SCRIPT, program_files=_PROGRAM_FILES),
+        *build_container_command(setup, namespaces, _RUN_SCRIPT, program_files=_PODMAN_FILE_COUNT),
         *_list_podman_options(setup),
         *("--rootfs", f"{setup.scratch}/rootfs"),
-        *build_container_server(setup, channel_fd=_CHANNEL_FD),
+        *build_container_server_command(setup, channel_fd=_CHANNEL_FD),
     ]
     variables, files = _build_podman_variables(setup.scratch), _list_own_files(setup.scratch)
     return ContainerPlan(command, variables, dict(files))
@@ -131,7 +131,7 @@ def _list_podman_options(setup: ContainerSetup) -> Iterator[str]:
     if spec.root is None:
         yield from ("--read-only", "--read-only-tmpfs=false")
     for source, place, how in _list_binds(setup):
-        check_bind_paths("podman", (source, place), ":")
+        raise_if_path_has_separator("podman", (source, place), ":")
         yield f"--volume={source}:{place}:{how}"
 
 

@@ -62,13 +62,13 @@ class Pack:
     input_ids_T: IntArray
     positions_T: IntArray
     """Position of each local token within its sequence."""
-    targets_N: IntArray
+    logit_places_N: IntArray
     """Local places whose logits predict a token of the loss."""
     labels_N: IntArray
     """The tokens they predict."""
     rows_N: IntArray
     """The place of each one's sequence among those of the pack."""
-    places_N: IntArray
+    label_positions_N: IntArray
     """The position of each one within its sequence."""
     channels_N: dict[str, FloatArray]
     """The rows' channels at the predicted tokens."""
@@ -158,17 +158,17 @@ def build_pack(
     ]
     places_T = np.concatenate([start + own for start, own in zip(starts, held, strict=True)])
     own = slice(None) if parallelism.cp == 1 else places_T  # a slice copies nothing
-    targets_N = np.flatnonzero(scored_T[own])
-    predicted_N = places_T[targets_N] + 1
+    logit_places_N = np.flatnonzero(scored_T[own])
+    predicted_N = places_T[logit_places_N] + 1
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
     return Pack(
         lengths=lengths,
         input_ids_T=ids_T[own],
         positions_T=np.concatenate(held),
-        targets_N=targets_N,
+        logit_places_N=logit_places_N,
         labels_N=ids_T[predicted_N],
         rows_N=rows_N,
-        places_N=predicted_N - starts[rows_N],
+        label_positions_N=predicted_N - starts[rows_N],
         channels_N={name: value[predicted_N] for name, value in values.items()},
         kept=_gather_sampling_mask_of_predicted(rows, starts, predicted_N),
     )

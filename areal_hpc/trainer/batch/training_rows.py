@@ -14,7 +14,7 @@ from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
 from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.untrainable import drop_untrainable_from_loss_mask, get_reply_span
-from areal_hpc.trainer.collectives import read_on_all_ranks
+from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
 from areal_hpc.trainer.objective.loss_aggregation import compute_loss_aggregation_row_factors
@@ -85,7 +85,7 @@ def read_sound_rows_on_all_ranks(
                 read_rows_by_ticket(manifest, shards), manifest, vocab_size
             )
 
-    return read_on_all_ranks(read, ShardError)
+    return read_with_retries_on_all_ranks(read, ShardError)
 
 
 def read_rows_by_ticket(
@@ -280,12 +280,12 @@ def _compute_critic_advantages_and_returns(
         return advantages, returns
     divergences = _get_kl_taken_off_rewards(objective, scores)
     replies = list_reply_rewards(batch, masks, objective, divergences)
-    values = [scores.values[one.row][one.tokens_t].astype(np.float64) for one in replies]
+    values = [scores.values[one.row][one.token_places_t].astype(np.float64) for one in replies]
     estimates = estimate_advantages(replies, values, objective)
     scaled = scale_and_weigh_advantages(replies, estimates, objective)
     for reply, estimate, scaled_t in zip(replies, estimates, scaled, strict=True):
-        advantages[reply.row][reply.tokens_t] = scaled_t
-        returns[reply.row][reply.tokens_t] = estimate.returns_t
+        advantages[reply.row][reply.token_places_t] = scaled_t
+        returns[reply.row][reply.token_places_t] = estimate.returns_t
     return advantages, returns
 
 

@@ -63,7 +63,7 @@ class PlaceInWholeTensor(NamedTuple):
     shape: tuple[int, ...]
     """Of the whole tensor."""
     box: Box
-    may_differ: bool
+    allows_shape_mismatch: bool
     """Another layout's tensor may have another shape: the vocabulary is padded."""
 
 
@@ -286,7 +286,7 @@ def _list_tensor_places(
 def _check_stored_shape(stored_tensors: StoredTensors, tensor_place: PlaceInWholeTensor) -> None:
     found = stored_tensors.find_shape(tensor_place.name)
     if found != tensor_place.shape and not (
-        tensor_place.may_differ and found and found[1:] == tensor_place.shape[1:]
+        tensor_place.allows_shape_mismatch and found and found[1:] == tensor_place.shape[1:]
     ):
         raise RecipeError(
             f"the checkpoint has {found or 'nothing'} under {tensor_place.name}, "

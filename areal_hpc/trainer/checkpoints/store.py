@@ -60,7 +60,7 @@ from areal_hpc.trainer.collectives import (
     broadcast_object,
     gather_objects_on_first_rank,
     raise_on_all_ranks,
-    read_on_all_ranks,
+    read_with_retries_on_all_ranks,
 )
 from areal_hpc.trainer.model.policy import Policy
 from areal_hpc.trainer.optimizer import build_optimizer
@@ -131,7 +131,9 @@ class CheckpointStore:
         if chosen is None:
             return None
         checkpoint = Checkpoint(self._directory / chosen[0], chosen[1])
-        read_on_all_ranks(lambda: _require_visible_checkpoint(checkpoint.path), ClusterError)
+        read_with_retries_on_all_ranks(
+            lambda: _require_visible_checkpoint(checkpoint.path), ClusterError
+        )
         return checkpoint
 
     def delete_leftovers(self, generation: int) -> None:

@@ -10,7 +10,7 @@ from areal_hpc.trainer.checkpoints.flat_ranges import Box
 from areal_hpc.trainer.checkpoints.stored_tensors import StoredTensors
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import ParamMap, list_parameter_maps, to_hf
-from areal_hpc.trainer.model.hf_files import HfSpec
+from areal_hpc.trainer.model.hf_files import HfTensorSpecWithDtype
 
 _STORED_NAME_BY_PARAMETER = {
     # Megatron gives norms the names they have where Transformer Engine fuses them into the layer.
@@ -47,7 +47,7 @@ class CheckpointWeights:
         for parameter in list_parameter_maps(arch):
             self._require_fitting_shape(parameter)
 
-    def list_tensor_specs(self) -> list[HfSpec]:
+    def list_tensor_specs(self) -> list[HfTensorSpecWithDtype]:
         """Name, shape and dtype of every tensor, in the order of `read_tensors`. Reads nothing."""
         return [
             (tensor.name, tensor.shape, self._stored.weight_dtype)

@@ -14,7 +14,7 @@ from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.alerts import (
     STEPS_BEFORE_REPEATED_ALERT,
     AlertTracker,
-    count_judged_rows,
+    get_alert_window_rows,
 )
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
@@ -49,17 +49,17 @@ class AlertReporter:
         self._run_dir = str(paths.root)
         self._events = events
         self._rows: deque[dict[str, Any]] = deque(
-            read_metrics(paths.metrics), maxlen=count_judged_rows(config)
+            read_metrics(paths.metrics), maxlen=get_alert_window_rows(config)
         )
         self._tracker = AlertTracker(config)
         known: list[FlatRow] = [*self._rows, *([reopened] if reopened else [])]
         for judged in range(max(0, len(known) - STEPS_BEFORE_REPEATED_ALERT), len(known)):
-            self._tracker.find_new_alerts(known[: judged + 1])
+            self._tracker.take_new_alerts(known[: judged + 1])
 
     def report_new_alerts(self, row: FlatRow) -> None:
         """Judge the run by another row of metrics, that of its newest step."""
         self._rows.append(row)
-        for alert in self._tracker.find_new_alerts([*self._rows]):
+        for alert in self._tracker.take_new_alerts([*self._rows]):
             logger.warning("alert: %s at step %d: %s", alert.level, alert.step, alert.message)
             self._events.record(ALERT_EVENT, **dataclasses.asdict(alert))
             if self._command:

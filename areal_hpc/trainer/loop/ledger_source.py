@@ -13,8 +13,8 @@ from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.step_metrics import (
     BATCH_WAIT_PHASE,
+    CELL_IDLE_S_METRIC,
     CELL_WAIT_PHASE,
-    IDLE_CELLS_METRIC,
     list_evaluated_sets,
 )
 from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
@@ -100,7 +100,7 @@ class LedgerSource(BatchSource):
         if reply.manifest is not None:
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
-            self._ticket_counts[IDLE_CELLS_METRIC] = round(reply.idle_cell_s, 3)
+            self._ticket_counts[CELL_IDLE_S_METRIC] = round(reply.idle_cell_s, 3)
             failures = self._episode_failures.count_new_failures()
             self._ticket_counts["episode/failures"] = failures.tries
             self._ticket_counts["episode/rewarded_failures"] = failures.rewarded
@@ -116,7 +116,7 @@ class LedgerSource(BatchSource):
 
     # Replicas --------------------------------------------------------------------------------
 
-    def decide_publish_or_wait(self) -> PublishState:
+    def discover_replicas_and_announce_weights(self) -> PublishState:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
@@ -141,7 +141,7 @@ class LedgerSource(BatchSource):
         if time.monotonic() < self._next_poll_at:
             return False
         with self._record.timer.time_phase("publish"):
-            outdated = self._publisher.discover_outdated_replicas(self._record.version)
+            outdated = self._publisher.discover_outdated_training_replicas(self._record.version)
         now = self._looked_at = time.monotonic()
         self._note_missing_cells(now)
         self._targets = self._backoff.filter_retryable(outdated, now)
@@ -149,7 +149,7 @@ class LedgerSource(BatchSource):
             self._targets = self._backoff.filter_retryable(outdated, now, is_urgent=True)
         self._next_poll_at = now + REPLICA_POLL_S
         if self._async_evaluation:
-            self._poll_async_evaluation(self._async_evaluation)
+            self._take_reward_and_begin_evaluation(self._async_evaluation)
         return bool(self._targets)
 
     def _note_missing_cells(self, now: float) -> None:
@@ -226,7 +226,7 @@ class LedgerSource(BatchSource):
 
     # Evaluation ------------------------------------------------------------------------------
 
-    def poll_whether_evaluated(self) -> bool:
+    def request_due_evaluation_and_poll(self) -> bool:
         """The weights have their reward, need none or get it from the evaluation cell. Waits.
 
         Raises:
@@ -242,11 +242,11 @@ class LedgerSource(BatchSource):
             row |= reply.metrics
         return False
 
-    def _poll_async_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
+    def _take_reward_and_begin_evaluation(self, evaluation: AsyncEvaluationTracker) -> None:
         """Note the reward of what was being judged, and begin what the cell is ready for."""
         version = self._record.version
         if evaluation.under_way is not None:
-            self._poll_evaluation_reward(evaluation, evaluation.under_way)
+            self._request_evaluation_and_take_reward(evaluation, evaluation.under_way)
         if not evaluation.may_grant_episodes(self._publisher.evaluation_replicas, version):
             return
         given_up, left_out = evaluation.under_way, evaluation.begin_and_list_skipped_steps(version)
@@ -264,9 +264,9 @@ class LedgerSource(BatchSource):
                 version.step,
                 ", ".join(map(str, left_out)),
             )
-        self._poll_evaluation_reward(evaluation, version)
+        self._request_evaluation_and_take_reward(evaluation, version)
 
-    def _poll_evaluation_reward(
+    def _request_evaluation_and_take_reward(
         self, evaluation: AsyncEvaluationTracker, version: WeightVersion
     ) -> None:
         """Have the ledger play a version's held-out tasks, and take the reward if it is there."""

@@ -140,7 +140,7 @@ class BatchSource(ABC):
         """A step was taken: the weights are new."""
         return  # a source may leave it out
 
-    def decide_publish_or_wait(self) -> PublishState:
+    def discover_replicas_and_announce_weights(self) -> PublishState:
         """What the weights need before anything else is done with them."""
         return "done"
 
@@ -154,7 +154,7 @@ class BatchSource(ABC):
         """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
 
-    def poll_whether_evaluated(self) -> bool:
+    def request_due_evaluation_and_poll(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
@@ -219,7 +219,7 @@ def _broadcast_next_command(
     command, trouble = None, None
     if coordinator:
         try:
-            command = coordinator.next_command()
+            command = coordinator.choose_next_command_and_wait_briefly()
         except SupersededTrainerError:
             raise  # a successor may already have taken over: nothing is ours to finish
         except ArealError as error:
@@ -299,7 +299,10 @@ def _publish_checkpoint_if_written(
 
 
 class Coordinator:
-    """Rank 0's decisions: `next_command` says what all ranks do, the `on_` methods what came of it.
+    """Rank 0's decisions.
+
+    `choose_next_command_and_wait_briefly` says what all ranks do; what came of it is told to the
+    `on_` methods.
 
     `check_generation` is called before anything becomes visible to others; it raises when a newer
     start of the trainer owns the run. `read_quarantine` says of a step why its batch is not to be
@@ -327,7 +330,7 @@ class Coordinator:
         self._saved_step = record.version.step
         self._exported_step = -1
 
-    def next_command(self) -> RankCommand:
+    def choose_next_command_and_wait_briefly(self) -> RankCommand:
         """What all ranks do now. Waits at most a few seconds.
 
         Raises:
@@ -352,7 +355,7 @@ class Coordinator:
 
     def _pick_next_command(self) -> RankCommand:
         step = self._record.version.step
-        match self.source.decide_publish_or_wait():
+        match self.source.discover_replicas_and_announce_weights():
             case "publish":
                 self._check_ownership()
                 return PublishWeightsCommand(self.source.list_outdated_replicas_by_sender())
@@ -361,7 +364,7 @@ class Coordinator:
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
             self._check_ownership()
             return SaveCheckpointCommand(self._record.row)
-        if not self.source.poll_whether_evaluated():
+        if not self.source.request_due_evaluation_and_poll():
             return WaitCommand()
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_ownership()

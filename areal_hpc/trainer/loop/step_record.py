@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
-from areal_hpc.metrics.step_bottleneck import find_main_step_limit
+from areal_hpc.metrics.step_bottleneck import find_step_bottleneck
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.jsonl import FlatRow
@@ -87,6 +87,6 @@ def _add_speed_and_limits(row: FlatRow) -> FlatRow:
     step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
     if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:
         further["throughput/wall_tokens_per_s"] = tokens / step_s
-    if (limit := find_main_step_limit(row)) is not None:
+    if (limit := find_step_bottleneck(row)) is not None:
         further["limit"] = limit
     return row | further

@@ -11,7 +11,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replicas_by_sender import ShareDivider, Shares, choose_sender_ranks
+from areal_hpc.weights.replicas_by_sender import ReplicaSenderAssigner, Shares, choose_sender_ranks
 from areal_hpc.weights.sender import WeightSender
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
@@ -60,7 +60,7 @@ class WeightSenders:
         self._specs = specs
         self._make_sender = make_sender
         self._sender: WeightSender | None = None
-        self._divider = ShareDivider(senders)
+        self._divider = ReplicaSenderAssigner(senders)
 
     def divide(self, replicas: Sequence[ReplicaKey]) -> Shares:
         """Who sends to which of these replicas: rank 0 decides it."""

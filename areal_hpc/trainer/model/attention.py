@@ -27,7 +27,7 @@ class AttentionPlan:
     layout: PaddedSdpa | VarlenAttention
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
-    scored_N: torch.Tensor
+    scored_places_N: torch.Tensor
     """Local places whose logits are wanted."""
     qkv_format: str = "thd"
 
@@ -49,7 +49,7 @@ def plan_attention(
         layout=plan(pack.lengths, cp=parallelism.cp, cp_rank=parallelism.cp_rank, device=device),
         cos_TD=angles.cos().mul_(rope_scale)[:, None],
         sin_TD=angles.sin().mul_(rope_scale)[:, None],
-        scored_N=torch.from_numpy(pack.targets_N).to(device),
+        scored_places_N=torch.from_numpy(pack.logit_places_N).to(device),
     )
 
 

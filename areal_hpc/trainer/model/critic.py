@@ -8,7 +8,7 @@ import torch
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.families.weight_map import (
-    OUTPUT_NAME,
+    OUTPUT_LAYER_NAME,
     HfTensorSpec,
     ParamMap,
     TpSplit,
@@ -37,10 +37,10 @@ class Critic(TrainedNetwork):
     @property
     def weight_map(self) -> list[ParamMap]:
         """What is read from the model directory."""
-        table = [one for one in list_parameter_maps(self.arch) if one.megatron != OUTPUT_NAME]
+        table = [one for one in list_parameter_maps(self.arch) if one.megatron != OUTPUT_LAYER_NAME]
         if self.has_stored_head:
             head = HfTensorSpec(HEAD_TENSOR_NAME, (1, self.arch.hidden))
-            table.append(ParamMap(OUTPUT_NAME, (head,), TpSplit.WHOLE))
+            table.append(ParamMap(OUTPUT_LAYER_NAME, (head,), TpSplit.WHOLE))
         return table
 
 

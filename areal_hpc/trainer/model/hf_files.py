@@ -15,7 +15,7 @@ import torch
 
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree
 
-HfSpec = tuple[str, tuple[int, ...], torch.dtype]
+HfTensorSpecWithDtype = tuple[str, tuple[int, ...], torch.dtype]
 """Name, shape and dtype."""
 
 MAX_FILE_BYTES = 4 * 1024**3
@@ -48,7 +48,7 @@ ReportBytes = Callable[[int, int], None]
 
 def write_hf_model_dir(
     tensors: Iterable[tuple[str, torch.Tensor]],
-    specs: Sequence[HfSpec],
+    specs: Sequence[HfTensorSpecWithDtype],
     source_dir: Path,
     target_dir: Path,
     *,
@@ -138,7 +138,7 @@ def _is_another_writer_running(pid: int) -> bool:
 
 def _write_tensors(
     tensors: Iterator[tuple[str, torch.Tensor]],
-    specs: Sequence[HfSpec],
+    specs: Sequence[HfTensorSpecWithDtype],
     directory: Path,
     file_bytes: int,
     on_file: ReportBytes,
@@ -166,9 +166,11 @@ def _write_tensors(
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
 
 
-def split_into_files(specs: Sequence[HfSpec], file_bytes: int) -> list[list[HfSpec]]:
+def split_into_files(
+    specs: Sequence[HfTensorSpecWithDtype], file_bytes: int
+) -> list[list[HfTensorSpecWithDtype]]:
     """Tensors by file, in order: a file ends before it would exceed `file_bytes`."""
-    parts: list[list[HfSpec]] = [[]]
+    parts: list[list[HfTensorSpecWithDtype]] = [[]]
     held_bytes = 0
     for spec in specs:
         if held_bytes and held_bytes + count_tensor_bytes(spec) > file_bytes:
@@ -179,13 +181,13 @@ def split_into_files(specs: Sequence[HfSpec], file_bytes: int) -> list[list[HfSp
     return parts
 
 
-def count_tensor_bytes(spec: HfSpec) -> int:
+def count_tensor_bytes(spec: HfTensorSpecWithDtype) -> int:
     """Size of the tensor in a file."""
     _, shape, dtype = spec
     return torch.Size(shape).numel() * dtype.itemsize
 
 
-def _build_header(specs: Sequence[HfSpec]) -> bytes:
+def _build_header(specs: Sequence[HfTensorSpecWithDtype]) -> bytes:
     """The head of a file: github.com/huggingface/safetensors#format."""
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     start = 0
@@ -203,7 +205,9 @@ def _build_header(specs: Sequence[HfSpec]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def _write_tensor(stream: BinaryIO, tensor_name: str, tensor: torch.Tensor, spec: HfSpec) -> None:
+def _write_tensor(
+    stream: BinaryIO, tensor_name: str, tensor: torch.Tensor, spec: HfTensorSpecWithDtype
+) -> None:
     if (tensor_name, tuple(tensor.shape), tensor.dtype) != spec:
         raise AssertionError(
             f"expected {spec}, got {tensor_name} {tuple(tensor.shape)} {tensor.dtype}"

@@ -25,7 +25,11 @@ from areal_hpc.trainer.model.families.weight_map import (
     to_hf,
     to_megatron,
 )
-from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, HfSpec, write_hf_model_dir
+from areal_hpc.trainer.model.hf_files import (
+    MAX_FILE_BYTES,
+    HfTensorSpecWithDtype,
+    write_hf_model_dir,
+)
 from areal_hpc.trainer.model.policy import Network, Policy
 
 Slices = tuple[slice, ...]
@@ -98,7 +102,7 @@ def load_hf(network: Network, read_slices: ReadSlices) -> None:
             target.copy_(to_megatron(parameter, parts, network.arch, tp))
 
 
-def list_hf_specs(policy: Policy) -> list[HfSpec]:
+def list_hf_specs(policy: Policy) -> list[HfTensorSpecWithDtype]:
     """Name, shape and dtype of every tensor that `stream_hf_tensors` yields, in order."""
     return [
         (tensor.name, tensor.shape, policy.dtype)

@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.trainer import (
     KEEP_ALL_ACTIVATIONS,
-    ActivationConfig,
+    ActivationMemoryConfig,
     HeadDtype,
     ParallelConfig,
 )
@@ -36,7 +36,7 @@ from areal_hpc.trainer.model.families.architecture import (
     find_layout_problems,
 )
 from areal_hpc.trainer.model.families.weight_map import (
-    OUTPUT_NAME,
+    OUTPUT_LAYER_NAME,
     ParamMap,
     compute_padded_vocab_size,
     list_parameter_maps,
@@ -112,7 +112,7 @@ class Network:
         """The last stage's copy of a tied embedding, when that stage is not the first."""
         if not self.arch.tied or self.gpt.pre_process:
             return None
-        return self._held.get(OUTPUT_NAME)
+        return self._held.get(OUTPUT_LAYER_NAME)
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -141,7 +141,7 @@ def build_policy(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    activations: ActivationConfig = KEEP_ALL_ACTIVATIONS,
+    activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
     head_dtype: HeadDtype = "mixed",
 ) -> Policy:
     """An uninitialized network on this rank; load weights into it before use.
@@ -194,7 +194,7 @@ def build_network(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    activations: ActivationConfig = KEEP_ALL_ACTIVATIONS,
+    activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
     head_dtype: HeadDtype = "mixed",
     *,
     gives_values: bool = False,
@@ -245,7 +245,7 @@ def build_transformer_config(
     parallel: ParallelConfig,
     dtype: torch.dtype,
     device: torch.device,
-    activations: ActivationConfig = KEEP_ALL_ACTIVATIONS,
+    activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS,
 ) -> TransformerConfig:
     """Megatron's description of the network, without fusions of Apex or Transformer Engine."""
     experts = arch.experts
@@ -311,7 +311,7 @@ def build_transformer_config(
 
 
 def _build_recompute_options(
-    arch: Architecture, parallel: ParallelConfig, activations: ActivationConfig
+    arch: Architecture, parallel: ParallelConfig, activations: ActivationMemoryConfig
 ) -> dict[str, Any]:
     """Megatron's options for activation recomputation (`recompute_*` of `TransformerConfig`)."""
     if activations.recompute == "none":

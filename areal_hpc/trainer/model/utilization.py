@@ -19,7 +19,7 @@ from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
 from areal_hpc.trainer.model.policy import Policy
 
-FORWARD_AND_BACKWARD_PASSES = 3
+TRAINING_COST_IN_FORWARD_PASSES = 3
 """The backward pass is two forward passes of work."""
 PEAK_TFLOPS_BY_NAME = (
     ("GB200", 2500.0),
@@ -73,7 +73,7 @@ def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_toke
     logits = 2 * arch.vocab * arch.hidden * scored_tokens
     # Scores, and sums of values by them: two operations each, on half of the square.
     attention = 2 * arch.layers * arch.heads * arch.head_dim * sum(n * n for n in lengths)
-    return float(FORWARD_AND_BACKWARD_PASSES * (matrices + logits + attention))
+    return float(TRAINING_COST_IN_FORWARD_PASSES * (matrices + logits + attention))
 
 
 def _count_active_weights(arch: Architecture) -> float:

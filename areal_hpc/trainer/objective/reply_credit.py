@@ -21,7 +21,7 @@ from areal_hpc.session.credit import compute_branch_weight_by_reply, pass_back_r
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
-ReplySpan = tuple[int, int, int]
+SpanWithCreditIndex = tuple[int, int, int]
 """Tokens of a row, from and to (exclusive), and the place of their number in the batch's."""
 
 
@@ -37,7 +37,7 @@ class BatchCredit:
     """Episode of each within its ticket."""
     weights_K: npt.NDArray[np.float64]
     """Share of the episode's return that it stands for: below 1 where an episode branched."""
-    spans: list[list[ReplySpan]]
+    spans: list[list[SpanWithCreditIndex]]
     """Of each row, where its numbers apply. Elsewhere nothing was earned."""
 
 
@@ -56,7 +56,7 @@ class ReplyReward:
 
     group: int
     row: int
-    tokens_t: npt.NDArray[np.int64]
+    token_places_t: npt.NDArray[np.int64]
     """Their places in the row."""
     reward: float
     """Given after the last of them."""
@@ -100,7 +100,7 @@ def compute_reply_credits(
     for (ticket, episode), places in sorted(rows_of.items()):
         own = {place: rows[place] for place in places}
         numbers += [(ticket, episode, one) for one in _credit_episode(own, objective, measure)]
-    spans: list[list[ReplySpan]] = [[] for _ in rows]
+    spans: list[list[SpanWithCreditIndex]] = [[] for _ in rows]
     for number, (_, _, one) in enumerate(numbers):
         for place, begin, end in one.places:
             spans[place].append((begin, end, number))
@@ -131,11 +131,13 @@ def list_reply_rewards(
     for (ticket, _), places in sorted(rows_of.items()):
         own = {place: rows[place] for place in places}
         for one in _list_episode_rewards(own, objective, len(found)):
-            tokens_t = one.tokens_t[masks[one.row][one.tokens_t] != 0]
-            costs_t = np.zeros(len(tokens_t))
+            token_places_t = one.token_places_t[masks[one.row][one.token_places_t] != 0]
+            costs_t = np.zeros(len(token_places_t))
             if divergences is not None:
-                costs_t = objective.kl.coef * divergences[one.row][tokens_t].astype(np.float64)
-            found.append(replace(one, group=ticket, tokens_t=tokens_t, costs_t=costs_t))
+                costs_t = objective.kl.coef * divergences[one.row][token_places_t].astype(
+                    np.float64
+                )
+            found.append(replace(one, group=ticket, token_places_t=token_places_t, costs_t=costs_t))
     return found
 
 
@@ -186,8 +188,8 @@ def _build_reply_reward(
     is_rewarded: bool = True,
 ) -> ReplyReward:
     """The tokens of a row from one to another. Nothing predicts the first one of a row."""
-    tokens_t = np.arange(max(1, first_token), max(1, end_token))
-    return ReplyReward(0, row, tokens_t, reward, np.zeros(0), followers, weight, is_rewarded)
+    token_places_t = np.arange(max(1, first_token), max(1, end_token))
+    return ReplyReward(0, row, token_places_t, reward, np.zeros(0), followers, weight, is_rewarded)
 
 
 def _credit_episode(

@@ -17,7 +17,7 @@ ComputeLogits = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
-    """GPT that gives the logits [1, N, vocabulary / tp] of the pack's `scored_N` places alone.
+    """GPT that gives the logits [1, N, vocabulary / tp] at the pack's `scored_places_N` alone.
 
     Of an agent's trajectory most tokens are prompts and the results of tools: their logits are
     wanted by nobody, and the projection onto the vocabulary is the largest matrix product of a
@@ -43,7 +43,7 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
                 hidden_states = gather_from_sequence_parallel_region(
                     hidden_states, group=self.pg_collection.tp
                 )
-            hidden_states = hidden_states.index_select(0, packed_seq_params.scored_N)
+            hidden_states = hidden_states.index_select(0, packed_seq_params.scored_places_N)
             if self._compute_logits is not None:
                 weight_VH = self.output_layer.weight
                 if self.share_embeddings_and_output_weights:
@@ -56,7 +56,7 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
 
 
 class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
-    """GPT that gives a value [1, N] for each of the pack's `scored_N` places, in float32.
+    """GPT that gives a value [1, N] for each of the pack's `scored_places_N` places, in float32.
 
     A head of its own stands in the vocabulary's place, the same on all tensor-parallel ranks, which
     all see all tokens: no sum over them is due, neither of values nor of gradients.
@@ -78,7 +78,7 @@ class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        hidden_N1H = hidden_states.index_select(0, packed_seq_params.scored_N)
+        hidden_N1H = hidden_states.index_select(0, packed_seq_params.scored_places_N)
         values_N1 = (hidden_N1H.float() @ self.output_layer.weight.float().T)[..., 0]
         return values_N1.transpose(0, 1)
 

@@ -64,7 +64,7 @@ class FrozenModels:
         if not rows:
             return NO_SCORES
         start = (
-            self._score(policy, rows) if self._config.objective.needs_logprobs_before_step else None
+            self._score(policy, rows) if self._config.objective.advantages_need_logprobs else None
         )
         return BatchScores(
             start,

@@ -26,7 +26,7 @@ from areal_hpc.trainer.rank_progress import note_detail, note_place_reached
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.scoring.token_scores import ScoresByRow
 
-PORTION_S = 1.0
+MEETING_PERIOD_S = 1.0
 """Ranks meet after so long, or when the server has answered all."""
 
 ResultT = TypeVar("ResultT")
@@ -89,7 +89,7 @@ class ServedTeacher:
 
     async def _open(self) -> None:
         self._client = TeacherClient(self._config)
-        await self._client.check_tokenizer(self._model_dir)
+        await self._client.raise_if_tokenizer_differs(self._model_dir)
 
     def _call_on_first_rank(
         self, place_name: str, call: Callable[[], Coroutine[Any, Any, ResultT]]
@@ -117,7 +117,7 @@ class ServedTeacher:
         return found
 
     def _work_for_one_portion(self, task: asyncio.Task[Any]) -> _Meeting:
-        self._runner.get_loop().run_until_complete(asyncio.wait({task}, timeout=PORTION_S))
+        self._runner.get_loop().run_until_complete(asyncio.wait({task}, timeout=MEETING_PERIOD_S))
         return _Meeting(task.done(), self._client.progress if self._client else "")
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:

@@ -95,7 +95,7 @@ class TeacherClient:
         """Close pooled connections."""
         await self._client.aclose()
 
-    async def check_tokenizer(self, model_dir: Path) -> None:
+    async def raise_if_tokenizer_differs(self, model_dir: Path) -> None:
         """Compare texts of tokens with those of a model directory.
 
         A server that is given a token beyond its vocabulary ends. It looks first at those whose

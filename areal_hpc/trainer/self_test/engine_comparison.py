@@ -147,7 +147,7 @@ def publish_to_replica(
         for name, shape, dtype in list_hf_specs(policy)
     ]
     try:
-        replicas = publisher.discover_outdated_replicas(version)
+        replicas = publisher.discover_outdated_training_replicas(version)
         return publisher.publish(version, specs, stream_hf_tensors(policy), replicas)
     finally:
         publisher.close()

@@ -32,7 +32,7 @@ class Answer:
     """False if somebody has to act."""
 
 
-def build_page_address(page: str, run: str, **query: str) -> str:
+def build_page_url_fragment(page: str, run: str, **query: str) -> str:
     """The part of a dashboard's address that names a page of a run."""
     return f"#/{page}?{urlencode({'run': run, **query}, quote_via=quote)}"
 

@@ -8,11 +8,11 @@ from typing import Any, Literal
 from areal_hpc.errors import ShardError
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
+from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import (
     BatchEpisode,
-    compute_distinct_reply_share,
     read_batch_episodes,
+    read_distinct_reply_share,
 )
 from areal_hpc.view.metric_values import (
     format_step_range,
@@ -120,7 +120,7 @@ SIGNS_HARMLESS_WHEN_SOLVED = frozenset(
 """Signs that a run which has solved its tasks shows as well."""
 
 
-def explain_collapse(paths: RunPaths) -> Answer:
+def diagnose_collapse(paths: RunPaths) -> Answer:
     """Trends of a run and what they mean, from its metrics and from replies of some steps."""
     rows = select_trained_rows(read_metrics(paths.metrics))
     problems: list[str] = []
@@ -129,9 +129,7 @@ def explain_collapse(paths: RunPaths) -> Answer:
     distinct: dict[int, float] = {}
     for step in steps:
         try:
-            share = compute_distinct_reply_share(
-                paths, [one for one in episodes if one.step == step]
-            )
+            share = read_distinct_reply_share(paths, [one for one in episodes if one.step == step])
         except ShardError as error:
             problems.append(str(error))
             continue
@@ -172,7 +170,7 @@ def judge_collapse(
     is_degenerate = any(rule.name not in SIGNS_OF_HARD_TASKS_ALONE for rule, _ in serious)
     has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
     since = min((trend.find_half_way_step() for _, trend in serious), default=0)
-    findings = [Finding(reward.text, build_page_address("metrics", run, text="reward/"))]
+    findings = [Finding(reward.text, build_page_url_fragment("metrics", run, text="reward/"))]
     findings += [_describe_trend(run, trend, rows, window, signs) for trend in trends.values()]
     findings += list(_suggest_worst_episode_to_read(run, episodes, distinct_share_by_step))
     findings += [Finding(f"not read: {one}") for one in problems[:3]]
@@ -228,11 +226,13 @@ def _describe_trend(
         steps = sorted(trend.by_step)
         between = f"{first} at step {steps[0]}, {last} at step {steps[-1]}"
         text = f"{DISTINCT_REPLIES_NAME} of a group: {between}"
-        page = build_page_address("trajectories", run, where=f"step={steps[-1]}", sort="ticket")
+        page = build_page_url_fragment(
+            "trajectories", run, where=f"step={steps[-1]}", sort="ticket"
+        )
     else:
         text = f"{trend.name}: {first} ({format_step_range(rows[:window])}), {last} "
         text += f"({format_step_range(rows[-window:])})"
-        page = build_page_address("metrics", run, text=trend.name)
+        page = build_page_url_fragment("metrics", run, text=trend.name)
     if meaning:
         text += f": {meaning}, half of the way at step {trend.find_half_way_step()}"
     return Finding(text, page)
@@ -248,7 +248,7 @@ class RewardSummary:
     last: float
     last_step: int
     has_fallen: bool
-    fall_step: int
+    half_fall_step: int
     """The first step at which half of the fall from the best had happened, for good."""
     held_out: str
     """The held-out rewards, in words; empty without evaluations."""
@@ -323,14 +323,14 @@ def _build_headline(
     if reward.has_fallen:
         return (
             "the reward fell, but not by a collapse: entropy, length, repetition and distinct "
-            f"replies hold; areal-hpc why RUN --step {reward.fall_step} compares"
+            f"replies hold; areal-hpc why RUN --step {reward.half_fall_step} compares"
         )
     return "the policy does not collapse"
 
 
 def _list_hints(reward: RewardSummary, since: int) -> tuple[str, ...]:
     """What to try; the reward may hold while all other numbers of a policy break."""
-    first = min(since, reward.fall_step) if reward.has_fallen else since
+    first = min(since, reward.half_fall_step) if reward.has_fallen else since
     return (
         f"go back to a checkpoint of step {first - 1} or before",
         "lower trainer.optimizer.lr, raise rollout.sampling.temperature or "
@@ -348,4 +348,4 @@ def _suggest_worst_episode_to_read(
     if last:
         worst = min(last, key=lambda one: one.reward)
         text = f"to read: {worst.title}, reward {worst.reward:g}"
-        yield Finding(text, build_page_address("trajectory", run, row=worst.name))
+        yield Finding(text, build_page_url_fragment("trajectory", run, row=worst.name))

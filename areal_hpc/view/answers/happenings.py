@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.recipe.loading import flatten_keys, flatten_public_keys
+from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 
@@ -59,7 +59,7 @@ def list_recipe_changes(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The keys whose values differ, with both values; those that may be secrets are not shown."""
-    before, after = flatten_public_keys(old), flatten_public_keys(new)
+    before, after = flatten_keys_hiding_private_values(old), flatten_keys_hiding_private_values(new)
     raw_before, raw_after = flatten_keys(old), flatten_keys(new)
     for key in sorted(before.keys() | after.keys()):
         if raw_before.get(key) != raw_after.get(key):

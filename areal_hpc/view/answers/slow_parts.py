@@ -10,11 +10,11 @@ from areal_hpc.view.batch_episodes import WITHOUT_TOOL, BatchEpisode
 
 MIN_CALLS_OR_UPDATES = 4
 """Fewer calls or updates say nothing of a replica."""
-MAX_SPEED_RATIO = 0.6
+SLOW_REPLICA_SPEED_RATIO = 0.6
 """A replica below this share of the others' speed is slow."""
-MIN_UPDATE_RATIO = 1.5
+MIN_SLOW_UPDATE_TIME_RATIO = 1.5
 """A replica whose updates take so many times those of the others is slow..."""
-MIN_UPDATE_GAP_S = 0.05
+MIN_SLOW_UPDATE_EXCESS_S = 0.05
 """...and so much longer."""
 
 
@@ -29,7 +29,9 @@ class ReplicaOutlier:
     """The median of the others."""
 
 
-def measure_replica_tokens_per_s(episodes: Iterable[BatchEpisode]) -> dict[tuple[str, int], float]:
+def measure_call_tokens_per_s_by_replica(
+    episodes: Iterable[BatchEpisode],
+) -> dict[tuple[str, int], float]:
     """Sampled tokens per second of model calls, by cell and replica."""
     tokens: dict[tuple[str, int], int] = defaultdict(int)
     seconds: dict[tuple[str, int], float] = defaultdict(float)
@@ -55,12 +57,14 @@ def find_slow_replica(speeds: Mapping[tuple[str, int], float]) -> ReplicaOutlier
     others = statistics.median(value for key, value in speeds.items() if key != name)
     return (
         ReplicaOutlier(name, speeds[name], others)
-        if speeds[name] < MAX_SPEED_RATIO * others
+        if speeds[name] < SLOW_REPLICA_SPEED_RATIO * others
         else None
     )
 
 
-def measure_update_times(events: Iterable[Mapping[str, Any]]) -> dict[tuple[str, int], float]:
+def measure_median_update_s_by_replica(
+    events: Iterable[Mapping[str, Any]],
+) -> dict[tuple[str, int], float]:
     """Median of the seconds that a replica itself took of an update, by cell and replica.
 
     Of runs of earlier versions it is that of the pause, in which it also waited for the others.
@@ -83,12 +87,14 @@ def find_replica_slow_at_updates(times: Mapping[tuple[str, int], float]) -> Repl
         return None
     name = max(times, key=lambda key: times[key])
     others = statistics.median(value for key, value in times.items() if key != name)
-    is_slow = times[name] > max(MIN_UPDATE_RATIO * others, others + MIN_UPDATE_GAP_S)
+    is_slow = times[name] > max(
+        MIN_SLOW_UPDATE_TIME_RATIO * others, others + MIN_SLOW_UPDATE_EXCESS_S
+    )
     return ReplicaOutlier(name, times[name], others) if is_slow else None
 
 
 @dataclass(frozen=True, slots=True)
-class OutsideCallsKind:
+class ActivityOutsideCalls:
     """One thing that episodes do outside of model calls."""
 
     name: str
@@ -105,7 +111,7 @@ class OutsideCallsKind:
 
 def group_times_outside_calls(
     episodes: Sequence[BatchEpisode], times_between_calls: Iterable[tuple[str, float]]
-) -> list[OutsideCallsKind]:
+) -> list[ActivityOutsideCalls]:
     """Times outside of model calls by kind, the one that took most first.
 
     `times_between_calls` are the times between calls, by the tool that was called.
@@ -120,7 +126,7 @@ def group_times_outside_calls(
             last = max(call.answered_at for call in calls)
             found["after the last reply (rewards)"].append(one.record.ended_at - last)
     kinds = [
-        OutsideCallsKind(name, sum(times), len(times), max(times))
+        ActivityOutsideCalls(name, sum(times), len(times), max(times))
         for name, times in found.items()
         if sum(times) > 0
     ]

@@ -9,8 +9,11 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
-from areal_hpc.view.answers.slow_parts import measure_replica_tokens_per_s, measure_update_times
+from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
+from areal_hpc.view.answers.slow_parts import (
+    measure_call_tokens_per_s_by_replica,
+    measure_median_update_s_by_replica,
+)
 from areal_hpc.view.answers.step_parts import StepPart, list_mean_step_parts, sum_batch_wait_splits
 from areal_hpc.view.answers.time_judge import SlowRunEvidence, TimeJudge
 from areal_hpc.view.batch_episodes import (
@@ -96,7 +99,7 @@ def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
     split = sum_batch_wait_splits(rows, evidence.episodes)
     parts = list_mean_step_parts(rows, split)
     judge = TimeJudge(evidence, split, step_s)
-    page = build_page_address("metrics", evidence.run, text="time/")
+    page = build_page_url_fragment("metrics", evidence.run, text="time/")
     told = [part for part in parts if part.seconds >= MIN_SHOWN_SHARE * step_s]
     verdicts = [judge.explain_part(part) for part in told]
     cause = verdicts[0].cause if verdicts else ""
@@ -141,8 +144,8 @@ def _format_shares(step_parts: Sequence[StepPart], step_s: float) -> Iterator[st
 
 def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
     """Every replica with its node, speed, time of updates and starts; none of a single one."""
-    speeds = measure_replica_tokens_per_s(evidence.episodes)
-    update_times = measure_update_times(evidence.events)
+    speeds = measure_call_tokens_per_s_by_replica(evidence.episodes)
+    update_times = measure_median_update_s_by_replica(evidence.events)
     starts = Counter(
         (str(row.get("role")), row.get("replica"))
         for row in evidence.events

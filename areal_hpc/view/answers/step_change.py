@@ -11,7 +11,7 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
-from areal_hpc.view.answers.answer import Answer, Finding, build_page_address
+from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
 from areal_hpc.view.answers.happenings import describe_recipe_changes, describe_unusual_events
 from areal_hpc.view.answers.step_task_mix_change import compare_tasks, read_source_row_counts
 from areal_hpc.view.batch_episodes import BatchEpisode, read_batch_episodes
@@ -117,7 +117,7 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
             before,
             episodes,
             read_source_row_counts(paths),
-            _list_recipe_changes(paths, before[0].get("unix_time_s"), end),
+            _describe_recipe_changes_or_error(paths, before[0].get("unix_time_s"), end),
             [one for one in read_all_events(paths.events) if begin <= one["time"] <= end]
             if begin and end
             else [],
@@ -126,7 +126,7 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     )
 
 
-def _list_recipe_changes(
+def _describe_recipe_changes_or_error(
     paths: RunPaths, from_time: float | None, to_time: float | None
 ) -> list[str]:
     if from_time is None or to_time is None:
@@ -148,13 +148,15 @@ def judge_step(evidence: StepComparisonInputs) -> Answer:
     tasks = compare_tasks(run, now, earlier, evidence.source_sizes)
     restarts = list(_describe_restart(run, row, before[-1]))
     recipe_changes = [
-        Finding(one, build_page_address("overview", run)) for one in evidence.recipe_changes
+        Finding(one, build_page_url_fragment("overview", run)) for one in evidence.recipe_changes
     ]
-    calls = list(_describe_calls(run, step, now, earlier))
+    calls = list(_describe_new_call_settings(run, step, now, earlier))
     metrics = list(find_metric_changes(row, before))
-    told = [Finding(one.text, build_page_address("metrics", run, text=one.name)) for one in metrics]
+    told = [
+        Finding(one.text, build_page_url_fragment("metrics", run, text=one.name)) for one in metrics
+    ]
     events = [
-        Finding(one, build_page_address("overview", run))
+        Finding(one, build_page_url_fragment("overview", run))
         for one in describe_unusual_events(evidence.events)
     ]
     causes = [*recipe_changes, *tasks.causes, *restarts, *calls]
@@ -168,7 +170,7 @@ def judge_step(evidence: StepComparisonInputs) -> Answer:
     else:
         headline += "; nothing else differs either"
     where = f"step={step} and kind=train"
-    page = build_page_address("trajectories", run, where=where, sort="reward", order="up")
+    page = build_page_url_fragment("trajectories", run, where=where, sort="reward", order="up")
     return Answer(
         headline, (*findings, Finding(f"the episodes of step {step}, the worst first", page))
     )
@@ -213,14 +215,14 @@ def find_metric_changes(row: Row, rows_before: Sequence[Row]) -> list[MetricChan
 def _describe_restart(run: str, row: Row, last_row: Row) -> Iterator[Finding]:
     if row.get("generation") != last_row.get("generation") and "generation" in row:
         text = f"the trainer was started again before this step (generation {row['generation']})"
-        yield Finding(text, build_page_address("overview", run))
+        yield Finding(text, build_page_url_fragment("overview", run))
 
 
-def _describe_calls(
+def _describe_new_call_settings(
     run: str, step: int, now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode]
 ) -> Iterator[Finding]:
     """Sampling parameters and tools of calls that are new at this step."""
-    page = build_page_address("trajectories", run, where=f"step={step}")
+    page = build_page_url_fragment("trajectories", run, where=f"step={step}")
     sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier_episodes)
     for name in sorted(sampling):
         earlier_values = before.get(name, set())

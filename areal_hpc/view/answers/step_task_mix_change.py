@@ -9,7 +9,7 @@ from itertools import accumulate
 import msgspec
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.answers.answer import Finding, build_page_address
+from areal_hpc.view.answers.answer import Finding, build_page_url_fragment
 from areal_hpc.view.batch_episodes import BatchEpisode
 
 MIN_SOURCE_SHARE_CHANGE = 0.2
@@ -51,7 +51,7 @@ def compare_tasks(
     rewards, before = _group_rewards_by_task(now), _group_rewards_by_task(earlier_episodes)
     if not rewards or not before:
         return TaskFindings()
-    page = build_page_address(
+    page = build_page_url_fragment(
         "trajectories", run, where=f"step={now[0].step} and kind=train", sort="task"
     )
     last = max(one.step for one in earlier_episodes)
@@ -61,8 +61,10 @@ def compare_tasks(
         Finding(one, page)
         for one in _describe_source_share_changes(now, earlier_episodes, source_sizes)
     ]
-    if not any(_describe_move_to_other_lines(usual_now, usual_before)):
-        causes += [Finding(one, page) for one in _describe_move_to_other_lines(rewards, before)]
+    if not any(_describe_shift_to_other_task_range(usual_now, usual_before)):
+        causes += [
+            Finding(one, page) for one in _describe_shift_to_other_task_range(rewards, before)
+        ]
     news = Finding(_describe_new_and_known_tasks(rewards, before), page)
     is_new = _compute_new_task_share(rewards, before) - _compute_new_task_share(
         usual_now, usual_before
@@ -122,7 +124,7 @@ def _compute_source_shares(
     return {source: counts[source] / total for source in range(len(source_sizes))}
 
 
-def _describe_move_to_other_lines(
+def _describe_shift_to_other_task_range(
     rewards: Mapping[int, object], tasks_before: Mapping[int, object]
 ) -> Iterator[str]:
     """Tasks from another part of the set than before: a curriculum went on."""
@@ -185,5 +187,5 @@ def _describe_tasks_with_fallen_reward(
         yield Finding(
             f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
             f"{statistics.fmean(rewards_before[task]):.3f}; {worst.title} has {worst.reward:g}",
-            build_page_address("trajectory", run, row=worst.name),
+            build_page_url_fragment("trajectory", run, row=worst.name),
         )

@@ -5,11 +5,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from areal_hpc.metrics.step_metrics import IDLE_CELLS_METRIC
+from areal_hpc.metrics.step_metrics import CELL_IDLE_S_METRIC
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import (
     Finding,
-    build_page_address,
+    build_page_url_fragment,
     format_keys_with_values,
 )
 from areal_hpc.view.answers.slow_parts import (
@@ -17,8 +17,8 @@ from areal_hpc.view.answers.slow_parts import (
     find_replica_slow_at_updates,
     find_slow_replica,
     group_times_outside_calls,
-    measure_replica_tokens_per_s,
-    measure_update_times,
+    measure_call_tokens_per_s_by_replica,
+    measure_median_update_s_by_replica,
 )
 from areal_hpc.view.answers.step_parts import StepPart
 from areal_hpc.view.answers.wait_split import WaitSplit
@@ -32,7 +32,7 @@ MIN_LAST_TO_MEDIAN_DURATION = 2.0
 MIN_IDLE_SHARE = 0.25
 """Of the time of cells, from which it is told that they had no ticket."""
 SLOW_STORAGE = "the run directory's storage is slow"
-FASTER_STORAGE = "put cluster.fileroot on faster storage"
+FASTER_STORAGE_HINT = "put cluster.fileroot on faster storage"
 MIN_USUAL_CALLS_AT_ONCE = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
 
@@ -90,7 +90,7 @@ class TimeJudge:
                 return self._explain_admission(share)
             case "sealing":
                 text = f"{share}: all episodes of the batch had ended, their rows were sealed"
-                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE)
+                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE_HINT)
             case "weight updates":
                 return self._explain_weight_updates(share)
             case "evaluation":
@@ -99,10 +99,10 @@ class TimeJudge:
                 return self._explain_checkpoints(share)
             case "reading batches":
                 text = f"{share}: shards are read from the storage of the run directory"
-                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE)
+                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE_HINT)
             case "small files":
                 text = f"{share}: metrics are written to the run directory, notes read there"
-                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE)
+                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE_HINT)
             case "training":
                 train, score = (
                     statistics.fmean(list_numbers(self.evidence.rows, f"time/{phase}_s") or [0.0])
@@ -127,7 +127,7 @@ class TimeJudge:
             cause = self._describe_long_awaited_episode(late)
             hint = "bound episodes (rollout.episode_timeout_s, rollout.sampling.max_new_tokens), or"
             hint += " rollout.extra_samples, with which the last ones need not be awaited"
-            page = build_page_address("trajectory", self.evidence.run, row=late.name)
+            page = build_page_url_fragment("trajectory", self.evidence.run, row=late.name)
             return PartVerdict(f"{text}; {cause}", cause, hint, page)
         calls = self._measure_calls_at_once_per_replica()
         if calls is not None:
@@ -155,9 +155,9 @@ class TimeJudge:
         cause = f"{kinds[0].name} takes {kinds[0].mean_s:.2f} s on average"
         if (late := self._find_long_awaited_episode()) is not None:
             cause += f"; {self._describe_long_awaited_episode(late)}"
-            page = build_page_address("trajectory", self.evidence.run, row=late.name)
+            page = build_page_url_fragment("trajectory", self.evidence.run, row=late.name)
             return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
-        page = build_page_address("trajectories", self.evidence.run, sort="seconds")
+        page = build_page_url_fragment("trajectories", self.evidence.run, sort="seconds")
         return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
 
     def _explain_admission(self, share_text: str) -> PartVerdict:
@@ -186,7 +186,9 @@ class TimeJudge:
         if phases and (longest := max(phases, key=lambda name: phases[name])):
             text += f": the longest part is {longest}, {phases[longest]:.2f} s"
         if (
-            slow := find_replica_slow_at_updates(measure_update_times(self.evidence.events))
+            slow := find_replica_slow_at_updates(
+                measure_median_update_s_by_replica(self.evidence.events)
+            )
         ) is not None:
             cause = (
                 f"{self._name_replica_and_place(slow)} takes {slow.value:.2f} s for an update, "
@@ -198,7 +200,10 @@ class TimeJudge:
             else "see docs/weights.md"
         )
         return PartVerdict(
-            text, cause, hint, build_page_address("metrics", self.evidence.run, text="weights/")
+            text,
+            cause,
+            hint,
+            build_page_url_fragment("metrics", self.evidence.run, text="weights/"),
         )
 
     def _explain_evaluation(self, share_text: str) -> PartVerdict:
@@ -208,7 +213,7 @@ class TimeJudge:
         text += f"{statistics.fmean(times):.1f} s each"
         hint = f"evaluation.separate_cell=true, fewer tasks, or a larger {keys}"
         return PartVerdict(
-            text, keys, hint, build_page_address("metrics", self.evidence.run, text="eval")
+            text, keys, hint, build_page_url_fragment("metrics", self.evidence.run, text="eval")
         )
 
     def _explain_checkpoints(self, share_text: str) -> PartVerdict:
@@ -233,21 +238,23 @@ class TimeJudge:
                 text += f"; for {alone / self.split.total_s:.0%} of the waits only its cell worked"
             where = f'cell="{slow.name[0]}"'
             yield Finding(
-                text, build_page_address("trajectories", run, where=where, sort="seconds")
+                text, build_page_url_fragment("trajectories", run, where=where, sort="seconds")
             )
-        receiver = find_replica_slow_at_updates(measure_update_times(self.evidence.events))
+        receiver = find_replica_slow_at_updates(
+            measure_median_update_s_by_replica(self.evidence.events)
+        )
         if receiver is not None and self._name_replica_and_place(receiver) not in explained_limit:
             yield Finding(
                 f"{self._name_replica_and_place(receiver)} takes {receiver.value:.2f} s "
                 f"for an update, the others {receiver.others:.2f} s",
-                build_page_address("metrics", run, text="weights/"),
+                build_page_url_fragment("metrics", run, text="weights/"),
             )
         idle = self._measure_idle_share()
         if idle is not None and idle >= MIN_IDLE_SHARE:
             keys = format_keys_with_values(self.evidence.recipe, "rollout.max_head_offpolicyness")
             yield Finding(
                 f"cells had no ticket for {idle:.0%} of their time ({keys})",
-                build_page_address("metrics", run, text=IDLE_CELLS_METRIC),
+                build_page_url_fragment("metrics", run, text=CELL_IDLE_S_METRIC),
             )
 
     def _find_long_awaited_episode(self) -> BatchEpisode | None:
@@ -274,7 +281,7 @@ class TimeJudge:
         )
 
     def _find_slow_replica(self) -> ReplicaOutlier | None:
-        return find_slow_replica(measure_replica_tokens_per_s(self.evidence.episodes))
+        return find_slow_replica(measure_call_tokens_per_s_by_replica(self.evidence.episodes))
 
     def _measure_calls_at_once_per_replica(self) -> float | None:
         replicas = {
@@ -293,7 +300,7 @@ class TimeJudge:
         pairs = [
             (idle, cells * (get_number(row, "time/step_s") or 0.0))
             for row in self.evidence.rows
-            if (idle := get_number(row, IDLE_CELLS_METRIC)) is not None
+            if (idle := get_number(row, CELL_IDLE_S_METRIC)) is not None
         ]
         total = sum(step_s for _, step_s in pairs)
         return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None

@@ -86,7 +86,7 @@ def _list_changes(episodes: Iterable[BatchEpisode]) -> Iterator[_CountChange]:
             continue
         cell, record = one.record.cell, one.record
         yield from _list_span_changes("episode", cell, [(record.started_at, record.ended_at)])
-        yield from _list_span_changes("in calls", cell, one.call_spans)
+        yield from _list_span_changes("in calls", cell, one.merged_call_spans)
         calls = [(call.asked_at, call.answered_at) for call in one.timed_calls]
         yield from _list_span_changes("call", cell, calls)
 

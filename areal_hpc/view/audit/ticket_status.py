@@ -86,7 +86,7 @@ class AuditReport:
     fault of the accounts, but worth knowing."""
     checkpoint_step: int
     is_finished: bool
-    untrained_episodes: Mapping[str, int]
+    non_training_episodes_by_kind: Mapping[str, int]
     """Number of sealed episodes of each kind of row that is never trained on."""
 
     def list_tickets_with_status(self, status: TicketStatus) -> list[AuditedTicket]:

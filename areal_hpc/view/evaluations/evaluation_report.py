@@ -28,7 +28,7 @@ from areal_hpc.rundir.manifests import (
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.tables import format_table
 
-MEAN_METRIC = "avg@"
+MEAN_METRIC_PREFIX = "avg@"
 """How names of the mean reward of a task's samples begin."""
 
 
@@ -242,8 +242,8 @@ def _find_same_metric(metric: str, other_set: EvaluatedSet) -> str | None:
     """Its name in another evaluation: a mean is the same of any number of samples."""
     if metric in other_set.metrics:
         return metric
-    means = [name for name in other_set.metrics if name.startswith(MEAN_METRIC)]
-    return means[0] if means and metric.startswith(MEAN_METRIC) else None
+    means = [name for name in other_set.metrics if name.startswith(MEAN_METRIC_PREFIX)]
+    return means[0] if means and metric.startswith(MEAN_METRIC_PREFIX) else None
 
 
 def list_left_out(

@@ -105,7 +105,7 @@ def collect_agent_failures(
         yield FailureEvent(
             cause.last_at,
             f"{cause.text} ({failures.share_text})",
-            priority=1 if has_ended_run or failures.have_all_episodes_failed else 8,
+            priority=1 if has_ended_run or failures.is_agent_failing_always else 8,
             details=cause.traceback_lines,
             hint=f"{cause.suggested_fix}, then run the same command again",
         )

@@ -13,13 +13,13 @@ from areal_hpc.errors import ArealError
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import format_metric
-from areal_hpc.recipe.loading import flatten_public_keys
+from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.rundir.manifests import read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import Answer
-from areal_hpc.view.answers.collapse import explain_collapse
+from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.compare import find_differing_keys
@@ -37,7 +37,7 @@ from areal_hpc.view.report.held_out import (
     compare_evaluations,
 )
 from areal_hpc.view.report.recipe_changes_from_defaults import find_changed_keys, format_setting
-from areal_hpc.view.state.alerts_at_newest_step import read_alerts
+from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts
 from areal_hpc.view.state.summary import RunProgress, read_run_progress
 
 SUMMARIZED_METRICS = (
@@ -111,7 +111,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
         )
         for name, paths, recipe in zip(names, runs, recipes, strict=True)
     ]
-    flat = [flatten_public_keys(recipe) for recipe in recipes]
+    flat = [flatten_keys_hiding_private_values(recipe) for recipe in recipes]
     # Evaluations of step 0 stand in a row that trained nothing.
     curves = {
         name: progress.snapshot.steps for name, progress in zip(names, progress_by_run, strict=True)
@@ -160,12 +160,13 @@ def _describe_run(run_name: str, paths: RunPaths, progress: RunProgress) -> RunR
         metrics=tuple(_list_metric_rows(rows)),
         efficiency=measure_efficiency(paths, rows, progress.cell_count),
         audit=tuple(_describe_audit(paths)),
-        alerts=tuple(read_alerts(paths)),
-        answers=(explain_slow_run(paths), explain_collapse(paths)) if rows else (),
+        alerts=tuple(find_run_alerts(paths)),
+        answers=(explain_slow_run(paths), diagnose_collapse(paths)) if rows else (),
         episodes=tuple(choose_example_episodes(paths, progress.step, problems)),
         launches=tuple(_list_launches(paths)),
         recipe=tuple(
-            (key, format_setting(value)) for key, value in flatten_public_keys(recipe).items()
+            (key, format_setting(value))
+            for key, value in flatten_keys_hiding_private_values(recipe).items()
         ),
         problems=tuple(problems),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from areal_hpc.metrics.step_bottleneck import find_main_step_limit
+from areal_hpc.metrics.step_bottleneck import find_step_bottleneck
 from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
@@ -67,7 +67,7 @@ def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterat
         yield unit, f"{held:.2f} while steps were trained"
         for sentence in describe_idle_time(rows, size):
             yield "idle", sentence
-    limits = Counter(limit for row in rows if (limit := find_main_step_limit(row)) is not None)
+    limits = Counter(limit for row in rows if (limit := find_step_bottleneck(row)) is not None)
     if limits:
         told = ", ".join(f"{count} by {limit}" for limit, count in limits.most_common())
         yield "steps limited", told

@@ -22,7 +22,7 @@ from areal_hpc.view.transcripts.conversation import (
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
-MAX_EPISODES_OF_EACH_SORT = 2
+MAX_EPISODES_OF_EACH_KIND = 2
 """Episodes of each sort."""
 MAX_TEXT_CHARS = 4000
 """Of a message: what is longer loses its middle."""
@@ -90,7 +90,7 @@ def pick_good_bad_and_typical(
         for one in sorted(episodes, key=order):
             if one.name not in used:
                 first_of_group.setdefault(one.ticket_id, one)
-        for one in list(first_of_group.values())[:MAX_EPISODES_OF_EACH_SORT]:
+        for one in list(first_of_group.values())[:MAX_EPISODES_OF_EACH_KIND]:
             used.add(one.name)
             yield sort, one
 

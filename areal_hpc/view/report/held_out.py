@@ -40,14 +40,14 @@ def compare_evaluations(
         for name, results in results_by_set.items():
             first, last = results[0], results[-1]
             title = f"{_name_set(run, name)}: step {first.step} to {last.step}"
-            yield from _compare_if_same_tasks(title, first, last)
+            yield from _compare_if_equally_many_tasks(title, first, last)
     judged = [one for one in results_by_run if one[1]]
     for run, results_by_set, tasks in judged[1:]:
         other, its_results, its_tasks = judged[0]
         shared = [name for name in results_by_set if name in its_results]
         for name in shared if tasks == its_tasks else ():
             title = f"{_name_set(other, name)} to {run}, the last evaluation of each"
-            yield from _compare_if_same_tasks(
+            yield from _compare_if_equally_many_tasks(
                 title, its_results[name][-1], results_by_set[name][-1]
             )
 
@@ -56,7 +56,7 @@ def _name_set(run_name: str, set_name: str) -> str:
     return run_name if set_name == VALID_SET_NAME else f"{run_name}, {set_name}"
 
 
-def _compare_if_same_tasks(
+def _compare_if_equally_many_tasks(
     title: str, before: EvaluationResult, after: EvaluationResult
 ) -> Iterator[PairedDifference]:
     n_tasks = len(after.rewards)

@@ -6,20 +6,20 @@ from typing import Any
 from pydantic_core import PydanticUndefined, to_jsonable_python
 
 from areal_hpc.recipe.base import BaseConfig, get_section_class
-from areal_hpc.recipe.loading import flatten_public_keys
+from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.recipe.recipe import Recipe
 
-NO_DEFAULT = "(to be given)"
+NO_DEFAULT_TEXT = "(to be given)"
 """In the place of a default: the key must be given, or this version does not know it."""
 
 
 def find_changed_keys(recipe: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
     """Keys that differ from their default, with the default and the value as text."""
-    for key, value in flatten_public_keys(recipe).items():
+    for key, value in flatten_keys_hiding_private_values(recipe).items():
         default = find_default(key)
         if default is PydanticUndefined:
             if value is not None:
-                yield key, NO_DEFAULT, format_setting(value)
+                yield key, NO_DEFAULT_TEXT, format_setting(value)
         elif to_jsonable_python(default, fallback=str) != to_jsonable_python(value, fallback=str):
             yield key, format_setting(default), format_setting(value)
 

@@ -14,10 +14,10 @@ from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.view.state.run_state import read_launch_time
+from areal_hpc.view.state.run_state import read_last_launch_time
 
 
-def read_alerts(paths: RunPaths) -> list[Alert]:
+def find_run_alerts(paths: RunPaths) -> list[Alert]:
     """What the run's metrics say of it by the rules of its recipe, failures first.
 
     Before its first trained step, which agents that only fail never let it reach, its events do.
@@ -25,13 +25,13 @@ def read_alerts(paths: RunPaths) -> list[Alert]:
     config, rows = read_alerts_config(paths), read_metrics(paths.metrics)
     if any(row.get("episodes") for row in rows) or config.max_failed_episodes is None:
         return find_alerts(rows, config)
-    since = read_launch_time(paths)
+    since = read_last_launch_time(paths)
     events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
-    failing = find_alert_if_all_episodes_failed(events, config.max_failed_episodes)
+    failing = find_alert_if_too_many_episodes_failed(events, config.max_failed_episodes)
     return [failing] if failing else []
 
 
-def find_alert_if_all_episodes_failed(
+def find_alert_if_too_many_episodes_failed(
     events: Sequence[dict[str, Any]], max_failed_share: float
 ) -> Alert | None:
     """The alert of agents whose episodes have only failed so far; None if enough ended well."""

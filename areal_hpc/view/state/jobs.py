@@ -123,7 +123,7 @@ class RunJobs:
         ]
 
     @property
-    def is_short_of_cells(self) -> bool:
+    def is_short_of_jobs_or_cells(self) -> bool:
         """True if a cell is over that the run still needs, or a job that is not the leading one."""
         return bool(self.jobs_ended_before_run or any(job.cells_ended_early for job in self.jobs))
 
@@ -221,7 +221,7 @@ def get_run_state(run: RunJobs) -> str:
         lost = {job.name for job in run.jobs_ended_before_run}
         if lost & LEADER_JOB_NAMES:
             return "leaderless"
-        if run.is_short_of_cells and JobPhase.RUNNING in phases:
+        if run.is_short_of_jobs_or_cells and JobPhase.RUNNING in phases:
             return "running, short of cells"
         named = (("running", JobPhase.RUNNING), ("waiting", JobPhase.WAITING))
         return next((word for word, phase in named if phase in phases), "ending")

@@ -120,8 +120,8 @@ class PlainReporter:
         """Print what a step's metrics say of the run's health that those before did not."""
         if self._alerts is None:  # the recipe is in place once a step is
             self._alerts = AlertTracker(read_alerts_config(self._paths))
-            self._alerts.find_new_alerts(before)
-        for alert in self._alerts.find_new_alerts([*before, row]):
+            self._alerts.take_new_alerts(before)
+        for alert in self._alerts.take_new_alerts([*before, row]):
             self.print_line(format_alert(alert))
 
     def close(self) -> None:

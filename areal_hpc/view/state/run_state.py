@@ -93,7 +93,7 @@ def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
         client.close()
 
 
-def read_launch_time(paths: RunPaths) -> float:
+def read_last_launch_time(paths: RunPaths) -> float:
     """Unix time of the last `run` or `submit`; 0 if that was not written down."""
     try:
         newest = json.loads(paths.provenance.read_bytes())["launches"][-1]
@@ -104,5 +104,5 @@ def read_launch_time(paths: RunPaths) -> float:
 
 def read_events_since_launch(paths: RunPaths) -> list[dict[str, Any]]:
     """The events of the last launch, oldest first, as far as the end of the log has them."""
-    since = read_launch_time(paths)
+    since = read_last_launch_time(paths)
     return [event for event in read_recent_events(paths.events) if event["time"] >= since]

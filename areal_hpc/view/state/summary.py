@@ -23,7 +23,7 @@ from areal_hpc.view.events.run_phase import RunPhaseTracker
 from areal_hpc.view.state.run_state import (
     RunSnapshot,
     read_events_since_launch,
-    read_launch_time,
+    read_last_launch_time,
     read_run_snapshot,
 )
 from areal_hpc.view.tables import format_duration
@@ -95,7 +95,7 @@ def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> l
     events = read_events_since_launch(paths)
     lines = []
     if is_running:
-        if launched_at := read_launch_time(paths):
+        if launched_at := read_last_launch_time(paths):
             lines.append(f"  started           {format_duration(time.time() - launched_at)} ago")
         snapshot = read_run_snapshot(paths, ask_ledger=True)
         phase = RunPhaseTracker.from_events(events).describe(snapshot.ledger)

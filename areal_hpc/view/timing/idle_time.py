@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_WAIT_PHASE, IDLE_CELLS_METRIC
+from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_IDLE_S_METRIC, CELL_WAIT_PHASE
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.rendezvous import is_job_of_cells_on_training_tasks
@@ -65,7 +65,7 @@ def describe_idle_time(
     """Hours that trainer and cells spent waiting for one another, of those they held. Pure."""
     hours = _sum_hours(rows, "time/step_s")
     waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)
-    idle = _sum_hours(rows, IDLE_CELLS_METRIC)
+    idle = _sum_hours(rows, CELL_IDLE_S_METRIC)
     per_cell = held_gpus_or_nodes.cells / max(held_gpus_or_nodes.cell_count, 1)
     trainer = _format_hours(
         waited * held_gpus_or_nodes.trainer,

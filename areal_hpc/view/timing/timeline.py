@@ -29,7 +29,7 @@ PLACED_PHASES_IN_ORDER = (
 TRAINER_PROCESS = "trainer-trainer"
 PROXY_ROLE, DRIVER_ROLE = "proxy", "driver"
 EPISODES_LANE, REPLICA_LANE = "episodes", "replica "
-AGENT_LANE = "recorded by agents"
+AGENT_RECORDED_CALLS_LANE = "recorded by agents"
 """Of calls that no replica of the cell answered."""
 PLACED_PHASES_NOTE = (
     "Of the trainer's phases only lengths are recorded: they are placed one after another."
@@ -54,7 +54,7 @@ class Track:
     @property
     def is_of_calls(self) -> bool:
         """True for the model calls at one replica."""
-        is_call_lane = self.lane.startswith(REPLICA_LANE) or self.lane == AGENT_LANE
+        is_call_lane = self.lane.startswith(REPLICA_LANE) or self.lane == AGENT_RECORDED_CALLS_LANE
         return is_call_lane and split_process_name(self.process)[1] == PROXY_ROLE
 
 
@@ -100,7 +100,7 @@ def read_timeline(
     tracks = add_rewards_and_call_times(tracks, trained)
     told = {cell for cell, role in map(split_process_name, names) if role == DRIVER_ROLE}
     recorded = [
-        _record_trained_episode(one)
+        _convert_trained_episode(one)
         for one in trained
         if one.is_timed and one.record.cell not in told
     ]
@@ -188,7 +188,7 @@ class RecordedEpisode:
     calls: tuple[CallRecord, ...]
 
 
-def _record_trained_episode(episode: BatchEpisode) -> RecordedEpisode:
+def _convert_trained_episode(episode: BatchEpisode) -> RecordedEpisode:
     facts = {
         "step": episode.step,
         "reward": episode.reward,
@@ -225,14 +225,14 @@ def read_untrained_episodes(
                     and records[0].started_at <= to_time
                     and from_time <= records[0].ended_at
                 ):
-                    yield _record_untrained_episode(
+                    yield _build_untrained_episode(
                         one.kind, f"{sealed.file}/{one.rows[0]}", records
                     )
         except (ShardError, IndexError) as error:
             problems.append(f"{sealed.file}: {error}")
 
 
-def _record_untrained_episode(
+def _build_untrained_episode(
     kind: str, shard_name: str, records: Sequence[RowRecord]
 ) -> RecordedEpisode:
     first = records[0]
@@ -253,7 +253,7 @@ def build_tracks_of_records(episodes: Sequence[RecordedEpisode]) -> Iterator[Tra
                 span = _build_call_slice(one.slice.name, call)
                 by_replica.setdefault(call.replica, []).append(span)
         for replica in sorted(by_replica):
-            lane = f"{REPLICA_LANE}{replica}" if replica >= 0 else AGENT_LANE
+            lane = f"{REPLICA_LANE}{replica}" if replica >= 0 else AGENT_RECORDED_CALLS_LANE
             yield Track(f"{cell}-{PROXY_ROLE}", lane, by_replica[replica])
         times = [
             list(merge_spans((call.asked_at, call.answered_at) for call in one.calls))

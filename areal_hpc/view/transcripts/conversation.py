@@ -15,7 +15,7 @@ from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
-MIN_COLUMN_CELLS = 36
+MIN_COLUMN_WIDTH = 36
 """Narrower columns are hard to read: further episodes of a group go below."""
 COLUMN_GAP = " │ "
 INDENT = "  "
@@ -38,7 +38,7 @@ def _format_group(found_rows: Sequence[FoundRow], width: int) -> Iterator[str]:
     for message in get_messages(rows[0])[:shared]:
         yield from _format_message(message, width)
     columns = max(
-        1, min(len(rows), (width + len(COLUMN_GAP)) // (MIN_COLUMN_CELLS + len(COLUMN_GAP)))
+        1, min(len(rows), (width + len(COLUMN_GAP)) // (MIN_COLUMN_WIDTH + len(COLUMN_GAP)))
     )
     column_width = (width + len(COLUMN_GAP)) // columns - len(COLUMN_GAP)
     for begin in range(0, len(rows), columns):

@@ -42,11 +42,11 @@ class FieldReader(Protocol):
     """One row, whose fields are looked up by name."""
 
     def get_field(self, field_name: str) -> FieldValue:
-        """The value of a field that `FieldTypes` knows."""
+        """The value of a field that `FindFieldType` knows."""
         ...
 
 
-FieldTypes = Callable[[str], type[float] | type[str] | None]
+FindFieldType = Callable[[str], type[float] | type[str] | None]
 """Type of the field of a name; None if there is no such field."""
 
 
@@ -115,7 +115,7 @@ class _Token:
     is_quoted: bool = False
 
 
-def parse_filter(text: str, types: FieldTypes, field_names: Sequence[str]) -> Expression:
+def parse_filter(text: str, types: FindFieldType, field_names: Sequence[str]) -> Expression:
     """What an expression says.
 
     Raises:
@@ -125,7 +125,7 @@ def parse_filter(text: str, types: FieldTypes, field_names: Sequence[str]) -> Ex
 
 
 class _Parser:
-    def __init__(self, text: str, types: FieldTypes, field_names: Sequence[str]) -> None:
+    def __init__(self, text: str, types: FindFieldType, field_names: Sequence[str]) -> None:
         self._text, self._types, self._field_names = text, types, field_names
         self._level = 0
         if len(text) > MAX_EXPRESSION_CHARS:
@@ -186,18 +186,18 @@ class _Parser:
             self._level -= 1
 
     def _parse_comparison(self) -> Comparison:
-        field = self._pop_token("a field").text
+        field = self._pop_any_token_or_raise("a field").text
         kind = self._types(field)
         if kind is None:
             self._raise_filter_error(f"there is no field {field!r}")
-        sign = self._pop_token(f"one of {' '.join(_OPERATOR_SIGNS)} after {field}").text.replace(
-            "==", "="
-        )
+        sign = self._pop_any_token_or_raise(
+            f"one of {' '.join(_OPERATOR_SIGNS)} after {field}"
+        ).text.replace("==", "=")
         if sign not in _OPERATOR_SIGNS:
             self._raise_filter_error(
                 f"expected one of {' '.join(_OPERATOR_SIGNS)} after {field}, got {sign!r}"
             )
-        wanted = self._pop_token(f"a value after {field} {sign}").text
+        wanted = self._pop_any_token_or_raise(f"a value after {field} {sign}").text
         if kind is str:
             if sign not in ("=", "!=", "~"):
                 self._raise_filter_error(f"{field} is a text, which takes =, != or ~, got {sign}")
@@ -216,7 +216,7 @@ class _Parser:
             return True
         return False
 
-    def _pop_token(self, expected: str) -> _Token:
+    def _pop_any_token_or_raise(self, expected: str) -> _Token:
         if not self._tokens:
             self._raise_filter_error(f"expected {expected}, got the end")
         return self._tokens.pop(0)

@@ -216,7 +216,7 @@ ROW_FIELDS: dict[str, RowField] = {
     "note": RowField(str, "the notes of its rewards", _get_notes),
     "text": RowField(str, "its messages, as JSON", _get_messages_json),
 }
-FIELD_NAMES = [*ROW_FIELDS, f"{PART_PREFIX}NAME", f"{METRIC_PREFIX}NAME"]
+FIELD_NAMES_FOR_HELP = [*ROW_FIELDS, f"{PART_PREFIX}NAME", f"{METRIC_PREFIX}NAME"]
 
 
 def get_field_type(field_name: str) -> type[float] | type[str] | None:
@@ -250,12 +250,14 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
         RecipeError: The query is none, or there is no such row or ticket.
         ShardError: A shard is damaged.
     """
-    wanted = parse_filter(query.where, get_field_type, FIELD_NAMES) if query.where else None
+    wanted = (
+        parse_filter(query.where, get_field_type, FIELD_NAMES_FOR_HELP) if query.where else None
+    )
     if query.sort_by and get_field_type(query.sort_by) is None:
         raise RecipeError(
             f"there is no field {query.sort_by!r}",
             key="--sort",
-            hint=f"sort by one of {', '.join(FIELD_NAMES)}",
+            hint=f"sort by one of {', '.join(FIELD_NAMES_FOR_HELP)}",
         )
     found: list[tuple[FieldValue, FoundRow]] = []
     total = 0
@@ -266,7 +268,7 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
         shard.forget_read_rows()
         total += shard.reader.num_rows
     if not found:
-        _raise_if_number_or_ticket_missing(path, query, total)
+        _raise_if_number_or_ticket_was_asked(path, query, total)
     if query.sort_by:
         with_key = [one for one in found if one[0] is not None]
         without = [one for one in found if one[0] is None]
@@ -287,7 +289,7 @@ def _list_rows_of_number_or_ticket(shard: SearchedShard, query: RowQuery) -> lis
     return rows
 
 
-def _raise_if_number_or_ticket_missing(path: Path, query: RowQuery, total: int) -> None:
+def _raise_if_number_or_ticket_was_asked(path: Path, query: RowQuery, total: int) -> None:
     """Nothing was found: an error if a row or a ticket was asked for by its number."""
     if query.number is not None:
         raise RecipeError(

@@ -22,7 +22,7 @@ from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.process_group import (
     UpdateProcessGroup,
-    exempt_update_groups_from_nccl_watchdog,
+    exempt_later_groups_from_nccl_watchdog,
 )
 from areal_hpc.weights.transports.transport import InspectBucket, Transport, UpdateRequest
 from areal_hpc.weights.update_session import UpdateInProgress, UpdateSession, log
@@ -64,16 +64,18 @@ class BroadcastSession(UpdateSession):
         }
         route = "init_weights_update_group"
         joining = [
-            self._calls.submit(member.post_during_transfer, route, body | {"rank_offset": first})
+            self._calls.submit(
+                member.post_with_update_timeout, route, body | {"rank_offset": first}
+            )
             for member, first in zip(self._members, self._first_ranks, strict=False)
         ]
         self._run_collective(joining, group.join)
         for call in joining:
             call.result()
 
-    def pause_replicas(self) -> None:
+    def fence_and_pause_replicas(self) -> None:
         """Stop generation and open the update session."""
-        super().pause_replicas()
+        super().fence_and_pause_replicas()
         self._loading = []
         self._call_all(lambda member: member.begin_update())
 
@@ -119,7 +121,7 @@ class BroadcastSession(UpdateSession):
         fault_point("weights.before_end")
         self._await_loaded()
         began = time.monotonic()
-        self._call_all(lambda member: member.post_during_transfer("end_weight_update"))
+        self._call_all(lambda member: member.post_with_update_timeout("end_weight_update"))
         self.load_s += time.monotonic() - began
 
     def close(self) -> None:
@@ -194,10 +196,10 @@ class BroadcastTransport(Transport[BroadcastSession]):
         super().__init__(config, service_key, "cuda" if backend == "nccl" else "cpu")
         self._backend = backend
         if backend != "gloo":
-            exempt_update_groups_from_nccl_watchdog()
+            exempt_later_groups_from_nccl_watchdog()
         self._open_bucket = (
             OpenBucket
-            if sends_in_place(backend, config.replicas_per_group or 1)
+            if sends_tensors_unpacked(backend, config.replicas_per_group or 1)
             else PackingBuffers(device).open_bucket
         )
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
@@ -222,7 +224,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
             self._reuse_or_form_groups(update, update_request)
         with timer.time_phase("pause_call"):
             update.run_step_dropping_failed_groups(
-                "pause", lambda session: session.pause_replicas()
+                "pause", lambda session: session.fence_and_pause_replicas()
             )
         with timer.time_phase("transfer"):
             fill_and_send_buckets(
@@ -288,7 +290,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         super().close()
 
 
-def sends_in_place(backend: str, replicas_per_group: int) -> bool:
+def sends_tensors_unpacked(backend: str, replicas_per_group: int) -> bool:
     """Whether every parameter is a message of its own, or a bucket is packed into one.
 
     For gloo a copy is a third of the work of sending; NCCL copies for nothing and pays per message.

@@ -114,7 +114,7 @@ class DiskSession(UpdateSession):
         """Have the replica load a folder in place of its weights."""
         began = time.monotonic()
         request = LoadWeightsRequest(folder, str(version))
-        self._call_all(lambda member: member.post_during_transfer("load", request))
+        self._call_all(lambda member: member.post_with_update_timeout("load", request))
         self.load_s = time.monotonic() - began
 
 
@@ -152,7 +152,7 @@ class DiskTransport(Transport[DiskSession]):
             )
         with timer.time_phase("pause_call"):
             update.run_step_dropping_failed_groups(
-                "pause", lambda session: session.pause_replicas()
+                "pause", lambda session: session.fence_and_pause_replicas()
             )
         with timer.time_phase("load"):
             update.run_step_dropping_failed_groups(

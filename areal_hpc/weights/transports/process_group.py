@@ -43,7 +43,7 @@ _REFUSAL_POLL_S = 0.02
 _POLLER = CollectiveWorkPoller()
 
 
-def exempt_update_groups_from_nccl_watchdog() -> None:
+def exempt_later_groups_from_nccl_watchdog() -> None:
     """Have torch leave the NCCL groups of this process that are made from now on to us.
 
     It reads these variables as it makes a group. Those of the trainer's world exist by now, and

@@ -13,7 +13,7 @@ from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
-from areal_hpc.weights.digester import BucketDigester, ExpectedDigests
+from areal_hpc.weights.digester import BucketDigester, DigestsByTpSizeAndRank
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.replica_client import ReplicaClient, get_update_step_timeout_s
 from areal_hpc.weights.update_session import SessionT, UpdateInProgress
@@ -43,7 +43,7 @@ class UpdateReport:
     ok: tuple[ReplicaKey, ...]
     """Verified and open to agents."""
     failed: dict[ReplicaKey, WeightSyncError]
-    """Left out of service; `discover_outdated_replicas` names them for a full resend."""
+    """Left out of service; `discover_outdated_training_replicas` names them for a full resend."""
     size_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
@@ -85,11 +85,12 @@ class Transport(ABC, Generic[SessionT]):
                 self._verify(update, update_request.version, digester)
             with timer.time_phase("flush"):
                 update.run_step_dropping_failed_groups(
-                    "flush", lambda session: session.flush_caches()
+                    "flush", lambda session: session.flush_caches_unless_in_place()
                 )
             with timer.time_phase("resume"):
                 update.run_step_dropping_failed_groups(
-                    "resume", lambda session: session.resume_replicas(update_request.version)
+                    "resume",
+                    lambda session: session.resume_and_reopen_replicas(update_request.version),
                 )
         except BaseException:  # boundary: whatever stops the sender, no replica may wait for it
             update.fail_all_sessions()
@@ -110,7 +111,7 @@ class Transport(ABC, Generic[SessionT]):
         digester: BucketDigester | None,
     ) -> None:
         """Have every replica tell what it holds, while this process finds out what it sent."""
-        expected: Future[ExpectedDigests] | None = Future() if digester else None
+        expected: Future[DigestsByTpSizeAndRank] | None = Future() if digester else None
         settle = update.start_step(
             "verify",
             lambda session: session.verify(version, expected, self._replica_device),

@@ -7,7 +7,7 @@ import pytest
 import uvloop
 
 from areal_hpc.errors import ParserLostError, ProxyRequestError
-from areal_hpc.proxy.engine.reply import PartialReply
+from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.parsers import ToolGrammarRequest
 
@@ -68,7 +68,7 @@ def test_a_text_that_parsers_find_no_end_with_is_kept_as_it_is(tmp_path: Path) -
         try:
             whole = parsers.build_reply_parser([], "")
             said = await asyncio.wait_for(whole.feed("[f(a=1, ", is_last=True), PATIENCE_S)
-            assert said == PartialReply("[f(a=1, ")
+            assert said == ReplyContent("[f(a=1, ")
             streamed = parsers.build_reply_parser([], "")
             with pytest.raises(ProxyRequestError, match=r"took longer than 0\.6 s"):
                 await asyncio.wait_for(streamed.feed("[f("), PATIENCE_S)

@@ -8,7 +8,7 @@ import httpx
 import numpy as np
 import pytest
 
-from areal_hpc.proxy.http.driver_api import MAX_EXPORTED_SESSIONS
+from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.signing import RequestSigner
 from tests.contract.proxy.talk import QUESTION, turn
@@ -60,7 +60,7 @@ def test_an_export_whose_reply_was_lost_is_made_again_even_by_another_proxy(stag
 
 
 def test_exported_sessions_are_forgotten_when_enough_others_are_exported(stage: Stage) -> None:
-    sessions = [stage.open_session() for _ in range(MAX_EXPORTED_SESSIONS + 1)]
+    sessions = [stage.open_session() for _ in range(MAX_KEPT_EXPORTED_SESSIONS + 1)]
     for session_id, key in sessions:
         stage.end_session(key)
         assert export(stage, session_id).status_code == 200

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.engine.grammar_limits import MAX_NEW_GRAMMARS_PER_SESSION
+from areal_hpc.proxy.engine.grammar_limits import MAX_COMPILING_GRAMMARS_PER_SESSION
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import QUESTION
 from tests.support.proxy_stage import Stage
@@ -48,7 +48,7 @@ def test_new_grammars_of_a_session_are_few_at_a_time_until_they_were_used(
 ) -> None:
     gate = threading.Event()
     stage.sglang.script = lambda request: Script(gate=gate)
-    most = MAX_NEW_GRAMMARS_PER_SESSION
+    most = MAX_COMPILING_GRAMMARS_PER_SESSION
     with ThreadPoolExecutor(most) as agents:
         calls = [agents.submit(stage.ask, key, "hi", regex=f"new{i}") for i in range(most)]
         wait_for(lambda: len(stage.sglang.requests) == most)

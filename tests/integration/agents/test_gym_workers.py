@@ -13,7 +13,7 @@ from areal_hpc.agents.gyms.gym_agent import GymAgent
 from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker, build_gym_worker_pool
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
-from areal_hpc.errors import AgentError, ArealError, NodeShortageError, RecipeError
+from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from tests.support.gym_stage import GymStage
 
@@ -64,7 +64,7 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
     [
         ("fail", AgentError, "ValueError: not that", True),
         ("nan", AgentError, "ValueError: Out of range float", True),
-        ("run short", NodeShortageError, "RuntimeError: no tool server", False),
+        ("run short", NodeResourceShortageError, "RuntimeError: no tool server", False),
         ("leave", AgentError, "has ended", False),
         ("sleep", AgentError, "did not answer within 0.5 s", False),
     ],

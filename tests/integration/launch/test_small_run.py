@@ -12,7 +12,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import areal_hpc
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.metrics.catalogue import find_metric
-from areal_hpc.metrics.step_bottleneck import PHASES_BY_LIMIT, compute_time_shares_by_limit
+from areal_hpc.metrics.step_bottleneck import (
+    PHASES_BY_SYSTEM_PART,
+    compute_time_shares_by_system_part,
+)
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.jsonl import read_lines
@@ -21,7 +24,7 @@ from tests.support.commands import exit_code_of, run_program, said_by
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SmallRun
 
-PHASES = {f"time/{phase}_s" for phases in PHASES_BY_LIMIT.values() for phase in phases}
+PHASES = {f"time/{phase}_s" for phases in PHASES_BY_SYSTEM_PART.values() for phase in phases}
 pytestmark = pytest.mark.timeout(400)
 
 BETWEEN_PHASES_S = 0.1
@@ -52,10 +55,10 @@ def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: S
         # What lies between phases takes milliseconds; these steps take few hundreds of them.
         assert phases_s >= 0.97 * row["time/step_s"] - BETWEEN_PHASES_S, row["step"]
         assert (
-            sum(compute_time_shares_by_limit(row).values())
+            sum(compute_time_shares_by_system_part(row).values())
             >= 0.97 - BETWEEN_PHASES_S / row["time/step_s"]
         )
-        assert row["limit"] in PHASES_BY_LIMIT
+        assert row["limit"] in PHASES_BY_SYSTEM_PART
         assert row["generation"] == (1 if row["step"] <= 3 else 2)  # another test asks for more
     times = [row["unix_time_s"] for row in rows]
     assert times == sorted(times)

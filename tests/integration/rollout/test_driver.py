@@ -399,7 +399,7 @@ def test_a_held_out_task_that_no_node_can_play_scores_0_and_ends_no_driver(
     assert "could be played" in cell.ledger.dropped[lost]
     assert cell.ledger.causes == {lost: ""}, "else the ledger takes it for the agent's fault"
     tries = len(cell.events("episode_interrupted"))
-    assert tries >= shortages.MAX_HELD_OUT_VERDICTS
+    assert tries >= shortages.MAX_HELD_OUT_SHORTAGES
 
 
 UNLUCKY = Fails(lambda task, _: task == 0)

@@ -13,9 +13,9 @@ import pytest
 
 from areal_hpc.agents.harbor_agent import HarborAgent
 from areal_hpc.dataset.harbor.repair_task_generator import write_repair_tasks
-from areal_hpc.dataset.harbor.task_check import check_tasks
+from areal_hpc.dataset.harbor.task_check import judge_oracle_and_null_of_tasks
 from areal_hpc.dataset.harbor.task_folder import read_task_folder, read_task_folders
-from areal_hpc.errors import NodeShortageError, RecipeError
+from areal_hpc.errors import NodeResourceShortageError, RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
 from areal_hpc.reward import harbor
 from areal_hpc.reward.harbor import find_harbor_task
@@ -30,7 +30,9 @@ from tests.support.gym_stage import GymStage, call_tool
 from tests.support.root_file_system import make_root_file_system
 
 PATH = "tests.integration.rollout.harbor_agents.Playing"
-RUNTIMES = [name for name in find_installed_runtimes() if make_runtime(name).takes_root]
+RUNTIMES = [
+    name for name in find_installed_runtimes() if make_runtime(name).supports_root_file_system
+]
 MODULE = "running_total"
 ANSWER = f"/app/{MODULE}.py"
 
@@ -74,7 +76,12 @@ async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = Fal
 def test_solutions_are_right_and_nothing_is_wrong(name: str, tasks: Path) -> None:
     async def check() -> list[tuple[float, float]]:
         rows = read_task_folders(tasks, "x")[:3]
-        told = [one async for one in check_tasks(rows, make_runtime(name), SandboxSpec(), 2)]
+        told = [
+            one
+            async for one in judge_oracle_and_null_of_tasks(
+                rows, make_runtime(name), SandboxSpec(), 2
+            )
+        ]
         assert all(one.is_sound for one in told)
         return [(one.oracle.value, one.null.value) for one in told if one.oracle]
 
@@ -200,11 +207,13 @@ def test_tests_without_a_verdict_say_so(
         reward = finish(judge_after(row))
         assert (reward.value, reward.metrics) == (0.0, {"no_verdict": 1.0})
         assert said in reward.note
-    with pytest.raises(NodeShortageError, match="could not be put into its sandbox"):
+    with pytest.raises(NodeResourceShortageError, match="could not be put into its sandbox"):
         finish(judge_after(row, is_loaded=True))
     shutil.rmtree(folder / "tests")
     monkeypatch.setattr(harbor, "READ_RETRY_S", 0.0)
-    with pytest.raises(NodeShortageError, match="the files of a Harbor task cannot be read"):
+    with pytest.raises(
+        NodeResourceShortageError, match="the files of a Harbor task cannot be read"
+    ):
         finish(judge_after(row))  # no fault of the agent, which would be trained with 0
 
 

@@ -215,9 +215,9 @@ def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_it
         try:
             folder = HarnessFolder(sandbox)
             await folder.fill(task)
-            assert await folder.read_diff() == ""
+            assert await folder.compute_diff_against_source() == ""
             await folder.run(["/bin/sh", "-c", forged], {}, 30.0)
-            found.append(await folder.read_diff())
+            found.append(await folder.compute_diff_against_source())
         finally:
             await sandbox.stop()
 

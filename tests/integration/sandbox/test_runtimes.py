@@ -244,7 +244,9 @@ def test_a_command_is_killed_that_has_no_session_of_its_own_yet() -> None:
             process.kill()
 
 
-@pytest.mark.parametrize("name", [one for one in NAMES if make_runtime(one).takes_root])
+@pytest.mark.parametrize(
+    "name", [one for one in NAMES if make_runtime(one).supports_root_file_system]
+)
 def test_a_root_file_system_is_written_over_and_stays(name: str, root: Path) -> None:
     isolating = make_runtime(name)
 

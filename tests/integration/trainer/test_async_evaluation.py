@@ -93,7 +93,7 @@ class Court:
         give_up_at = time.monotonic() + LIMIT_S
         while not until():
             assert time.monotonic() < give_up_at
-            match self.coordinator.next_command():
+            match self.coordinator.choose_next_command_and_wait_briefly():
                 case PublishWeightsCommand(shares):
                     weights = iter([(SPECS[0].name, torch.ones(16))])
                     self.coordinator.publish_weights(shares, weights)

@@ -148,7 +148,7 @@ def train(coordinator: Coordinator, steps: int) -> float:
     step = 0
     while step < steps:
         assert time.monotonic() - began < 100
-        command = coordinator.next_command()
+        command = coordinator.choose_next_command_and_wait_briefly()
         if isinstance(command, PublishWeightsCommand):
             coordinator.publish_weights(command.shares, iter([(SPECS[0].name, torch.ones(16))]))
         elif isinstance(command, TrainOnBatchCommand):
@@ -171,11 +171,11 @@ def test_a_step_that_takes_longer_than_a_cell_may_be_missing_is_no_reason_to_giv
 ) -> None:
     start_ledger(stack, tmp_path, CellThatStarts, "control-cell-0")
     coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=0.5)
-    assert coordinator.next_command() == WaitCommand(), (
+    assert coordinator.choose_next_command_and_wait_briefly() == WaitCommand(), (
         "its replica is there, and takes nothing yet"
     )
     time.sleep(1.0)
-    assert coordinator.next_command() == WaitCommand()
+    assert coordinator.choose_next_command_and_wait_briefly() == WaitCommand()
 
 
 class EmptySource(BatchSource):
@@ -196,11 +196,11 @@ def test_a_stop_saves_what_was_trained_unless_that_is_given_up(
     )
     coordinator.on_trained(WeightVersion(1, 1), {})
     stop.request()
-    command = coordinator.next_command()
+    command = coordinator.choose_next_command_and_wait_briefly()
     if not is_given_up:
         assert isinstance(command, SaveCheckpointCommand)
         coordinator.on_checkpoint_started(0.0)
-        command = coordinator.next_command()
+        command = coordinator.choose_next_command_and_wait_briefly()
     assert command == StopCommand(finished=not is_given_up)
 
 

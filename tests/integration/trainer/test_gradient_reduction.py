@@ -8,7 +8,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.recipe.sections.trainer import ActivationConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model import policy as policy_module
 from areal_hpc.trainer.model.policy import Policy
@@ -39,11 +39,11 @@ def note_begun_reductions(policy: Policy) -> list[int]:
 def check_buckets(parallel: ParallelConfig) -> None:
     for arch in (DENSE, MIXTURE):
         own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
-        whole = build(arch, own, ActivationConfig())
+        whole = build(arch, own, ActivationMemoryConfig())
         expected = compute_gradients(whole)
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(policy_module, "GRADIENT_BUCKET_ELEMENTS", SMALL_BUCKET)
-            policy = build(arch, own, ActivationConfig())
+            policy = build(arch, own, ActivationMemoryConfig())
         count = len(list_bucket_groups(policy))
         assert count > len(list_bucket_groups(whole)) + 2
         begun = note_begun_reductions(policy)

@@ -16,7 +16,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.moe.experts import SequentialMLP
 from megatron.core.transformer.moe.token_dispatcher import MoEAlltoAllTokenDispatcher
 
-from areal_hpc.recipe.sections.trainer import ActivationConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.kernels.swiglu import swiglu
 from areal_hpc.trainer.model.policy import Policy
@@ -69,9 +69,9 @@ def score(policy: Policy) -> torch.Tensor:
 
 
 def check_against_loop(parallel: ParallelConfig) -> None:
-    grouped = build(MIXTURE, parallel, ActivationConfig())
+    grouped = build(MIXTURE, parallel, ActivationMemoryConfig())
     found = score(grouped)
-    looping = build(MIXTURE, parallel, ActivationConfig())
+    looping = build(MIXTURE, parallel, ActivationMemoryConfig())
     groups = ProcessGroupCollection.use_mpu_process_groups()
     for layer in (layer.mlp for layer in looping.gpt.decoder.layers):
         loop = build_loop(layer.experts)
@@ -112,7 +112,9 @@ def test_on_two_ranks(scenario: Scenario, paths: RunPaths) -> None:
 def test_a_layer_has_six_kernels_for_its_experts_and_not_three_for_each(
     scenario: Scenario, paths: RunPaths
 ) -> None:
-    experts = build(MIXTURE, ParallelConfig(), ActivationConfig()).gpt.decoder.layers[0].mlp.experts
+    experts = (
+        build(MIXTURE, ParallelConfig(), ActivationMemoryConfig()).gpt.decoder.layers[0].mlp.experts
+    )
     rows_RH, weights_R = torch.randn(12, MIXTURE.hidden), torch.rand(12)
     counts_E = torch.tensor([3, 4, 0, 5])
 

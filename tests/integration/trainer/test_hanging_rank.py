@@ -4,7 +4,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from areal_hpc.errors import LostPeerError
+from areal_hpc.errors import LostTrainerRankError
 from tests.support.environments import CHECKOUT
 
 RANK = """
@@ -13,7 +13,7 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from areal_hpc.errors import LostPeerError
+from areal_hpc.errors import LostTrainerRankError
 from areal_hpc.jobs.processes.native_call_threads import (
     exit_at_block_end_if_native_calls_run, note_library_threads_may_outlast_exit
 )
@@ -54,7 +54,7 @@ with exit_at_block_end_if_native_calls_run():
         note_library_threads_may_outlast_exit("torch.distributed")
         with watch_ranks(progress):
             work()
-    except LostPeerError as lost:
+    except LostTrainerRankError as lost:
         print(lost.problems[0].message, flush=True)
         sys.exit(lost.exit_code)
 """
@@ -78,7 +78,7 @@ def test_the_rank_that_waits_names_the_one_that_hangs_and_where(tmp_path: Path) 
             hanging.kill()  # else the end of this block would wait until it has slept
         assert hanging.stderr is not None
         stacks = hanging.stderr.read()
-    assert waiting.returncode == LostPeerError.exit_code, waiting.stderr + stacks
+    assert waiting.returncode == LostTrainerRankError.exit_code, waiting.stderr + stacks
     said = "behind all others: rank 1 at forward passes, forward of micro-batch 2 for "
     assert f"a trainer rank hangs: {said}" in waiting.stdout
     assert f"the trainer stands still: {said}" in waiting.stderr

@@ -7,7 +7,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.recipe.sections.trainer import ActivationConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
@@ -50,7 +50,7 @@ def make_rows() -> list[TrainingRow]:
 
 def check_reads(scenario: Scenario, paths: RunPaths, arch: Architecture) -> None:
     learner = make_learner(scenario, paths)
-    policy = build(arch, ParallelConfig(), ActivationConfig())
+    policy = build(arch, ParallelConfig(), ActivationMemoryConfig())
     batches = make_micro_batches_of_this_rank(policy, make_rows(), CHANNELS, max_tokens=64)
     assert len(batches) > 1
 

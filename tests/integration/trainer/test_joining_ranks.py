@@ -17,7 +17,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 # isort: split
 from megatron.core import parallel_state
 
-from areal_hpc.errors import ClusterError, LostPeerError
+from areal_hpc.errors import ClusterError, LostTrainerRankError
 from areal_hpc.jobs.node.topology import TaskPosition
 from areal_hpc.jobs.processes.native_call_threads import (
     NativeCallThread,
@@ -135,6 +135,6 @@ def test_so_does_a_peer_that_is_lost_while_groups_are_made(
 
     with monkeypatch.context() as patch:
         patch.setattr(parallel_state, "initialize_model_parallel", lose_peer)
-        with pytest.raises(LostPeerError):
+        with pytest.raises(LostTrainerRankError):
             run_rank(job)
     assert list_libraries_with_own_threads() == ["torch.distributed"]

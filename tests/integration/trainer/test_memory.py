@@ -11,7 +11,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 # isort: split
 from areal_hpc.recipe.sections.trainer import (
     KEEP_ALL_ACTIVATIONS,
-    ActivationConfig,
+    ActivationMemoryConfig,
     ParallelConfig,
     TrainerConfig,
 )
@@ -30,7 +30,9 @@ DENSE = Architecture("qwen2", 1, 256, 8, 8, 32, 768, 512, 1e-6, 1e4, None, tied=
 MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 192, norm_weights=True))
 
 
-def count_kept(arch: Architecture, activations: ActivationConfig = KEEP_ALL_ACTIVATIONS) -> int:
+def count_kept(
+    arch: Architecture, activations: ActivationMemoryConfig = KEEP_ALL_ACTIVATIONS
+) -> int:
     """Float32 numbers that autograd holds between forward and backward, weights apart."""
     policy = build_policy(arch, ParallelConfig(), torch.float32, torch.device("cpu"), activations)
     for parameter in policy.gpt.parameters():

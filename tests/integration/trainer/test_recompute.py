@@ -10,7 +10,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.recipe.sections.trainer import ActivationConfig, ParallelConfig
+from areal_hpc.recipe.sections.trainer import ActivationMemoryConfig, ParallelConfig
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model import activation_offload
@@ -35,7 +35,9 @@ SETTINGS = [
 LENGTHS = (60, 33, 47, 21)
 
 
-def build(arch: Architecture, parallel: ParallelConfig, activations: ActivationConfig) -> Policy:
+def build(
+    arch: Architecture, parallel: ParallelConfig, activations: ActivationMemoryConfig
+) -> Policy:
     policy = build_policy(arch, parallel, torch.float32, torch.device("cpu"), activations)
     parts = {}
 
@@ -74,10 +76,10 @@ def check_settings(parallel: ParallelConfig) -> None:
     activation_offload.MIN_OFFLOADED_BYTES = 1
     for arch in (DENSE, MIXTURE):
         own = parallel if arch.experts else parallel.model_copy(update={"ep": 1})
-        expected = compute_gradients(build(arch, own, ActivationConfig()))
+        expected = compute_gradients(build(arch, own, ActivationMemoryConfig()))
         assert any(tensor.abs().max() > 0 for tensor in expected.values())
         for setting in SETTINGS:
-            policy = build(arch, own, ActivationConfig.model_validate(setting))
+            policy = build(arch, own, ActivationMemoryConfig.model_validate(setting))
             found = compute_gradients(policy)
             different = [name for name in expected if not torch.equal(found[name], expected[name])]
             assert different == [], (arch.family, setting)

@@ -230,15 +230,17 @@ def test_a_smaller_vocabulary_is_refused(stale: Path, sglang_url: str, tmp_path:
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 10 * VOCAB}))
     config = TeacherConfig(url=sglang_url, coef=1.0)
     with pytest.raises(RecipeError, match=r"answered 400.*out-of-vocabulary"):
-        ask(config, lambda client: client.check_tokenizer(model))
-    ask(config, lambda client: client.check_tokenizer(RunPaths(stale).tiny_model_dir))
+        ask(config, lambda client: client.raise_if_tokenizer_differs(model))
+    ask(config, lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).tiny_model_dir))
 
 
 def test_a_wrong_key_is_told_apart(relay: Relay, stale: Path, key_file: Path) -> None:
     key_file.write_text("another")
     config = TeacherConfig(url=relay.url, coef=1.0, api_key_file=key_file)
     with pytest.raises(RecipeError, match="401: no such key") as caught:
-        ask(config, lambda client: client.check_tokenizer(RunPaths(stale).tiny_model_dir))
+        ask(
+            config, lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).tiny_model_dir)
+        )
     assert caught.value.problems[0].key == "trainer.objective.teacher.api_key_file"
     key_file.chmod(0o644)
     with pytest.raises(RecipeError, match="others may read it"):

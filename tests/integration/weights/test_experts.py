@@ -11,7 +11,7 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import plan_buckets
-from areal_hpc.weights.digester import BucketDigester, ExpectedDigests
+from areal_hpc.weights.digester import BucketDigester, DigestsByTpSizeAndRank
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
@@ -64,14 +64,14 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
     with publishing(
         cell.paths.rendezvous_dir, cell.service_key, bucket_bytes=50_000, update_timeout_s=20
     ) as publisher:
-        (key,) = publisher.discover_outdated_replicas(version)
+        (key,) = publisher.discover_outdated_training_replicas(version)
         buckets = plan_buckets(specs_of(weights), 1 << 30)
         packed = PackingBuffers(torch.device("cpu")).open_bucket(buckets[0])
         for name, tensor in weights.items():
             packed.place(name, tensor)
         digester = BucketDigester(buckets, {1}, "cpu")
         digester.add(packed)
-        sent: Future[ExpectedDigests] = Future()
+        sent: Future[DigestsByTpSizeAndRank] = Future()
         sent.set_result(digester.finish())
         packed.tensors[DAMAGED].view(torch.uint8)[0, 0] ^= 1
         session = BroadcastSession(
@@ -80,7 +80,7 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
             WeightsConfig(),
         )
         session.fence_and_form_group()
-        session.pause_replicas()
+        session.fence_and_pause_replicas()
         session.send_bucket(packed, version)
         session.end_update()
         with pytest.raises(

@@ -21,7 +21,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import plan_buckets
 from areal_hpc.weights.checksum import compute_rank_digests
-from areal_hpc.weights.digester import ExpectedDigests
+from areal_hpc.weights.digester import DigestsByTpSizeAndRank
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
@@ -166,8 +166,10 @@ def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stand
     with trainer(cell, replicas_per_group=2) as publisher:
         report = update(cell, publisher, 0, tiny_qwen3(1))
         assert [key.cell_and_index for key in report.ok] == BOTH
-        assert publisher.discover_outdated_replicas(report.version) == []
-        assert publisher.discover_outdated_replicas(WeightVersion(9999, 0)) == list(report.ok)
+        assert publisher.discover_outdated_training_replicas(report.version) == []
+        assert publisher.discover_outdated_training_replicas(WeightVersion(9999, 0)) == list(
+            report.ok
+        )
         # A later update uses the groups that stand: there is no other to be made.
         monkeypatch.delattr("areal_hpc.weights.transports.broadcast.UpdateProcessGroup")
         assert set(update(cell, publisher, 1, tiny_qwen3(2)).seconds) == {"group_join", *PHASES}
@@ -202,7 +204,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
         stopped_s = sum(report.seconds[phase] for phase in PHASES)
         assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
-        publisher.discover_outdated_replicas(after)
+        publisher.discover_outdated_training_replicas(after)
         assert view.pause in publisher.pauses
 
 
@@ -269,17 +271,19 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
     packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     with trainer(cell) as publisher:
         version = WeightVersion(cell.generation, 0)
-        key = next(key for key in publisher.discover_outdated_replicas(version) if key.index == 0)
+        key = next(
+            key for key in publisher.discover_outdated_training_replicas(version) if key.index == 0
+        )
         session = BroadcastSession(
             UpdateProcessGroup(f"{version}", "127.0.0.1", 2, "gloo", 20),
             [ReplicaClient(key, cell.service_key, cell.generation, 20)],
             WeightsConfig(),
         )
         session.fence_and_form_group()
-        session.pause_replicas()
+        session.fence_and_pause_replicas()
         session.send_bucket(packed, version)
         session.end_update()
-        sent: Future[ExpectedDigests] = Future()
+        sent: Future[DigestsByTpSizeAndRank] = Future()
         sent.set_result(expected)
         with pytest.raises(WeightSyncError, match=r"1 different \['model\.layers\.1\..*qkv_proj"):
             session.verify(version, sent)

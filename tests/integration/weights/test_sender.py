@@ -250,7 +250,7 @@ def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: 
         assert len(replicas) == 1
         threading.Thread(target=let_go, daemon=True).start()
         raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
-        assert publisher.discover_outdated_replicas(version) == []
+        assert publisher.discover_outdated_training_replicas(version) == []
 
 
 def test_who_was_missing_is_named_with_rank_and_deadline(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ NOTHING = FollowerPollReply(0, "")
 def span() -> NodePartTracker:
     """Of three nodes; all of them run incarnation 4."""
     span = NodePartTracker(3)
-    span.order_node_parts(4, "10.0.0.1:4000")
+    span.request_node_parts(4, "10.0.0.1:4000")
     for node in (1, 2):
         span.answer_node_poll(FollowerPollRequest(node, 4), 0.0)
     return span
@@ -21,7 +21,7 @@ def span() -> NodePartTracker:
 def test_nodes_run_what_was_begun_and_nothing_after_its_end() -> None:
     span = NodePartTracker(2)
     assert span.answer_node_poll(FollowerPollRequest(1, 0), 0.0) == NOTHING
-    span.order_node_parts(1, "10.0.0.1:4000")
+    span.request_node_parts(1, "10.0.0.1:4000")
     assert span.answer_node_poll(FollowerPollRequest(1, 0), 1.0) == FollowerPollReply(
         1, "10.0.0.1:4000"
     )
@@ -37,7 +37,7 @@ def test_a_part_that_ran_and_runs_no_more_loses_the_whole(span: NodePartTracker)
     assert span.find_loss_reason(0.1) == ""
     assert span.answer_node_poll(FollowerPollRequest(2, 0), 0.2) == NOTHING
     assert span.find_loss_reason(0.2) == "lost its process on node 2 of the cell"
-    span.order_node_parts(5, "10.0.0.1:5000")
+    span.request_node_parts(5, "10.0.0.1:5000")
     assert span.find_loss_reason(0.3) == ""
     assert span.answer_node_poll(FollowerPollRequest(1, 4), 0.3) == FollowerPollReply(
         5, "10.0.0.1:5000"
@@ -52,6 +52,6 @@ def test_a_silent_node_is_lost_in_bounded_time(span: NodePartTracker) -> None:
 
 def test_a_node_that_has_not_begun_yet_is_waited_for() -> None:
     span = NodePartTracker(2)
-    span.order_node_parts(1, "10.0.0.1:4000")
+    span.request_node_parts(1, "10.0.0.1:4000")
     span.answer_node_poll(FollowerPollRequest(1, 0), 0.0)
     assert span.find_loss_reason(10 * NODE_TIMEOUT_S) == ""

@@ -48,13 +48,13 @@ def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
     assert starts.read_own_stop_note() is None
     deadline = starts.StopDeadline(5.0)
-    assert 4.0 < deadline.compute_left_s() <= 5.0, "until there is a note"
+    assert 4.0 < deadline.read_stop_note_and_get_left_s() <= 5.0, "until there is a note"
     note = starts.StopNote("close to the time limit", 143, 60.0)
     starts.write_stop_note(path, note)
     assert starts.read_own_stop_note() == note
-    assert 59.0 < deadline.compute_left_s() <= 60.0
+    assert 59.0 < deadline.read_stop_note_and_get_left_s() <= 60.0
     time.sleep(0.1)
-    assert deadline.compute_left_s() <= 59.9, "a note is counted from once"
+    assert deadline.read_stop_note_and_get_left_s() <= 59.9, "a note is counted from once"
 
 
 def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.jobs import starts
-from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, StepTask
+from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, AllocationStepTask
 from areal_hpc.jobs.node.topology import TaskPosition
 from areal_hpc.rundir.allocation_note import LAUNCHER_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
@@ -35,7 +35,7 @@ class Step:
         )  # fmt: skip
         starts.claim_next_start(self.launch.paths.starts_dir, "12", "n1", "")
         assert self.launch.step is not None
-        self.task = StepTask(self.launch, self.launch.step, TaskPosition(0, 1, 0, 0))
+        self.task = AllocationStepTask(self.launch, self.launch.step, TaskPosition(0, 1, 0, 0))
 
     def look_after(self, seconds: float) -> TaskExit | None:
         self.now += seconds

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.jobs.succession import find_reason_not_to_take_over, was_cancelled_by_person
+from areal_hpc.jobs.succession import find_reason_not_to_take_over, was_probably_cancelled_by_person
 from areal_hpc.rundir.jobs import (
     JobSpec,
     LaunchFile,
@@ -75,7 +75,7 @@ def test_an_administrator_who_cancels_another_users_job_wants_its_nodes_and_not_
     slurm.answer("sacct", f"echo '7|CANCELLED by {by}|0:15|n04|Unknown|Unknown|None'")
     slurm.answer("scontrol", f"echo 'SlurmUser               = slurm({SLURM})'")
     job = QueuedJob("7", parse_state("CANCELLED"))
-    assert was_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
+    assert was_probably_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
 
 
 @pytest.mark.parametrize(("state", "is_by_person"), [("CANCELLED", False), ("RUNNING", True)])
@@ -85,7 +85,7 @@ def test_of_what_slurm_cancels_by_itself_accounting_names_no_user(
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.answer("sacct", f"echo '7|{state}|0:0|None assigned|Unknown|Unknown|None'")
     job = QueuedJob("7", parse_state("CANCELLED"))
-    assert was_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
+    assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
 
 
 def test_without_accounting_every_cancellation_is_a_persons(
@@ -93,5 +93,7 @@ def test_without_accounting_every_cancellation_is_a_persons(
 ) -> None:
     ScriptedSlurm(tmp_path, monkeypatch).answer("sacct", "exit 1")
     job = QueuedJob("7", parse_state("CANCELLED"))
-    assert was_cancelled_by_person(job, QueuePoller(), OWNER)
-    assert not was_cancelled_by_person(QueuedJob("7", parse_state("FAILED")), QueuePoller(), OWNER)
+    assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER)
+    assert not was_probably_cancelled_by_person(
+        QueuedJob("7", parse_state("FAILED")), QueuePoller(), OWNER
+    )

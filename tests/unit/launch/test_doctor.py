@@ -15,13 +15,13 @@ from areal_hpc.launch.doctor.partition_checks import (
     judge_preemption,
     judge_requeue,
     judge_resubmission,
-    parse_minutes,
+    parse_slurm_time_as_minutes,
     parse_time_span_s,
 )
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
 from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container
-from areal_hpc.launch.doctor.storage_checks import check_storage, check_storage_from_node
+from areal_hpc.launch.doctor.storage_checks import check_storage, submit_job_and_check_storage
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 
@@ -52,7 +52,7 @@ def test_ctrl_c_leaves_neither_the_job_of_the_storage_check_nor_its_folder(
     monkeypatch.setattr(storage_checks, "run_slurm_command", run_slurm)
     monkeypatch.setattr(storage_checks, "_await_job_answer", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        check_storage_from_node(tmp_path, JobOptions(), print)
+        submit_job_and_check_storage(tmp_path, JobOptions(), print)
     assert called[-1] == ("scancel", "--quiet", "17")
     assert list(tmp_path.iterdir()) == []
 
@@ -76,7 +76,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
     ("text", "minutes"), [("1-00:00:00", 1440), ("02:30:00", 150), ("UNLIMITED", None), ("", None)]
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
-    assert parse_minutes(text) == minutes
+    assert parse_slurm_time_as_minutes(text) == minutes
     assert parse_time_span_s(text) == (None if minutes is None else 60 * minutes)
 
 

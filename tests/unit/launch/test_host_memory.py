@@ -38,7 +38,7 @@ def find(recipe: Recipe, process: str) -> ProcessMemory:
 def test_each_rank_copies_its_part_of_a_checkpoint() -> None:
     trainer = find(load(), "trainer")
     assert trainer.held == {"checkpoint": 14 * PARAMETERS // 16}
-    assert trainer.per_node == 8
+    assert trainer.processes_per_node == 8
     assert trainer.total == trainer.held["checkpoint"] + host_memory.BASE_BYTES["trainer"]
 
 
@@ -47,7 +47,7 @@ def test_what_is_offloaded_lies_on_the_host() -> None:
     estimate = estimate_trainer_memory(read_architecture(MODEL), recipe.trainer)
     trainer = find(recipe, "trainer")
     assert trainer.held["optimizer"] == estimate.host_optimizer
-    assert trainer.at_most["activations"] == estimate.host_activations > GIB
+    assert trainer.peak_extra_bytes_by_use["activations"] == estimate.host_activations > GIB
     # All master weights and moments, the norms of every tensor-parallel rank among them.
     assert estimate.host_optimizer * 16 == pytest.approx(12 * PARAMETERS, rel=1e-3)
 
@@ -58,9 +58,9 @@ def test_on_a_cpu_the_host_holds_what_a_gpu_would() -> None:
     trainer, server = find(recipe, "trainer"), find(recipe, "server")
     # A tensor-parallel rank has 6 bytes a parameter, its share of 16 ranks 12 more.
     assert trainer.held["state"] == pytest.approx(PARAMETERS * (6 / 8 + 12 / 16), rel=1e-3)
-    assert trainer.at_most["passes"] > GIB
+    assert trainer.peak_extra_bytes_by_use["passes"] > GIB
     assert server.held["weights"] == pytest.approx(2 * PARAMETERS, rel=1e-3)
-    assert server.at_most["KV cache"] == 4096 * 64 * 2 * 8 * 128 * 2
+    assert server.peak_extra_bytes_by_use["KV cache"] == 4096 * 64 * 2 * 8 * 128 * 2
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_on_a_cpu_the_host_holds_what_a_gpu_would() -> None:
      ("8gb", 8 * GIB), ("all", 0)],
 )  # fmt: skip
 def test_memory_is_read_as_slurm_reads_it(text: str, size: int) -> None:
-    assert host_memory.parse_slurm_memory(text) == size
+    assert host_memory.parse_slurm_memory_bytes(text) == size
 
 
 def find_problems(*overrides: str, **environment: Any) -> list[Problem]:

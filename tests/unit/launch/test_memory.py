@@ -23,7 +23,7 @@ from areal_hpc.trainer.model.families.architecture import (
 from areal_hpc.trainer.model.families.weight_map import (
     EMBEDDING_NAME,
     FINAL_NORM_NAME,
-    OUTPUT_NAME,
+    OUTPUT_LAYER_NAME,
     get_shard_shape,
     list_parameter_maps,
 )
@@ -68,7 +68,7 @@ def held_by(arch: Architecture, split: ParallelConfig, stage: int) -> tuple[int,
             counts[False] += math.prod(get_shard_shape(row, arch, split.tp))
     names = {row.megatron for row in rows}
     assert FINAL_NORM_NAME in names
-    assert arch.tied != (OUTPUT_NAME in names)
+    assert arch.tied != (OUTPUT_LAYER_NAME in names)
     return counts[False], counts[True]
 
 

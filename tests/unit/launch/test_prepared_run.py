@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.launch.evaluation.start import refuse_results_of_another
+from areal_hpc.launch.evaluation.start import raise_if_results_of_other_settings
 from areal_hpc.launch.evaluation.target import EvaluationTarget
 from areal_hpc.launch.plan import get_base_model_path
 from areal_hpc.launch.prepared_run import archive_run
@@ -174,7 +174,7 @@ def test_arguments_of_another_evaluation_are_not_told(tmp_path: Path) -> None:
     first, second = load("sk-1"), load("sk-2")
     first.paths.root.mkdir(parents=True)
     write_recipe_and_keep_replaced(first.recipe, first.paths.recipe)
-    refuse_results_of_another(first, first.recipe.evaluation_sets)
+    raise_if_results_of_other_settings(first, first.recipe.evaluation_sets)
     with pytest.raises(RecipeError, match="was played with other arguments") as refused:
-        refuse_results_of_another(second, second.recipe.evaluation_sets)
+        raise_if_results_of_other_settings(second, second.recipe.evaluation_sets)
     assert "sk-" not in str(refused.value)

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
+from areal_hpc.ledger.batch_formation import StalenessCheck, build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket
 from areal_hpc.wire.ledger import IrregularTicketCounts, StaleGroupPolicy, TicketRef
@@ -180,7 +180,7 @@ def test_one_look_finds_what_looking_always_does(
             assert ages.find_too_old_tickets(tickets, generation, forks) == found
             for drop in found:
                 tickets.drop_or_requeue_settled_ticket(drop)
-        if event == "batch" and (manifest := form_next_batch(tickets, generation, forks)):
+        if event == "batch" and (manifest := build_next_batch_manifest(tickets, generation, forks)):
             assert manifest.counts.stale_trained == 0
             tickets.record_batch(manifest)
             tickets.set_version_step(manifest.step)
@@ -200,12 +200,12 @@ def test_the_same_arrivals_give_the_same_batches(order: list[int], failures: lis
             continue
         arrivals.append(settled(refs[number], WeightVersion(1, 0)))
         living.settle(arrivals[-1])
-        while manifest := form_next_batch(living, generation=1):
+        while manifest := build_next_batch_manifest(living, generation=1):
             living.record_batch(manifest)
             formed.append([ticket.ref for ticket in manifest.tickets])
     replayed = rebuilt(policy, dropped=drops, settled=arrivals)
     again = []
-    while manifest := form_next_batch(replayed, generation=1):
+    while manifest := build_next_batch_manifest(replayed, generation=1):
         replayed.record_batch(manifest)
         again.append([ticket.ref for ticket in manifest.tickets])
     assert again == formed

@@ -13,7 +13,7 @@ def test_a_result_counts_once_and_only_of_a_task_that_is_evaluated() -> None:
     assert not evaluation.record_rewards(TicketRef(1, 1, 0), [0.0])
     assert evaluation.record_rewards(ref, [1.0])
     assert not evaluation.record_rewards(ref, [0.0])
-    ((name, result),) = evaluation.build_finished_results()
+    ((name, result),) = evaluation.build_unwritten_results()
     assert (name, result.mean_reward, result.rewards) == ("valid", 1.0, [1.0])
 
 
@@ -69,9 +69,9 @@ def test_sets_have_ticket_ranges_of_their_own_and_end_one_by_one() -> None:
     ]
     assert evaluation.record_rewards(refs[1], [1.0, 0.0, 0.5], ["4", "", "5"])
     assert not evaluation.record_rewards(refs[2], [1.0]), "a ticket has three samples"
-    assert list(evaluation.build_finished_results()) == []
+    assert list(evaluation.build_unwritten_results()) == []
     evaluation.score_failed_task_zero(refs[2], "it raised")
-    ((name, result),) = evaluation.build_finished_results()
+    ((name, result),) = evaluation.build_unwritten_results()
     assert (name, result.rewards, result.failures) == ("aime", [0.5, 0.0], {1: "it raised"})
     assert result.list_samples() == [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
     assert result.answers == [["4", "", "5"], ["", "", ""]]
@@ -94,5 +94,5 @@ def test_tasks_with_the_same_rewards_in_another_order_have_the_same_mean() -> No
     first, second = evaluation.lease_tickets("a", 6, 0.0)
     assert evaluation.record_rewards(first, [0.1, 0.2, 0.3])
     assert evaluation.record_rewards(second, [0.3, 0.2, 0.1])
-    ((_, result),) = evaluation.build_finished_results()
+    ((_, result),) = evaluation.build_unwritten_results()
     assert result.rewards[0] == result.rewards[1]

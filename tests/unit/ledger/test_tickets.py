@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import form_next_batch
+from areal_hpc.ledger.batch_formation import build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, TicketRef
@@ -67,7 +67,7 @@ def test_batches_take_tickets_in_the_order_they_settled_and_asking_changes_nothi
     a, b, c = tickets.lease_tickets("a", 3, 0.0)
     for ref in (c, a, b):
         tickets.settle(settled(ref))
-    asked = form_next_batch(tickets, generation=1)
+    asked = build_next_batch_manifest(tickets, generation=1)
     assert tickets.n_ready_for_batch == 3
     assert [ticket.ref for ticket in form_batch(tickets).tickets] == [c, a, b]
     assert asked == BatchManifest(1, 1, [settled(ref) for ref in (c, a, b)])

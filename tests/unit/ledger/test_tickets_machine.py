@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import StalenessCheck, form_next_batch
+from areal_hpc.ledger.batch_formation import StalenessCheck, build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketState, TicketTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.view.audit.ticket_status import TicketStatus
@@ -54,7 +54,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.ledger.reconcile_cell_report(cell.name, cell.held, cell.finished, self.now_s)
         durable = {ticket.ref.ticket_id for ticket in self.disk.index}
         durable |= {drop.ref.ticket_id for drop in self.disk.drops}
-        for ref in self.ledger.filter_settled_or_dropped(cell.finished):
+        for ref in self.ledger.select_settled_or_dropped(cell.finished):
             assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> None:
@@ -145,7 +145,7 @@ class TicketHistories(RuleBasedStateMachine):
             if crash == "after write":
                 return self.restart_ledger()
             self.ledger.drop_or_requeue_settled_ticket(drop)
-        manifest = form_next_batch(self.ledger, self.generation, self.forks)
+        manifest = build_next_batch_manifest(self.ledger, self.generation, self.forks)
         if manifest is None:
             return None
         if crash != "before write":

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from areal_hpc.ledger.admission import TicketPolicy
-from areal_hpc.ledger.batch_formation import form_next_batch
+from areal_hpc.ledger.batch_formation import build_next_batch_manifest
 from areal_hpc.ledger.tickets import TicketTable
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.manifests import DroppedTicket
@@ -37,7 +37,7 @@ rebuilt = partial(
 
 def form_batch(tickets: TicketTable) -> BatchManifest:
     """The next batch, which must be complete."""
-    manifest = form_next_batch(tickets, generation=1)
+    manifest = build_next_batch_manifest(tickets, generation=1)
     assert manifest is not None
     tickets.record_batch(manifest)
     return manifest

@@ -201,7 +201,7 @@ def test_an_alert_is_told_when_it_begins_and_again_after_a_long_silence() -> Non
     pattern = [{}, cut, cut, {}, cut, *[{}] * (STEPS_BEFORE_REPEATED_ALERT + 1), cut]
     for row in rows(*pattern):
         history.append(row)
-        found += [(row["step"], one.rule) for one in tracker.find_new_alerts(history)]
+        found += [(row["step"], one.rule) for one in tracker.take_new_alerts(history)]
     assert found == [(2, "cut_replies"), (len(pattern), "cut_replies")]
 
 

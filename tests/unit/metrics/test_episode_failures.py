@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.state.alerts_at_newest_step import find_alert_if_all_episodes_failed
+from areal_hpc.view.state.alerts_at_newest_step import find_alert_if_too_many_episodes_failed
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
@@ -38,8 +38,8 @@ def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> No
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
-    assert find_alert_if_all_episodes_failed([failure()] * 7, 0.5) is None
-    alert = find_alert_if_all_episodes_failed(
+    assert find_alert_if_too_many_episodes_failed([failure()] * 7, 0.5) is None
+    alert = find_alert_if_too_many_episodes_failed(
         [failure(reason="in agent.py\nKeyError: 'anwser'")] * 8, 0.5
     )
     assert alert is not None
@@ -49,13 +49,13 @@ def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
 
 def test_a_few_failures_among_many_good_episodes_before_the_first_step_are_no_alert() -> None:
     few = [failure(failed=n, ended=60 * n) for n in range(1, 13)]
-    assert find_alert_if_all_episodes_failed(few, 0.5) is None
+    assert find_alert_if_too_many_episodes_failed(few, 0.5) is None
 
 
 def test_good_held_out_episodes_do_not_hide_that_all_training_episodes_fail() -> None:
     all_of_training = [failure(failed=n, ended=256 + n) for n in range(1, 13)]
-    alert = find_alert_if_all_episodes_failed(all_of_training, 0.5)
+    alert = find_alert_if_too_many_episodes_failed(all_of_training, 0.5)
     assert alert is not None
     assert alert.message.startswith("12 tries of episodes failed")
     counted = {"event": "episodes_counted", "role": "driver-cell-0", "failed": 12, "ended": 900}
-    assert find_alert_if_all_episodes_failed([*all_of_training, counted], 0.5) is None
+    assert find_alert_if_too_many_episodes_failed([*all_of_training, counted], 0.5) is None

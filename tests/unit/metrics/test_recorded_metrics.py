@@ -4,7 +4,7 @@ import re
 
 from areal_hpc.metrics.alerts import find_alerts
 from areal_hpc.metrics.catalogue import CATALOGUE, find_metric
-from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_limit
+from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from tests.support.environments import CHECKOUT
@@ -36,7 +36,7 @@ def test_its_rows_have_what_the_catalogue_names_and_nothing_else() -> None:
 
 
 def test_its_phases_cover_its_steps() -> None:
-    assert min(sum(compute_time_shares_by_limit(row).values()) for row in ROWS) >= 0.97
+    assert min(sum(compute_time_shares_by_system_part(row).values()) for row in ROWS) >= 0.97
 
 
 def test_a_learning_run_whose_last_groups_are_solved_ends_with_a_note() -> None:

@@ -7,16 +7,16 @@ import pytest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import (
+    BadEngineAnswerError,
     ChunkReader,
-    EngineFailedError,
-    EngineLostError,
+    UnfinishedEngineCallError,
     decode_generation,
 )
 
 SERVER = "http://engine"
 OUTCOMES = pytest.mark.parametrize(
     ("code", "expected"),
-    [(400, ProxyRequestError), (500, EngineFailedError), (503, EngineLostError)],
+    [(400, ProxyRequestError), (500, BadEngineAnswerError), (503, UnfinishedEngineCallError)],
 )
 
 

@@ -11,7 +11,7 @@ from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
 from areal_hpc.proxy.dialects.parameters_without_effect import drop_nulls, list_ignored_params
-from areal_hpc.proxy.dialects.validation import decode_json
+from areal_hpc.proxy.dialects.validation import decode_request_json
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}
 
@@ -55,7 +55,7 @@ def test_declared_objects_lose_nulls(form: type[msgspec.Struct], body: Any, expe
 def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> None:
     call = {"type": "tool_use", "id": "t", "name": "f", "input": {"x": None}}
     body = {"messages": [{"role": "assistant", "content": [call]}], "sparkle": None}
-    request = decode_json(json.dumps(body).encode(), MessagesRequest)
+    request = decode_request_json(json.dumps(body).encode(), MessagesRequest)
     assert msgspec.to_builtins(request.messages[0])["content"] == [call]
 
 
@@ -70,4 +70,4 @@ def test_hints_are_named_where_they_stand() -> None:
 )
 def test_what_is_wrong_besides_nulls_is_still_refused(body: bytes) -> None:
     with pytest.raises(ProxyRequestError):
-        decode_json(body, ChatRequest)
+        decode_request_json(body, ChatRequest)

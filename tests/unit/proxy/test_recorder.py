@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from areal_hpc.proxy.sessions.events import (
     InteractionAdded,
-    ResponseDeleted,
+    ResponseHidden,
     RewardSet,
     SessionDropped,
     SessionEnded,
@@ -119,7 +119,7 @@ class RecorderMachine(RuleBasedStateMachine):
         session = self.pick(draw, ended=False)
         if session and len(session.tree):
             last = session.tree.last_completed.interaction_id
-            self.recorder.record(ResponseDeleted(session.session_id, last))
+            self.recorder.record(ResponseHidden(session.session_id, last))
 
     @rule(draw=draws)
     def reward(self, draw: int) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 import areal_hpc
 from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
-from areal_hpc.errors import AgentError, NodeShortageError
+from areal_hpc.errors import AgentError, NodeResourceShortageError
 from areal_hpc.rollout.agent_errors import (
     NO_THREAD_TEXT,
     build_agent_error,
@@ -22,7 +22,7 @@ from areal_hpc.rollout.agent_errors import (
     format_deepest_user_line,
 )
 from areal_hpc.rollout.execution import agent_worker
-from areal_hpc.rollout.execution.answers import decode_answer
+from areal_hpc.rollout.execution.answers import decode_returned_or_raise
 from areal_hpc.rollout.execution.foreign_agent import list_user_import_folders
 
 
@@ -73,8 +73,10 @@ def test_what_the_node_lacks_is_found_wherever_an_agent_runs(
     for worker in (agent_worker, load_gyms_worker_loop()):
         assert bool(describe_errno_shortage(worker.list_errnos(error))) is is_short
     told = json.dumps({"raised": agent_worker.encode_raised_error(error)}).encode()
-    with pytest.raises(NodeShortageError if is_short else AgentError, match="the agent raised"):
-        decode_answer(told)
+    with pytest.raises(
+        NodeResourceShortageError if is_short else AgentError, match="the agent raised"
+    ):
+        decode_returned_or_raise(told)
 
 
 def test_an_exception_that_is_its_own_cause_is_described() -> None:

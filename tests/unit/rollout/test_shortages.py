@@ -21,13 +21,13 @@ def test_a_node_that_lacks_something_for_all_episodes_is_given_up_and_for_one_it
 ) -> None:
     patience = ShortageTracker()
     for name, outcome in (("a", SHORT), ("b", GOOD), ("c", SHORT), ("a", SHORT)):
-        patience.record_episode_try_end(name, outcome)
+        patience.record_try_end_and_raise_if_stuck(name, outcome)
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     with pytest.raises(AgentError, match=r"others, but not this one, could .* no process left"):
-        patience.record_episode_try_end("a", SHORT)
+        patience.record_try_end_and_raise_if_stuck("a", SHORT)
     with pytest.raises(ClusterError, match=r"no episode could be played .* no process left"):
-        patience.record_episode_try_end("c", SHORT)
-    patience.record_episode_try_end("c", GOOD)
+        patience.record_try_end_and_raise_if_stuck("c", SHORT)
+    patience.record_try_end_and_raise_if_stuck("c", GOOD)
 
 
 def test_a_node_is_not_given_up_while_an_episode_that_has_what_it_needs_runs_on(
@@ -38,14 +38,14 @@ def test_a_node_is_not_given_up_while_an_episode_that_has_what_it_needs_runs_on(
     with patience.follow_episode("long"):
         patience.record_episode_try_begin("long")
         patience.record_episode_try_begin("a")
-        patience.record_episode_try_end("a", SHORT)
+        patience.record_try_end_and_raise_if_stuck("a", SHORT)
     patience.record_episode_try_begin("a")
     with patience.follow_episode("late"):
         patience.record_episode_try_begin(
             "late"
         )  # younger than tries that ended short: it may end so, too
         with pytest.raises(ClusterError, match="no episode could be played"):
-            patience.record_episode_try_end("a", SHORT)
+            patience.record_try_end_and_raise_if_stuck("a", SHORT)
 
 
 @pytest.mark.parametrize("is_another_played", [True, False])
@@ -54,39 +54,39 @@ def test_a_held_out_episode_that_is_never_played_ends_its_ticket_late_and_never_
 ) -> None:
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     patience = ShortageTracker()
-    for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
-        patience.record_episode_try_end("a", SHORT, held_out_ticket=A)
+    for _ in range(shortages.MAX_HELD_OUT_SHORTAGES - 1):
+        patience.record_try_end_and_raise_if_stuck("a", SHORT, held_out_ticket=A)
         if is_another_played:
-            patience.record_episode_try_end("b", GOOD)
+            patience.record_try_end_and_raise_if_stuck("b", GOOD)
     said = (
         "others, but not this one,"
         if is_another_played
         else "nothing else is left, and this one never"
     )
     with pytest.raises(UnplayableEpisodeError, match=f"{said} could be played"):
-        patience.record_episode_try_end("a", SHORT, held_out_ticket=A)
+        patience.record_try_end_and_raise_if_stuck("a", SHORT, held_out_ticket=A)
 
 
 def test_a_node_that_lacks_something_for_several_held_out_episodes_is_given_up(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patience = ShortageTracker()
-    patience.record_episode_try_end("a", SHORT, held_out_ticket=A)
+    patience.record_try_end_and_raise_if_stuck("a", SHORT, held_out_ticket=A)
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     with pytest.raises(ClusterError, match="no episode could be played"):
-        patience.record_episode_try_end("b", SHORT, held_out_ticket=B)
+        patience.record_try_end_and_raise_if_stuck("b", SHORT, held_out_ticket=B)
 
 
 def test_several_samples_of_one_held_out_task_are_no_sign_of_the_node(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     patience = ShortageTracker()
-    patience.record_episode_try_end("a-1", SHORT, held_out_ticket=A)
+    patience.record_try_end_and_raise_if_stuck("a-1", SHORT, held_out_ticket=A)
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
-    for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
-        patience.record_episode_try_end("a-2", SHORT, held_out_ticket=A)
+    for _ in range(shortages.MAX_HELD_OUT_SHORTAGES - 1):
+        patience.record_try_end_and_raise_if_stuck("a-2", SHORT, held_out_ticket=A)
     with pytest.raises(UnplayableEpisodeError):
-        patience.record_episode_try_end("a-2", SHORT, held_out_ticket=A)
+        patience.record_try_end_and_raise_if_stuck("a-2", SHORT, held_out_ticket=A)
 
 
 def test_held_out_tasks_that_were_short_while_others_were_played_end_no_driver_afterwards(
@@ -95,16 +95,16 @@ def test_held_out_tasks_that_were_short_while_others_were_played_end_no_driver_a
     held_out = {"a": A, "b": B}
     patience = ShortageTracker()
     for name, ticket in held_out.items():
-        patience.record_episode_try_end(name, SHORT, held_out_ticket=ticket)
-    patience.record_episode_try_end("c", GOOD)
+        patience.record_try_end_and_raise_if_stuck(name, SHORT, held_out_ticket=ticket)
+    patience.record_try_end_and_raise_if_stuck("c", GOOD)
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
-    for _ in range(shortages.MAX_HELD_OUT_VERDICTS - 1):
+    for _ in range(shortages.MAX_HELD_OUT_SHORTAGES - 1):
         for name, ticket in held_out.items():
-            patience.record_episode_try_end(name, SHORT, held_out_ticket=ticket)
-    patience.record_episode_try_end("d", SHORT, held_out_ticket=TicketRef(3, 0, 5))
+            patience.record_try_end_and_raise_if_stuck(name, SHORT, held_out_ticket=ticket)
+    patience.record_try_end_and_raise_if_stuck("d", SHORT, held_out_ticket=TicketRef(3, 0, 5))
     for name, ticket in held_out.items():
         with pytest.raises(UnplayableEpisodeError, match="nothing else is left"):
-            patience.record_episode_try_end(name, SHORT, held_out_ticket=ticket)
+            patience.record_try_end_and_raise_if_stuck(name, SHORT, held_out_ticket=ticket)
 
 
 def test_nothing_is_left_of_an_episode_that_was_cancelled_while_it_was_short(
@@ -115,9 +115,9 @@ def test_nothing_is_left_of_an_episode_that_was_cancelled_while_it_was_short(
     monkeypatch.setattr(time, "monotonic", lambda: clock)
     patience = ShortageTracker()
     with patience.follow_episode("a"):
-        patience.record_episode_try_end("a", SHORT)
+        patience.record_try_end_and_raise_if_stuck("a", SHORT)
     clock = 100.0
-    patience.record_episode_try_end("a", SHORT)
+    patience.record_try_end_and_raise_if_stuck("a", SHORT)
 
 
 def test_a_driver_that_gave_its_node_up_has_made_no_progress() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.gyms.gym_worker import GymWorker
-from areal_hpc.errors import NodeShortageError, WorkerStartError
+from areal_hpc.errors import NodeResourceShortageError, WorkerStartError
 from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
@@ -100,7 +100,7 @@ def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is
         with pytest.raises(ValueError, match="invalid literal"):
             await pool.call(int, "x")
         assert await pool.call(os.getpid) == first
-        with pytest.raises(NodeShortageError, match="No space left"):
+        with pytest.raises(NodeResourceShortageError, match="No space left"):
             await pool.call(Path.write_text, Path("/dev/full"), "x")
         assert await pool.call(os.getpid) != first, "it may lack what it left open itself"
         pool.close()

@@ -12,7 +12,7 @@ from areal_hpc.session.chat_template import Message
 from areal_hpc.session.export import (
     EpisodeKey,
     ExportStyle,
-    export_failed_rows,
+    build_failed_session_rows,
     export_rows,
     plan_rows,
 )
@@ -144,7 +144,7 @@ def test_a_failed_session_is_kept_whole_whatever_was_rewarded() -> None:
     right.finish_reason = "abort"  # its client had left
     key = replace(KEY, kind=RowKind.FAILED)
     record = RowRecord(error="why")
-    rows = export_failed_rows(tree, key, record)
+    rows = build_failed_session_rows(tree, key, record)
     assert [row.record.calls[-1].id for row in rows] == [left.interaction_id, right.interaction_id]
     assert [(row.kind, row.reward, row.record.error) for row in rows] == [
         (RowKind.FAILED, 1.0, "why"),
@@ -152,7 +152,7 @@ def test_a_failed_session_is_kept_whole_whatever_was_rewarded() -> None:
     ]
     sampled = sum(one.num_output_tokens for one in tree)
     assert sum(int(row.loss_mask_T.sum()) for row in rows) == sampled
-    (empty,) = export_failed_rows(InteractionTree(), key, record)
+    (empty,) = build_failed_session_rows(InteractionTree(), key, record)
     assert (empty.num_tokens, empty.record.calls, empty.record.error) == (0, [], "why")
 
 

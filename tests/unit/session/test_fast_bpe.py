@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_to
 
 from areal_hpc.session import fast_bpe
 from areal_hpc.session.chat_template import TokenEncoder
-from areal_hpc.session.fast_bpe import CachedBPEEncoder
+from areal_hpc.session.fast_bpe import CachedAsciiBPEEncoder
 from tests.support.chatml import TRAINING_TEXT
 
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -55,8 +55,8 @@ def tokenizer(name: str) -> Tokenizer:
 
 
 @cache
-def encoders(name: str) -> tuple[TokenEncoder, CachedBPEEncoder]:
-    by_words = CachedBPEEncoder.from_tokenizer(tokenizer(name))
+def encoders(name: str) -> tuple[TokenEncoder, CachedAsciiBPEEncoder]:
+    by_words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer(name))
     assert by_words is not None
     return TokenEncoder(tokenizer(name)), by_words
 
@@ -89,7 +89,7 @@ def test_every_text_has_the_ids_of_the_tokenizer(text: str) -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", *SPLITS])
 def test_words_that_are_tokens_are_known_from_the_start(name: str) -> None:
-    by_words = CachedBPEEncoder.from_tokenizer(tokenizer(name))
+    by_words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer(name))
     assert by_words is not None
     known = {word: list(ids) for word, ids in by_words.items()}
     assert known == {word: expected(name, word) for word in known}
@@ -100,7 +100,7 @@ def test_words_that_are_tokens_are_known_from_the_start(name: str) -> None:
 
 
 def test_words_are_forgotten_before_they_fill_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    by_words = CachedBPEEncoder.from_tokenizer(tokenizer("qwen"))
+    by_words = CachedAsciiBPEEncoder.from_tokenizer(tokenizer("qwen"))
     assert by_words is not None
     by_words.clear()
     monkeypatch.setattr(fast_bpe, "MAX_CACHED_WORDS", 10)
@@ -131,6 +131,6 @@ def test_other_tokenizers_are_left_to_themselves(part: str, changed: Any) -> Non
         made.add_tokens([changed])
     else:
         setattr(made, part, changed)
-    assert CachedBPEEncoder.from_tokenizer(made) is None
+    assert CachedAsciiBPEEncoder.from_tokenizer(made) is None
     text = "Hello World <normal> <left>  x"
     assert TokenEncoder(made).encode(text) == made.encode(text, add_special_tokens=False).ids

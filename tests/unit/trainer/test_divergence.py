@@ -124,12 +124,12 @@ def test_a_teacher_adds_to_the_advantage_of_each_token() -> None:
     for place, (one, other) in enumerate(zip(built, without, strict=True)):
         expected = other.channels["advantage"] + 0.5 * (teacher[place] - start[place])
         np.testing.assert_allclose(one.channels["advantage"], expected, rtol=1e-6)
-    assert objective.needs_logprobs_before_step
+    assert objective.advantages_need_logprobs
 
 
 def test_a_penalty_needs_its_coefficient_before_a_reference_is_loaded() -> None:
     assert KlConfig().coef == 0
-    assert not ObjectiveConfig().needs_logprobs_before_step
+    assert not ObjectiveConfig().advantages_need_logprobs
     in_loss = KlConfig(coef=0.1, placement="loss", estimator="k2")
-    assert not ObjectiveConfig(kl=in_loss).needs_logprobs_before_step
-    assert ObjectiveConfig(kl=KlConfig(coef=0.1)).needs_logprobs_before_step
+    assert not ObjectiveConfig(kl=in_loss).advantages_need_logprobs
+    assert ObjectiveConfig(kl=KlConfig(coef=0.1)).advantages_need_logprobs

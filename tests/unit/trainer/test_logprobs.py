@@ -10,8 +10,8 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.kernels import rms_norm
 from areal_hpc.trainer.model.kernels.logprobs import (
     SampleableTokens,
-    compute_logprobs_and_entropy,
-    compute_token_logprobs,
+    consume_logits_into_logprobs_and_entropy,
+    consume_logits_into_token_logprobs,
 )
 
 ROWS, VOCAB, COLUMNS = 7, 11, 16
@@ -47,8 +47,10 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     weights = torch.randn(ROWS, generator=generator)
 
     ours = hidden.clone().requires_grad_()
-    values, entropy = compute_logprobs_and_entropy(ours * 1, labels, temperature, VOCAB, group)
-    alone = compute_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group)
+    values, entropy = consume_logits_into_logprobs_and_entropy(
+        ours * 1, labels, temperature, VOCAB, group
+    )
+    alone = consume_logits_into_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group)
     assert torch.equal(values, alone), "the entropy changes no bit of what is trained"
     (values * weights).sum().backward()
 
@@ -92,10 +94,12 @@ def test_distributions_are_over_the_tokens_that_could_be_sampled(
     kept = SampleableTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts)
 
     ours = hidden.clone().requires_grad_()
-    values, entropy = compute_logprobs_and_entropy(
+    values, entropy = consume_logits_into_logprobs_and_entropy(
         ours * 1, labels, temperature, VOCAB, group, kept
     )
-    alone = compute_token_logprobs(hidden.clone(), labels, temperature, VOCAB, group, kept)
+    alone = consume_logits_into_token_logprobs(
+        hidden.clone(), labels, temperature, VOCAB, group, kept
+    )
     assert torch.equal(values, alone)
     ((values + 0.5 * entropy) * weights).sum().backward()
 
@@ -137,7 +141,7 @@ def test_entropies_have_the_gradient_that_float64_gives_by_hand(
 
     ours = torch.tensor(hidden, dtype=torch.float32, requires_grad=True)
     given = torch.tensor(temperature, dtype=torch.float32) if tempered else None
-    values, entropy = compute_logprobs_and_entropy(
+    values, entropy = consume_logits_into_logprobs_and_entropy(
         ours * 1, torch.from_numpy(labels), given, VOCAB, group
     )
     loss = (entropy * torch.tensor(slopes, dtype=torch.float32)).sum()
@@ -151,7 +155,9 @@ def test_entropies_have_the_gradient_that_float64_gives_by_hand(
 def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) -> None:
     leaf = torch.randn(ROWS, COLUMNS, requires_grad=True)
     logits = leaf * 1
-    values = compute_token_logprobs(logits, torch.zeros(ROWS, dtype=torch.long), None, VOCAB, group)
+    values = consume_logits_into_token_logprobs(
+        logits, torch.zeros(ROWS, dtype=torch.long), None, VOCAB, group
+    )
     values.sum().backward()
     assert leaf.grad is not None
     assert torch.equal(logits.detach(), leaf.grad)
@@ -159,6 +165,8 @@ def test_the_gradient_takes_the_place_of_the_logits(group: dist.ProcessGroup) ->
 
 def test_no_rows_give_no_values_and_no_gradient(group: dist.ProcessGroup) -> None:
     empty = torch.zeros(0, COLUMNS, requires_grad=True)
-    values = compute_token_logprobs(empty * 1, torch.zeros(0, dtype=torch.long), None, VOCAB, group)
+    values = consume_logits_into_token_logprobs(
+        empty * 1, torch.zeros(0, dtype=torch.long), None, VOCAB, group
+    )
     values.sum().backward()
     assert values.shape == (0,)

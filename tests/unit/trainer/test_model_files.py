@@ -18,7 +18,11 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
-from areal_hpc.trainer.model.hf_files import HfSpec, split_into_files, write_hf_model_dir
+from areal_hpc.trainer.model.hf_files import (
+    HfTensorSpecWithDtype,
+    split_into_files,
+    write_hf_model_dir,
+)
 from areal_hpc.trainer.model.hf_weights import HfModelReader
 
 TENSORS = {
@@ -26,7 +30,9 @@ TENSORS = {
     "b": torch.arange(4, dtype=torch.bfloat16),
     "c": torch.arange(30, dtype=torch.float32).reshape(6, 5).t(),
 }
-SPECS: list[HfSpec] = [(name, tuple(one.shape), one.dtype) for name, one in TENSORS.items()]
+SPECS: list[HfTensorSpecWithDtype] = [
+    (name, tuple(one.shape), one.dtype) for name, one in TENSORS.items()
+]
 
 
 @pytest.fixture

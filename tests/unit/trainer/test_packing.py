@@ -82,7 +82,7 @@ def test_scored_tokens_are_predicted_from_before(
         pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         places = pack.channels_N["place"]
         # A channel is that of the predicted token; its position follows the one it is read at.
-        assert (pack.positions_T[pack.targets_N] + 1 == places).all()
+        assert (pack.positions_T[pack.logit_places_N] + 1 == places).all()
         found += list(zip(pack.labels_N.tolist(), places.tolist(), strict=True))
     expected = [
         (int(token), float(place))
@@ -108,7 +108,7 @@ def test_the_first_token_of_a_sequence_is_never_scored() -> None:
         [TrainingRow(np.array([5, 6], np.int32), np.ones(2, np.uint8), {})], (), PackParallelism()
     )
     assert pack.labels_N.tolist() == [6]
-    assert pack.targets_N.tolist() == [0]
+    assert pack.logit_places_N.tolist() == [0]
 
 
 def test_without_parallelism_nothing_is_padded() -> None:
@@ -120,7 +120,7 @@ def test_without_parallelism_nothing_is_padded() -> None:
 def test_a_pack_without_rows_is_a_filler_that_is_scored_nowhere() -> None:
     pack = build_pack([], ("place",), PackParallelism(tp=2, cp=2))
     assert len(pack.input_ids_T) == 2
-    assert len(pack.targets_N) == 0
+    assert len(pack.logit_places_N) == 0
 
 
 @given(st.integers(1, 8), st.integers(1, 6))

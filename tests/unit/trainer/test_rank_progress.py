@@ -11,7 +11,7 @@ import torch.distributed as dist
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.errors import LostPeerError
+from areal_hpc.errors import LostTrainerRankError
 from areal_hpc.jobs.processes.native_call_threads import list_native_calls
 from areal_hpc.trainer import rank_progress
 from areal_hpc.trainer.collectives import raise_if_peer_lost
@@ -117,7 +117,9 @@ def test_a_collective_that_is_late_says_who_hangs(
     ranks[0].record_place("the optimizer's step")
     look(ranks, 0.0)
     monkeypatch.setattr(rank_progress, "_active_progress", ranks[0])
-    with pytest.raises(LostPeerError, match=r"hangs: behind all others: ranks 1-2 at forward"):
+    with pytest.raises(
+        LostTrainerRankError, match=r"hangs: behind all others: ranks 1-2 at forward"
+    ):
         raise_if_peer_lost(RuntimeError(message))
 
 
@@ -128,9 +130,9 @@ def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> N
     def fail_in_the_watch() -> None:
         with rank_progress.watch_ranks(RankProgress(store, 0, 2, check_interval_s=30)):
             assert "rank-progress" in list_native_calls()
-            raise LostPeerError("rank 1 is gone")
+            raise LostTrainerRankError("rank 1 is gone")
 
-    with pytest.raises(LostPeerError):
+    with pytest.raises(LostTrainerRankError):
         fail_in_the_watch()
     assert "rank-progress" not in list_native_calls()
     assert rank_progress.describe_ranks() == ""
@@ -146,7 +148,7 @@ def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> N
     ],
 )
 def test_words_of_a_lost_peer_are_known(message: str) -> None:
-    with pytest.raises(LostPeerError, match="another trainer rank disappeared"):
+    with pytest.raises(LostTrainerRankError, match="another trainer rank disappeared"):
         raise_if_peer_lost(RuntimeError(message))
     raise_if_peer_lost(RuntimeError("CUDA error: an illegal memory access was encountered"))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.view.answers.collapse import explain_collapse
+from areal_hpc.view.answers.collapse import diagnose_collapse
 from tests.support.commands import exit_code_of
 from tests.support.counted_reads import counted_reads
 from tests.support.made_run import MadeEpisode, MadeRun
@@ -37,7 +37,7 @@ def test_a_collapse_is_told_with_its_step_and_its_numbers(tmp_path: Path) -> Non
     add_steps(run, 4, GROUP, 0.7, **HEALTHY)
     broken = {"entropy__mean": 0.05, "reply__repeated_fraction": 0.8, "groups__zero_variance": 0.9}
     add_steps(run, 8, ALIKE, 0.1, **(HEALTHY | broken))
-    answer = explain_collapse(run.paths)
+    answer = diagnose_collapse(run.paths)
     assert answer.headline.startswith("the policy collapses since about step 1")
     assert not answer.is_well
     said = [one.text for one in answer.findings]
@@ -60,7 +60,7 @@ def test_a_collapse_under_a_reward_that_holds_is_told_to_go_back_before_it(tmp_p
     add_steps(run, 10, GROUP, 0.5, **HEALTHY)
     broken = {"entropy__mean": 0.05, "reply__repeated_fraction": 0.8, "reply__tokens_mean": 400.0}
     add_steps(run, 15, GROUP, 0.5, **(HEALTHY | broken))
-    answer = explain_collapse(run.paths)
+    answer = diagnose_collapse(run.paths)
     assert answer.headline.startswith("the policy collapses since about step 11: ")
     assert answer.hints[0] == "go back to a checkpoint of step 10 or before"
 
@@ -70,7 +70,7 @@ def test_a_run_that_has_solved_its_tasks_does_not_collapse(tmp_path: Path) -> No
     add_steps(run, 10, GROUP, 0.3, **HEALTHY)
     solved = {"entropy__mean": 0.05, "groups__zero_variance": 0.9, "groups__all_best": 0.9}
     add_steps(run, 10, ALIKE, 1.0, **(HEALTHY | solved))
-    answer = explain_collapse(run.paths)
+    answer = diagnose_collapse(run.paths)
     assert answer.headline.startswith("the policy does not collapse, it has solved its tasks")
     assert answer.is_well
 
@@ -79,7 +79,7 @@ def test_signs_without_a_fall_are_a_warning(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     add_steps(run, 10, GROUP, 0.3, **HEALTHY)
     add_steps(run, 10, GROUP, 0.6, **(HEALTHY | {"reply__repeated_fraction": 0.6}))
-    answer = explain_collapse(run.paths)
+    answer = diagnose_collapse(run.paths)
     assert answer.headline == (
         "the policy does not collapse yet, the reward holds; but replies end in loops"
     )
@@ -90,7 +90,7 @@ def test_a_fall_without_signs_is_no_collapse(tmp_path: Path) -> None:
     add_steps(run, 10, GROUP, 0.9, **HEALTHY)
     harder = {"groups__all_worst": 0.8, "groups__zero_variance": 0.9}
     add_steps(run, 5, GROUP, 0.2, **(HEALTHY | harder))
-    answer = explain_collapse(run.paths)
+    answer = diagnose_collapse(run.paths)
     assert answer.headline.startswith("the reward fell, but not by a collapse")
     assert "--step 11 compares" in answer.headline
 
@@ -98,9 +98,9 @@ def test_a_fall_without_signs_is_no_collapse(tmp_path: Path) -> None:
 def test_a_run_that_goes_on_well_and_one_that_is_short(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     add_steps(run, 3, GROUP, 0.4, **HEALTHY)
-    assert explain_collapse(run.paths).headline.startswith("trained steps: 3; at least 6")
+    assert diagnose_collapse(run.paths).headline.startswith("trained steps: 3; at least 6")
     add_steps(run, 9, GROUP, 0.5, **HEALTHY)
-    assert explain_collapse(run.paths).headline == "the policy does not collapse"
+    assert diagnose_collapse(run.paths).headline == "the policy does not collapse"
 
 
 def test_the_command_prints_sentences_and_pages_and_writes_nothing(
@@ -130,6 +130,6 @@ def test_replies_are_read_a_shard_at_once_and_not_one_by_one(tmp_path: Path) -> 
     for _ in range(8):
         run.add_step([MadeEpisode(reward=reward) for reward in (0.0, 1.0)] * 20)
     with counted_reads() as reads:
-        answer = explain_collapse(run.paths)
+        answer = diagnose_collapse(run.paths)
     assert any("distinct replies" in one.text for one in answer.findings)
     assert len(reads) < 40 * 8

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.shards.verify import verify_run
-from areal_hpc.view.answers.collapse import explain_collapse
+from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.answers.step_change import explain_step_difference
 from areal_hpc.view.audit.ticket_status import audit_run
@@ -29,7 +29,7 @@ def test_the_headlines_are_those_of_the_walk(samples: Path) -> None:
     answers = (
         explain_slow_run(RunPaths(samples / "slow")),
         explain_step_difference(RunPaths(samples / "drop"), SWITCH_STEP),
-        explain_collapse(RunPaths(samples / "collapse")),
+        diagnose_collapse(RunPaths(samples / "collapse")),
     )
     words = " ".join(WALK.split())
     assert [one.headline for one in answers if one.headline not in words] == []
@@ -37,7 +37,7 @@ def test_the_headlines_are_those_of_the_walk(samples: Path) -> None:
 
 def test_no_run_shows_the_fault_of_another(samples: Path) -> None:
     for name in ("slow", "drop"):
-        assert explain_collapse(RunPaths(samples / name)).is_well
+        assert diagnose_collapse(RunPaths(samples / name)).is_well
     for name in ("drop", "collapse"):
         assert "is slow" not in explain_slow_run(RunPaths(samples / name)).headline
 

@@ -18,7 +18,7 @@ from areal_hpc.view.answers.step_parts import list_mean_step_parts, sum_batch_wa
 from areal_hpc.view.answers.wait_split import split_wait_by_activity
 from areal_hpc.view.batch_episodes import read_batch_episodes
 from areal_hpc.view.transcripts.filter_expression import parse_filter
-from areal_hpc.view.transcripts.row_search import FIELD_NAMES, get_field_type
+from areal_hpc.view.transcripts.row_search import FIELD_NAMES_FOR_HELP, get_field_type
 from tests.support.kept_run import unpack_kept_run
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.package_sources import PACKAGE
@@ -157,9 +157,9 @@ def test_filters_of_pages_are_those_of_the_dashboard(tmp_path: Path) -> None:
     wheres = [query["where"][0] for query in asked if "where" in query]
     assert 'cell="cell-1"' in wheres
     for where in wheres:
-        parse_filter(where, get_field_type, FIELD_NAMES)
+        parse_filter(where, get_field_type, FIELD_NAMES_FOR_HELP)
     sorts = {query["sort"][0] for query in asked if "sort" in query}
-    assert sorts <= {*FIELD_NAMES}
+    assert sorts <= {*FIELD_NAMES_FOR_HELP}
     assert {page.partition("?")[0] for page in pages} <= {
         *("#/overview", "#/metrics", "#/trajectories", "#/trajectory")
     }

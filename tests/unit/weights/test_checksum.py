@@ -8,7 +8,7 @@ from areal_hpc.weights.checksum import (
     SglangGpuHash,
     compute_rank_digests,
     compute_sglang_gpu_hash,
-    require_matching_checksums,
+    require_matching_comparable_checksums,
 )
 
 QUERY = "model.layers.0.self_attn.q_proj.weight"
@@ -59,9 +59,9 @@ def test_vocabulary_rows_are_padded_with_zeros() -> None:
 )
 def test_every_kind_of_difference_is_named(reported: dict[str, str], message: str) -> None:
     expected = {"a": frozenset("1"), "b": frozenset("2")}
-    require_matching_checksums(expected, {"a": "1", "b": "2"}, "replica 0")
+    require_matching_comparable_checksums(expected, {"a": "1", "b": "2"}, "replica 0")
     with pytest.raises(WeightSyncError, match=message):
-        require_matching_checksums(expected, reported, "replica 0")
+        require_matching_comparable_checksums(expected, reported, "replica 0")
 
 
 @pytest.mark.parametrize(
@@ -100,17 +100,21 @@ def report(**hashes: str) -> dict[str, str]:
 
 
 def test_a_kind_of_experts_that_a_kernel_has_in_its_own_layout_is_not_compared() -> None:
-    require_matching_checksums(EXPERTS, report(a="11", b="11"), "replica 0")
-    require_matching_checksums(EXPERTS, report(a="11", b="77"), "replica 0", replica_device="cuda")
-    require_matching_checksums(EXPERTS, {}, "replica 0", replica_device="cuda")
+    require_matching_comparable_checksums(EXPERTS, report(a="11", b="11"), "replica 0")
+    require_matching_comparable_checksums(
+        EXPERTS, report(a="11", b="77"), "replica 0", replica_device="cuda"
+    )
+    require_matching_comparable_checksums(EXPERTS, {}, "replica 0", replica_device="cuda")
     with pytest.raises(WeightSyncError, match=r"1 different \['layer.1.experts.a_weight'\]"):
-        require_matching_checksums(
+        require_matching_comparable_checksums(
             EXPERTS, report(a="17", b="77"), "replica 0", replica_device="cuda"
         )
     with pytest.raises(WeightSyncError, match="2 different"):
-        require_matching_checksums(EXPERTS, report(a="11", b="77"), "replica 0")
+        require_matching_comparable_checksums(EXPERTS, report(a="11", b="77"), "replica 0")
     with pytest.raises(WeightSyncError, match="4 unknown to the server"):
-        require_matching_checksums({**EXPERTS, "c": frozenset("1")}, {"c": "1"}, "replica 0")
+        require_matching_comparable_checksums(
+            {**EXPERTS, "c": frozenset("1")}, {"c": "1"}, "replica 0"
+        )
 
 
 @pytest.mark.parametrize("cuts", [(3,), (4 * 8192,), (5, 4 * 8192 + 9), (4 * 8192 * 2, 70000)])

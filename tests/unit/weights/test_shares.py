@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replicas_by_sender import ShareDivider, choose_sender_ranks
+from areal_hpc.weights.replicas_by_sender import ReplicaSenderAssigner, choose_sender_ranks
 
 
 def replicas(count: int, incarnation: int = 0) -> list[ReplicaKey]:
@@ -36,7 +36,7 @@ def test_by_disk_one_rank_writes() -> None:
 
 
 def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
-    divider = ShareDivider(2)
+    divider = ReplicaSenderAssigner(2)
     first = divider.divide(replicas(5))
     assert [len(share) for share in first] == [3, 2]
     restarted = replicas(5, incarnation=1)
@@ -49,4 +49,4 @@ def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
 
 
 def test_there_are_senders_without_a_replica() -> None:
-    assert ShareDivider(3).divide(replicas(1)) == [replicas(1), [], []]
+    assert ReplicaSenderAssigner(3).divide(replicas(1)) == [replicas(1), [], []]

@@ -30,7 +30,7 @@ class McpGym(Gym):
             for tool in (await client.list_tools()).tools:
                 name = tool.name if len(self._servers) == 1 else f"{server}__{tool.name}"
                 self._tools[name] = client, tool.name
-                described.append(describe_tool(name, tool))
+                described.append(build_chat_tool(name, tool))
         return {"text": "", "tools": described}
 
     async def _build_connection_target(self, server_config: dict[str, Any]) -> Any:
@@ -76,7 +76,7 @@ class McpGym(Gym):
         await self._open.aclose()
 
 
-def describe_tool(tool_name: str, tool: Any) -> dict[str, Any]:
+def build_chat_tool(tool_name: str, tool: Any) -> dict[str, Any]:
     """A tool as OpenAI's chat completions take it."""
     function = {
         "name": tool_name,

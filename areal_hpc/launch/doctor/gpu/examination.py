@@ -10,9 +10,9 @@ from typing import TypeVar
 
 from areal_hpc.errors import ArealError
 from areal_hpc.launch.doctor.gpu.measured_steps import (
+    compare_step_with_transformers,
     list_rank_gpus,
     measure_collectives,
-    measure_step,
     start_and_compare_engine_with_trainer,
 )
 from areal_hpc.launch.doctor.gpu.node_facts import gather_node_facts
@@ -71,7 +71,9 @@ def measure_steps_on_node(
             "all-reduce", lambda: measure_collectives(plan, gpus, folder / "collectives")
         ),
         cluster_rates=None,
-        step=measure("trainer step", lambda: measure_step(plan, gpus, folder / "step")),
+        step=measure(
+            "trainer step", lambda: compare_step_with_transformers(plan, gpus, folder / "step")
+        ),
         engine=measure(
             "SGLang, and an update of its weights",
             lambda: start_and_compare_engine_with_trainer(plan, gpus, folder / "engine"),

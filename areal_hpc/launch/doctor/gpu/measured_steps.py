@@ -82,7 +82,7 @@ def measure_collectives(
     return _read_report(order.report, CollectiveRates)
 
 
-def measure_step(
+def compare_step_with_transformers(
     plan: GpuCheckPlan,
     gpus: Sequence[str],
     folder: Path,
@@ -150,7 +150,7 @@ def start_and_compare_engine_with_trainer(
         ClusterError: SGLang does not know a flag, or does not start.
     """
     inference = build_single_replica_config(plan, len(gpus))
-    _check_server_flags(plan, inference)
+    _raise_if_sglang_rejects_flags(plan, inference)
     paths = RunPaths(folder)
     paths.rendezvous_dir.mkdir(parents=True)
     ensure_service_key(paths.service_key)
@@ -217,7 +217,7 @@ def write_test_model(model_dir: Path, tp: int, context_tokens: int | None) -> Pa
     return model_dir
 
 
-def _check_server_flags(plan: GpuCheckPlan, inference: InferenceConfig) -> None:
+def _raise_if_sglang_rejects_flags(plan: GpuCheckPlan, inference: InferenceConfig) -> None:
     """Have SGLang's own parser read the command line that would start it, all flags included.
 
     Raises:

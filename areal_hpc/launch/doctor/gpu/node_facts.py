@@ -14,12 +14,16 @@ from typing import cast
 
 import msgspec
 
-from areal_hpc.jobs.node.gpus import filter_and_order_gpus, find_visible_gpus, read_numa_nodes
+from areal_hpc.jobs.node.gpus import (
+    find_visible_gpus,
+    read_numa_node_by_gpu,
+    select_wanted_gpus_or_raise,
+)
 from areal_hpc.launch.doctor.gpu.node_isolation import try_isolation
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuFacts, NodeFacts, PythonFacts
 from areal_hpc.recipe.sections.cluster import WantedGpus
 
-ASKED_ROLES = ("train", "serve")
+GPU_ROLES = ("train", "serve")
 """The roles whose processes use GPUs."""
 PYTHON_TIMEOUT_S = 180.0
 """To import torch from cold storage, and to wake every GPU."""
@@ -29,7 +33,7 @@ IBVERBS_LIBRARY = "libibverbs.so.1"
 CUDA_DIRS = (Path("/usr/local/cuda"),)
 """Where CUDA's compiler lies if neither PATH nor CUDA_HOME names it."""
 
-_PYTHON_SCRIPT = """
+_GPU_FACTS_SCRIPT = """
 import json, torch
 found = {"torch": torch.__version__, "cuda": torch.version.cuda or "", "nccl": "", "gpus": []}
 if torch.version.cuda:
@@ -46,7 +50,9 @@ def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
         RecipeError: `cluster.gpus` asks for GPUs that are not visible.
     """
     wanted = cast("WantedGpus", plan.gpus)
-    visible = filter_and_order_gpus(find_visible_gpus(os.environ), wanted, read_numa_nodes())
+    visible = select_wanted_gpus_or_raise(
+        find_visible_gpus(os.environ), wanted, read_numa_node_by_gpu()
+    )
     driver, gpus, driver_error = query_nvidia_driver()
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return NodeFacts(
@@ -63,7 +69,7 @@ def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
         nvcc=find_nvcc(os.environ, CUDA_DIRS),
         pythons=tuple(
             ask_python_for_gpu_facts(role, plan.pythons[role], plan.variables[role])
-            for role in ASKED_ROLES
+            for role in GPU_ROLES
         ),
         isolation=try_isolation(plan.agent),
     )
@@ -113,7 +119,7 @@ def ask_python_for_gpu_facts(role: str, python: str, variables: Mapping[str, str
     """What a role's Python, with the variables of its processes, says of torch and GPUs."""
     try:
         asked = subprocess.run(
-            [python, "-W", "ignore", "-c", _PYTHON_SCRIPT],
+            [python, "-W", "ignore", "-c", _GPU_FACTS_SCRIPT],
             env={**os.environ, **variables},
             stdin=subprocess.DEVNULL,
             capture_output=True,

@@ -24,7 +24,7 @@ from areal_hpc.slurm.reasons import explain_reason
 NODE_TASK_MODULE = "areal_hpc.launch.doctor.gpu.node_task"
 TIME_LIMIT_MINUTES = 30
 POLL_S = 2.0
-QUEUE_TIMEOUT_S = 1800.0
+REPORT_TIMEOUT_S = 1800.0
 """For the job to wait and run."""
 FILE_VISIBLE_TIMEOUT_S = 60.0
 """After the job's end, for its last file to be seen here."""
@@ -134,7 +134,7 @@ def build_examination_script(plan: GpuCheckPlan, options: JobOptions, request_fi
 
 def _await_report(folder: Path, job_id: str) -> GpuReport:
     queue, waits_for = QueuePoller(), "it did not start"
-    give_up_at, ended_at = time.monotonic() + QUEUE_TIMEOUT_S, None
+    give_up_at, ended_at = time.monotonic() + REPORT_TIMEOUT_S, None
     while time.monotonic() < give_up_at:
         if get_report_path(folder).exists():
             return add_failures_of_other_nodes(
@@ -155,7 +155,7 @@ def _await_report(folder: Path, job_id: str) -> GpuReport:
             waits_for = explain_reason(found.reason).meaning
         time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
     raise ClusterError(
-        f"job {job_id} gave no report within {QUEUE_TIMEOUT_S / 60:.0f} min: {waits_for}",
+        f"job {job_id} gave no report within {REPORT_TIMEOUT_S / 60:.0f} min: {waits_for}",
         hint="try again when nodes are free",
     )
 

@@ -17,7 +17,7 @@ from areal_hpc.proxy.dialects.blocks import (
 )
 from areal_hpc.proxy.dialects.dialect import Dialect, Exchange, format_named_event
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
+from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
 from areal_hpc.proxy.sessions.store import Session
 
 _ERROR_TYPE_BY_STATUS = {
@@ -85,9 +85,9 @@ class _MessagesExchange(Exchange):
         return format_named_event(_build_error_fields(refusal))
 
 
-def _move_invalid_calls_to_text(reply: PartialReply) -> PartialReply:
+def _move_invalid_calls_to_text(reply: ReplyContent) -> ReplyContent:
     """A reply whose calls all have objects for arguments; others stay text, as they are JSON."""
-    calls: list[ToolCallDelta] = []
+    calls: list[ReplyToolCall] = []
     text = reply.text
     for call in reply.calls:
         try:
@@ -99,7 +99,7 @@ def _move_invalid_calls_to_text(reply: PartialReply) -> PartialReply:
         else:
             text += f'{{"name": {msgspec.json.encode(call.name).decode()}, '
             text += f'"arguments": {call.arguments}}}'
-    return reply if len(calls) == len(reply.calls) else PartialReply(text, reply.reasoning, calls)
+    return reply if len(calls) == len(reply.calls) else ReplyContent(text, reply.reasoning, calls)
 
 
 def _format_block(block: ContentBlock) -> dict[str, Any]:

@@ -17,10 +17,10 @@ from areal_hpc.proxy.dialects.validation import (
     ToolName,
     TopK,
     build_function_tool,
-    decode_json,
+    decode_request_json,
     encode_schema_unless_must_call,
+    filter_out_hosted_tools,
     get_given_or_default,
-    list_own_tools_with_indices,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
@@ -285,8 +285,8 @@ def _parse_tools(
     """The tools as chat templates expect them. Hints in them are added to `ignored`."""
     unknown = ignored if model.ignores_unknown else None
     tools: list[_InputTool] = [
-        decode_json(one, _InputTool, f"tools[{i}]", unknown)
-        for i, one in list_own_tools_with_indices(raw_tools, model, dropped)
+        decode_request_json(one, _InputTool, f"tools[{i}]", unknown)
+        for i, one in filter_out_hosted_tools(raw_tools, model, dropped)
     ]
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
@@ -322,7 +322,7 @@ def _build_thinking_variables(
         return variables
     unknown = ignored if model.ignores_unknown else None
     raw = msgspec.json.encode(request.thinking)
-    config: _ThinkingConfig = decode_json(raw, _ThinkingConfig, "thinking", unknown)
+    config: _ThinkingConfig = decode_request_json(raw, _ThinkingConfig, "thinking", unknown)
     ignored += list_ignored_params(config, "thinking.")
     thinks = config.type != "disabled"
     return variables | build_reasoning_variables(model, "thinking", ignored, thinks=thinks)

@@ -165,7 +165,7 @@ def build_model_call(
             sampling_seed=fold_seed_into_engine_range(config.seed),
             **_build_grammar(config, choice),
         ),
-        prompt_key="contents",
+        prompt_param_name="contents",
         n=config.candidate_count or 1,
         top_logprobs=config.logprobs or 0,
         ignored=ignored,

@@ -13,7 +13,7 @@ from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, lis
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
-    decode_json,
+    decode_request_json,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
@@ -93,15 +93,17 @@ def parse_tools(
     hints: set[str] = set()
     for i, one in enumerate(raw_tools):
         key = f"tools[{i}]"
-        tool: _Tool = decode_json(spell_in_camel_case(one, _Tool), _Tool, key, unknown)
-        _refuse_other_tools(tool, key)
+        tool: _Tool = decode_request_json(spell_in_camel_case(one, _Tool), _Tool, key, unknown)
+        _raise_if_refused_tool(tool, key)
         wire_names = dict(zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True))
         given = (name for name in _HOSTED_TOOLS if getattr(tool, name) is not None)
         hosted |= {wire_names[name]: f"{key}.{wire_names[name]}" for name in given}
         for j, declared in enumerate(tool.function_declarations or ()):
             place = f"{key}.functionDeclarations[{j}]"
             body = spell_in_camel_case(declared, _FunctionDeclaration)
-            function: _FunctionDeclaration = decode_json(body, _FunctionDeclaration, place, unknown)
+            function: _FunctionDeclaration = decode_request_json(
+                body, _FunctionDeclaration, place, unknown
+            )
             hints.update(list_ignored_params(function, "tools[].functionDeclarations[]."))
             functions.append(_build_tool(function, place))
     if hosted and not functions:
@@ -113,7 +115,7 @@ def parse_tools(
     return functions
 
 
-def _refuse_other_tools(tool: _Tool, key: str) -> None:
+def _raise_if_refused_tool(tool: _Tool, key: str) -> None:
     for name, wire_name in zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True):
         if name in _REFUSED_TOOLS and getattr(tool, name) is not None:
             raise ProxyRequestError(

@@ -10,7 +10,7 @@ from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest, build_mode
 from areal_hpc.proxy.dialects.openai.format import ChoiceExchange, format_error, format_logprobs
 from areal_hpc.proxy.engine.generation import Generation, TokenChunk
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.engine.reply import ToolCallDelta, format_tool_call
+from areal_hpc.proxy.engine.reply import ReplyToolCall, format_tool_call
 from areal_hpc.proxy.sessions.store import Session
 
 
@@ -46,13 +46,13 @@ class _ChatExchange(ChoiceExchange):
             **self.build_token_id_fields(answer),
         }
 
-    def _build_call_fields(self, calls: Sequence[ToolCallDelta]) -> dict[str, Any]:
+    def _build_call_fields(self, calls: Sequence[ReplyToolCall]) -> dict[str, Any]:
         """The calls of a message, in the form in which their functions were offered."""
         if self._has_old_functions:
             return {"function_call": {"name": calls[0].name, "arguments": calls[0].arguments}}
         return {"tool_calls": [self._format_call(call) for call in calls]}
 
-    def _format_call(self, call: ToolCallDelta) -> dict[str, Any]:
+    def _format_call(self, call: ReplyToolCall) -> dict[str, Any]:
         """A call that is whole, or the first part of one."""
         if call.name in self._custom_tools:
             called = {"name": call.name, "input": read_custom_input(call.arguments)}
@@ -64,24 +64,24 @@ class _ChatExchange(ChoiceExchange):
         return "function_call" if self._has_old_functions and reason == "tool_calls" else reason
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
-        said, chunks = delta.said, [self._format_first_chunk(delta.choice)]
+        said, chunks = delta.said, [self._format_first_chunk_once(delta.choice)]
         logprobs = self._format_logprobs(delta.piece) if delta.piece.output_ids else None
         if said.text or said.reasoning or logprobs is not None:
             fields = {"reasoning_content": said.reasoning, "content": said.text}
             given = {name: text for name, text in fields.items() if text}
             chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))
         for call in said.calls:  # one a chunk, as OpenAI does: some clients read no second
-            if not self._note_and_tell_custom_call(delta.choice, call):
+            if not self._track_and_is_custom_call_part(delta.choice, call):
                 chunks.append(self._format_chunk(delta.choice, self._format_call_delta(call)))
         return b"".join(chunks)
 
-    def _note_and_tell_custom_call(self, choice_index: int, call: ToolCallDelta) -> bool:
+    def _track_and_is_custom_call_part(self, choice_index: int, call: ReplyToolCall) -> bool:
         """True for a part of a custom tool's call, which is told once its input is whole."""
         if call.name in self._custom_tools:
             self._custom_calls.add((choice_index, call.index))
         return (choice_index, call.index) in self._custom_calls
 
-    def _format_call_delta(self, call: ToolCallDelta) -> dict[str, Any]:
+    def _format_call_delta(self, call: ReplyToolCall) -> dict[str, Any]:
         part: dict[str, Any] = {"function": {"arguments": call.arguments}}
         if call.call_id:  # the first part of it
             part = self._format_call(call)
@@ -92,14 +92,14 @@ class _ChatExchange(ChoiceExchange):
     def format_choice_end(self, answer: RecordedChoice) -> bytes:
         ids = self.build_token_id_fields(answer)
         choice = {"index": answer.choice, "delta": {}, "logprobs": None, **ids}
-        chunks = [self._format_first_chunk(answer.choice)]
+        chunks = [self._format_first_chunk_once(answer.choice)]
         for call in answer.said.calls:
             if call.name in self._custom_tools:
                 chunks.append(self._format_chunk(answer.choice, self._format_call_delta(call)))
         end = self.format_event({**choice, "finish_reason": self._get_finish_reason(answer)})
         return b"".join([*chunks, end])
 
-    def _format_first_chunk(self, choice_index: int) -> bytes:
+    def _format_first_chunk_once(self, choice_index: int) -> bytes:
         """The first chunk of a choice, once."""
         if choice_index in self._begun:
             return b""

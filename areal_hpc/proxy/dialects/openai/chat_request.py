@@ -27,8 +27,8 @@ from areal_hpc.proxy.dialects.validation import (
     ToolName,
     TypedObject,
     build_function_tool,
-    decode_json,
-    list_own_tools_with_indices,
+    decode_request_json,
+    filter_out_hosted_tools,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -372,12 +372,12 @@ def build_tool_schemas(
         ProxyRequestError: 400, naming what is wrong.
     """
     schemas, hints = list[dict[str, Any]](), set[str]()
-    for i, one in list_own_tools_with_indices(raw_tools or (), model, dropped):
-        if decode_json(one, TypedObject, f"tools[{i}]").type == "custom":
-            tool: _CustomTool = decode_json(one, _CustomTool, f"tools[{i}]")
+    for i, one in filter_out_hosted_tools(raw_tools or (), model, dropped):
+        if decode_request_json(one, TypedObject, f"tools[{i}]").type == "custom":
+            tool: _CustomTool = decode_request_json(one, _CustomTool, f"tools[{i}]")
             schemas.append(_build_custom_schema(tool.custom, hints))
         else:
-            decode_json(one, _ChatTool, f"tools[{i}]")
+            decode_request_json(one, _ChatTool, f"tools[{i}]")
             schemas.append(msgspec.json.decode(one))
     ignored += sorted(hints)
     return schemas

@@ -59,7 +59,7 @@ def _build_model_call(
         tools=None,
         variables=None,
         sampling=build_sampling_params(request, defaults, ToolChoice(), request.max_tokens or 0),
-        prompt_key="prompt",
+        prompt_param_name="prompt",
         prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,

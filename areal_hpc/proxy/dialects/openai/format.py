@@ -82,8 +82,10 @@ class ChoiceExchange(Exchange):
             return {}
         one = answer.interaction
         parent = self._tree[one.parent_id] if one.parent_id is not None else None
-        new_json = format_ids_as_json_inside(unpack_ids(one.new_ids).tolist())
-        prompt = b"[" + self._tree.build_sequence_ids_json_inside(parent, new_json) + b"]"
+        new_ids_json_inside = format_ids_as_json_inside(unpack_ids(one.new_ids).tolist())
+        prompt = (
+            b"[" + self._tree.build_sequence_ids_json_inside(parent, new_ids_json_inside) + b"]"
+        )
         said = answer.generation.output_ids
         return {"prompt_token_ids": msgspec.Raw(prompt), "token_ids": said}
 

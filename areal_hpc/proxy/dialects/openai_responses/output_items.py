@@ -11,7 +11,7 @@ import msgspec
 from areal_hpc.proxy.dialects.blocks import ContentBlock, split_into_blocks
 from areal_hpc.proxy.dialects.custom_tools import read_custom_input
 from areal_hpc.proxy.dialects.openai_responses.tools import OfferedTools
-from areal_hpc.proxy.engine.reply import PartialReply, ToolCallDelta
+from areal_hpc.proxy.engine.reply import ReplyContent, ReplyToolCall
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.tree import Interaction, InteractionTree
 
@@ -81,9 +81,9 @@ def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
         name, arguments = one["function"]["name"], one["function"]["arguments"]
         if not isinstance(arguments, str):
             arguments = msgspec.json.encode(arguments).decode()
-        calls.append(ToolCallDelta(index, name, arguments, one.get("id") or f"call_{index}"))
+        calls.append(ReplyToolCall(index, name, arguments, one.get("id") or f"call_{index}"))
     reasoning = message.get("reasoning_content") or ""
-    return split_into_blocks(PartialReply(message["content"], reasoning, calls))
+    return split_into_blocks(ReplyContent(message["content"], reasoning, calls))
 
 
 def is_response_id(reply_id: str) -> bool:
@@ -95,7 +95,7 @@ def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] 
     """The item of this id, of a reply in the tree; None if there is none."""
     prefix, _, rest = item_id.partition("_")
     kind, number, place = _KIND_BY_ID_PREFIX.get(prefix), rest[:-2], rest[-2:]
-    interaction = _find_response_by_number(tree, number)
+    interaction = _find_response_by_id_suffix(tree, number)
     if kind is None or interaction is None:
         return None
     blocks = [one for one in split_reply_into_blocks(interaction.reply) if one.kind == kind]
@@ -103,7 +103,7 @@ def find_item_in_replies(tree: InteractionTree, item_id: str) -> dict[str, Any] 
     return format_item(interaction.interaction_id, found[0], "completed") if found else None
 
 
-def _find_response_by_number(tree: InteractionTree, id_suffix: str) -> Interaction | None:
+def _find_response_by_id_suffix(tree: InteractionTree, id_suffix: str) -> Interaction | None:
     for prefix in (ID_PREFIX_WITH_INSTRUCTIONS, ID_PREFIX_WITHOUT_INSTRUCTIONS):
         if prefix + id_suffix in tree:
             return tree[prefix + id_suffix]

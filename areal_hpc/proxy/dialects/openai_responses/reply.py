@@ -66,7 +66,7 @@ class _ResponsesExchange(Exchange):
     async def stream_events(self, reply_stream: ReplyStream) -> AsyncGenerator[bytes, None]:
         """The last event has the whole Response."""
         async for happened in reply_stream:
-            beginning = self._format_beginning()
+            beginning = self._format_beginning_once()
             if isinstance(happened, ReplyChunk):
                 self._tokens += self._format_logprobs(happened.piece)
                 yield beginning + b"".join(
@@ -81,7 +81,7 @@ class _ResponsesExchange(Exchange):
                 end = self._format_event(f"response.{self._end_status}", response=response)
                 yield beginning + rest + end
 
-    def _format_beginning(self) -> bytes:
+    def _format_beginning_once(self) -> bytes:
         """The first events of the stream, once."""
         if self._sent:
             return b""
@@ -92,7 +92,7 @@ class _ResponsesExchange(Exchange):
 
     def format_ping(self) -> bytes:
         """The beginning, or what OpenAI itself says in a silence: to Codex a comment is no life."""
-        return self._format_beginning() or self._format_event("keepalive")
+        return self._format_beginning_once() or self._format_event("keepalive")
 
     def format_error_event(self, refusal: ProxyRequestError) -> bytes:
         fields = format_error_fields(refusal)
@@ -120,7 +120,7 @@ class _ResponsesExchange(Exchange):
             "previous_response_id": request.previous_response_id,
             "reasoning": request.reasoning or {"effort": None, "summary": None},
             "service_tier": "default",
-            "store": self.call.is_stored,
+            "store": self.call.is_retrievable,
             "temperature": sampling.temperature,
             "text": request.text or {"format": {"type": "text"}},
             "tool_choice": request.tool_choice or "auto",
@@ -151,7 +151,7 @@ class _ResponsesExchange(Exchange):
             "usage": self._format_usage(answer),
         }
         body = msgspec.json.encode(response)
-        if self.call.is_stored:
+        if self.call.is_retrievable:
             self._session.keep_response(self.answer_id, body)
         return body
 

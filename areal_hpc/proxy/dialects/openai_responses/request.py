@@ -165,11 +165,11 @@ def build_model_call(
             top_k=defaults.top_k or -1,
             json_schema=schema,
         ),
-        prompt_key="input",
+        prompt_param_name="input",
         top_logprobs=request.top_logprobs or 0,
         ignored=ignored,
         dropped_tools=dropped,
-        is_stored=request.store is not False,
+        is_retrievable=request.store is not False,
     )
     return call, offered
 

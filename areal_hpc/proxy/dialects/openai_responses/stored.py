@@ -19,7 +19,7 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
 )
 from areal_hpc.proxy.dialects.validation import MAX_ID_DIGITS
 from areal_hpc.proxy.engine.model_call import ServedModel
-from areal_hpc.proxy.sessions.events import ResponseDeleted
+from areal_hpc.proxy.sessions.events import ResponseHidden
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.call_records import decode_rendering_context, decode_sampling_params_json
@@ -56,7 +56,7 @@ def delete_response(
         ProxyRequestError: 404, there is none of this id.
     """
     _find_response(session, response_id)
-    recorder.record(ResponseDeleted(session.session_id, response_id))
+    recorder.record(ResponseHidden(session.session_id, response_id))
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 

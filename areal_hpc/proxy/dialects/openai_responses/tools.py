@@ -12,8 +12,8 @@ from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, lis
 from areal_hpc.proxy.dialects.validation import (
     ToolName,
     build_function_tool,
-    decode_json,
-    list_own_tools_with_indices,
+    decode_request_json,
+    filter_out_hosted_tools,
 )
 from areal_hpc.proxy.engine.model_call import ServedModel
 
@@ -72,8 +72,8 @@ def parse_tools(
     offered = OfferedTools()
     hints: set[str] = set()
     unknown = ignored if model.ignores_unknown else None
-    for i, one in list_own_tools_with_indices(raw_tools, model, dropped):
-        tool: AnyTool = decode_json(one, AnyTool, f"tools[{i}]", unknown)
+    for i, one in filter_out_hosted_tools(raw_tools, model, dropped):
+        tool: AnyTool = decode_request_json(one, AnyTool, f"tools[{i}]", unknown)
         for declared in tool.tools if isinstance(tool, _ToolNamespace) else [tool]:
             hints.update(list_ignored_params(declared, "tools[]."))
             if isinstance(declared, _CustomTool):

@@ -27,7 +27,7 @@ class PaddedGroup:
     """Sequences attended to together. S: sequences, L: places of the longest."""
 
     sequences: int
-    query_places: int
+    padded_query_length: int
     key_places: int
     mask: torch.Tensor | None
     """[S, 1, L_query, L_key], True where a query may look; None is plain causal."""
@@ -54,7 +54,7 @@ class PaddedSdpa:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d]."""
-        query_sizes = [box.sequences * box.query_places for box in self.boxes]
+        query_sizes = [box.sequences * box.padded_query_length for box in self.boxes]
         key_sizes = [box.sequences * box.key_places for box in self.boxes]
         outputs = []
         for box, *parts in zip(

@@ -49,7 +49,7 @@ class ParamMap:
 
 EMBEDDING_NAME = "embedding.word_embeddings.weight"
 FINAL_NORM_NAME = "decoder.final_layernorm.weight"
-OUTPUT_NAME = "output_layer.weight"
+OUTPUT_LAYER_NAME = "output_layer.weight"
 
 
 def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
@@ -62,7 +62,9 @@ def list_parameter_maps(arch: Architecture) -> list[ParamMap]:
         table += _list_layer_parameters(arch, layer)
     table.append(ParamMap(FINAL_NORM_NAME, (norm,), TpSplit.WHOLE))
     if not arch.tied:
-        table.append(ParamMap(OUTPUT_NAME, (HfTensorSpec("lm_head.weight", words),), TpSplit.VOCAB))
+        table.append(
+            ParamMap(OUTPUT_LAYER_NAME, (HfTensorSpec("lm_head.weight", words),), TpSplit.VOCAB)
+        )
     return table
 
 

@@ -45,7 +45,7 @@ class SampleableTokens:
         return left_out[:, :columns] & has_some[:, None]
 
 
-def compute_token_logprobs(
+def consume_logits_into_token_logprobs(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     temperature_N: torch.Tensor | None,
@@ -67,7 +67,7 @@ def compute_token_logprobs(
     return logprobs_N
 
 
-def compute_logprobs_and_entropy(
+def consume_logits_into_logprobs_and_entropy(
     logits_NV: torch.Tensor,
     labels_N: torch.Tensor,
     temperature_N: torch.Tensor | None,

@@ -25,7 +25,7 @@ from tests.support.waiting import wait_for
 ENTRIES = """
 import os, signal, sys, threading, time
 from pathlib import Path
-from areal_hpc.errors import LostPeerError, RecipeError
+from areal_hpc.errors import LostTrainerRankError, RecipeError
 
 IMPORTED_BY = os.getpid()
 
@@ -69,7 +69,7 @@ def fail_once(config):
     while not dead.exists():
         time.sleep(0.01)
     if os.environ["AREAL_HPC_RANK"] == "0":
-        raise LostPeerError("another trainer rank disappeared")
+        raise LostTrainerRankError("another trainer rank disappeared")
     time.sleep(600)  # in a collective that does not notice
 
 def fail_always(config):
@@ -82,7 +82,7 @@ def fail_always(config):
         os.kill(os.getpid(), signal.SIGKILL)
     while not dying.exists() or dying.read_text() == before:
         time.sleep(0.01)
-    raise LostPeerError("another trainer rank disappeared")
+    raise LostTrainerRankError("another trainer rank disappeared")
 """
 
 

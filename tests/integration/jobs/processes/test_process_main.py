@@ -13,7 +13,7 @@ from areal_hpc.errors import (
     AgentError,
     ArealError,
     ClusterError,
-    LostPeerError,
+    LostTrainerRankError,
     RecipeError,
     ShardError,
     SupersededTrainerError,
@@ -44,7 +44,7 @@ def test_a_process_may_open_as_many_files_as_the_machine_allows(tmp_path: Path) 
 
 def lose_peer(config: dict[str, Any]) -> None:
     """What a rank under test does."""
-    raise LostPeerError("another trainer rank disappeared: Connection closed by peer")
+    raise LostTrainerRankError("another trainer rank disappeared: Connection closed by peer")
 
 
 def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) -> None:
@@ -65,8 +65,8 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
         (ClusterError("a"), "a"),
         (ExceptionGroup("", [ExceptionGroup("", [ClusterError("a"), ClusterError("b")])]), "a"),
         (ExceptionGroup("", [ClusterError("a"), RecipeError("b")]), "b"),
-        (ExceptionGroup("", [LostPeerError("a"), ShardError("b"), AgentError("c")]), "c"),
-        (ExceptionGroup("", [LostPeerError("a"), ClusterError("b")]), "b"),
+        (ExceptionGroup("", [LostTrainerRankError("a"), ShardError("b"), AgentError("c")]), "c"),
+        (ExceptionGroup("", [LostTrainerRankError("a"), ClusterError("b")]), "b"),
         (ExceptionGroup("", [RecipeError("a"), SupersededTrainerError("b")]), "b"),
         (ExceptionGroup("", [ClusterError("a"), ValueError("b")]), None),
         (ValueError("a"), None),
