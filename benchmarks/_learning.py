@@ -160,7 +160,7 @@ def grpo_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Tensor
         batch.rows,
         ObjectiveConfig(),
     )
-    counts = {"tokens": len(logprobs_N), "places": batch.places}
+    counts = {"tokens": len(logprobs_N), "places": batch.padded_token_count}
     return total, LossStats({**sums, **counts, "logprob": held_N.sum()}, {"weight": weight_max})
 
 

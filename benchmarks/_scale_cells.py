@@ -123,7 +123,7 @@ class Storehouse:
             if not refs:
                 return
             tickets = await self._write(refs)
-            await self._ledger.call(
+            await self._ledger.call_until_answered(
                 "/settle", SettleTicketsRequest(self._cell, tickets), Acknowledged
             )
             self._tally.sealed += 1
@@ -284,7 +284,9 @@ async def run_trainer(paths: RunPaths, batch_size: int, tempo: Tempo, tally: Tal
 async def _train(
     paths: RunPaths, ledger: ServiceClient, batch_size: int, tempo: Tempo, tally: Tally
 ) -> None:
-    await ledger.call("/open_generation", OpenTrainerGenerationRequest(1, 0), Acknowledged)
+    await ledger.call_until_answered(
+        "/open_generation", OpenTrainerGenerationRequest(1, 0), Acknowledged
+    )
     while True:
         step = tally.steps + 1
         manifest, manifest_s = await _batch(ledger, step, batch_size)
@@ -294,7 +296,7 @@ async def _train(
             began = time.monotonic()
             await asyncio.to_thread(read_rows, manifest, paths.shards_dir)
             tally.read_s.append(time.monotonic() - began)
-        await ledger.call("/publish", WeightsPublishedRequest(1, step), Acknowledged)
+        await ledger.call_until_answered("/publish", WeightsPublishedRequest(1, step), Acknowledged)
         tally.steps = step
 
 
@@ -303,9 +305,9 @@ async def _batch(
 ) -> tuple[BatchManifest, float | None]:
     """A batch; the time that took, if its tickets were all there when it was asked for."""
     while True:
-        status = await ledger.call("/status", Empty(), LedgerStatus)
+        status = await ledger.call_until_answered("/status", Empty(), LedgerStatus)
         began = time.monotonic()
-        reply = await ledger.call("/batch", BatchRequest(1, step, 2.0), BatchReply)
+        reply = await ledger.call_until_answered("/batch", BatchRequest(1, step, 2.0), BatchReply)
         if reply.manifest is not None:
             was_there = status.settled >= batch_size
             return reply.manifest, time.monotonic() - began if was_there else None

@@ -80,7 +80,7 @@ def checkpoint_in_process(trainee: learning.Trainee, folder: Path, number: int) 
     partial = folder / f".step_{number}"
     partial.mkdir()
     held, memory = RankState(trainee.policy, trainee.optimizer), SharedCopyBuffer()
-    held.copy_to(memory.allocate(held.size_bytes, trainee.policy.device))
+    held.copy_to(memory.reuse_or_grow(held.size_bytes, trainee.policy.device))
     write_rank_file(memory.descriptor, get_rank_file_path(partial, 0), held.size_bytes)
     memory.close()
     write_checkpoint_index(

@@ -83,13 +83,13 @@ class ArealOpenAI(AsyncOpenAI):
             context_tokens,
             tool_call_parser,
             reasoning_parser,
-            dropped_tools=ProxyConfig().dropped_tools,
+            dropped_tool_type_patterns=ProxyConfig().dropped_tools,
         )
         key = generate_key()
         # Ids are not bounded: a model may sample one of its embedding that its tokenizer lacks.
         recorder = MemoryRecorder()
         session_id = f"client-{secrets.token_hex(6)}"
-        recorder.record(
+        recorder.journal_and_apply(
             SessionOpened(
                 session_id, compute_key_digest(key), StartSessionRequest("client", disposable=True)
             )

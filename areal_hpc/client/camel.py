@@ -49,7 +49,7 @@ class SessionTokenCounter(BaseTokenCounter):  # type: ignore[misc]
     def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
         """Tokens of the conversation as the model reads it."""
         normal = [normalize_chat_message(message) for message in messages]
-        return len(self.encode(self._template.render(normal)))
+        return len(self.encode(self._template.render_prompt(normal)))
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a text."""

@@ -67,7 +67,7 @@ def _describe_run_progress(paths: RunPaths) -> JsonObject:
     size = read_held_gpus_or_nodes(paths, progress.cell_count)
     steps_s = sum(one.get("time/step_s") or 0.0 for one in trained)
     return {
-        "hours": size and steps_s / 3600 * (size.trainer + size.cells),
+        "hours": size and steps_s / 3600 * (size.trainer_gpus_or_nodes + size.cell_gpus_or_nodes),
         "hours_of": f"{size.unit}-hours" if size else "",
         "step": progress.step,
         "total_steps": progress.total_steps,

@@ -28,6 +28,6 @@ class RunStateCache:
         with self._lock:
             asked_at, states = self._known.get(key, (-math.inf, []))
             if time.monotonic() - asked_at > max(MIN_QUERY_INTERVAL_S, self._queue.pause_s):
-                states = [one.word for one in fetch_states_of_runs(runs, self._queue)]
+                states = [one.run_state for one in fetch_states_of_runs(runs, self._queue)]
                 self._known[key] = time.monotonic(), states
             return states

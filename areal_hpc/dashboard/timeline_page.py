@@ -13,7 +13,7 @@ from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
-    Row,
+    JsonRow,
     Timeline,
     Track,
     find_span_bounds,
@@ -68,7 +68,7 @@ def describe_timeline(paths: RunPaths, query: Mapping[str, str]) -> JsonObject:
 
 
 def _choose_time_window(
-    paths: RunPaths, rows: Sequence[Row], query: Mapping[str, str]
+    paths: RunPaths, rows: Sequence[JsonRow], query: Mapping[str, str]
 ) -> tuple[float, float]:
     last = rows[-DEFAULT_SHOWN_STEPS:]
     if last:
@@ -96,7 +96,7 @@ def _parse_time(query: Mapping[str, str], key: str, default: float) -> float:
     return value
 
 
-def _describe_step(row: Row) -> JsonObject:
+def _describe_step(row: JsonRow) -> JsonObject:
     end, seconds = row["unix_time_s"], row["time/step_s"]
     return {
         "step": row["step"],

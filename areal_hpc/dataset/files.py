@@ -11,7 +11,7 @@ ROWS_PER_READ = 1024
 """Rows of a Parquet file that are held in memory as Python objects."""
 
 
-def read_task_file(path: Path, key: str) -> Iterator[dict[str, Any]]:
+def iterate_dataset_file_rows(path: Path, key: str) -> Iterator[dict[str, Any]]:
     """The rows of a file: `*.parquet`, a folder that `datasets` saved, else JSON lines.
 
     Raises:

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dataset.files import read_task_file
+from areal_hpc.dataset.files import iterate_dataset_file_rows
 from areal_hpc.dataset.harbor.task_folder import read_task_folders
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.hub_cache import find_snapshot
@@ -84,7 +84,7 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
         for path in list_source_files_and_folders(config, key):
-            yield from read_task_file(path, where)
+            yield from iterate_dataset_file_rows(path, where)
 
 
 def _generate_rows_by_user_function(

@@ -9,7 +9,7 @@ import numpy as np
 
 from areal_hpc.evaluation.statistics import (
     Estimate,
-    Values,
+    TaskValues,
     compute_pass_at_k_by_task,
     estimate_mean,
     score_majority_answer,
@@ -62,7 +62,7 @@ def list_computed_metric_names(metrics: Sequence[str], n_samples: int) -> list[s
     return [format_metric_name(one, n_samples) for one in dict.fromkeys(("avg@k", *metrics))]
 
 
-def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) -> Values | None:
+def compute_task_values(metric: str, samples: SetSamples, pass_reward: float) -> TaskValues | None:
     """A metric's value for each task; None of `cons@k` where no sample says what it answers.
 
     Raises:

@@ -22,7 +22,7 @@ MAX_EXACT_PAIRS = 14
 N_SIGN_DRAWS = 20_000
 _SIGN_BLOCK = 1000
 
-Values = NDArray[np.float64]
+TaskValues = NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class PairedComparison:
     worse: int
 
 
-def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -> Values:
+def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -> TaskValues:
     """Of each task, the share of the choices of k of its samples in which one or more passes.
 
     That is 1 - C(n - c, k) / C(n, k) for c passes of n: unbiased, and not 1 - (1 - c/n)^k.
@@ -79,7 +79,7 @@ def score_majority_answer(answers_S: Sequence[str], passes_S: Sequence[bool]) ->
     return sum(passed[answer] / most for answer in tied) / len(tied)
 
 
-def estimate_mean(values_T: Sequence[float] | Values) -> Estimate:
+def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
     """Mean of a value per task, with its 95 % interval; of one task alone, all that is possible.
 
     Values from 0 to 1 get Wilson's interval at the number of tasks that would have the same
@@ -107,7 +107,7 @@ def estimate_mean(values_T: Sequence[float] | Values) -> Estimate:
     return Estimate(mean, low, high, n_tasks)
 
 
-def _compute_standard_error(values: Values) -> float:
+def _compute_standard_error(values: TaskValues) -> float:
     """Standard error of the mean; exactly 0 of equal values, whose mean may be off by rounding."""
     if values.min() == values.max():
         return 0.0
@@ -147,7 +147,7 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
     )
 
 
-def _estimate_difference(differences: Values, p_value: float) -> Estimate:
+def _estimate_difference(differences: TaskValues, p_value: float) -> Estimate:
     n_tasks = len(differences)
     if not n_tasks:
         raise ValueError("a paired test needs at least one task")
@@ -161,7 +161,7 @@ def _estimate_difference(differences: Values, p_value: float) -> Estimate:
     return Estimate(mean, mean - half, mean + half, n_tasks)
 
 
-def _compute_sign_flip_p_value(differences: Values) -> float:
+def _compute_sign_flip_p_value(differences: TaskValues) -> float:
     """Two-sided. Exact for few differences; else by drawn signs: then it is at least 1 / draws."""
     nonzero = np.abs(differences[differences != 0])
     observed = abs(float(differences.sum())) * (1 - 1e-12)

@@ -208,7 +208,7 @@ class ControlProxyApp(JsonApp):
 
         asked, left = asyncio.ensure_future(ask()), asyncio.ensure_future(request.receive())
         try:
-            async with asyncio.timeout(caller.deadline_s) as limit:
+            async with asyncio.timeout(caller.sender_timeout_s) as limit:
                 await asyncio.wait((asked, left), return_when=asyncio.FIRST_COMPLETED)
                 if not asked.done():
                     limit.reschedule(asyncio.get_running_loop().time() + _ORPHANED_CALL_GRACE_S)
@@ -249,9 +249,9 @@ def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
             f"the header {SENDER_TIMEOUT_HEADER} must be above 0 and at most {_MAX_DEADLINE_S:.0f}",
         )
     return ControlCallerIdentity(
-        incarnation=_read_count_header(request, INCARNATION_HEADER),
-        generation=_read_count_header(request, TRAINER_GENERATION_HEADER),
-        deadline_s=deadline_s,
+        server_incarnation=_read_count_header(request, INCARNATION_HEADER),
+        trainer_generation=_read_count_header(request, TRAINER_GENERATION_HEADER),
+        sender_timeout_s=deadline_s,
     )
 
 

@@ -52,9 +52,9 @@ BuildCommand = Callable[[int, ServerPorts], ServerCommand]
 class ControlCallerIdentity:
     """Caller of a control route, and the server that it means."""
 
-    incarnation: int
-    generation: int
-    deadline_s: float
+    server_incarnation: int
+    trainer_generation: int
+    sender_timeout_s: float
     """Not heard of for so long, the caller has vanished."""
 
 
@@ -223,7 +223,7 @@ class Replica:
         """
         usage_error, starting = server.has_usage_error, self._state == "starting"
         self.nodes.withdraw_node_parts()
-        server.kill()
+        server.kill_and_clean_up()
         log.error("replica %d %s; end of its log:\n%s", self.index, reason, server.read_log_tail())
         self._record_event(
             "replica_died",
@@ -271,7 +271,7 @@ class Replica:
         """End the server, by force if it is still there after `grace_s`."""
         self.nodes.withdraw_node_parts()
         if self._server is not None:
-            self._server.kill(grace_s)
+            self._server.kill_and_clean_up(grace_s)
 
     def _record_event(self, event: str, **fields: object) -> None:
         self._events.record(event, replica=self.index, incarnation=self._incarnation, **fields)
@@ -291,7 +291,9 @@ class Replica:
         """Take the replica out of service: an update is about to begin."""
         with self._lock:
             self._raise_if_refused_and_note_generation(caller)
-            self._update_state.mark_fenced(self.clock.now(), caller.deadline_s, stays=request.stays)
+            self._update_state.mark_fenced(
+                self.clock.now(), caller.sender_timeout_s, stays=request.stays
+            )
             self._fenced_at = self._fenced_at or self.clock.now()
             return self.build_view()
 
@@ -312,7 +314,7 @@ class Replica:
         """A control call for SGLang came in; the server, if it may be forwarded."""
         with self._lock:
             self._raise_if_refused_and_note_generation(caller)
-            self._update_state.on_call_started(route, self.clock.now(), caller.deadline_s)
+            self._update_state.on_call_started(route, self.clock.now(), caller.sender_timeout_s)
             assert self._server is not None
             return self._server
 
@@ -321,13 +323,13 @@ class Replica:
     ) -> None:
         """A call that `begin_control_call` let through is over; None: SGLang never answered."""
         with self._lock:
-            if caller.incarnation != self._incarnation:
+            if caller.server_incarnation != self._incarnation:
                 return
             if accepted is None:
                 self._update_state.unanswered = route
             now = self.clock.now()
             self._update_state.on_call_finished(
-                route, now, caller.deadline_s, accepted=bool(accepted)
+                route, now, caller.sender_timeout_s, accepted=bool(accepted)
             )
 
     def record_update_pause(self, pause: UpdatePauseStats) -> None:
@@ -339,18 +341,18 @@ class Replica:
 
     def _raise_if_refused_and_note_generation(self, caller: ControlCallerIdentity) -> None:
         name = f"replica {self.index}"
-        if caller.incarnation != self._incarnation:
+        if caller.server_incarnation != self._incarnation:
             raise ControlCallRefusedError(
-                f"{name}: the call is for restart {caller.incarnation}, the current restart is "
-                f"{self._incarnation}"
+                f"{name}: the call is for restart {caller.server_incarnation}, "
+                f"the current restart is {self._incarnation}"
             )
         if self._state != "ready":
             raise ControlCallRefusedError(f"{name} is {self._state}")
         if self._update_state.is_closing:
             raise ControlCallRefusedError(f"{name} is ending the update of a sender that vanished")
-        if caller.generation < self._generation:
+        if caller.trainer_generation < self._generation:
             raise ControlCallRefusedError(
                 f"{name}: generation {self._generation} of the trainer "
-                f"has taken over from {caller.generation}"
+                f"has taken over from {caller.trainer_generation}"
             )
-        self._generation = caller.generation
+        self._generation = caller.trainer_generation

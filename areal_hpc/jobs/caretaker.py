@@ -85,7 +85,7 @@ class JobStatus:
     name: str
     submission: Submission | None
     """None if the job was never submitted."""
-    queued: QueuedJob | None
+    slurm_record: QueuedJob | None
     """As Slurm has it; None if Slurm does not know it."""
     task_exits: tuple[TaskExit, ...]
     """What its tasks said last."""
@@ -95,7 +95,7 @@ class JobStatus:
     @property
     def state(self) -> JobState:
         """State in Slurm; UNKNOWN if Slurm does not know it."""
-        return self.queued.state if self.queued else UNKNOWN_STATE
+        return self.slurm_record.state if self.slurm_record else UNKNOWN_STATE
 
     @property
     def is_running(self) -> bool:
@@ -110,14 +110,14 @@ class JobStatus:
             return ""
         if self.submission is None:
             return "was never submitted"
-        if self.queued is not None and self.state.phase is JobPhase.UNKNOWN:
+        if self.slurm_record is not None and self.state.phase is JobPhase.UNKNOWN:
             return ""  # a newer Slurm has it, in a state that is not known here
         return "" if self.state.name == "COMPLETED" else self.state.meaning
 
     @property
     def faulty_node(self) -> str:
         """The node that ended the job before a task said anything; empty for none."""
-        queued = self.queued
+        queued = self.slurm_record
         if queued is None or self.task_exits or not queued.nodes or self.state.name != "FAILED":
             return ""
         lived_s = (queued.end or 0.0) - (queued.start or 0.0)

@@ -292,8 +292,8 @@ class _Supervisor:
         )
         if child.is_running:
             child.signal_session(signal.SIGKILL)
-        child.is_doomed = child.process is not None
-        child.crashes = note.failures
+        child.is_killed_for_restart = child.process is not None
+        child.crashes_without_progress = note.failures
         pause_s = RESTART_BACKOFF.get_pause_s(note.failures - 2) if note.failures > 1 else 0.0
         child.not_before = time.monotonic() + pause_s
 
@@ -307,9 +307,9 @@ class _Supervisor:
             if spec.ends_job:
                 return TaskExit(0, spec.name)
             self._children.remove(child)
-            child.close()
+            child.kill_fork_server()
             return None
-        if child.is_doomed:
+        if child.is_killed_for_restart:
             child.process = None
             return None
         code = 128 - code if code < 0 else code
@@ -332,7 +332,9 @@ class _Supervisor:
         spec, now = child.spec, time.monotonic()
         policy = RestartPolicy(spec.restarts)
         made_progress = now - child.started_at >= policy.healthy_s or child.made_progress()
-        failures = policy.count_failures(child.crashes, made_progress=made_progress)
+        failures = policy.count_failures(
+            child.crashes_without_progress, made_progress=made_progress
+        )
         decision = policy.decide([code], failures)
         if spec.is_rank and (code in FINAL_RANK_EXIT_CODES or self._any_other_task_ended()):
             decision = "fail"
@@ -357,7 +359,7 @@ class _Supervisor:
         if spec.is_rank:
             self._events.record("ranks_restarted", process=spec.name, failures=failures)
         else:
-            child.crashes, child.process = failures, None
+            child.crashes_without_progress, child.process = failures, None
             child.not_before = now + RESTART_BACKOFF.get_pause_s(failures - 1)
         return None
 

@@ -146,4 +146,4 @@ def stop_processes(
         one.signal_session(signal.SIGKILL)
         if one.process is not None:
             one.process.wait()
-        one.close()
+        one.kill_fork_server()

@@ -83,7 +83,7 @@ def run(
         end_reason = ""
         try:
             with open_job_place(recipe, ready, allocation) as place:
-                for stage in ready.stages:
+                for stage in ready.remaining_stages:
                     if stop.is_set():
                         raise RunInterruptedError
                     ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(stage)
@@ -171,7 +171,7 @@ class _JobInProgress:
 
     spec: JobSpec
     handle: RunningJobHandle
-    begun_at: int
+    progress_at_submission: int
     """Progress of its stage when it was submitted."""
     submitted_at: float
     failures: int = 0
@@ -201,7 +201,7 @@ class ForegroundLauncher:
     def run_stage_jobs(self, stage: JobStage) -> None:
         """Run the jobs of a stage until its work is done."""
         self._jobs = []
-        for line in self._place.prepare_stage(stage):
+        for line in self._place.assign_stage_jobs_and_describe(stage):
             self._reporter.print_line(line)
         try:
             for spec in stage.jobs:
@@ -263,7 +263,7 @@ class ForegroundLauncher:
         reached, now = self._read_progress_step_or_bytes(stage), time.monotonic()
         progress = job_made_progress(
             job.spec.name,
-            steps_taken=reached - job.begun_at,
+            steps_taken=reached - job.progress_at_submission,
             steps_left=self._recipe.trainer.total_steps - reached,
             lived_s=now - job.submitted_at,
             is_leader=job.spec is stage.leader,
@@ -284,7 +284,11 @@ class ForegroundLauncher:
             self._jobs.remove(job)
         else:
             self._reporter.print_line(f"{what}; this job is started again")
-            job.handle, job.begun_at, job.submitted_at = self._submit_job(job.spec), reached, now
+            job.handle, job.progress_at_submission, job.submitted_at = (
+                self._submit_job(job.spec),
+                reached,
+                now,
+            )
 
     def _find_job_failure(self, job: _JobInProgress) -> JobFailedError | None:
         """Why the job ended too early; None while it works."""

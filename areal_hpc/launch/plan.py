@@ -287,7 +287,7 @@ def plan_cell_processes(
                 sampling=one.sampling,
                 workflow=one.workflow,
                 workflow_kwargs=one.workflow_kwargs,
-                workflow_key=one.workflow_key,
+                workflow_key=one.agent_section_key,
             )
             for one in recipe.evaluation_sets
         },

@@ -39,7 +39,7 @@ class PreparedRun:
     attempt: int
     pythons: dict[str, str]
     """Interpreter of each role."""
-    stages: tuple[JobStage, ...]
+    remaining_stages: tuple[JobStage, ...]
     """What is left to do."""
     live_jobs: tuple[LiveJob, ...] = ()
     """Jobs of the run that wait or run already."""

@@ -87,7 +87,7 @@ def submit(
         submission = _RunSubmission(ready, print_line)
         with cancel_jobs_on_failure(print_line, submission.job_ids):
             dependency = build_afterok_dependency(after)
-            for stage in ready.stages:
+            for stage in ready.remaining_stages:
                 for request, launch in build_requests_of_stage(stage, recipe, ready):
                     asked = request.with_dependency(dependency) if dependency else request
                     submission.submit_missing_job_and_successors(asked, launch)
@@ -218,7 +218,7 @@ def prepare_run_and_write_scripts(
     with prepare_and_lock_run(recipe, print_line=print_line, fresh=fresh) as ready:
         return [
             write_job_files(request, launch, run_task).script
-            for stage in ready.stages
+            for stage in ready.remaining_stages
             for request, launch in build_requests_of_stage(stage, recipe, ready)
         ]
 

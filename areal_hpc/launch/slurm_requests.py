@@ -134,7 +134,7 @@ def build_launch_file(
 
 def _get_prerequisite_marker_path(stage: JobStage, prepared_run: PreparedRun) -> str:
     """The done marker of the stage before, if that is to be run too; else empty."""
-    before = prepared_run.stages[: prepared_run.stages.index(stage)]
+    before = prepared_run.remaining_stages[: prepared_run.remaining_stages.index(stage)]
     return str(before[-1].done_marker) if before else ""
 
 

@@ -155,7 +155,7 @@ def _submit_arrays_of_all_jobs(
     to_release: list[str] = []
     submitted: list[str] = []
     with cancel_jobs_on_failure(print_line, submitted):
-        for stages in zip(*(one.stages for one in prepared_runs), strict=True):
+        for stages in zip(*(one.remaining_stages for one in prepared_runs), strict=True):
             leading = ""
             for specs in zip(*(stage.jobs for stage in stages), strict=True):
                 jobs, request = _submit_array_of_job(

@@ -17,15 +17,15 @@ class TicketCounts:
     """Numbers of tickets by state (`tickets.py` has the states), and of batches handed out."""
 
     leased: int
-    finished: int
+    awaiting_seal: int
     settled: int
-    batched: int
-    formed_steps: int
+    in_unpublished_batches: int
+    formed_batches: int
 
     @property
     def held_by_cells(self) -> int:
         """In the hands of cells."""
-        return self.leased + self.finished
+        return self.leased + self.awaiting_seal
 
 
 def count_admissible_tickets(policy: TicketPolicy, counts: TicketCounts) -> int:
@@ -42,8 +42,8 @@ def count_admissible_tickets(policy: TicketPolicy, counts: TicketCounts) -> int:
     unbatched = counts.held_by_cells + counts.settled
     concurrency = policy.max_concurrent_tickets - counts.leased
     ahead = (policy.max_head_offpolicyness + 1) * policy.batch_size
-    staleness = ahead - unbatched - counts.batched
-    need = (policy.total_steps - counts.formed_steps) * policy.batch_size - unbatched
+    staleness = ahead - unbatched - counts.in_unpublished_batches
+    need = (policy.total_steps - counts.formed_batches) * policy.batch_size - unbatched
     return max(0, min(concurrency, staleness, need))
 
 

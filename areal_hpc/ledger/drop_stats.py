@@ -123,11 +123,11 @@ class FirstTicketsCheck:
     """
 
     _failures: dict[TaskSplit, list[DropTicketRequest]] = field(default_factory=dict)
-    _working: set[TaskSplit] = field(default_factory=set)
+    _splits_with_working_agent: set[TaskSplit] = field(default_factory=set)
 
     def record_success(self, ref: TicketRef) -> None:
         """A ticket ended well: what fails from now on is no fault of the whole agent."""
-        self._working.add(get_task_split(ref))
+        self._splits_with_working_agent.add(get_task_split(ref))
 
     def record_failure(self, drop_request: DropTicketRequest) -> None:
         """A ticket was given up; without a cause that was not its agent's doing.
@@ -139,14 +139,17 @@ class FirstTicketsCheck:
         if not drop_request.cause:
             return
         if any(one.cause != drop_request.cause for one in failures):
-            self._working.add(split)
+            self._splits_with_working_agent.add(split)
         elif all(one.ref.ticket_id != drop_request.ref.ticket_id for one in failures):
             failures.append(drop_request)
 
     def find_problem(self) -> str:
         """Why the run cannot go on; empty if it can."""
         for split, failures in self._failures.items():
-            if split not in self._working and len(failures) >= ALIKE_FIRST_FAILURES_TO_STOP:
+            if (
+                split not in self._splits_with_working_agent
+                and len(failures) >= ALIKE_FIRST_FAILURES_TO_STOP
+            ):
                 return (
                     f"the agent failed alike in the first {len(failures)} tickets; the last one: "
                     f"{failures[-1].reason}"

@@ -105,12 +105,12 @@ class CellHeartbeats:
         return max(MIN_HEARTBEAT_INTERVAL_S, len(self) / MAX_HEARTBEATS_PER_S)
 
     @property
-    def ended_episodes(self) -> int:
+    def ended_episodes_of_open_tickets(self) -> int:
         """Episodes that are over, of training tickets that are not, in all cells."""
         return sum(self._newest[cell].ended_episodes for cell in self._heard_at_s)
 
     @property
-    def slowest_episode_s(self) -> float:
+    def oldest_running_episode_s(self) -> float:
         """Seconds that the oldest episode of all cells has run."""
         return max((self._newest[cell].slowest_episode_s for cell in self._heard_at_s), default=0.0)
 

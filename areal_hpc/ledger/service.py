@@ -294,9 +294,9 @@ class LedgerService:
         wanted = self._policy.batch_size * per_ticket
         over = per_ticket * (tickets.n_awaiting_seal + tickets.n_ready_for_batch)
         return {
-            "episodes_done": min(wanted, over + self._cells.ended_episodes),
+            "episodes_done": min(wanted, over + self._cells.ended_episodes_of_open_tickets),
             "episodes_wanted": wanted,
-            "slowest_episode_s": self._cells.slowest_episode_s,
+            "slowest_episode_s": self._cells.oldest_running_episode_s,
         }
 
     # Inside ----------------------------------------------------------------------------------

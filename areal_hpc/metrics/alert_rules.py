@@ -24,7 +24,7 @@ COMPARED_STEPS_BEFORE = 20
 """Steps before the present one that it is compared with."""
 MIN_COMPARED_STEPS_BEFORE = 5
 """Fewer say nothing of what is usual."""
-MIN_SOLVED_SHARE = 0.9
+MIN_BEST_SHARE_OF_EQUAL_GROUPS = 0.9
 """Of the groups with equal rewards, the share at the best one that makes the tasks solved."""
 MIN_REWARD_DROP_SHARE_OF_RANGE = 0.1
 """Of the range of rewards seen, the smallest fall that counts."""
@@ -54,7 +54,7 @@ class AlertRule:
 
     name: str
     level: AlertLevel
-    keys: tuple[str, ...]
+    config_keys: tuple[str, ...]
     """Its bounds, below `alerts` in a recipe."""
     metrics: tuple[str, ...]
     """What it looks at, by names of the catalogue."""
@@ -121,7 +121,7 @@ def _get_zero_variance_share(row: StepRow) -> float:
 
 def _is_mostly_solved(row: StepRow) -> bool:
     equal, best = _get_zero_variance_share(row), row.get("groups/all_best") or 0.0
-    return equal > 0 and best >= MIN_SOLVED_SHARE * equal
+    return equal > 0 and best >= MIN_BEST_SHARE_OF_EQUAL_GROUPS * equal
 
 
 def _describe_rewards(row: StepRow) -> str:
@@ -415,7 +415,7 @@ def render_alert_table() -> str:
     lines = ["| alert | level | keys below `alerts` | looks at | means |", "|---|---|---|---|---|"]
     for rule in RULES:
         keys, metrics = (
-            ", ".join(f"`{one}`" for one in ones) for ones in (rule.keys, rule.metrics)
+            ", ".join(f"`{one}`" for one in ones) for ones in (rule.config_keys, rule.metrics)
         )
         lines.append(f"| `{rule.name}` | {rule.level} | {keys} | {metrics} | {rule.meaning} |")
     return "\n".join(lines)

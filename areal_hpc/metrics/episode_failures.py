@@ -18,7 +18,7 @@ MAX_READ_BYTES = 16 << 20
 class FailureCounts:
     """Tries of training episodes that raised or took too long."""
 
-    tries: int = 0
+    failed_tries: int = 0
     rewarded: int = 0
     """Those of them that earn a reward all the same."""
 

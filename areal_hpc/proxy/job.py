@@ -51,7 +51,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     admin_key = rendezvous.ensure_admin_key(paths.admin_key)
     service_key = rendezvous.ensure_service_key(paths.service_key)
     name = rendezvous.format_proxy_name(job.cell)
-    model = ServedModel.load(
+    model = ServedModel.from_model_dir(
         job.model_name,
         job.model_path,
         job.context_tokens,
@@ -61,7 +61,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     journal = make_journal_folder_and_get_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
-    sealer.record_already_sealed()
+    sealer.repair_index_and_record_sealed()
     source = CellReplicaSource(paths.rendezvous_dir, job.cell, service_key)
     service = ProxyService(
         job.proxy,

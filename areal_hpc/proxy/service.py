@@ -59,7 +59,7 @@ class ProxyService:
         model = replace(
             model,
             ignores_unknown=limits.unknown_parameters == "ignore",
-            dropped_tools=limits.dropped_tools,
+            dropped_tool_type_patterns=limits.dropped_tools,
         )
         if limits.message_normalizer is not None:
             key = "proxy.message_normalizer"
@@ -153,7 +153,7 @@ class ProxyService:
                 # An ended one that is exported or not kept, as of an evaluation, has done its work.
                 if not session.ended or (session.must_persist and not session.is_exported):
                     log.info("dropped idle session %s", session.session_id)
-                self._recorder.record(SessionDropped(session.session_id))
+                self._recorder.journal_and_apply(SessionDropped(session.session_id))
             if self._sealer is None:  # a sealer does it whenever tickets have been settled
                 await self._recorder.compact_if_due()
 

@@ -75,7 +75,7 @@ def run(config: StandaloneProxyConfig, print_line: Callable[[str], None]) -> Non
 async def _serve_standalone(
     config: StandaloneProxyConfig, stop: StopRequest, print_line: Callable[[str], None]
 ) -> None:
-    model = ServedModel.load(
+    model = ServedModel.from_model_dir(
         config.tokenizer.resolve().name,
         config.tokenizer,
         config.context_length,

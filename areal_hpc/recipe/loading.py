@@ -32,9 +32,9 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 _MISSING_VARIABLE_PATTERN = re.compile(r"Environment variable '(\w+)' not found")
 EXCLUSIVE_KEYS = {
     "model": ("path", "hub", "tiny"),
-    "train_dataset": TrainTaskSetConfig.choices,
-    "valid_dataset": TaskSetConfig.choices,
-    "sft.dataset": TaskSetConfig.choices,
+    "train_dataset": TrainTaskSetConfig.source_keys,
+    "valid_dataset": TaskSetConfig.source_keys,
+    "sft.dataset": TaskSetConfig.source_keys,
 }
 """Sections of a recipe that say where something comes from, by keys of which one is given."""
 DEPENDENT_KEYS_BY_SOURCE = {

@@ -23,13 +23,13 @@ class Preset:
     source: str
     objective: Mapping[str, Any]
     """Below `trainer.objective`, sections of it nested."""
-    others: Mapping[str, Any]
+    values_outside_objective: Mapping[str, Any]
     """Dotted keys of other sections."""
 
     @property
     def values(self) -> dict[str, Any]:
         """Every key that it sets, dotted."""
-        return _flatten(self.objective, "trainer.objective.") | dict(self.others)
+        return _flatten(self.objective, "trainer.objective.") | dict(self.values_outside_objective)
 
 
 PRESETS: Mapping[str, Preset] = {

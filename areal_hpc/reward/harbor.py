@@ -71,7 +71,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
     test_variables: dict[str, str] = {}
     solution_variables: dict[str, str] = {}
 
-    def narrow(self, spec: SandboxSpec) -> SandboxSpec:
+    def apply_task_to_sandbox_spec(self, spec: SandboxSpec) -> SandboxSpec:
         """The sandbox of a recipe, with the task's root, and no more than the task allows."""
         limits = spec.limits
         limits = replace(
@@ -82,7 +82,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         network = spec.network
         if network == "open" and not self.has_network:
             network = "session-only"
-        changed = replace(spec, network=network, limits=limits, folders=self.folders)
+        changed = replace(spec, network=network, limits=limits, writable_folders=self.folders)
         return replace(changed, root=Path(self.root), variables={}) if self.root else changed
 
     async def prepare(self, sandbox: Sandbox) -> None:
@@ -95,7 +95,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         made = [self.work_dir] if self.work_dir else []
         pairs = [(Path(self.folder, source), place) for source, place in self.copies]
         try:
-            await _unpack(sandbox, pairs, made)
+            await _put_files_into_sandbox(sandbox, pairs, made)
         except OSError as error:
             raise RecipeError(
                 f"the files of the Harbor task do not fit into its sandbox: {error}",
@@ -105,16 +105,18 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         sandbox.folder = self.work_dir or sandbox.folder
         sandbox.add_variables(self.variables)
 
-    async def solve(self, sandbox: Sandbox, timeout_s: float | None = None) -> CommandResult:
+    async def run_solution_script(
+        self, sandbox: Sandbox, timeout_s: float | None = None
+    ) -> CommandResult:
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
-        await _unpack(sandbox, [(Path(self.folder, "solution"), SOLUTION_DIR)])
+        await _put_files_into_sandbox(sandbox, [(Path(self.folder, "solution"), SOLUTION_DIR)])
         return await sandbox.exec(
             f"{_build_script_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
             variables=self.solution_variables,
         )
 
-    async def judge(self, sandbox: Sandbox) -> Reward:
+    async def kill_commands_and_run_tests(self, sandbox: Sandbox) -> Reward:
         """Run the tests, after all that runs in the sandbox was killed, and read their verdict.
 
         The reward is 0 where they give none: then the metric `no_verdict` is 1, and the note says
@@ -153,7 +155,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
         pairs = [(Path(self.folder, "tests"), TESTS_DIR)]
-        await _unpack(sandbox, pairs, [VERDICT_DIR])
+        await _put_files_into_sandbox(sandbox, pairs, [VERDICT_DIR])
 
 
 def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:
@@ -188,7 +190,7 @@ async def judge_harbor_task(data: Mapping[str, Any]) -> Reward:
             key="rollout.agent.isolation",
             hint="use train_dataset.harbor, and rollout.agent.isolation=bwrap",
         )
-    return await task.judge(sandbox)
+    return await task.kill_commands_and_run_tests(sandbox)
 
 
 def parse_verdict(file_name: str, content: bytes) -> Reward:
@@ -233,7 +235,7 @@ def build_archive(
     return stream.getvalue()
 
 
-async def _unpack(
+async def _put_files_into_sandbox(
     sandbox: Sandbox, pairs: Iterable[tuple[Path, str]], folders: Iterable[str] = ()
 ) -> None:
     """Put files into a sandbox.

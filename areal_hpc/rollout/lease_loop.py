@@ -109,14 +109,16 @@ class LeaseLoop:
             wait_s=0.0 if self._needs_short_lease_request else IDLE_LEASE_LONG_POLL_S,
             job_start=self._job_start,
             splits=self._splits,
-            ended_episodes=self._tickets.ended_episodes,
+            ended_episodes=self._tickets.ended_episodes_of_open_tickets,
             slowest_episode_s=self._watch.oldest_running_age_s,
         )
         sent_at = time.time()
-        reply = await self._ledger.call(
+        reply = await self._ledger.call_until_answered(
             "/lease", request, LeaseReply, timeout_s=LEASE_REQUEST_TIMEOUT_S + request.wait_s
         )
-        self._clock.compare(sent_at, reply.received_at, reply.answered_at, time.time())
+        self._clock.record_heartbeat_times(
+            sent_at, reply.received_at, reply.answered_at, time.time()
+        )
         return reply
 
     async def _wait_for_ticket_change_or_heartbeat(self, pause_s: float) -> None:
@@ -129,7 +131,9 @@ class LeaseLoop:
         """Let the proxy seal what is finished: the trainer waits for it."""
         finished = self._tickets.finished
         try:
-            await self._proxy.call("/rl/seal", Empty(), SealTicketsReply, timeout_s=SEAL_TIMEOUT_S)
+            await self._proxy.call_until_answered(
+                "/rl/seal", Empty(), SealTicketsReply, timeout_s=SEAL_TIMEOUT_S
+            )
             # Settled, or lost with the proxy's journal: then the ledger must issue them again.
             self._tickets.forget_finished(finished)
         except HttpStatusError as refusal:

@@ -33,7 +33,7 @@ class LeasedTickets:
         return not any(self._open_episodes.values())
 
     @property
-    def ended_episodes(self) -> int:
+    def ended_episodes_of_open_tickets(self) -> int:
         """Episodes that are over, of training tickets that are not."""
         return sum(
             begun - self._open_episodes[ref]

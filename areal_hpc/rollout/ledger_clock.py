@@ -15,7 +15,7 @@ class LedgerClockOffsetRecorder:
         self._best = (0.0, math.inf)
         self._record_at = -math.inf
 
-    def compare(
+    def record_heartbeat_times(
         self, sent_at: float, received_at: float, answered_at: float, got_at: float
     ) -> None:
         """Take the four times of one heartbeat: those in the middle are the ledger's clock.

@@ -26,7 +26,7 @@ class ReplicaGate:
         """True while a replica serves, as far as is known."""
         return self._opened.is_set()
 
-    def close(self) -> None:
+    def close_until_replica_serves(self) -> None:
         """An episode found no replica: ask the proxy again before the next one."""
         self._opened.clear()
         self._closed.set()
@@ -39,7 +39,7 @@ class ReplicaGate:
         """Ask the proxy whenever the gate is closed, until cancelled."""
         while True:
             await self._closed.wait()
-            health = await self._proxy.call("/healthz", None, ProxyHealth)
+            health = await self._proxy.call_until_answered("/healthz", None, ProxyHealth)
             if health.replicas_serving:
                 self._closed.clear()
                 self._opened.set()

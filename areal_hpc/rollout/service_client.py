@@ -44,7 +44,7 @@ class ServiceClient:
         """Seconds since it last answered, or since it could first have done so."""
         return time.monotonic() - self._answered_at
 
-    async def call(
+    async def call_until_answered(
         self,
         route: str,
         request: msgspec.Struct | None,

@@ -162,7 +162,7 @@ class TicketRunner:
         while True:
             incarnation = self._proxy.peer_started_at
             outcomes = await self._run_group(ticket_grant, TRAIN)
-            if len(outcomes) > 1 and all(one.is_rewarded for one in outcomes):
+            if len(outcomes) > 1 and all(one.has_failure_reward for one in outcomes):
                 raise _build_all_episodes_failed_error(
                     outcomes[-1].error, ticket_grant.task_index, len(outcomes)
                 )
@@ -230,9 +230,11 @@ class TicketRunner:
             for at in range(ticket_grant.n_episodes)
         ]
         group = await run_group_until_enough_succeed(episodes, wanted, least)
-        if group.cut:
+        if group.n_surplus_episodes:
             reason = "cancelled: enough episodes of the group are complete"
-            self._record_ticket_event("episodes_cancelled", ticket_grant, reason, count=group.cut)
+            self._record_ticket_event(
+                "episodes_cancelled", ticket_grant, reason, count=group.n_surplus_episodes
+            )
         if group.failed:
             self._record_ticket_event(
                 "group_incomplete", ticket_grant, str(group.failed[-1]), count=len(group.failed)
@@ -277,12 +279,12 @@ class TicketRunner:
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome
             if outcome.status == "unserved":
-                self._gate.close()
+                self._gate.close_until_replica_serves()
             if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
                 is_short = outcome.is_node_short
                 await asyncio.sleep(SHORTAGE_PAUSE_S if is_short else RETRY_BACKOFF.min_s)
                 continue
-            if outcome.is_rewarded:
+            if outcome.has_failure_reward:
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 return outcome
             await self._seal_failed_episode(outcome)
@@ -344,7 +346,7 @@ class TicketRunner:
                 "failed": self._watch.failed,
                 "ended": self._watch.ended,
             }
-            if outcome.is_rewarded:
+            if outcome.has_failure_reward:
                 facts |= {"reward": outcome.reward, "then": f"it earns {outcome.reward:g}"}
             elif is_training and self._rollout.failed_episodes == "drop":
                 facts["then"] = "it is left out"
@@ -359,7 +361,9 @@ class TicketRunner:
             outcome.session_id, cause[:MAX_CAUSE_CHARS], outcome.reason[:MAX_ERROR_CHARS]
         )
         try:
-            await self._proxy.call("/rl/keep_failed", request, KeepFailedSessionReply)
+            await self._proxy.call_until_answered(
+                "/rl/keep_failed", request, KeepFailedSessionReply
+            )
         except HttpStatusError as refusal:  # it restarted and lost the session
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
@@ -390,13 +394,13 @@ class TicketRunner:
     ) -> None:
         """Have the proxy keep these sessions of a ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
-        await self._proxy.call("/rl/finish_ticket", request, FinishTicketReply)
+        await self._proxy.call_until_answered("/rl/finish_ticket", request, FinishTicketReply)
 
     async def _report_to_ledger(
         self, route: str, request: DropTicketRequest | EvaluationResultRequest
     ) -> None:
         try:
-            await self._ledger.call(route, request, Acknowledged)
+            await self._ledger.call_until_answered(route, request, Acknowledged)
         except HttpStatusError as refusal:  # it was re-issued elsewhere meanwhile
             log.warning("the ledger no longer accepts a report on %s: %s", request.ref, refusal)
 

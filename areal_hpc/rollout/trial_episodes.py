@@ -24,7 +24,7 @@ from areal_hpc.wire.proxy import ProxyHealth, SamplingDefaults, SessionLimits, S
 
 log = logging.getLogger(__name__)
 
-TRIAL_TIMEOUT_S = 10.0
+ALL_TRIALS_TIMEOUT_S = 10.0
 """Longest that trial episodes hold up those of training: GPUs wait meanwhile."""
 REPLICA_POLL_S = 0.25
 RETRY_PAUSE_S = 0.25
@@ -79,12 +79,12 @@ async def raise_if_all_trial_tasks_fail_alike(
     """Play `rollout.trial_tasks` tasks side by side, until one ends well or none does.
 
     Waits for a replica that serves first. Trials that take long are given up: they hold nothing up
-    for more than `TRIAL_TIMEOUT_S`.
+    for more than `ALL_TRIALS_TIMEOUT_S`.
 
     Raises:
         AgentError: The agent failed all of them, and in the same way.
     """
-    while not (await proxy.call("/healthz", None, ProxyHealth)).replicas_serving:
+    while not (await proxy.call_until_answered("/healthz", None, ProxyHealth)).replicas_serving:
         await asyncio.sleep(REPLICA_POLL_S)
     count = min(rollout.trial_tasks, len(tasks))
     pending = {
@@ -97,7 +97,7 @@ async def raise_if_all_trial_tasks_fail_alike(
     }
     failures: list[EpisodeOutcome] = []
     try:
-        async with asyncio.timeout(TRIAL_TIMEOUT_S):
+        async with asyncio.timeout(ALL_TRIALS_TIMEOUT_S):
             while pending:
                 done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
                 for outcome in (trial.result() for trial in done):
@@ -106,7 +106,7 @@ async def raise_if_all_trial_tasks_fail_alike(
                         return
                     failures.append(outcome)
     except TimeoutError:
-        log.info("trial tasks take longer than %.0f s: training starts", TRIAL_TIMEOUT_S)
+        log.info("trial tasks take longer than %.0f s: training starts", ALL_TRIALS_TIMEOUT_S)
         return
     finally:
         for trial in pending:

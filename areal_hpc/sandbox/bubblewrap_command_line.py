@@ -112,7 +112,7 @@ def may_become_nobody() -> bool:
 
 
 @functools.cache
-def get_bwrap_runnable_by_all(bwrap: Path) -> Path:
+def copy_bwrap_unless_runnable_by_all(bwrap: Path) -> Path:
     """Bubblewrap where every user may run it: a copy, if it lies in a private folder."""
     if is_executable_by_all(bwrap):
         return bwrap

@@ -23,7 +23,7 @@ from areal_hpc.sandbox.command_server import (
 
 MAX_UNREAD_INPUT_BYTES = 1 << 20
 """Input that is under way to a command which has not read it."""
-KILL_GRACE_S = 10.0
+KILL_COMMAND_TIMEOUT_S = 10.0
 """Longest time in which a server kills a command; if it takes longer its sandbox is lost."""
 
 
@@ -31,19 +31,19 @@ KILL_GRACE_S = 10.0
 class RunningCommand:
     """A command as its host sees it."""
 
-    output_bytes: int
+    max_output_bytes: int
     """Kept of each of its two streams."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
     is_cut_off: bool = False
     """It printed more, and is killed."""
     exit_code: int | None = None
-    on_its_way: int = 0
+    unread_input_bytes: int = 0
     """Bytes of input that it has not read."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
     has_read: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def wake(self) -> None:
+    def wake_waiters(self) -> None:
         """Have those look who wait for it."""
         self.changed.set()
         self.has_read.set()
@@ -117,7 +117,7 @@ class CommandChannel:
             return command, True
         except asyncio.CancelledError:
             with contextlib.suppress(EOFError, TimeoutError):
-                async with asyncio.timeout(KILL_GRACE_S):
+                async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
                     await self._send_frame(number, KILL_FRAME)
             raise
         finally:
@@ -153,7 +153,7 @@ class CommandChannel:
 
     async def _kill_and_wait(self, command_number: int, command: RunningCommand) -> None:
         try:
-            async with asyncio.timeout(KILL_GRACE_S):
+            async with asyncio.timeout(KILL_COMMAND_TIMEOUT_S):
                 await self._send_frame(command_number, KILL_FRAME)
                 await self._wait_for_end_and_kill_if_cut_off(command_number, command)
         except TimeoutError:  # the server was stopped, by what it started
@@ -168,10 +168,12 @@ class CommandChannel:
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
-                while command.on_its_way > MAX_UNREAD_INPUT_BYTES and not self.closed.is_set():
+                while (
+                    command.unread_input_bytes > MAX_UNREAD_INPUT_BYTES and not self.closed.is_set()
+                ):
                     await command.has_read.wait()
                     command.has_read.clear()
-                command.on_its_way += len(piece)
+                command.unread_input_bytes += len(piece)
                 await self._send_frame(command_number, INPUT_FRAME, bytes(piece))
             await self._send_frame(command_number, INPUT_FRAME)
 
@@ -215,17 +217,17 @@ class CommandChannel:
     def _wake_all_as_closed(self) -> None:
         self.closed.set()
         for command in self._commands.values():
-            command.wake()
+            command.wake_waiters()
 
     @staticmethod
     def _apply_frame(command: RunningCommand, frame_kind: bytes, content: bytes) -> None:
         if frame_kind in (STDOUT_FRAME, STDERR_FRAME):
             kept = command.stdout if frame_kind == STDOUT_FRAME else command.stderr
-            room = command.output_bytes - len(kept)
+            room = command.max_output_bytes - len(kept)
             kept += content[:room]
             command.is_cut_off |= len(content) > room
         elif frame_kind == INPUT_TAKEN_FRAME:
-            command.on_its_way -= struct.unpack("!I", content)[0]
+            command.unread_input_bytes -= struct.unpack("!I", content)[0]
         elif frame_kind == EXIT_CODE_FRAME:
             command.exit_code = int(content)
-        command.wake()
+        command.wake_waiters()

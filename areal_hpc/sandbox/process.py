@@ -27,9 +27,9 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
     build_bwrap_command,
+    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     find_sandbox_python,
-    get_bwrap_runnable_by_all,
     may_become_nobody,
 )
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
@@ -315,7 +315,7 @@ def _open_files_and_build_isolated_command(
     request = json.dumps(asdict(limits) | {"report_fd": report_fd})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     return build_bwrap_command(
-        str(get_bwrap_runnable_by_all(bwrap) if as_nobody else bwrap),
+        str(copy_bwrap_unless_runnable_by_all(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
         scripts=scripts,
         python_prefix=prefix,

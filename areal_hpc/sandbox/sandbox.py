@@ -28,7 +28,7 @@ START_TIMEOUT_S = 30.0
 """A loaded node may take long to start a few processes."""
 FILE_TIMEOUT_S = 120.0
 """To read or write files of a sandbox."""
-END_TIMEOUT_S = 10.0
+KILL_ALL_TIMEOUT_S = 10.0
 """To kill what runs in a sandbox."""
 MAX_FILE_BYTES = 1 << 30
 """A larger file, or snapshot, is not read out of a sandbox."""
@@ -62,15 +62,15 @@ class SandboxStartPlan:
 
     command: Sequence[str]
     """Standard input and output are those of the command server."""
-    folder: str
+    command_folder: str
     """Working directory of commands."""
     limits: SandboxLimits
-    variables: Mapping[str, str]
+    command_variables: Mapping[str, str]
     """Environment of commands."""
     pass_fds: Sequence[int] = ()
     user: int | None = None
     """The user to become, also the group."""
-    environ: Mapping[str, str] | None = None
+    process_environ: Mapping[str, str] | None = None
     """Of the process itself; None: hardly any."""
     on_stop: Callable[[], None] | None = None
     """Removes what the process leaves."""
@@ -84,12 +84,12 @@ class Sandbox:
     def __init__(
         self, plan: SandboxStartPlan, process: subprocess.Popen[bytes], channel: CommandChannel
     ) -> None:
-        self.folder = plan.folder
+        self.folder = plan.command_folder
         """Working directory of commands; relative paths are below it."""
         self.base_url = ""
         """Where commands reach the model's endpoint; empty if they cannot."""
         self._plan, self._process, self._channel = plan, process, channel
-        self._variables = dict(plan.variables)
+        self._variables = dict(plan.command_variables)
         self._forwarder: SessionForwarder | None = None
         self._clock: asyncio.TimerHandle | None = None
         self._why_lost = ""
@@ -157,7 +157,9 @@ class Sandbox:
         if self._forwarder is None:
             return url
         address = urlsplit(url)
-        await self._forwarder.start(address.hostname or "127.0.0.1", address.port or 80)
+        await self._forwarder.start_forwarding_to(
+            address.hostname or "127.0.0.1", address.port or 80
+        )
         return f"http://127.0.0.1:{SESSION_PORT}"
 
     def add_variables(self, variables: Mapping[str, str]) -> None:
@@ -242,7 +244,7 @@ class Sandbox:
         Raises:
             SandboxLostError: The sandbox is gone: something started processes faster than that.
         """
-        await self._run_over_channel({"operation": "end"}, b"", 0, END_TIMEOUT_S)
+        await self._run_over_channel({"operation": "end"}, b"", 0, KILL_ALL_TIMEOUT_S)
 
     async def snapshot(self) -> bytes:
         """All that was written or removed since the start, as a layer of an OCI image (a tar).
@@ -253,7 +255,7 @@ class Sandbox:
         """
         return await self._run_file_operation({"operation": "pack"}, b"", MAX_FILE_BYTES)
 
-    async def restore(self, snapshot: bytes) -> None:
+    async def apply_snapshot(self, snapshot: bytes) -> None:
         """Write and remove what a snapshot says, of another sandbox with the same root.
 
         Raises:
@@ -388,7 +390,7 @@ def _start_process(plan: SandboxStartPlan, channel: socket.socket) -> subprocess
         stdout=channel.fileno(),
         stderr=subprocess.PIPE,
         cwd="/",
-        env=dict(plan.environ or {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}),
+        env=dict(plan.process_environ or {"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}),
         pass_fds=tuple(plan.pass_fds),
         start_new_session=True,
         umask=_UMASK,

@@ -19,7 +19,7 @@ class SessionForwarder:
         self._connections: set[asyncio.Task[None]] = set()
         self._host, self._port = "", 0
 
-    async def start(self, host: str, port: int) -> None:
+    async def start_forwarding_to(self, host: str, port: int) -> None:
         """Pass on every connection, also those that wait already."""
         self._host, self._port = host, port
         self._server = await asyncio.start_server(self._forward_connection, sock=self._listener)

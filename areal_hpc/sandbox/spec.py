@@ -37,7 +37,7 @@ class SandboxSpec:
     """Folder, tar or image of a root file system, which stays as it is; None: the machine's own."""
     network: Network = "none"
     limits: SandboxLimits = field(default_factory=SandboxLimits)
-    folders: tuple[str, ...] = ()
+    writable_folders: tuple[str, ...] = ()
     """Places of further folders that commands may write in, empty at first."""
     variables: Mapping[str, str] = field(default_factory=dict)
     """Environment of commands, besides what every sandbox has."""

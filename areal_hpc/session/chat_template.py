@@ -117,7 +117,7 @@ class ChatTemplate:
                 special_tokens[name] = text
         return cls(source, special_tokens)
 
-    def render(
+    def render_prompt(
         self,
         messages: Sequence[Message],
         *,

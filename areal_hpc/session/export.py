@@ -203,7 +203,7 @@ def build_areal_batch_of_one_row(plan: RowPlan) -> dict[str, npt.NDArray[Any]]:
     return batch
 
 
-def export_rows(
+def build_training_rows(
     tree: InteractionTree,
     key: EpisodeKey,
     record: RowRecord = EMPTY_ROW_RECORD,

@@ -113,9 +113,9 @@ class OpenTurn(msgspec.Struct, frozen=True):
     reuse: PromptReuse
     context: bytes
     new_messages: list[Message]
-    text: str
+    new_text: str
     """Text that must be tokenized."""
-    forked: str | None = None
+    differing_field: str | None = None
     """In what the client's history departs from ours; None when it does not."""
 
     @property
@@ -128,17 +128,17 @@ class OpenTurn(msgspec.Struct, frozen=True):
         last = self.new_messages[-1] if self.new_messages else {}
         content = last.get("content")
         if last.get("role") == "assistant" or not isinstance(content, str):
-            return self.text
+            return self.new_text
         content = content.strip()
         # A shorter one may stand in what the template says, too.
         return (
-            self.text.rpartition(content)[2]
+            self.new_text.rpartition(content)[2]
             if len(content) >= MIN_LOCATED_MESSAGE_CHARS
-            else self.text
+            else self.new_text
         )
 
     def drop_repeated_stop_token(self, encoded: list[int]) -> list[int]:
-        """Prompt ids after the parent's sequence, from the encoding of `text`.
+        """Prompt ids after the parent's sequence, from the encoding of `new_text`.
 
         The text after a reply begins with the end-of-turn token. A model that closed its turn
         has already said it.
@@ -176,7 +176,7 @@ class _MessageNode:
 class _TreeEntry(msgspec.Struct):
     interaction: Interaction
     node: _MessageNode
-    own_json: bytes | None = None
+    own_ids_json_inside: bytes | None = None
     """The interaction's own ids (new prompt, reply); None before anybody asked for them."""
     own_texts: Sequence[str] | None = None
     """How these may be written; None before anybody asked."""
@@ -291,7 +291,7 @@ class InteractionTree:
 
     def cache_ids_json(self, interaction_id: str, own_json: bytes) -> None:
         """Keep the JSON of an interaction's ids (new prompt, reply) for sequences through it."""
-        self._entries[interaction_id].own_json = own_json
+        self._entries[interaction_id].own_ids_json_inside = own_json
 
     def get_own_texts(
         self, interaction: Interaction, decode: Callable[[Interaction], Sequence[str]]
@@ -310,11 +310,11 @@ class InteractionTree:
         parts: list[bytes] = []
         for one in self.get_path_to(interaction) if interaction else ():
             entry = self._entries[one.interaction_id]
-            if entry.own_json is None:
-                entry.own_json = format_ids_as_json_inside(
+            if entry.own_ids_json_inside is None:
+                entry.own_ids_json_inside = format_ids_as_json_inside(
                     unpack_ids(one.new_ids + one.output_ids).tolist()
                 )
-            parts.append(entry.own_json)
+            parts.append(entry.own_ids_json_inside)
         return join_json_array_insides(*parts, then)
 
     def get_path_to(self, interaction: Interaction) -> list[Interaction]:
@@ -377,9 +377,9 @@ def _render_up_to_reply_text(
     What the template prints before a reply's text stands before it, such as an empty reasoning.
     """
     if prefill is None:
-        return template.render(messages, tools=tools, variables=variables)
+        return template.render_prompt(messages, tools=tools, variables=variables)
     begun: Message = {"role": "assistant", "content": PREFILL_PLACEHOLDER}
-    text = template.render([*messages, begun], tools=tools, variables=variables)
+    text = template.render_prompt([*messages, begun], tools=tools, variables=variables)
     before, placeholder, rest = text.partition(PREFILL_PLACEHOLDER)
     if not placeholder or PREFILL_PLACEHOLDER in rest:
         raise ChatTemplateError("it does not tell where a reply's text begins, to go on from there")

@@ -70,7 +70,7 @@ class CheckedShards:
                 for check in checks.values():
                     check.result()
 
-    def read_rows(self, shard_name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
+    def read_training_rows(self, shard_name: str, rows: Sequence[int]) -> list[TrajectoryRow]:
         """The training rows at these places of a shard, in that order, without metadata.
 
         Raises:

@@ -20,11 +20,11 @@ from h5py import h5a, h5d, h5f, h5l, h5p
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
-    DATASETS,
     FORMAT_NAME,
     MASK_DATASETS,
     NEWEST_FORMAT_VERSION,
     OFFSETS_BY_JSON_DATASET,
+    REQUIRED_DATASETS,
     Axis,
     DatasetSpec,
 )
@@ -37,12 +37,16 @@ Spans = Sequence[tuple[int, int]]
 """First element and the one behind the last, of pieces of a column."""
 
 _VERIFY_HINT = "run areal-hpc shards verify"
-_TOKEN_COLUMNS = tuple(one.name for one in DATASETS if one.axis is Axis.TOKEN)
+_TOKEN_COLUMNS = tuple(one.name for one in REQUIRED_DATASETS if one.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(
-    one.name for one in (*DATASETS, *MASK_DATASETS) if one.axis in (Axis.ROW, Axis.ROW_BOUND)
+    one.name
+    for one in (*REQUIRED_DATASETS, *MASK_DATASETS)
+    if one.axis in (Axis.ROW, Axis.ROW_BOUND)
 )
-_RECORD_DATASETS = [one for one in DATASETS if one.name in ("record", "record_offsets", "tools")]
-_MAIN_DATASETS = [one for one in DATASETS if one not in _RECORD_DATASETS]
+_RECORD_DATASETS = [
+    one for one in REQUIRED_DATASETS if one.name in ("record", "record_offsets", "tools")
+]
+_MAIN_DATASETS = [one for one in REQUIRED_DATASETS if one not in _RECORD_DATASETS]
 _ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
 _meta_decoder = msgspec.json.Decoder(dict[str, Any])
@@ -55,11 +59,11 @@ class _DatasetPlace:
 
     dtype: np.dtype[Any]
     offset: int
-    length: int
+    element_count: int
 
     @property
     def end(self) -> int:
-        return self.offset + self.length * self.dtype.itemsize
+        return self.offset + self.element_count * self.dtype.itemsize
 
 
 class ShardReader:
@@ -118,15 +122,15 @@ class ShardReader:
     @property
     def num_rows(self) -> int:
         """Trajectories in this shard."""
-        return self._places["ticket_id"].length
+        return self._places["ticket_id"].element_count
 
     @property
     def num_tokens(self) -> int:
         """Tokens of all rows."""
-        return self._places["input_ids"].length
+        return self._places["input_ids"].element_count
 
     def read_column(self, dataset_name: str) -> NumpyArray:
-        """A whole dataset by its name (`schema.DATASETS`); ShardError if the storage failed."""
+        """A whole dataset by its name in the schema; ShardError if the storage failed."""
         if dataset_name in self._rows:
             return self._rows[dataset_name]
         if dataset_name not in self._places and not self._locate_records_if_any:
@@ -272,10 +276,10 @@ class ShardReader:
             Axis.ROW: self.num_rows,
             Axis.ROW_BOUND: self.num_rows + 1,
         }
-        lengths = {name: place.length for name, place in self._places.items()}
+        lengths = {name: place.element_count for name, place in self._places.items()}
         wrong = [
             f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
-            for dataset in (*DATASETS, *MASK_DATASETS)
+            for dataset in (*REQUIRED_DATASETS, *MASK_DATASETS)
             if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]
@@ -315,7 +319,7 @@ def _compute_row_slices(bounds: NumpyArray, rows: NumpyArray) -> list[slice]:
 
 
 def _read_spans(descriptor: int, dataset_place: _DatasetPlace, spans: Spans | None) -> NumpyArray:
-    spans = [(0, dataset_place.length)] if spans is None else spans
+    spans = [(0, dataset_place.element_count)] if spans is None else spans
     array = np.empty(sum(end - begin for begin, end in spans), dataset_place.dtype)
     at = 0
     for begin, end in spans:

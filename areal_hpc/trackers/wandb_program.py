@@ -9,7 +9,7 @@ import os
 import sys
 from typing import Any
 
-STEP = "step"
+STEP_METRIC = "step"
 """The axis of every metric, which is logged beside it: wandb's own counter knows no late values."""
 
 
@@ -29,7 +29,7 @@ def write_offline_run(program_input: dict[str, Any], folder: str) -> None:
         resume="allow",
         settings=settings,
     )
-    run.define_metric("*", step_metric=STEP)
+    run.define_metric("*", step_metric=STEP_METRIC)
     for row in program_input["rows"]:
         run.log({name: value for name, value in row.items() if isinstance(value, int | float)})
     run.finish()

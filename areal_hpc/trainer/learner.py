@@ -247,7 +247,7 @@ class Learner:
         untrained += self._build_nonfinite_records_or_raise(norms, critic_norms, manifest.step)
         self._advance_state(manifest, untrained, reward_range)
         with timer.time_phase("score"):
-            self._frozen.follow(self.policy, self.state.step)
+            self._frozen.update_and_save_reference_if_due(self.policy, self.state.step)
         trained_tokens = metrics["tokens/trained"]
         line: FlatRow = {
             "version": str(self.version),
@@ -449,7 +449,8 @@ class Learner:
             batch.channels_N.get(REFERENCE_CHANNEL),
         )
         stats = LossStats(
-            {**sums, "tokens": len(logprobs_N), "places": batch.places}, {"weight": weight_max}
+            {**sums, "tokens": len(logprobs_N), "places": batch.padded_token_count},
+            {"weight": weight_max},
         )
         start_N = batch.channels_N.get(PROXIMAL_CHANNEL)
         if start_N is None and updates_done_share == 0:

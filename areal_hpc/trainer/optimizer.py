@@ -48,7 +48,7 @@ def build_optimizer(
             params_dtype=policy.dtype,
             use_distributed_optimizer=True,
         ),
-        [policy.replica],
+        [policy.ddp_module],
     )
     apply_optimizer_settings(optimizer, config)
     place = torch.device("cpu") if is_offloaded else policy.device
@@ -113,6 +113,6 @@ def step_optimizer_if_norm_is_usable(policy: TrainedNetwork, optimizer: Any, rat
                 if part.config.clip_grad > 0.0 and (parameters := part.get_parameters()):
                     clip_grad_by_total_norm_fp32(parameters, part.config.clip_grad, norm)
             optimizer.step_with_ready_grads()
-    policy.replica.zero_grad_buffer()
+    policy.ddp_module.zero_grad_buffer()
     optimizer.zero_grad()
     return math.nan if agreed == _NORM_NOT_FINITE and kind != agreed else norm

@@ -62,7 +62,7 @@ class ReplaySource(BatchSource):
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
 
-    def next_batch(self, step: int) -> BatchManifest:
+    def poll_next_batch(self, step: int) -> BatchManifest:
         """The recorded batch that leads to `step`.
 
         Raises:

@@ -48,13 +48,13 @@ class MicroBatch:
     channels_N: dict[str, torch.Tensor]
     rows: TokenRowMap
     attention: AttentionPlan
-    places: int
+    padded_token_count: int
     """Tokens of the pass, padding included."""
-    kept: SampleableTokens | None
+    sampleable_tokens: SampleableTokens | None
     """What could be sampled in the place of the tokens that it is scored on; None: everything."""
     row_lengths: Sequence[int]
     """Tokens of each row over all context-parallel ranks, padding included."""
-    tokens_N: npt.NDArray[np.int64]
+    flat_token_indices_N: npt.NDArray[np.int64]
     """Number of each scored token among all tokens of the rows that were packed."""
 
     def __str__(self) -> str:
@@ -100,15 +100,17 @@ def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.in
         labels_N=move(pack.labels_N),
         channels_N={name: move(values) for name, values in pack.channels_N.items()},
         rows=TokenRowMap(
-            move(pack.rows_N), len(pack.lengths), parallel_state.get_context_parallel_group()
+            move(pack.rows_N), len(pack.padded_lengths), parallel_state.get_context_parallel_group()
         ),
-        attention=plan_attention(pack, network.split, network.frequencies, network.arch.rope_scale),
-        places=len(pack.input_ids_T),
-        kept=None
-        if pack.kept is None
-        else _move_sampling_mask_to_device(pack.kept, network.device),
-        row_lengths=pack.lengths.tolist(),
-        tokens_N=first_of[pack.rows_N] + pack.label_positions_N,
+        attention=plan_attention(
+            pack, network.split, network.rope_frequencies, network.arch.rope_attention_factor
+        ),
+        padded_token_count=len(pack.input_ids_T),
+        sampleable_tokens=None
+        if pack.sampling_mask_N is None
+        else _move_sampling_mask_to_device(pack.sampling_mask_N, network.device),
+        row_lengths=pack.padded_lengths.tolist(),
+        flat_token_indices_N=first_of[pack.rows_N] + pack.label_positions_N,
     )
 
 
@@ -166,7 +168,7 @@ def run_forward_backward(
             batch.channels_N.get(TEMPERATURE_CHANNEL),
             network.arch.vocab,
             parallel_state.get_tensor_model_parallel_group(),
-            batch.kept,
+            batch.sampleable_tokens,
         )
         if not measures_entropy:
             return loss(batch, consume_logits_into_token_logprobs(*scored))

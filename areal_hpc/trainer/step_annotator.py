@@ -72,7 +72,7 @@ class StepAnnotator:
         logprobs_N = batch.channels_N.get(PROXIMAL_CHANNEL, current_logprobs_N)
         self._tokens.note_measures(
             minibatch_index,
-            batch.tokens_N,
+            batch.flat_token_indices_N,
             logprobs_N,
             found.ratios_N,
             found.outside_N,
@@ -84,7 +84,7 @@ class StepAnnotator:
     ) -> None:
         """Take the entropies of what a pass's tokens were sampled from."""
         if self._tokens is not None:
-            self._tokens.note_entropies(minibatch_index, batch.tokens_N, entropies_N)
+            self._tokens.note_entropies(minibatch_index, batch.flat_token_indices_N, entropies_N)
 
     def gather_and_write_step(
         self,
@@ -102,7 +102,9 @@ class StepAnnotator:
         if dist.get_rank() == 0:
             names, left_out = split_trained_and_left_out_rows(manifest, untrained)
             untaken = [describe_skipped_step(norm, critic_warms_up) for norm in norms]
-            rows = self._tokens.build_rows(measures, names, untaken, self._config.objective)
+            rows = self._tokens.build_row_annotations(
+                measures, names, untaken, self._config.objective
+            )
             self._writer.write(
                 StepAnnotations(
                     step=manifest.step,

@@ -41,7 +41,7 @@ class BatchEpisode:
     record: EpisodeRecord
 
     @property
-    def name(self) -> str:
+    def first_row_name(self) -> str:
         """The name of its first row, as pages have it."""
         return f"{self.shard}/{self.row}"
 

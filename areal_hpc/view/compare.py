@@ -44,7 +44,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     rows = [
         (
             paths.run_name,
-            state.word,
+            state.run_state,
             f"{advance.step}/{advance.total_steps or '?'}",
             _format_last_value(advance, "reward/mean"),
             _format_last_value(advance, "eval/reward"),
@@ -63,7 +63,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
 class ListedRunState:
     """State of one run among several."""
 
-    word: str
+    run_state: str
     """As `get_run_state` says it; `unreadable` where files of the run cannot be read."""
     notes: tuple[str, ...] = ()
     """Lines: jobs of the run that nobody recorded, or why its state cannot be read."""

@@ -78,10 +78,10 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     within_s = RUNNING_CASCADE_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
     findings = sorted(_collect_failure_events(evidence), key=lambda finding: finding.at or 0.0)
     chain = find_last_failure_chain(findings, within_s)
-    cause = min(chain, key=lambda finding: finding.priority) if chain else None
+    cause = min(chain, key=lambda finding: finding.distance_from_cause) if chain else None
     if state == "finished":
         headline = "the run is finished: every step was trained"
-        return Diagnosis(headline, is_well=True, notes=evidence.limits)
+        return Diagnosis(headline, is_well=True, notes=evidence.step_time_lines)
     if state in ("cancelled", "being cancelled"):
         headline = f"the run was {state} with areal-hpc cancel"
         return Diagnosis(headline, hint="areal-hpc resume RUN continues it", is_well=True)
@@ -117,7 +117,7 @@ def _diagnose_running(
         return Diagnosis(f"{headline}: {failures.newest.text}", failure_chain, hint)
     happened = f"after this: {cause.text}" if cause else "and nothing has failed"
     headline = f"the run is running, {happened}"
-    return Diagnosis(headline, failure_chain, is_well=True, notes=evidence.limits)
+    return Diagnosis(headline, failure_chain, is_well=True, notes=evidence.step_time_lines)
 
 
 def _diagnose_local_stop(
@@ -152,14 +152,14 @@ def _diagnose_lost_jobs(
     """Jobs and cells that are gone for good, or until somebody starts them again."""
     lost = [
         f"{job.name} (job {job.submission.job_id if job.submission else '?'}) "
-        f"{job.queued.state.meaning if job.queued else 'is no longer known to Slurm'}"
+        f"{job.slurm_record.state.meaning if job.slurm_record else 'is no longer known to Slurm'}"
         for job in evidence.run.jobs_ended_before_run
     ]
     gone = [
-        (end.cell, job.name, job.queued.job_id)
+        (end.cell, job.name, job.slurm_record.job_id)
         for job in evidence.run.jobs
         for end in job.cells_ended_early
-        if job.queued
+        if job.slurm_record
     ]
     lost += [f"{cell} of {job} (job {job_id}) gave up" for cell, job, job_id in gone]
     hint = (
@@ -178,9 +178,9 @@ def _diagnose_no_progress(
 ) -> Diagnosis | None:
     """A run at work that does not get further; None if it does, or has just started."""
     suspended = [
-        (job.name, job.queued)
+        (job.name, job.slurm_record)
         for job in evidence.run.jobs
-        if job.queued and job.queued.state.name in ("SUSPENDED", "STOPPED")
+        if job.slurm_record and job.slurm_record.state.name in ("SUSPENDED", "STOPPED")
     ]
     if suspended:
         told = "; ".join(
@@ -195,9 +195,9 @@ def _diagnose_no_progress(
     leader = next(
         (job for job in evidence.run.jobs if job.name in LEADER_JOB_NAMES and job.is_alive), None
     )
-    if evidence.pace is None or leader is None or leader.queued is None:
+    if evidence.pace is None or leader is None or leader.slurm_record is None:
         return None
-    began_at = max(evidence.pace.last_at, leader.queued.start or 0.0)
+    began_at = max(evidence.pace.last_at, leader.slurm_record.start or 0.0)
     silent_s, usual_s = time.time() - began_at, evidence.pace.median_s
     if silent_s < max(MIN_STEPS_WITHOUT_PROGRESS * usual_s, MIN_TIME_WITHOUT_PROGRESS_S):
         return None
@@ -218,9 +218,9 @@ def _diagnose_waiting(
 ) -> Diagnosis | None:
     """What jobs without nodes wait for; None if there are none."""
     reasons = [
-        (job.name, job.queued, job.pending_reason or explain_reason(job.queued.reason))
+        (job.name, job.slurm_record, job.pending_reason or explain_reason(job.slurm_record.reason))
         for job in evidence.run.jobs
-        if job.queued and job.queued.state.phase is JobPhase.WAITING
+        if job.slurm_record and job.slurm_record.state.phase is JobPhase.WAITING
     ]
     if not reasons:
         return None
@@ -254,16 +254,16 @@ def find_last_failure_chain(
 
 def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     yield from _collect_slurm_events(evidence)
-    for stack in evidence.stacks[:1]:
-        yield _build_traceback_event(stack, len(evidence.stacks))
-    first_at = (evidence.stacks[0].at or 0.0) if evidence.stacks else None
+    for stack in evidence.tracebacks[:1]:
+        yield _build_traceback_event(stack, len(evidence.tracebacks))
+    first_at = (evidence.tracebacks[0].at or 0.0) if evidence.tracebacks else None
     yield from collect_failure_events(evidence.events, first_at)
     ends = [word.outcome.reason for word in evidence.task_exits if word.outcome.is_crash]
     yield from collect_agent_failures(AgentFailures.collect(evidence.events), ends)
     for row in evidence.events:
         if row["event"] == SUBMISSION_REFUSED_EVENT:
             yield _build_refusal_event(row)
-    told = {stack.lines[-1] for stack in evidence.stacks[:1]}
+    told = {stack.lines[-1] for stack in evidence.tracebacks[:1]}
     for word in evidence.task_exits:
         if word.outcome.is_crash:
             reason = word.outcome.reason.strip().splitlines()
@@ -273,7 +273,7 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         yield FailureEvent(
             row.get("at"),
             f"node {row['node']} failed its check: {row['reason']}",
-            priority=1,
+            distance_from_cause=1,
             hint=f"tell the administrators about {row['node']}; the run leaves it out",
         )
 
@@ -281,15 +281,15 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
 def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     """What Slurm says: states, earlier starts, and lines in the jobs' output."""
     names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
-    told = {(start.job_id, start.end) for start in evidence.past}
-    for start in evidence.past:
+    told = {(start.job_id, start.end) for start in evidence.starts_in_accounting}
+    for start in evidence.starts_in_accounting:
         if start.state.is_over_without_success:
             # Accounting keeps what a job waited for, also when it has run since.
             known = replace(start, reason="") if start.nodes else start
             yield _build_state_event(names.get(start.job_id, start.job_id), known)
     ends: dict[str, float | None] = {}
     for job in evidence.run.jobs:
-        queued = job.queued
+        queued = job.slurm_record
         if (
             queued
             and queued.state.is_over_without_success
@@ -332,7 +332,7 @@ def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
         row["time"],
         head + last if by_launcher else f"{row.get('job')}: {head}{last}",
         # What a job broke at comes before what kept it from going on.
-        priority=1 if by_launcher else 4,
+        distance_from_cause=1 if by_launcher else 4,
         details=tuple(said[:-1]),
         hint=hint if row.get("hint") else "areal-hpc resume RUN, once Slurm takes the job",
     )
@@ -350,7 +350,7 @@ def _build_state_event(job_name: str, start: QueuedJob) -> FailureEvent:
     return FailureEvent(
         start.end,
         f"{job_name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
-        priority=priority,
+        distance_from_cause=priority,
         hint=MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),
     )
 
@@ -364,7 +364,7 @@ def _build_traceback_event(stack: LogTraceback, count: int) -> FailureEvent:
     return FailureEvent(
         stack.at,
         f"{stack.file.source} raised {stack.lines[-1].strip()[:300]}{more}",
-        priority=0 if is_oom else 3,
+        distance_from_cause=0 if is_oom else 3,
         details=(*shown, f"at: {stack.file.path}"),
         hint=MEMORY_HINT if is_oom else f"read {stack.file.path}",
     )

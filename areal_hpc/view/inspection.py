@@ -70,12 +70,12 @@ class RunInspection:
     """Evidence that `diagnosis.py` judges by."""
 
     run: RunJobs
-    past: tuple[QueuedJob, ...]
+    starts_in_accounting: tuple[QueuedJob, ...]
     """Every start of every job that accounting knows, oldest first."""
     events: tuple[dict[str, Any], ...]
     """Since the run was last submitted."""
     task_exits: tuple[TaskExitRecord, ...]
-    stacks: tuple[LogTraceback, ...]
+    tracebacks: tuple[LogTraceback, ...]
     """Of processes that died, oldest first."""
     slurm_lines: tuple[tuple[str, str], ...]
     """(job, line): what Slurm itself wrote into the jobs' output."""
@@ -85,7 +85,7 @@ class RunInspection:
     """None before the first steps."""
     alerts: tuple[Alert, ...] = ()
     """As of the newest step, failures first."""
-    limits: tuple[str, ...] = ()
+    step_time_lines: tuple[str, ...] = ()
     """What the time of the last steps went to, and what they wasted, for people."""
     free_bytes: int | None = None
     """On the storage of the run directory; None if it does not say."""
@@ -104,15 +104,15 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
     task_exits = tuple(word for word in read_exit_records(run) if word.at >= since)
     return RunInspection(
         run=run,
-        past=tuple(queue.read_accounting(submissions)),
+        starts_in_accounting=tuple(queue.read_accounting(submissions)),
         events=events,
         task_exits=task_exits,
-        stacks=tuple(_find_tracebacks(paths, events, task_exits)),
+        tracebacks=tuple(_find_tracebacks(paths, events, task_exits)),
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
         excluded=tuple(read_lines(paths.excluded_nodes)),
         pace=read_step_pace(paths),
         alerts=tuple(find_run_alerts(paths)),
-        limits=tuple(describe_step_time_shares(read_metrics(paths.metrics)[-PACE_STEPS:])),
+        step_time_lines=tuple(describe_step_time_shares(read_metrics(paths.metrics)[-PACE_STEPS:])),
         free_bytes=_read_free_disk_bytes(paths),
     )
 
@@ -161,7 +161,7 @@ def _find_tracebacks(
         return []
     found = []
     for file in list_log_files(paths, attempts[-1]):
-        if (file.job, re.sub(r"-\d+$", "", file.process)) in died:
+        if (file.job_or_cell, re.sub(r"-\d+$", "", file.process)) in died:
             text = read_tail(file.path, LOG_TAIL_BYTES).decode(errors="replace")
             stack = find_last_traceback(file, text)
             found += [stack] if stack else []

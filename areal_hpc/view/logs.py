@@ -32,7 +32,7 @@ class LogFile:
     """The log of one process of one start of a job."""
 
     path: Path
-    job: str
+    job_or_cell: str
     """Or the cell, where several share the job."""
     process: str
     """Its name, and the rank if the job has several tasks."""
@@ -43,7 +43,7 @@ class LogFile:
     def source(self) -> str:
         """Job, process and node of these lines, for people."""
         place = f"@{self.node}" if self.node else ""
-        return f"{self.job}/{self.process}{place}"
+        return f"{self.job_or_cell}/{self.process}{place}"
 
 
 @dataclass(frozen=True, slots=True, order=True)

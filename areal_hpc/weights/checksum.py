@@ -36,13 +36,13 @@ _HASH_HALF_CONSTANTS: tuple[tuple[int, int, int], tuple[int, int, int]] = (
 _TILE_WORDS = 8192
 _TILE_BYTES = 4 * _TILE_WORDS
 
-Digests = dict[str, frozenset[str]]
+AcceptableHashesByTensor = dict[str, frozenset[str]]
 """For each of the server's tensors the acceptable hashes (several where KV heads are repeated)."""
 
 
-def compute_rank_digests(
+def compute_non_expert_rank_digests(
     tensors: Mapping[str, torch.Tensor], tp_rank: int, tp: int, replica_device: str
-) -> Digests:
+) -> AcceptableHashesByTensor:
     """Hashes that rank `tp_rank` of `tp` must report after loading `tensors`.
 
     Those are in Hugging Face naming, with complete fused sets. `replica_device`, `cpu` or `cuda`,
@@ -67,7 +67,7 @@ def is_expert_parameter(parameter_name: str) -> bool:
 
 
 def require_matching_comparable_checksums(
-    expected: Digests,
+    expected: AcceptableHashesByTensor,
     reported_checksums: Mapping[str, str],
     replica_name: str,
     *,
@@ -111,7 +111,7 @@ def require_matching_comparable_checksums(
 
 
 def _find_expert_kinds_in_other_layouts(
-    expected: Digests,
+    expected: AcceptableHashesByTensor,
     reported_checksums: Mapping[str, str],
     differing_names: Set[str],
     replica_device: str,

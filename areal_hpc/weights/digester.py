@@ -5,10 +5,10 @@ from collections.abc import Iterable, Sequence
 
 from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
-from areal_hpc.weights.checksum import Digests, compute_rank_digests
+from areal_hpc.weights.checksum import AcceptableHashesByTensor, compute_non_expert_rank_digests
 from areal_hpc.weights.expert_hashes import StackedExpertHashes
 
-DigestsByTpSizeAndRank = dict[tuple[int, int], Digests]
+DigestsByTpSizeAndRank = dict[tuple[int, int], AcceptableHashesByTensor]
 """What replicas must hold, by (tensor-parallel size, rank)."""
 _MAX_HELD_BYTES = 2 * 2**30
 """Of parameters that are sent from where they are, kept until they are hashed."""
@@ -63,5 +63,7 @@ class BucketDigester:
         full = self._held.popleft()
         self._held_bytes -= full.bucket.size_bytes
         for (tp, rank), digests in self._expected.items():
-            digests.update(compute_rank_digests(full.tensors, rank, tp, self._replica_device))
+            digests.update(
+                compute_non_expert_rank_digests(full.tensors, rank, tp, self._replica_device)
+            )
             self._experts[tp, rank].add(full.tensors)

@@ -13,7 +13,7 @@ import torch
 
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.buckets.plan import TensorSpec
-from areal_hpc.weights.checksum import Digests, SglangGpuHash, slice_for_rank
+from areal_hpc.weights.checksum import AcceptableHashesByTensor, SglangGpuHash, slice_for_rank
 
 _EXPERT_PATTERN = re.compile(r"(.*\.experts\.)(\d+)\.(gate|up|down)_proj\.weight")
 
@@ -65,7 +65,7 @@ class StackedExpertHashes:
                 self._hashes[stacked] = _StreamedHash(size_bytes, is_cpu=self._is_cpu)
             self._hashes[stacked].update(part.contiguous().reshape(-1).view(torch.uint8))
 
-    def finish(self) -> Digests:
+    def finish(self) -> AcceptableHashesByTensor:
         """By the server's names."""
         return {name: frozenset([streamed.finish()]) for name, streamed in self._hashes.items()}
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.discovery import ReplicaKey
 
-Shares = list[list[ReplicaKey]]
+ReplicasBySender = list[list[ReplicaKey]]
 """The replicas of an update by sender; a sender may have none."""
 
 
@@ -32,9 +32,9 @@ class ReplicaSenderAssigner:
         self._senders = senders
         self._sender_of: dict[tuple[str, int], int] = {}
 
-    def divide(self, replicas: Sequence[ReplicaKey]) -> Shares:
+    def divide(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
         """The replicas of one update. A new one goes to the sender that has the fewest by now."""
-        shares: Shares = [[] for _ in range(self._senders)]
+        shares: ReplicasBySender = [[] for _ in range(self._senders)]
         for key in sorted(replicas, key=lambda key: key.cell_and_index):
             if key.cell_and_index not in self._sender_of:
                 held = Counter(self._sender_of.values())

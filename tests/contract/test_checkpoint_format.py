@@ -93,7 +93,7 @@ def test_files_are_written_so(tmp_path: Path) -> None:
     memory = SharedCopyBuffer()
     for rank in NUMBERS:
         columns = content_of(rank)[:-4]
-        held = memory.allocate(len(columns), torch.device("cpu"))
+        held = memory.reuse_or_grow(len(columns), torch.device("cpu"))
         held[: len(columns)] = torch.frombuffer(bytearray(columns), dtype=torch.uint8)
         file = tmp_path / f"rank_0000{rank}.bin"
         write_rank_file(memory.descriptor, file, len(columns))

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.agents.harness import installation
-from areal_hpc.agents.harness.installation import LOCKS_DIR
+from areal_hpc.agents.harness.installation import PACKAGE_LOCKS_DIR
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.errors import ClusterError
 from tests.support.agents_table import locked, normal
@@ -230,7 +230,7 @@ def test_a_package_with_other_content_than_its_lock_says_is_refused(
     locks, wheels = tmp_path / "locks", tmp_path / "wheels"
     (locks / "mini-swe-agent").mkdir(parents=True)
     right = write_wheel(wheels, "mini_swe_agent")
-    monkeypatch.setattr(installation, "LOCKS_DIR", locks)
+    monkeypatch.setattr(installation, "PACKAGE_LOCKS_DIR", locks)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(wheels))
     lock = locks / "mini-swe-agent" / "requirements.txt"
@@ -261,7 +261,7 @@ def test_the_lock_of_a_harness_pins_the_version_that_the_table_names(name: str) 
         assert pins[normal(program.package)] == program.version
         assert all(re.fullmatch(r"[0-9][0-9a-z.]*", version) for version in pins.values())
         return
-    lock = json.loads((LOCKS_DIR / name / "package-lock.json").read_text())
+    lock = json.loads((PACKAGE_LOCKS_DIR / name / "package-lock.json").read_text())
     assert lock["packages"][f"node_modules/{program.package}"]["version"] == program.version
     packages = [package for path, package in lock["packages"].items() if path]
     assert packages

@@ -140,7 +140,9 @@ def prepare(scenario: str, name: str, seed: int) -> ToyTask:
     learned, or nothing.
     """
     task, objective = SCENARIOS[scenario](seed), OBJECTIVES[name]
-    if PRESETS.get(name) and PRESETS[name].others.get("rollout.filter_same_reward"):
+    if PRESETS.get(name) and PRESETS[name].values_outside_objective.get(
+        "rollout.filter_same_reward"
+    ):
         task = keep_unequal(task)
     if objective.kl.coef:
         return stay_near(task, disturb(task.policy, 0.3, seed + 5000), objective.kl.coef)

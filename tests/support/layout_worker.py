@@ -88,7 +88,7 @@ def weighted_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch.Te
 
 def exported_gradients(policy: Policy) -> dict[str, torch.Tensor]:
     """The reduced gradients, carried out by the same way as weights."""
-    for buffer in policy.replica.buffers + policy.replica.expert_parallel_buffers:
+    for buffer in policy.ddp_module.buffers + policy.ddp_module.expert_parallel_buffers:
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:
             shard = bucket.grad_data.chunk(group.size())[group.rank()].clone()
@@ -150,7 +150,7 @@ class Case:
         tally = run_forward_backward(self.policy, batches, weighted_loss, backward=True)
         total = tally.reduce_over_ranks(("tokens",), ("gap",))
         gradients = exported_gradients(self.policy)
-        self.policy.replica.zero_grad_buffer()
+        self.policy.ddp_module.zero_grad_buffer()
         return {
             "export_is_exact": all(
                 torch.equal(exported[name], self.state[name]) for name in exported

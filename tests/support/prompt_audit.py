@@ -45,7 +45,7 @@ def rendered_ids(
     messages = [m for one in path for m in (*one.new_messages, one.reply)][:-1]
     context = path[0].context
     tools, variables = msgspec.json.decode(context) if context else (None, None)
-    text = template.render(messages, tools=tools, variables=variables)
+    text = template.render_prompt(messages, tools=tools, variables=variables)
     return encoder.encode(text)
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from areal_hpc.session.export import EpisodeKey, export_rows
+from areal_hpc.session.export import EpisodeKey, build_training_rows
 from areal_hpc.session.tree import (
     Interaction,
     InteractionTree,
@@ -81,5 +81,5 @@ def build_batch(
         row
         for ticket, group in enumerate(groups)
         for episode, turns in enumerate(group)
-        for row in export_rows(build_tree(turns), EpisodeKey(ticket, 0, episode), rule=rule)
+        for row in build_training_rows(build_tree(turns), EpisodeKey(ticket, 0, episode), rule=rule)
     ]

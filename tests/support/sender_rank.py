@@ -25,7 +25,7 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.publisher import Publisher
-from areal_hpc.weights.replicas_by_sender import Shares
+from areal_hpc.weights.replicas_by_sender import ReplicasBySender
 from areal_hpc.weights.sender import WeightSender
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
@@ -39,7 +39,7 @@ class Update(Struct):
 
     version: WeightVersion
     weights: str
-    shares: Shares
+    shares: ReplicasBySender
 
 
 def stream(weights: Mapping[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:

@@ -87,11 +87,11 @@ def test_files_that_cannot_be_read_for_a_moment_are_read_again(
 def test_a_task_s_sandbox_has_no_more_than_the_recipe_or_the_task_allows(tmp_path: Path) -> None:
     closed = read(write_task(tmp_path / "closed", "[agent]\nnetwork_mode = 'no-network'\n"))
     spec = SandboxSpec(network="open", limits=SandboxLimits(memory_bytes=1 << 30))
-    assert closed.narrow(spec).network == "session-only"
-    assert closed.narrow(SandboxSpec(network="none")).network == "none"
+    assert closed.apply_task_to_sandbox_spec(spec).network == "session-only"
+    assert closed.apply_task_to_sandbox_spec(SandboxSpec(network="none")).network == "none"
     large = read(write_task(tmp_path / "large", "[environment]\nmemory_mb = 4096\n"))
-    assert large.narrow(spec).limits.memory_bytes == 1 << 30
-    assert large.narrow(spec).network == "open"
+    assert large.apply_task_to_sandbox_spec(spec).limits.memory_bytes == 1 << 30
+    assert large.apply_task_to_sandbox_spec(spec).network == "open"
 
 
 def test_a_root_file_system_beside_the_dockerfile_stands_for_its_image(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ class GymAgent:
 
     def close(self) -> None:
         """End the gym's processes. They end with this one in any case."""
-        self._workers.close()
+        self._workers.close_idle_workers()
 
     async def play(
         self, data: dict[str, Any], extra_kwargs: dict[str, Any]

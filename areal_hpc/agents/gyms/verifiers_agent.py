@@ -61,4 +61,4 @@ class VerifiersAgent:
 
     def close(self) -> None:
         """End the processes. They end with this one in any case."""
-        self._workers.close()
+        self._workers.close_idle_workers()

@@ -107,7 +107,7 @@ class HarnessAgent:
                 command, own = await self._set_up_program(self.program, folder, sandbox, key)
                 variables = own | variables
             command = insert_task_into_command(command, get_task_text(data))
-            ended = await folder.run(command, variables, self.timeout_s)
+            ended = await folder.run_with_output_to_log(command, variables, self.timeout_s)
             await sandbox.kill_all_commands()  # nothing goes on writing while its work is read
             diff, log = (
                 await folder.compute_diff_against_source(),

@@ -11,7 +11,7 @@ from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 
 MAX_DIFF_BYTES = 4 << 20
 MAX_FOLDER_BYTES = 256 << 20
-STEP_TIMEOUT_S = 60.0
+SCRIPT_TIMEOUT_S = 60.0
 _UNPACK_SCRIPT = """set -e
 git --version > /dev/null
 mkdir -p home work
@@ -20,15 +20,15 @@ rm before.tar"""
 _REMOVE_DIFF_SCRIPT = "rm -rf before.tar before before.git diff"
 _GIT = "git --git-dir=before.git -c user.name=areal-hpc -c user.email=areal-hpc@localhost"
 # One pack for all: a file for each would count towards the sandbox's limit of files.
-_ADD = "-c core.bigFileThreshold=1 add -A"
+_GIT_ADD_ARGUMENTS = "-c core.bigFileThreshold=1 add -A"
 _WRITE_DIFF_SCRIPT = f"""set -e
 mkdir before
 tar -xf before.tar -C before
 rm before.tar
 {_GIT} --work-tree=before init -q
-{_GIT} --work-tree=before {_ADD}
+{_GIT} --work-tree=before {_GIT_ADD_ARGUMENTS}
 {_GIT} --work-tree=before commit -q --allow-empty -m before
-{_GIT} --work-tree=work {_ADD}
+{_GIT} --work-tree=work {_GIT_ADD_ARGUMENTS}
 {_GIT} --work-tree=work diff --cached --binary HEAD > diff"""
 _DIFF_VARIABLES = {"HOME": "/dev/null", "XDG_CONFIG_HOME": "/dev/null", "GIT_CONFIG_NOSYSTEM": "1"}
 """Without git's settings, which the program may have written."""
@@ -71,7 +71,7 @@ class HarnessFolder:
         Raises:
             RecipeError: It is not there; names `key`.
         """
-        ended = await self._sandbox.exec(["test", "-x", path], timeout_s=STEP_TIMEOUT_S)
+        ended = await self._sandbox.exec(["test", "-x", path], timeout_s=SCRIPT_TIMEOUT_S)
         if ended.exit_code != 0:
             raise RecipeError(
                 f"the sandbox does not show {path}, or its user may not run it",
@@ -79,7 +79,7 @@ class HarnessFolder:
                 hint="name the folder that holds it in rollout.agent.sandbox.readonly_folders",
             )
 
-    async def run(
+    async def run_with_output_to_log(
         self, command: Sequence[str], variables: Mapping[str, str], timeout_s: float
     ) -> CommandResult:
         """Run the program in it to its end."""
@@ -132,7 +132,7 @@ class HarnessFolder:
         self, script: str, variables: Mapping[str, str] | None = None
     ) -> CommandResult:
         ended = await self._sandbox.exec(
-            script, timeout_s=STEP_TIMEOUT_S, folder=self._root, variables=variables
+            script, timeout_s=SCRIPT_TIMEOUT_S, folder=self._root, variables=variables
         )
         if ended.exit_code != 0:
             raise AgentError(

@@ -19,7 +19,7 @@ from areal_hpc.recipe.recipe import Recipe
 CHECKOUT = Path(__file__).resolve().parents[3]
 HARNESSES_DIR = CHECKOUT / ".venvs" / "harnesses"
 """Where they are installed, a folder each, unless one says otherwise."""
-LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
+PACKAGE_LOCKS_DIR = CHECKOUT / "requirements" / "harnesses"
 STAMP_FILE_NAME = ".installed"
 """In an installed harness's folder: the digest of its lock, written last."""
 INSTALL_TIMEOUT_S = 1800.0
@@ -105,7 +105,7 @@ def query_newest_version(harness_name: str) -> str:
     program = get_harness_program(harness_name, "NAME")
     if program.registry == "npm":
         return _run([_find_npm(), "view", program.package, "version"], Path.cwd()).strip()
-    wanted = ("--python-version", program.python) if program.python else ()
+    wanted = ("--python-version", program.python_version) if program.python_version else ()
     told = _run(
         [sys.executable, "-m", "pip", "index", "versions", *wanted, program.package], Path.cwd()
     )
@@ -114,10 +114,10 @@ def query_newest_version(harness_name: str) -> str:
 
 def list_package_lock_files(harness_name: str) -> list[Path]:
     """The files of a harness's lock; a RecipeError if there are none."""
-    files = sorted((LOCKS_DIR / harness_name).glob("*"))
+    files = sorted((PACKAGE_LOCKS_DIR / harness_name).glob("*"))
     if not files:
         raise RecipeError(
-            f"there is no lock {LOCKS_DIR / harness_name}",
+            f"there is no lock {PACKAGE_LOCKS_DIR / harness_name}",
             key="NAME",
             hint="run this in a checkout of areal_hpc",
         )
@@ -154,7 +154,7 @@ def _find_npm() -> str:
 def _install_from_pypi(
     harness_name: str, program: HarnessProgram, folder: Path, version: str
 ) -> None:
-    needed = program.python
+    needed = program.python_version
     python = _find_python(needed) if needed else sys.executable
     if python is None:
         raise ClusterError(
@@ -166,7 +166,7 @@ def _install_from_pypi(
         "--no-deps",
         "--require-hashes",
         "-r",
-        str(LOCKS_DIR / harness_name / "requirements.txt"),
+        str(PACKAGE_LOCKS_DIR / harness_name / "requirements.txt"),
     )
     packages = (f"{program.package}=={version}",) if version else lock
     pip = [str(folder / "python" / "bin" / "python"), "-m", "pip", "install", "--quiet"]

@@ -45,7 +45,7 @@ class HarnessProgram:
     """More of its environment."""
     files: Mapping[str, str] = field(default_factory=dict)
     """Texts of its settings, by their paths in its home."""
-    python: str = ""
+    python_version: str = ""
     """Version of Python that it needs, such as 3.12; empty: any that this project runs on."""
     note: str = ""
     """What a user has to know about it."""
@@ -58,7 +58,7 @@ class HarnessTemplateValues:
     root_url: str
     api_key: str
     home: str
-    folder: str
+    installation_dir: str
     context_tokens: int
 
     def fill(self, text: str) -> str:
@@ -68,7 +68,7 @@ class HarnessTemplateValues:
             BASE_URL=f"{self.root_url}/v1",
             API_KEY=self.api_key,
             HOME=self.home,
-            FOLDER=self.folder,
+            FOLDER=self.installation_dir,
             CONTEXT_TOKENS=str(self.context_tokens),
         )
 
@@ -295,7 +295,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
             "LLM_MODEL": "openai/default",
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         },
-        python="3.12",
+        python_version="3.12",
         note="takes ten seconds to start",
     ),
     "cline": HarnessProgram(
@@ -332,7 +332,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
         (f"{_PYTHON_BIN_DIR}/vibe", "--auto-approve", "--output", "json", "-p", "{task}"),
         registry="PyPI",
         files={".vibe/config.toml": _VIBE_SETTINGS},
-        python="3.12",
+        python_version="3.12",
     ),
     "copilot": HarnessProgram(
         "@github/copilot",
@@ -370,7 +370,7 @@ def render_harness_table() -> str:
     """The table of docs/harnesses.md."""
     lines = ["| harness | package | dialect | remarks |", "|---|---|---|---|"]
     for name, one in HARNESSES.items():
-        needs = f"needs Python {one.python}" if one.python else ""
+        needs = f"needs Python {one.python_version}" if one.python_version else ""
         remarks = "; ".join(filter(None, (needs, one.note)))
         package = f"`{one.package}` {one.version} ({one.registry})"
         lines.append(f"| `{name}` | {package} | {one.dialect} | {remarks} |")

@@ -54,7 +54,7 @@ class KeyRule:
 
     key: str
     """Dotted; one that ends in `.*` stands for all keys below it."""
-    here: str
+    recipe_counterpart_text: str
     """For people: the keys of a recipe, or what holds instead of them."""
     translate: TranslateValue
     only_if_given: bool = False

@@ -183,5 +183,11 @@ def render_rule_table() -> str:
     """Every key that is known, with what it becomes, as a Markdown table."""
     lines = ["| AReaL | here |", "|---|---|"]
     return "\n".join(
-        [*lines, *(f"| `{rule.key}` | {rule.here} |" for rule in RULE_BY_KEY.values())]
+        [
+            *lines,
+            *(
+                f"| `{rule.key}` | {rule.recipe_counterpart_text} |"
+                for rule in RULE_BY_KEY.values()
+            ),
+        ]
     )

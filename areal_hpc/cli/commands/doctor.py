@@ -68,7 +68,7 @@ def _run_doctor_checks(arguments: argparse.Namespace) -> int:
             fileroot,
             has_site=arguments.site is not None,
             may_submit_storage_job=arguments.check_node,
-            gpus=examination,
+            gpu_examination=examination,
             print_line=partial(print, flush=True),
         )
     )

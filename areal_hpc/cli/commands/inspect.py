@@ -220,7 +220,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
         attempt = choose_attempt(paths, arguments.attempt)
         files = list_log_files(paths, attempt, arguments.names)
         if not files and follower is None:
-            known = sorted({file.job for file in list_log_files(paths, attempt)})
+            known = sorted({file.job_or_cell for file in list_log_files(paths, attempt)})
             raise RecipeError(
                 f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
@@ -272,7 +272,7 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
     for problem in audit.problems:
         print(f"problem: {problem}")
     _print_first_lines([_describe_untrained_batch(part) for part in audit.untrained], most)
-    state = "finished" if audit.is_finished else "not finished"
+    state = "finished" if audit.has_run_finished else "not finished"
     dropped, filtered = (
         len(audit.list_tickets_with_status(TicketStatus.DROPPED)),
         len(audit.list_tickets_with_status(TicketStatus.FILTERED)),

@@ -106,9 +106,11 @@ async def _check_tasks_and_count_unsound(
         note = (
             ""
             if one.is_sound
-            else "  ".join(reward.note for reward in (one.oracle, one.null) if reward is not None)
+            else "  ".join(
+                reward.note for reward in (one.oracle, one.no_action_reward) if reward is not None
+            )
         )
-        line = f"{one.name:<48} solution {oracle:<5} nothing {one.null.value:g}  {note}"
+        line = f"{one.name:<48} solution {oracle:<5} nothing {one.no_action_reward.value:g}  {note}"
         print(escape_controls(line.rstrip()))
     return unsound
 

@@ -20,7 +20,7 @@ VERDICT_FILE = Path("/logs/verifier/reward.txt")
 MODULE_CALL_TIMEOUT_S = 10
 MAX_PRINTED_BYTES = 1 << 20
 PR_SET_DUMPABLE, PR_SET_CHILD_SUBREAPER = 4, 36
-DRIVER = """
+CALL_PROGRAM_SOURCE = """
 import importlib, json, sys
 folder, name, function, arguments = json.load(sys.stdin)
 sys.path.insert(0, folder)
@@ -37,13 +37,13 @@ def read_and_remove_cases_file() -> list[dict[str, Any]]:
     return cases
 
 
-def is_right(folder: str, module: str, case: dict[str, Any]) -> bool:
+def run_case_and_compare(folder: str, module: str, case: dict[str, Any]) -> bool:
     """Whether one call of the module gives what is expected."""
     request = json.dumps([folder, module, case["function"], case["arguments"]])
     with tempfile.TemporaryFile() as printed:  # of a pipe the end may never come
         try:
             subprocess.run(
-                [sys.executable, "-I", "-S", "-c", DRIVER],
+                [sys.executable, "-I", "-S", "-c", CALL_PROGRAM_SOURCE],
                 input=request.encode(),
                 stdout=printed,
                 stderr=subprocess.DEVNULL,
@@ -86,7 +86,8 @@ def main() -> None:
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     module = Path(sys.argv[1])
     right = all(
-        is_right(str(module.parent), module.name, case) for case in read_and_remove_cases_file()
+        run_case_and_compare(str(module.parent), module.name, case)
+        for case in read_and_remove_cases_file()
     )
     if os.path.lexists(VERDICT_FILE):
         VERDICT_FILE.unlink()

@@ -16,7 +16,7 @@ class RepairModule:
     source: str
     faults: tuple[tuple[str, str], ...]
     """What is right in the source, and what is wrong in its place."""
-    draw: Callable[[random.Random], list[Any]]
+    draw_arguments: Callable[[random.Random], list[Any]]
     """Arguments of a call."""
 
 

@@ -105,7 +105,7 @@ def write_task_folder(
 
 def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Calls with what they should give; one at least shows the fault."""
-    drawn = [module.draw(rng) for _ in range(_DRAWN_CALL_COUNT)]
+    drawn = [module.draw_arguments(rng) for _ in range(_DRAWN_CALL_COUNT)]
     expected = [
         exec_trusted_source_and_call_function(module.source, module.name, arguments)
         for arguments in drawn

@@ -19,17 +19,19 @@ class TaskCheck:
     name: str
     oracle: Reward | None
     """Of its own solution; None if it has none."""
-    null: Reward
+    no_action_reward: Reward
     """Of doing nothing."""
 
     @property
     def is_sound(self) -> bool:
         """The tests tell the solution from nothing, and give a verdict on both."""
         if self.oracle is None:
-            return not self.null.metrics["no_verdict"] and self.null.value < 1
-        verdicts = (self.oracle, self.null)
+            return (
+                not self.no_action_reward.metrics["no_verdict"] and self.no_action_reward.value < 1
+            )
+        verdicts = (self.oracle, self.no_action_reward)
         given = all(not one.metrics["no_verdict"] for one in verdicts)
-        return given and self.oracle.value > self.null.value
+        return given and self.oracle.value > self.no_action_reward.value
 
 
 async def judge_oracle_and_null_of_tasks(
@@ -71,11 +73,11 @@ async def judge_oracle_and_null(
 async def _play_and_judge(
     task: HarborTask, runtime: Runtime, spec: SandboxSpec, *, solves: bool
 ) -> Reward:
-    sandbox = await runtime.start(task.narrow(spec))
+    sandbox = await runtime.start(task.apply_task_to_sandbox_spec(spec))
     try:
         await task.prepare(sandbox)
         if solves:
-            await task.solve(sandbox)
-        return await task.judge(sandbox)
+            await task.run_solution_script(sandbox)
+        return await task.kill_commands_and_run_tests(sandbox)
     finally:
         await sandbox.stop()

@@ -201,7 +201,7 @@ class SGLangServer:
         if self._process.poll() is None:
             self._process.terminate()
 
-    def kill(self, grace_s: float = 0.0) -> None:
+    def kill_and_clean_up(self, grace_s: float = 0.0) -> None:
         """End all its processes: by force after `grace_s`.
 
         One that a hanging driver or storage keeps from ending is left behind, with a line in the

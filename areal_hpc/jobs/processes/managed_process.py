@@ -112,7 +112,7 @@ class ForkServerClient:
                 self._server.kill()
         return code
 
-    def close(self) -> None:
+    def kill_server(self) -> None:
         """End the server; the process has ended."""
         self._server.kill()
         self._server.wait()
@@ -171,11 +171,11 @@ class ManagedProcess:
     config_path: Path
     starts: int = 0
     started_at: float = 0.0
-    crashes: int = 0
+    crashes_without_progress: int = 0
     not_before: float = 0.0
     process: ExecutedProcess | ForkServerClient | None = None
     """Its present start; None between two."""
-    is_doomed: bool = False
+    is_killed_for_restart: bool = False
     """It is being killed, and starts again once it has ended."""
     ended_at: float | None = None
     """When its present start was seen to have ended."""
@@ -186,7 +186,7 @@ class ManagedProcess:
         """Start it once more."""
         self.starts += 1
         self.started_at = time.monotonic()
-        self.is_doomed, self.ended_at = False, None
+        self.is_killed_for_restart, self.ended_at = False, None
         self._progress_bytes = max(self._progress_bytes, self._read_progress_bytes())
         get_process_error_path(self.config_path).unlink(missing_ok=True)
         start = (python, self.spec.entry, self.config_path, self.log_path, environ)
@@ -194,7 +194,7 @@ class ManagedProcess:
             self.process = ExecutedProcess(*start)
             return
         if self._server is None or not self._server.is_server_alive:
-            self.close()
+            self.kill_fork_server()
             self._server = ForkServerClient(*start)
         self._server.start_process()
         self.process = self._server
@@ -232,8 +232,8 @@ class ManagedProcess:
         tail = read_tail(self.log_path, _LOG_TAIL_BYTES)
         return "\n".join(tail.decode(errors="replace").splitlines()[-12:])
 
-    def close(self) -> None:
+    def kill_fork_server(self) -> None:
         """End its fork server, if it has one."""
         if self._server is not None:
-            self._server.close()
+            self._server.kill_server()
             self._server = None

@@ -20,7 +20,7 @@ ResultT = TypeVar("ResultT")
 
 log = logging.getLogger(__name__)
 
-_libraries: set[str] = set()
+_libraries_with_native_threads: set[str] = set()
 """Those whose own threads may be in native calls, unknown to Python."""
 
 
@@ -58,12 +58,12 @@ def note_library_threads_may_outlast_exit(library: str) -> None:
     Gloo's drop the tensors of an operation some time after it failed, and those ask for the
     interpreter's lock.
     """
-    _libraries.add(library)
+    _libraries_with_native_threads.add(library)
 
 
 def mark_native_threads_ended(library: str) -> None:
     """A library's threads have ended."""
-    _libraries.discard(library)
+    _libraries_with_native_threads.discard(library)
 
 
 @contextmanager
@@ -102,4 +102,4 @@ def list_native_calls() -> list[str]:
 
 def list_libraries_with_own_threads() -> list[str]:
     """Libraries that have threads of their own."""
-    return sorted(_libraries)
+    return sorted(_libraries_with_native_threads)

@@ -106,7 +106,7 @@ def _count_prompt_tokens(
     messages: list[Any], template: ChatTemplate, encoder: TokenEncoder, context_tokens: int
 ) -> int:
     """Tokens of a rendered prompt; `context_tokens` if it has at least so many for sure."""
-    text = template.render([normalize_chat_message(message) for message in messages])
+    text = template.render_prompt([normalize_chat_message(message) for message in messages])
     if len(text) > context_tokens * MAX_CHARS_PER_TOKEN:
         return context_tokens
     return len(encoder.encode(text))

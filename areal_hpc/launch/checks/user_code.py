@@ -67,7 +67,7 @@ def load_user_code_and_find_problems(
     agents += [
         (one.workflow, one.workflow_kwargs)
         for one in recipe.evaluation_sets
-        if one.workflow_key != "evaluation"
+        if one.agent_section_key != "evaluation"
     ]
     if other := rollout.agent.python:
         for workflow, kwargs in filter(lambda one: one[0], agents):

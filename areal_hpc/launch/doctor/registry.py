@@ -26,7 +26,7 @@ from areal_hpc.launch.doctor.subject import DoctorSubject
 
 log = logging.getLogger(__name__)
 
-Fact = Literal["slurm", "recipe", "file root", "gpus"]
+CheckPrerequisite = Literal["slurm", "recipe", "file root", "gpus"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class DoctorCheck:
 
     name: str
     run: Callable[[DoctorSubject], Iterable[CheckResult]]
-    needs: tuple[Fact, ...] = ()
+    needs: tuple[CheckPrerequisite, ...] = ()
     """Left out without one of these: a slurmctld that answers, a recipe, a file root, GPU nodes to
     examine."""
 
@@ -70,7 +70,7 @@ def run_checks(
     return results
 
 
-def _is_prerequisite_met(doctor_subject: DoctorSubject, fact: Fact) -> bool:
+def _is_prerequisite_met(doctor_subject: DoctorSubject, fact: CheckPrerequisite) -> bool:
     match fact:
         case "slurm":
             return not doctor_subject.slurm_answer.outage
@@ -79,7 +79,7 @@ def _is_prerequisite_met(doctor_subject: DoctorSubject, fact: Fact) -> bool:
         case "file root":
             return doctor_subject.fileroot is not None
         case "gpus":
-            return doctor_subject.gpus is not None
+            return doctor_subject.gpu_examination is not None
 
 
 def _run_check(check: DoctorCheck, doctor_subject: DoctorSubject) -> Iterator[CheckResult]:

@@ -35,7 +35,7 @@ class DoctorSubject:
     """A site file was given: its user means to submit."""
     may_submit_storage_job: bool = False
     """A job may be submitted that looks at the file root from a node."""
-    gpus: GpuExamination | None = None
+    gpu_examination: GpuExamination | None = None
     """GPU nodes are examined as well."""
     print_line: Callable[[str], None] = print
 

@@ -151,7 +151,9 @@ def run_evaluation(
         if stop.is_set():
             raise RunInterruptedError
         place = ThisMachine(recipe, ready)
-        ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(ready.stages[0])
+        ForegroundLauncher(recipe, ready, reporter, stop, place).run_stage_jobs(
+            ready.remaining_stages[0]
+        )
 
 
 def submit_evaluation(

@@ -217,7 +217,7 @@ class HeldAllocation:
         self._prepared_run.paths.jobs_dir.mkdir(exist_ok=True)
         write_allocation_note(self._prepared_run.paths, note)
 
-    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
+    def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
         """Choose the nodes of every job."""
         self._placed = place_stage(stage, self._recipe, self._allocation)
         self._running = {}

@@ -15,7 +15,7 @@ from areal_hpc.slurm.submit import RunningJobHandle
 class JobPlace(Protocol):
     """Where the jobs of a foreground launcher run."""
 
-    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
+    def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
         """Decide what each job gets; the lines that say so.
 
         Raises:

@@ -39,7 +39,7 @@ class ThisMachine:
         self._prepared_run = prepared_run
         self._gpus: GpuAssignment = {}
 
-    def prepare_stage(self, stage: JobStage) -> Iterable[str]:
+    def assign_stage_jobs_and_describe(self, stage: JobStage) -> Iterable[str]:
         """Give every task GPUs of its own."""
         usable = find_usable_gpus(self._recipe, os.environ)
         self._gpus = assign_gpus(stage, usable, self._recipe)

@@ -50,7 +50,7 @@ class ProcessMemory:
     process: str
     processes_per_node: int = 1
     """So many of these processes are on one node."""
-    held: dict[str, int] = field(default_factory=dict)
+    fixed_bytes_by_use: dict[str, int] = field(default_factory=dict)
     """Bytes that follow from the recipe's sizes, by what they are for."""
     peak_extra_bytes_by_use: dict[str, int] = field(default_factory=dict)
     """Bytes that are held when a micro-batch, or the KV cache, is as full as the recipe allows."""
@@ -60,7 +60,7 @@ class ProcessMemory:
         """Bytes of one process."""
         return (
             BASE_BYTES[self.process]
-            + sum(self.held.values())
+            + sum(self.fixed_bytes_by_use.values())
             + sum(self.peak_extra_bytes_by_use.values())
         )
 
@@ -128,7 +128,11 @@ def find_host_memory_problems(
         )
         for job, own in _group_by_job(processes)
         if job in node_bytes
-        and (held := sum(sum(one.held.values()) * one.processes_per_node for one in own))
+        and (
+            held := sum(
+                sum(one.fixed_bytes_by_use.values()) * one.processes_per_node for one in own
+            )
+        )
         > node_bytes[job]
     ]
 
@@ -154,7 +158,7 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
         for one in own:
             parts = ", ".join(
                 f"{name} {size / GIB:.2f}"
-                for name, size in (one.held | one.peak_extra_bytes_by_use).items()
+                for name, size in (one.fixed_bytes_by_use | one.peak_extra_bytes_by_use).items()
             )
             count = f"{one.processes_per_node} x " if one.processes_per_node > 1 else ""
             yield f"  {job:<8} {one.process:<10} {count:>5}{one.total / GIB:8.2f}" + (
@@ -180,7 +184,7 @@ def _format_held_memory(processes: Sequence[ProcessMemory]) -> str:
     return ", ".join(
         f"{name} {size / GIB:.1f} in each of {one.processes_per_node} {one.process} processes"
         for one in processes
-        for name, size in one.held.items()
+        for name, size in one.fixed_bytes_by_use.items()
     )
 
 

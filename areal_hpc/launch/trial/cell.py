@@ -94,7 +94,7 @@ class TrialCell:
 
     async def _serve_proxy_and_engine(self) -> None:
         job, paths = self._config.proxy, RunPaths(self._config.proxy.run_dir)
-        model = ServedModel.load(
+        model = ServedModel.from_model_dir(
             job.model_name,
             job.model_path,
             job.context_tokens,

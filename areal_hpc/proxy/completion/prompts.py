@@ -49,7 +49,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     turn: OpenTurn
     new_ids: bytes
     prompt_tokens: int
-    prompt_json: bytes
+    prompt_ids_json_inside: bytes
     new_ids_json_inside: bytes
     """What `build_prompt_json_inside_and_length` ends with: `new_ids`."""
     sampling: SamplingParams
@@ -62,12 +62,12 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_first: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
-    ignored: Sequence[str]
+    ignored_params_and_dropped_tools: Sequence[str]
     prefill: str
     """What the prompt has of the reply already."""
     records_sampling_mask: bool
     """Which tokens could be sampled is recorded."""
-    reserved_tokens: int
+    reserved_tokens_per_choice: int
     """Of its session's, for each choice."""
     is_retrievable: bool
     """The reply may be asked for again."""
@@ -76,7 +76,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
         """One try at generating a choice."""
         return GenerateRequest(
             make_random_id(16),
-            self.prompt_json,
+            self.prompt_ids_json_inside,
             self._get_choice_sampling(choice_index),
             self.top_logprobs,
             self.reasons_first,
@@ -108,7 +108,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             logprobs=generation.pack_behavior_logprobs(),
             spans=generation.spans,
             finish_reason=generation.finish_reason,
-            closed=generation.closed,
+            closed=generation.ends_with_stop_token,
             temperature=self.sampling.temperature,
             asked_at=self.asked_at,
             first_token_at=first_token_at,
@@ -116,7 +116,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             replica=answer.replica,
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
-            ignored=[*self.ignored],
+            ignored=[*self.ignored_params_and_dropped_tools],
             kept_counts=kept_counts,
             kept_ids=kept_ids,
         )
@@ -153,7 +153,7 @@ class PromptBuilder:
     ) -> PreparedCall:
         """Find what the call continues and make it ready to be sent.
 
-        Who sends it releases its `reserved_tokens`.
+        Who sends it releases its `reserved_tokens_per_choice`.
 
         Raises:
             ProxyRequestError: The call cannot be answered.
@@ -164,8 +164,8 @@ class PromptBuilder:
         _refuse_prefill_with_grammar(call)
         turn, new_ids, prompt_tokens = await self._tokenize_call(session, call)
         self._metrics.prompts.labels(turn.reuse).inc()
-        if turn.forked is not None:
-            self._metrics.rewritten_histories.labels(turn.forked).inc()
+        if turn.differing_field is not None:
+            self._metrics.rewritten_histories.labels(turn.differing_field).inc()
         sampling = self._fit_reply_limit(session, call, prompt_tokens)
         sampling = replace_greedy_temperature_by_zero(sampling)
         number, session.calls = session.calls, session.calls + 1
@@ -189,7 +189,7 @@ class PromptBuilder:
             turn=turn,
             new_ids=pack_ids(new_ids),
             prompt_tokens=prompt_tokens,
-            prompt_json=session.tree.build_sequence_ids_json_inside(
+            prompt_ids_json_inside=session.tree.build_sequence_ids_json_inside(
                 turn.parent, new_ids_json_inside
             ),
             new_ids_json_inside=new_ids_json_inside,
@@ -202,10 +202,10 @@ class PromptBuilder:
             if self._model.must_parse_reply(call)
             else None,
             reasons_first=reasons_first,
-            ignored=call.ignored_names_and_dropped_tools,
+            ignored_params_and_dropped_tools=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",
             records_sampling_mask=records_sampling_mask,
-            reserved_tokens=reserved_tokens,
+            reserved_tokens_per_choice=reserved_tokens,
             is_retrievable=call.is_retrievable,
         )
 
@@ -237,14 +237,14 @@ class PromptBuilder:
     ) -> tuple[OpenTurn, list[int], int]:
         """What the call would add to the session's tree, the ids of that, tokens of the prompt."""
         encoder, key = self._model.encoder, call.prompt_param_name
-        if call.prompt is None:
+        if call.raw_prompt is None:
             turn = self._render_turn(session, call)
-            new_ids = turn.drop_repeated_stop_token(await self.encode(turn.text, key))
-        elif isinstance(call.prompt, str):
-            turn = match_text_prompt(session.tree, call.prompt, encoder)
-            new_ids = await self.encode(turn.text, key, add_special_tokens=turn.parent is None)
+            new_ids = turn.drop_repeated_stop_token(await self.encode(turn.new_text, key))
+        elif isinstance(call.raw_prompt, str):
+            turn = match_text_prompt(session.tree, call.raw_prompt, encoder)
+            new_ids = await self.encode(turn.new_text, key, add_special_tokens=turn.parent is None)
         else:
-            turn, new_ids = match_ids_prompt_and_cut_new_ids(session.tree, call.prompt, encoder)
+            turn, new_ids = match_ids_prompt_and_cut_new_ids(session.tree, call.raw_prompt, encoder)
         if turn.parent is None and not new_ids:
             raise ProxyRequestError(400, "the prompt is empty", key=key)
         if new_ids and max(new_ids) >= encoder.vocab_size:  # such an id would kill the engine
@@ -265,7 +265,7 @@ class PromptBuilder:
                 messages,
                 self._model.template,
                 tools=call.tools,
-                variables=call.variables,
+                variables=call.template_variables,
                 prefill=call.prefill,
             )
         except ChatTemplateError as error:

@@ -84,7 +84,7 @@ class CompletionService:
         reserved_tokens = 0
         try:
             prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
-            reserved_tokens = call.n * prompt.reserved_tokens
+            reserved_tokens = call.n * prompt.reserved_tokens_per_choice
             answers = await _gather_or_cancel(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
@@ -215,7 +215,7 @@ class CompletionService:
             reply_stream.put(error)
         finally:
             reply_stream.unregister_stop_callback(choice_index)
-            self.quota.release(prompt.session, 1, prompt.reserved_tokens)
+            self.quota.release(prompt.session, 1, prompt.reserved_tokens_per_choice)
 
     async def _generate_with_failover(
         self,
@@ -249,7 +249,7 @@ class CompletionService:
             except UnfinishedEngineCallError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 record_call_span("lost call", session, began_at, time.time(), replica.index)
-                self._router.on_call_lost(replica, error)
+                self._router.stop_routing_to_lost_replica(replica, error)
                 pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
@@ -262,7 +262,7 @@ class CompletionService:
         self, tries: CallTries, replica: ReplicaView, error: UnfinishedEngineCallError
     ) -> None:
         try:
-            tries.on_replica_lost(replica, error)
+            tries.count_lost_try_or_raise(replica, error)
         except RepeatedlyFailedCallError:
             self.metrics.failed_calls.inc()
             raise
@@ -280,7 +280,7 @@ class CompletionService:
             raise ProxyRequestError(403, "the session ended during generation")
         interaction = prompt.build_interaction(choice_index, answer, reply, first_token_at)
         try:
-            self.recorder.record(
+            self.recorder.journal_and_apply(
                 InteractionAdded(session.session_id, interaction, hidden=not prompt.is_retrievable)
             )
         except UntrainableCallError as error:

@@ -61,7 +61,7 @@ class Dialect:
     """The body of a request."""
     read: Callable[[Any, Session, ServedModel], Exchange]
     """Raises `ProxyRequestError`: 400, naming the parameter that is wrong or cannot be honored."""
-    refused: ErrorFormatter
+    error_formatter: ErrorFormatter
 
 
 def format_named_event(content: dict[str, Any]) -> bytes:

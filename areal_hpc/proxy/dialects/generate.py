@@ -97,7 +97,7 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
     refuse_costly_grammars_and_stops(sampling)
     return GenerateRequest(
         rid=make_random_id(16),
-        prompt_json=format_ids_as_json_inside(body.input_ids),
+        prompt_ids_json_inside=format_ids_as_json_inside(body.input_ids),
         sampling=sampling,
         top_logprobs=body.top_logprobs_num,
         reasons_first=body.require_reasoning,

@@ -11,7 +11,10 @@ from areal_hpc.proxy.dialects.parameters_without_effect import (
     is_ignored_param,
     list_struct_types_in_unions,
 )
-from areal_hpc.proxy.dialects.refused_parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES, Refusal
+from areal_hpc.proxy.dialects.refused_parameters import (
+    REFUSED_SAMPLING_OF_OTHER_ENGINES,
+    RefusedParamRule,
+)
 
 
 def list_effective_params(request_type: type[msgspec.Struct]) -> list[str]:
@@ -29,9 +32,9 @@ def list_ignored_params_of(request_type: type[msgspec.Struct]) -> list[str]:
     return [*dict.fromkeys(name.removeprefix(".") for name in found)]
 
 
-def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, Refusal]:
+def get_refusal_by_param(request_type: type[msgspec.Struct]) -> dict[str, RefusedParamRule]:
     """The request's own parameters that are refused."""
-    own: Mapping[str, Refusal] = getattr(request_type, "refused", {})
+    own: Mapping[str, RefusedParamRule] = getattr(request_type, "refused", {})
     return dict(own)
 
 
@@ -74,7 +77,7 @@ def _format_names(names: Iterable[str]) -> str:
     return ", ".join(f"`{name}`" for name in sorted(names))
 
 
-def _format_refusals(refusals: Mapping[str, Refusal]) -> Iterator[tuple[str, str]]:
+def _format_refusals(refusals: Mapping[str, RefusedParamRule]) -> Iterator[tuple[str, str]]:
     """Names, and the way out that they share."""
     by_way_out: dict[str, list[str]] = defaultdict(list)
     for name, refusal in refusals.items():

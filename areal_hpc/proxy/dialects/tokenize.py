@@ -63,7 +63,7 @@ async def tokenize(
         call = ModelCall(
             messages=normalize_messages(request.messages or []),
             tools=build_tool_schemas(request.tools, model, [], []) or None,
-            variables=request.chat_template_kwargs or None,
+            template_variables=request.chat_template_kwargs or None,
             sampling=SamplingParams(1.0, 0),
         )
         ids_json, count = await prompts.build_prompt_json_inside_and_length(session, call)

@@ -136,7 +136,9 @@ def filter_out_hosted_tools(
     kinds = [
         decode_request_json(one, TypedObject, f"tools[{i}]").type for i, one in enumerate(raw_tools)
     ]
-    is_hosted = [any(fnmatchcase(kind, one) for one in model.dropped_tools) for kind in kinds]
+    is_hosted = [
+        any(fnmatchcase(kind, one) for one in model.dropped_tool_type_patterns) for kind in kinds
+    ]
     if is_hosted and all(is_hosted):
         problem = f"tools of type {kinds[0]!r} run on a provider's servers, which are not here"
         hint = "offer a function that does the same"

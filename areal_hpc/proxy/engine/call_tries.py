@@ -34,7 +34,9 @@ class CallTries:
         self._failed = 0
         self._dead: set[tuple[int, int]] = set()
 
-    def on_replica_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
+    def count_lost_try_or_raise(
+        self, replica: ReplicaView, error: UnfinishedEngineCallError
+    ) -> None:
         """The replica did not finish the call.
 
         Raises:

@@ -32,8 +32,8 @@ class ReplyFailover:
         left_tokens = request.sampling.max_new_tokens - len(ids)
         return msgspec.structs.replace(
             request,
-            prompt_json=join_json_array_insides(
-                request.prompt_json, format_ids_as_json_inside(ids)
+            prompt_ids_json_inside=join_json_array_insides(
+                request.prompt_ids_json_inside, format_ids_as_json_inside(ids)
             ),
             sampling=msgspec.structs.replace(request.sampling, max_new_tokens=left_tokens),
         )
@@ -93,11 +93,15 @@ class ReplyFailover:
             if spans and spans[-1].version == span.version:
                 start = spans.pop().start
             spans.append(VersionSpan(span.version, start, end))
-        is_kept = bool(said.kept_ids) and bool(generation.kept_ids)
+        is_kept = bool(said.sampling_mask_ids) and bool(generation.sampling_mask_ids)
         return msgspec.structs.replace(
             generation,
-            kept_ids=said.kept_ids + generation.kept_ids if is_kept else [],
-            kept_logprobs=said.kept_logprobs + generation.kept_logprobs if is_kept else [],
+            sampling_mask_ids=said.sampling_mask_ids + generation.sampling_mask_ids
+            if is_kept
+            else [],
+            sampling_mask_logprobs=said.sampling_mask_logprobs + generation.sampling_mask_logprobs
+            if is_kept
+            else [],
             text=said.text + generation.text,
             output_ids=said.output_ids + generation.output_ids,
             logprobs=said.logprobs + generation.logprobs,

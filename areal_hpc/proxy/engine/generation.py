@@ -148,26 +148,26 @@ class Generation(Struct, frozen=True):
     spans: list[VersionSpan]
     finish_reason: str
     """`stop`, `length`, or `abort` when its client left."""
-    closed: bool
+    ends_with_stop_token: bool
     """The last token is a stop token."""
     stop_text: str | None
     """The stop string that ended it."""
     cached_tokens: int
     top_logprobs: list[TopLogprobs]
     """Per output token, most likely first; empty unless asked for."""
-    kept_ids: list[list[int]] = []
+    sampling_mask_ids: list[list[int]] = []
     """Per output token, those that could be sampled; empty unless asked for."""
-    kept_logprobs: list[float] = []
+    sampling_mask_logprobs: list[float] = []
     """Of the output tokens, by the distribution over these."""
 
     def pack_behavior_logprobs(self) -> bytes:
         """Of the distribution that was sampled from, as in an `Interaction`."""
-        return pack_logprobs(self.kept_logprobs or self.logprobs)
+        return pack_logprobs(self.sampling_mask_logprobs or self.logprobs)
 
     def pack_sampling_mask(self) -> tuple[bytes, bytes]:
         """`kept_counts` and `kept_ids` of an `Interaction`."""
-        flat = list(itertools.chain.from_iterable(self.kept_ids))
-        return pack_counts_as_uint16(list(map(len, self.kept_ids))), pack_ids(flat)
+        flat = list(itertools.chain.from_iterable(self.sampling_mask_ids))
+        return pack_counts_as_uint16(list(map(len, self.sampling_mask_ids))), pack_ids(flat)
 
 
 class ReplicaAnswer(Struct, frozen=True):
@@ -236,7 +236,7 @@ class ChunkReader:
             logprobs=[entry[0] for entry in self._logprobs],
             spans=spans,
             finish_reason=ABORT_FINISH_REASON,
-            closed=False,
+            ends_with_stop_token=False,
             stop_text=None,
             cached_tokens=self._cached_tokens,
             top_logprobs=self._top_logprobs,
@@ -346,7 +346,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
         logprobs=[entry[0] for entry in meta.output_token_logprobs],
         spans=spans,
         finish_reason=reason.type,
-        closed=reason.type == "stop" and isinstance(reason.matched, int),
+        ends_with_stop_token=reason.type == "stop" and isinstance(reason.matched, int),
         stop_text=reason.matched if isinstance(reason.matched, str) else None,
         cached_tokens=meta.cached_tokens,
         top_logprobs=meta.output_top_logprobs or [],

@@ -50,12 +50,12 @@ class ModelCall(msgspec.Struct, frozen=True):
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]] | None
-    variables: Mapping[str, Any] | None
+    template_variables: Mapping[str, Any] | None
     sampling: SamplingParams
     """`max_new_tokens` 0 means: as the session's defaults say."""
     prompt_param_name: str = "messages"
     """Parameter in which the dialect has the prompt."""
-    prompt: str | Sequence[int] | None = None
+    raw_prompt: str | Sequence[int] | None = None
     """Text or token ids that the model reads as they are, in place of messages."""
     n: int = 1
     top_logprobs: int = 0
@@ -91,11 +91,11 @@ class ServedModel:
     """The user's own normalizer (`proxy.message_normalizer`)."""
     ignores_unknown: bool = True
     """Parameters that no dialect declares have no effect (`proxy.unknown_parameters`)."""
-    dropped_tools: Sequence[str] = ()
+    dropped_tool_type_patterns: Sequence[str] = ()
     """Patterns of types of tools that the model is not told of (`proxy.dropped_tools`)."""
 
     @classmethod
-    def load(
+    def from_model_dir(
         cls,
         model_name: str,
         model_dir: Path,
@@ -119,7 +119,7 @@ class ServedModel:
 
     def must_parse_reply(self, call: ModelCall) -> bool:
         """True if a reply may hold more than text."""
-        return call.prompt is None and (self.reasoning_parser is not None or bool(call.tools))
+        return call.raw_prompt is None and (self.reasoning_parser is not None or bool(call.tools))
 
 
 def require_max_position_embeddings(model_dir: Path) -> int:

@@ -78,7 +78,7 @@ class GeneratePassthrough:
         try:
             return await self._upstream.generate_raw(replica, request, left_s)
         except UnfinishedEngineCallError as lost:
-            self._router.on_call_lost(replica, lost)
+            self._router.stop_routing_to_lost_replica(replica, lost)
             raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
         finally:
             self._router.on_call_finished(session, replica)
@@ -90,7 +90,7 @@ class GeneratePassthrough:
         for span in reply.spans:
             self._router.advance_newest_version(span.version)
         digest = compute_reply_digest(
-            request.prompt_json,
+            request.prompt_ids_json_inside,
             pack_ids(reply.output_ids),
             reply.pack_behavior_logprobs(),
             reply.spans,
@@ -98,4 +98,4 @@ class GeneratePassthrough:
         )
         if self._recorder.holds_session(session):
             sampled = ReplySampled(session.session_id, digest, len(reply.output_ids))
-            self._recorder.record(sampled)
+            self._recorder.journal_and_apply(sampled)

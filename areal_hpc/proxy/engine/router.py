@@ -169,7 +169,9 @@ class Router:
         if home := self._homes.get(session):
             home.used_at = time.monotonic()
 
-    def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
+    def stop_routing_to_lost_replica(
+        self, replica: ReplicaView, error: UnfinishedEngineCallError
+    ) -> None:
         """Route nothing to the replica until it is said again that it serves.
 
         One that answered with an error keeps the sessions of others, unless it is not well.

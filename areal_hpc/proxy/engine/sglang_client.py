@@ -35,11 +35,11 @@ Answered = TypeVar("Answered")
 
 
 class GenerateRequest(msgspec.Struct, frozen=True):
-    """One generation. `prompt_json` is the inside of a JSON array of token ids."""
+    """One generation. `prompt_ids_json_inside` is the inside of a JSON array of token ids."""
 
     rid: str
     """Unique among the live requests of the server."""
-    prompt_json: bytes
+    prompt_ids_json_inside: bytes
     sampling: SamplingParams
     top_logprobs: int = 0
     """Alternatives to report per token."""
@@ -53,7 +53,7 @@ class GenerateRequest(msgspec.Struct, frozen=True):
         return b"".join(
             (
                 b'{"input_ids":[',
-                self.prompt_json,
+                self.prompt_ids_json_inside,
                 b'],"sampling_params":',
                 msgspec.json.encode(self.sampling),
                 b',"return_logprob":true,"rid":"',

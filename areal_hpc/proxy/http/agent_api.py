@@ -76,7 +76,9 @@ class AgentApi:
                 self._build_model_call_handler(path, dialect),
                 dialect.request,
             )
-            tolerant = replace(said, refused=dialect.refused, ignores_unknown=True)
+            tolerant = replace(
+                said, error_formatter=dialect.error_formatter, passes_unknown_params=True
+            )
             yield replace(tolerant, streams=True)
             if path in TOKEN_COUNT_ROUTE_BY_PATH:
                 below = f"{path}/{TOKEN_COUNT_ROUTE_BY_PATH[path]}"
@@ -89,11 +91,13 @@ class AgentApi:
         yield Route("POST", "/tokenize", "session", answer, tokenize.TokenizeRequest)
         answer = partial(tokenize.detokenize, self._model)
         yield Route("POST", "/detokenize", "session", answer, tokenize.DetokenizeRequest)
-        yield Route("GET", "/models", "session", self._list_models, when_ended=True)
-        yield Route("GET", "/models/{model}", "session", self._show_model, when_ended=True)
+        yield Route("GET", "/models", "session", self._list_models, is_open_after_session_end=True)
+        yield Route(
+            "GET", "/models/{model}", "session", self._show_model, is_open_after_session_end=True
+        )
         answer = partial(stored.retrieve_response, self._model)
         yield Route("GET", "/responses/{response_id}", "session", answer)
-        answer = partial(stored.delete_response, self._completions.recorder)
+        answer = partial(stored.hide_deleted_response, self._completions.recorder)
         yield Route("DELETE", "/responses/{response_id}", "session", answer)
         answer = stored.encode_input_items
         yield Route("GET", "/responses/{response_id}/input_items", "session", answer)
@@ -126,7 +130,9 @@ class AgentApi:
         async def answer(
             session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
         ) -> RouteResult:
-            call = self._read_call(path, dialect, session, request, unknown_params).call
+            call = self._read_call_and_enforce_sampling(
+                path, dialect, session, request, unknown_params
+            ).call
             _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
                 session, call
             )
@@ -135,7 +141,7 @@ class AgentApi:
 
         return answer
 
-    def _read_call(
+    def _read_call_and_enforce_sampling(
         self,
         path: str,
         dialect: Dialect,
@@ -158,7 +164,9 @@ class AgentApi:
         async def answer(
             session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
         ) -> RouteResult:
-            exchange = self._read_call(path, dialect, session, request, unknown_params)
+            exchange = self._read_call_and_enforce_sampling(
+                path, dialect, session, request, unknown_params
+            )
             call, answer_id = exchange.call, exchange.answer_id
             if exchange.streams:
                 live = await self._completions.stream(session, call, answer_id)

@@ -96,7 +96,7 @@ class ProxyApp:
                     "/metrics",
                     "anyone",
                     completions.metrics.render,
-                    form=METRICS_CONTENT_TYPE,
+                    answer_content_type=METRICS_CONTENT_TYPE,
                 ),
                 Route(
                     "GET",
@@ -122,7 +122,7 @@ class ProxyApp:
             methods, named = routes.find_routes(scope["path"])
             route, key = methods.get(scope["method"]), key or ""
             described = route or next(iter(methods.values()))
-            refused, label = described.refused, described.label
+            refused, label = described.error_formatter, described.unversioned_path
             if route is None:
                 method, path, allowed = scope["method"], scope["path"], ", ".join(methods)
                 if _asks_for_websocket(scope):
@@ -159,7 +159,7 @@ class ProxyApp:
                     return
                 result = result.reply
             content = result if isinstance(result, bytes) else msgspec.json.encode(result)
-            status, form = 200, route.form
+            status, form = 200, route.answer_content_type
         except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
@@ -240,7 +240,7 @@ class ProxyApp:
             route.opened_by == "admin" and not claims_to_be_signed(asgi_scope)
         ):
             raise ProxyRequestError(401, "this route requires the admin key")
-        return self._verifier.verify(asgi_scope)
+        return self._verifier.verify_head_and_get_body_digest(asgi_scope)
 
     def _require_session_and_touch(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":
@@ -266,17 +266,17 @@ class ProxyApp:
         if session is not None:
             if self._store.sessions.get(session.session_id) is not session:  # gone meanwhile
                 raise ProxyRequestError(401, "invalid session key")
-            if session.ended and not route.when_ended:
+            if session.ended and not route.is_open_after_session_end:
                 raise ProxyRequestError(403, "the session has ended")
             yield session
-        if route.rewrite is not None:
-            body = route.rewrite(body)
+        if route.rewrite_body is not None:
+            body = route.rewrite_body(body)
         if route.takes_query:
             yield read_query_parameters(asgi_scope)
         if named and route.request is None:
             yield named
             yield read_query_parameters(asgi_scope)
-        elif route.request is not None and route.ignores_unknown:
+        elif route.request is not None and route.passes_unknown_params:
             unknown: list[str] = []
             takes_any = self._model.ignores_unknown
             yield decode_request_json(
@@ -323,7 +323,13 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
             wire.RecordCallsRequest,
             needs_client_that_records=True,
         ),
-        Route("POST", "/rl/end_session", "control", driver_api.end_session, when_ended=True),
+        Route(
+            "POST",
+            "/rl/end_session",
+            "control",
+            driver_api.end_session,
+            is_open_after_session_end=True,
+        ),
     )
 
 
@@ -377,7 +383,7 @@ def _choose_error_format(asgi_scope: Scope) -> ErrorFormatter:
         return format_google_error
     path = f"{asgi_scope.get('path', '')}/"
     is_anthropic = "/messages/" in path or _get_header(asgi_scope, b"anthropic-version")
-    return MESSAGES_DIALECT.refused if is_anthropic else openai_format.format_error
+    return MESSAGES_DIALECT.error_formatter if is_anthropic else openai_format.format_error
 
 
 def _asks_for_websocket(asgi_scope: Scope) -> bool:

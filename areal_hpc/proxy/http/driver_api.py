@@ -118,7 +118,7 @@ class DriverApi:
         session_id = f"{request.task_id}-{secrets.token_hex(6)}"
         request = msgspec.structs.replace(request, api_key="")
         control_digest = compute_key_digest(control_key) if control_key else b""
-        self._recorder.record(
+        self._recorder.journal_and_apply(
             events.SessionOpened(
                 session_id, compute_key_digest(key), request, time.time(), control_digest
             )
@@ -188,7 +188,7 @@ class DriverApi:
         ):
             oldest = next(iter(kept))
             kept_bytes -= kept.pop(oldest).recorded_bytes
-            self._recorder.record(events.SessionDropped(oldest))
+            self._recorder.journal_and_apply(events.SessionDropped(oldest))
         self._exported = dict.fromkeys(kept)
 
     def _require_session(self, session_id: str, key: str = "session_id") -> Session:
@@ -204,7 +204,7 @@ class DriverApi:
             reward = parse_reward(request.reward)
         except InvalidRewardError as error:
             raise ProxyRequestError(400, str(error), key="reward") from error
-        self._recorder.record(
+        self._recorder.journal_and_apply(
             events.RewardSet(session.session_id, interaction.interaction_id, reward)
         )
         return wire.SetRewardReply(interaction.interaction_id)
@@ -251,7 +251,7 @@ class DriverApi:
     def end_session(self, session: Session) -> wire.EndSessionReply:
         """Close the session to requests. Repeating it is harmless."""
         if not session.ended:
-            self._recorder.record(events.SessionEnded(session.session_id, time.time()))
+            self._recorder.journal_and_apply(events.SessionEnded(session.session_id, time.time()))
         return wire.EndSessionReply(
             "ended", len(session.tree), session.reward, self._router.serving_count
         )
@@ -266,7 +266,7 @@ class DriverApi:
                 raise ProxyRequestError(409, problem, key="discard")
             for session in [*self._store.sessions.values()]:
                 if session.request.ref == ref and not session.failure:
-                    self._recorder.record(events.SessionDropped(session.session_id))
+                    self._recorder.journal_and_apply(events.SessionDropped(session.session_id))
             return wire.FinishTicketReply(0)
         if rows is None:
             rows = self._record_finished_ticket(request)
@@ -288,7 +288,7 @@ class DriverApi:
                 hint = "set a reward before the session ends"
                 raise ProxyRequestError(409, f"{name} has no reward", key="session_ids", hint=hint)
         kept = list(dict.fromkeys(request.session_ids))
-        self._recorder.record(events.TicketFinished(request.ref, kept, time.time()))
+        self._recorder.journal_and_apply(events.TicketFinished(request.ref, kept, time.time()))
         return self._store.finished[request.ref].row_count
 
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
@@ -306,7 +306,7 @@ class DriverApi:
             raise ProxyRequestError(409, problem, key="session_id")
         if not session.ended:
             raise ProxyRequestError(409, f"{name} is open", key="session_id")
-        return wire.KeepFailedSessionReply(sealer.keep_failed(request))
+        return wire.KeepFailedSessionReply(sealer.keep_or_drop_failed(request))
 
     def list_conversations(
         self, request: wire.ListConversationsRequest
@@ -329,14 +329,16 @@ class DriverApi:
         if any(one.reward is not None for one in find_conversation_replies(session.tree, roots)):
             problem = "a conversation with a reward cannot be auxiliary"
             raise ProxyRequestError(409, problem, key="reasons")
-        self._recorder.record(
+        self._recorder.journal_and_apply(
             events.ConversationsMarkedAuxiliary(session.session_id, request.reasons)
         )
         return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
 
     async def seal_tickets(self) -> wire.SealTicketsReply:
         """Seal and settle what is finished."""
-        return wire.SealTicketsReply(await self._require_sealer().seal_now())
+        return wire.SealTicketsReply(
+            await self._require_sealer().seal_training_tickets_and_settle()
+        )
 
     def _require_sealer(self) -> TicketSealer:
         if self._sealer is None:

@@ -75,8 +75,8 @@ class GoogleApi:
                 request,
                 partial(spell_in_camel_case, request_type=request),
                 takes_query=True,
-                refused=format_error,
-                ignores_unknown=True,
+                error_formatter=format_error,
+                passes_unknown_params=True,
                 **more,
             )
 

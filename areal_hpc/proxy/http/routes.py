@@ -44,28 +44,28 @@ class Route:
     parameters, or the request, if there is one."""
     request: type[msgspec.Struct] | None = None
     """What the body holds; None: it is not read. Where there is one, the name is not asked for."""
-    rewrite: Callable[[bytes], bytes] | None = None
+    rewrite_body: Callable[[bytes], bytes] | None = None
     """Makes the body that is decoded of the one that was sent."""
     takes_query: bool = False
     """The answer takes the query's parameters before the request, too."""
-    refused: ErrorFormatter | None = None
+    error_formatter: ErrorFormatter | None = None
     """The body of an error; None: in the shape that the client expects."""
-    form: str = "application/json"
+    answer_content_type: str = "application/json"
     """Content type of the answer."""
     json_type: Literal["object", "array"] = "object"
     """What the answer is if it is JSON."""
     streams: bool = False
     """It may answer with server-sent events."""
-    when_ended: bool = False
+    is_open_after_session_end: bool = False
     """Also for a session that has ended."""
-    ignores_unknown: bool = False
+    passes_unknown_params: bool = False
     """Parameters that the request does not declare may be left out of it; the answer takes their
     names as well."""
     needs_client_that_records: bool = False
     """Only for a session whose client records its own calls."""
 
     @property
-    def label(self) -> str:
+    def unversioned_path(self) -> str:
         """The path without the version of an API that it may begin with."""
         return _VERSION_PATTERN.sub("", self.path)
 
@@ -159,8 +159,8 @@ def render_openapi(routes: Iterable[Route]) -> bytes:
 
 
 def _describe_operation(route: Route, body: dict[str, Any] | None) -> dict[str, Any]:
-    kind = route.json_type if route.form == "application/json" else "string"
-    answer: dict[str, Any] = {route.form: {"schema": {"type": kind}}}
+    kind = route.json_type if route.answer_content_type == "application/json" else "string"
+    answer: dict[str, Any] = {route.answer_content_type: {"schema": {"type": kind}}}
     if route.streams:
         answer["text/event-stream"] = {"schema": {"type": "object", "required": ["data"]}}
     refusal = {"application/json": {"schema": {"$ref": SCHEMA_REF_TEMPLATE.format(name="Refusal")}}}

@@ -34,9 +34,9 @@ _SESSION_REMOVING_EVENTS = (
 class JournalCompactionPlan:
     """Part of the journal that is history at one moment: decided on the loop, used in a thread."""
 
-    gone: frozenset[str]
+    removed_session_ids: frozenset[str]
     """Sessions."""
-    sealed: frozenset[TicketRef]
+    sealed_or_dropped_refs: frozenset[TicketRef]
     """Sealed, or dropped because they cannot be."""
     settled: frozenset[TicketRef]
     all_settled: bool
@@ -46,17 +46,20 @@ class JournalCompactionPlan:
         """True for a record that a restarted proxy must read."""
         match decode_event(record.payload):
             case events.TicketFinished(ref=ref):
-                return ref not in self.sealed
+                return ref not in self.sealed_or_dropped_refs
             case events.TicketDropped(ref=ref):
                 return ref not in self.settled
             case events.TicketsSealed(tickets=tickets):
                 return any(ticket.ref not in self.settled for ticket in tickets)
             case events.UntrainedSealed(refs=refs, session_ids=session_ids):
-                return not (self.sealed.issuperset(refs) and self.gone.issuperset(session_ids))
+                return not (
+                    self.sealed_or_dropped_refs.issuperset(refs)
+                    and self.removed_session_ids.issuperset(session_ids)
+                )
             case events.TicketsAcknowledged(refs=refs):
                 return not self.all_settled or any(ref not in self.settled for ref in refs)
             case event:
-                return event.session_id not in self.gone
+                return event.session_id not in self.removed_session_ids
 
 
 class JournaledRecorder:
@@ -105,7 +108,7 @@ class JournaledRecorder:
             )
         self._rotated_bytes = self._journal.journal_size_bytes
 
-    def record(self, event: Event) -> None:
+    def journal_and_apply(self, event: Event) -> None:
         """Let `event` happen. It survives the death of this process when this returns.
 
         Raises:
@@ -143,7 +146,7 @@ class JournaledRecorder:
                 "the reply had one) of a reply that /generate gave this session and that is not "
                 "recorded yet, got others"
             )
-        self.record(events.InteractionAdded(session.session_id, call, digest))
+        self.journal_and_apply(events.InteractionAdded(session.session_id, call, digest))
 
     def _count_bytes(self, event: Event, size_bytes: int) -> None:
         """Count what a session has recorded; of one kept in memory, the arrays of its calls."""
@@ -264,10 +267,10 @@ class JournaledRecorder:
     def forget_compacted(self, compaction_plan: JournalCompactionPlan) -> None:
         """The journal has been rotated: what it dropped need not be remembered either."""
         self._rotated_bytes = self._journal.journal_size_bytes
-        self._gone_sessions -= compaction_plan.gone
+        self._gone_sessions -= compaction_plan.removed_session_ids
         if compaction_plan.all_settled:
             self._settled_refs -= compaction_plan.settled
-            self._sealed_refs -= compaction_plan.sealed
+            self._sealed_refs -= compaction_plan.sealed_or_dropped_refs
 
     def close(self) -> None:
         """Sync and close the journal."""

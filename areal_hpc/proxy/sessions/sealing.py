@@ -74,7 +74,7 @@ class TicketSealer:
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
 
-    def record_already_sealed(self) -> None:
+    def repair_index_and_record_sealed(self) -> None:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index_and_remove_partial_shards(self._paths, self._cell)
         shards = read_index(self._paths.index_dir, self._cell)
@@ -87,7 +87,7 @@ class TicketSealer:
         ]
         if found:
             log.info("%d tickets had been sealed before the restart", len(found))
-            self._recorder.record(TicketsSealed(found))
+            self._recorder.journal_and_apply(TicketsSealed(found))
 
     def wake(self) -> None:
         """Look now whether something must be sealed."""
@@ -113,7 +113,7 @@ class TicketSealer:
                 log.warning("sealing or settling failed, next try in %.1f s: %s", pause_s, error)
                 self._not_before = time.monotonic() + pause_s
 
-    async def seal_now(self) -> int:
+    async def seal_training_tickets_and_settle(self) -> int:
         """Seal what is finished, settle it if the ledger answers; how many tickets were sealed.
 
         Raises:
@@ -129,12 +129,12 @@ class TicketSealer:
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
-    def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
+    def keep_or_drop_failed(self, request: KeepFailedSessionRequest) -> bool:
         """Keep an ended session whose episode failed; false if enough like it are kept."""
-        return self._untrained.keep_failed(request)
+        return self._untrained.keep_or_drop_failed(request)
 
     def find_past_keep_decision(self, session_id: str) -> bool | None:
-        """What `keep_failed` answered for a session; None if it was not asked, or long ago."""
+        """What `keep_or_drop_failed` answered; None if it was not asked, or long ago."""
         return self._untrained.find_past_keep_decision(session_id)
 
     async def seal_all_and_settle(self) -> None:
@@ -174,11 +174,11 @@ class TicketSealer:
             rows_of, defects = await asyncio.to_thread(_build_rows, tickets, self._cell)
             for ref, defect in defects.items():
                 log.error("%s is dropped, for it cannot be sealed: %s", ref, defect)
-                self._recorder.record(TicketDropped(ref, f"cannot be sealed: {defect}"))
+                self._recorder.journal_and_apply(TicketDropped(ref, f"cannot be sealed: {defect}"))
             if not rows_of:
                 return 0
             settled = await asyncio.to_thread(self._write_shard, rows_of)
-            self._recorder.record(TicketsSealed(settled))
+            self._recorder.journal_and_apply(TicketsSealed(settled))
             return len(settled)
 
     def _write_shard(
@@ -220,7 +220,9 @@ class TicketSealer:
             for ref, reason in dropped.items():
                 drop = DropTicketRequest(self._cell, ref, reason)
                 await self._ledger.call(f"{ledger.url}/drop", drop, Acknowledged)
-            self._recorder.record(TicketsAcknowledged([*(one.ref for one in tickets), *dropped]))
+            self._recorder.journal_and_apply(
+                TicketsAcknowledged([*(one.ref for one in tickets), *dropped])
+            )
             await self._recorder.compact_if_due()
 
     async def close(self) -> None:

@@ -15,7 +15,7 @@ from areal_hpc.session.export import (
     RowPlan,
     build_auxiliary_rows,
     build_failed_session_rows,
-    export_rows,
+    build_training_rows,
     plan_rows,
 )
 from areal_hpc.session.rewards import compute_episode_reward, give_reward, parse_reward
@@ -122,7 +122,7 @@ class Session:
         kind = RowKind.TRAIN if ref.eval_step < 0 else RowKind.EVALUATION
         key = EpisodeKey(ref.ticket_id, ref.attempt, self.request.episode, kind, ref.eval_step)
         record = self._build_record(cell)
-        rows = export_rows(self.tree, key, record, self.request.export)
+        rows = build_training_rows(self.tree, key, record, self.request.export)
         auxiliary_key = replace(key, kind=RowKind.AUXILIARY)
         auxiliary = build_auxiliary_rows(self.tree, auxiliary_key, record, len(rows))
         # An unsound one is no reason to lose the episode.

@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MAX_KEPT_PER_CAUSE = 200
 """Failed episodes of one exception in one line that a cell keeps: a bug needs no more examples."""
 MAX_REMEMBERED_ANSWERS = 4096
-"""Failed sessions whose repeated `keep_failed` is still answered."""
+"""Failed sessions whose repeated `keep_or_drop_failed` is still answered."""
 
 
 class UntrainedSealer:
@@ -55,29 +55,29 @@ class UntrainedSealer:
             if any(session.session_id in sealed_ids for session in ticket.sessions)
         ]
         if failed or refs:
-            self._recorder.record(UntrainedSealed(refs, failed))
+            self._recorder.journal_and_apply(UntrainedSealed(refs, failed))
         self._kept.update(one.cause for one in indexed if one.kind == RowKind.FAILED.label)
         self._kept.update(one.failure.cause for one in self._store.failed.values() if one.failure)
 
-    def keep_failed(self, request: KeepFailedSessionRequest) -> bool:
+    def keep_or_drop_failed(self, request: KeepFailedSessionRequest) -> bool:
         """Keep an ended session, unless enough failures of its cause are kept: then forget it."""
         if request.session_id in self._store.failed:
             return True
         must_keep = self._kept[request.cause] < MAX_KEPT_PER_CAUSE
         if must_keep:
-            self._recorder.record(
+            self._recorder.journal_and_apply(
                 SessionFailed(request.session_id, request.cause, request.error, time.time())
             )
             self._kept[request.cause] += 1
         else:
-            self._recorder.record(SessionDropped(request.session_id))
+            self._recorder.journal_and_apply(SessionDropped(request.session_id))
         self._answered[request.session_id] = must_keep
         while len(self._answered) > MAX_REMEMBERED_ANSWERS:
             del self._answered[next(iter(self._answered))]
         return must_keep
 
     def find_past_keep_decision(self, session_id: str) -> bool | None:
-        """What `keep_failed` answered for a session; None if it was not asked, or long ago."""
+        """What `keep_or_drop_failed` answered; None if it was not asked, or long ago."""
         return self._answered.get(session_id)
 
     async def seal_if_due(self) -> None:
@@ -111,7 +111,9 @@ class UntrainedSealer:
                 return
             await asyncio.to_thread(self._write_shard, tickets, failed)
             refs = [ticket.ref for ticket in tickets]
-            self._recorder.record(UntrainedSealed(refs, [one.session_id for one in failed]))
+            self._recorder.journal_and_apply(
+                UntrainedSealed(refs, [one.session_id for one in failed])
+            )
             await self._recorder.compact_if_due()
 
     def _list_evaluations(self) -> list[FinishedTicket]:

@@ -31,13 +31,13 @@ class TaskSetConfig(BaseConfig):
     to_task: str | None = None
     """`package.module:function`: the row that the agent gets for a source's row; None drops it."""
 
-    choices: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "reasoning_gym", "harbor")
+    source_keys: ClassVar[tuple[str, ...]] = ("path", "hub", "generator", "reasoning_gym", "harbor")
     """Keys of which a source has exactly one."""
 
     @model_validator(mode="after")
     def _check_one_source(self) -> Self:
-        if sum(bool(getattr(self, name)) for name in self.choices) != 1:
-            raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.choices)}")
+        if sum(bool(getattr(self, name)) for name in self.source_keys) != 1:
+            raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.source_keys)}")
         if bool(self.hub) != bool(self.files):
             raise ValueError("`hub` needs `files`: which files of the repository to read")
         if self.revision and not self.hub:
@@ -48,7 +48,9 @@ class TaskSetConfig(BaseConfig):
 
     def describe_source(self) -> str:
         """The source that is given, as in `path a.jsonl` or `generator package.module:function`."""
-        return next(f"{name} {value}" for name in self.choices if (value := getattr(self, name)))
+        return next(
+            f"{name} {value}" for name in self.source_keys if (value := getattr(self, name))
+        )
 
 
 class MixtureSourceConfig(TaskSetConfig):
@@ -64,7 +66,7 @@ class TrainTaskSetConfig(TaskSetConfig):
     sources: tuple[MixtureSourceConfig, ...] = ()
     """Several sources, mixed by weight; a list of what follows."""
 
-    choices: ClassVar[tuple[str, ...]] = (*TaskSetConfig.choices, "sources")
+    source_keys: ClassVar[tuple[str, ...]] = (*TaskSetConfig.source_keys, "sources")
 
     @model_validator(mode="after")
     def _check_sources_convert_their_rows(self) -> Self:

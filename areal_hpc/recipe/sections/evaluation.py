@@ -99,7 +99,7 @@ class EvaluationSet:
     workflow: str
     """Empty: `rollout.workflow`."""
     workflow_kwargs: dict[str, Any]
-    workflow_key: str
+    agent_section_key: str
     """Where its agent stands in the recipe."""
     tasks: int
     n_samples: int
@@ -172,7 +172,7 @@ def _resolve_set(
         dataset_key=dataset_key,
         workflow=agent.workflow,
         workflow_kwargs=agent.workflow_kwargs,
-        workflow_key=key if config.workflow else "evaluation",
+        agent_section_key=key if config.workflow else "evaluation",
         tasks=config.tasks or evaluation.tasks,
         n_samples=config.n_samples or evaluation.n_samples,
         sampling=config.sampling or evaluation.sampling,

@@ -10,7 +10,7 @@ from areal_hpc.sandbox.process import (
     get_configured_isolation,
 )
 
-_FOLDER = Path(__file__).parent
+_SCRIPTS_FOLDER = Path(__file__).parent
 _PASSED = "passed"
 """As `judge_main.py` prints it."""
 
@@ -62,5 +62,5 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
 
 def _build_program_files(main: str, file_name: str, source_code: str) -> dict[str, bytes]:
     """The program, the codec, and what it works on, in the order of its command line."""
-    scripts = {script: (_FOLDER / script).read_bytes() for script in (main, "literals.py")}
+    scripts = {script: (_SCRIPTS_FOLDER / script).read_bytes() for script in (main, "literals.py")}
     return {**scripts, file_name: source_code.encode(errors="replace")}

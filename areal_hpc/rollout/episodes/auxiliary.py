@@ -103,13 +103,13 @@ async def mark_auxiliary_conversations(
         AgentError: The user's function failed, or the proxy has lost the session.
     """
     try:
-        told = await proxy.call(
+        told = await proxy.call_until_answered(
             "/rl/list_conversations", ListConversationsRequest(session_id), ListConversationsReply
         )
         reasons = {one.interaction_id: why for one in told.conversations if (why := rule(one))}
         if reasons:
             request = MarkAuxiliaryRequest(session_id, reasons)
-            await proxy.call("/rl/mark_auxiliary", request, MarkAuxiliaryReply)
+            await proxy.call_until_answered("/rl/mark_auxiliary", request, MarkAuxiliaryReply)
     except HttpStatusError as refusal:
         raise AgentError(
             f"the proxy refused to mark auxiliary conversations: {refusal.reason}"

@@ -91,8 +91,8 @@ class EpisodeOutcome:
     session_id: str
     """Empty if none was opened, for want of a sandbox or a process."""
     reward: float = 0.0
-    """Of the last interaction that has a reward, if `ok` or `is_rewarded`."""
-    is_rewarded: bool = False
+    """Of the last interaction that has a reward, if `ok` or `has_failure_reward`."""
+    has_failure_reward: bool = False
     """Its agent failed, and its last interaction has the reward of such an episode."""
     answer: str = ""
     """What the agent says that it answered, by its last `Reward` with an answer."""
@@ -153,7 +153,7 @@ async def _play_in_session(
     sandbox: EpisodeSandbox | None,
 ) -> EpisodeOutcome:
     """Play an episode in a session of its own."""
-    session = await proxy.call("/rl/start_session", spec.session, StartSessionReply)
+    session = await proxy.call_until_answered("/rl/start_session", spec.session, StartSessionReply)
     incarnation = proxy.peer_started_at
     try:
         if sandbox is not None:
@@ -192,7 +192,7 @@ async def _play_in_session(
         status,
         session.session_id,
         reward=reward,
-        is_rewarded=is_rewarded,
+        has_failure_reward=is_rewarded,
         reason=reason,
         error=error,
     )
@@ -211,7 +211,7 @@ async def _reward_failed_episode(
     try:
         if spec.auxiliary is not None:
             await mark_auxiliary_conversations(spec.auxiliary, session.session_id, proxy)
-        await proxy.call(
+        await proxy.call_until_answered(
             "/rl/set_reward",
             SetRewardRequest(reward),
             SetRewardReply,
@@ -261,7 +261,7 @@ async def offer_episode_to_external_program(
     offer = OfferEpisodeRequest(spec.session, spec.data, PROXY_LONG_POLL_S)
     session_id = None
     while session_id is None:
-        offered = await proxy.call("/rl/offer_episode", offer, OfferEpisodeReply)
+        offered = await proxy.call_until_answered("/rl/offer_episode", offer, OfferEpisodeReply)
         session_id = offered.session_id
     question = AwaitSessionEndRequest(session_id, PROXY_LONG_POLL_S)
     clock = asyncio.get_running_loop().time
@@ -269,7 +269,9 @@ async def offer_episode_to_external_program(
     reason = f"the program took longer than {spec.timeout_s:g} s"
     while clock() < give_up_at:
         try:
-            state = await proxy.call("/rl/await_session", question, AwaitSessionEndReply)
+            state = await proxy.call_until_answered(
+                "/rl/await_session", question, AwaitSessionEndReply
+            )
         except HttpStatusError as refusal:
             reason = f"the proxy forgot the session: {refusal}"
             break
@@ -375,13 +377,13 @@ async def _send_rewards_and_end_session(
     try:
         for interaction_id, reward in rewards.items():
             request = SetRewardRequest(reward, interaction_id)
-            await proxy.call(
+            await proxy.call_until_answered(
                 "/rl/set_reward",
                 request,
                 SetRewardReply,
                 key=session.control_key or session.api_key,
             )
-        ended = await proxy.call(
+        ended = await proxy.call_until_answered(
             "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key
         )
     except HttpStatusError as refusal:
@@ -398,7 +400,7 @@ async def _end_session_of_failed_episode(
 ) -> EndSessionReply | None:
     """End a session whose episode is lost. None: the proxy has forgotten it, or it has ended."""
     try:
-        return await proxy.call(
+        return await proxy.call_until_answered(
             "/rl/end_session", Empty(), EndSessionReply, key=session.control_key or session.api_key
         )
     except HttpStatusError:

@@ -22,7 +22,7 @@ class GroupResult:
 
     outcomes: list[EpisodeOutcome]
     """Of those that make the group, in the order of their places."""
-    cut: int
+    n_surplus_episodes: int
     """Episodes that were not waited for, or not needed."""
     failed: list[AgentError]
     """Why the others are missing."""

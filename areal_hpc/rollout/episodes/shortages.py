@@ -26,7 +26,7 @@ class _Shortage:
     since: float
     held_out_ticket: TicketRef | None = None
     longest_try_s: float = 0.0
-    verdicts: int = 0
+    times_found_own_fault: int = 0
     """Times that it was found to be this episode's own."""
     were_others_played: bool = False
     """Once while it was short for `MAX_SHORTAGE_S`: the node had what those needed."""
@@ -81,8 +81,11 @@ class ShortageTracker:
         are_others_played = self._played_at >= shortage.since
         shortage.were_others_played |= are_others_played
         if shortage.were_others_played or self._is_last_held_out_task(shortage):
-            shortage.verdicts += 1
-            if held_out_ticket is not None and shortage.verdicts < MAX_HELD_OUT_SHORTAGES:
+            shortage.times_found_own_fault += 1
+            if (
+                held_out_ticket is not None
+                and shortage.times_found_own_fault < MAX_HELD_OUT_SHORTAGES
+            ):
                 shortage.since = now
                 return
             del self._shortages[episode]

@@ -61,7 +61,7 @@ class AgentSandboxes:
                     key="rollout.agent.isolation",
                     hint="use rollout.agent.isolation=bwrap",
                 )
-            spec = task.narrow(spec)
+            spec = task.apply_task_to_sandbox_spec(spec)
         async with AsyncExitStack() as ends:
             try:
                 sandbox = await ends.enter_async_context(self._pool.acquire(spec))

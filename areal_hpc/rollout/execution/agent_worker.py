@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
 _NO_THREAD_TEXT = "can't start new thread"
 """As in `agent_errors.py`."""
-_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+_EXCEPTION_GROUP_CLASS: Any = getattr(builtins, "BaseExceptionGroup", ())
 """Since Python 3.11."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
@@ -56,20 +56,26 @@ def build_agent(workflow: str, kwargs: dict[str, Any]) -> Any:
     return agent
 
 
-def run_episode(request: dict[str, Any]) -> Any:
+def set_variables_and_run_agent(request: dict[str, Any]) -> Any:
     """What the agent returns for a task."""
     os.environ.update(request["variables"])
     return asyncio.run(get_or_build_agent(request).run(request["data"]))
 
 
-def to_builtins(value: Any) -> Any:
+def encode_as_tagged_builtins(value: Any) -> Any:
     """A number, text, reward, dict or list of these, as `answers.py` reads it."""
     if value is None or isinstance(value, str | bool | int | float):
         return value
     if isinstance(value, dict):
-        return ["dict", *([to_builtins(key), to_builtins(one)] for key, one in value.items())]
+        return [
+            "dict",
+            *(
+                [encode_as_tagged_builtins(key), encode_as_tagged_builtins(one)]
+                for key, one in value.items()
+            ),
+        ]
     if isinstance(value, list | tuple):
-        return ["list", *map(to_builtins, value)]
+        return ["list", *map(encode_as_tagged_builtins, value)]
     if hasattr(value, "value") and hasattr(value, "parts"):
         names = ("value", "parts", "metrics", "note", "answer")
         return ["reward", {name: getattr(value, name) for name in names if hasattr(value, name)}]
@@ -93,7 +99,9 @@ def list_errnos(error: BaseException | None) -> list[int]:
             found.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in describe_error(error):
             found.append(errno.EAGAIN)
-        error = error.exceptions[0] if isinstance(error, _GROUP) else error.__cause__
+        error = (
+            error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_CLASS) else error.__cause__
+        )
     return found
 
 
@@ -105,7 +113,7 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
     errnos = list_errnos(error)
-    while isinstance(error, _GROUP):  # says nothing of itself
+    while isinstance(error, _EXCEPTION_GROUP_CLASS):  # says nothing of itself
         error = error.exceptions[0]
     problem = [f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS], "", ""]
     return {
@@ -126,7 +134,7 @@ def answer(request: dict[str, Any]) -> dict[str, Any]:
         if request["do"] == "build":
             get_or_build_agent(request)
             return {"returned": None}
-        return {"returned": to_builtins(run_episode(request))}
+        return {"returned": encode_as_tagged_builtins(set_variables_and_run_agent(request))}
     except (Exception, SystemExit) as error:  # boundary: the user's code; told to the driver
         return {"raised": encode_raised_error(error)}
 

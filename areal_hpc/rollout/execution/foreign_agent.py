@@ -14,7 +14,7 @@ from areal_hpc.rollout.execution.answers import MAX_ANSWER_BYTES, decode_returne
 from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 
-WORKER = Path(__file__).with_name("agent_worker.py")
+AGENT_WORKER_FILE = Path(__file__).with_name("agent_worker.py")
 
 
 class OtherPythonAgentPool:
@@ -59,14 +59,16 @@ class OtherPythonAgentPool:
         async with self.acquire() as process:
             await process.ask({"do": "build"})
 
-    def close(self) -> None:
+    def kill_idle_processes(self) -> None:
         """Kill idle processes."""
-        self._processes.close()
+        self._processes.close_idle_workers()
 
 
 def _start_worker(python: str, environ: Mapping[str, str]) -> LineProcess:
     try:
-        return LineProcess([python, str(WORKER)], environ, "the worker process", MAX_ANSWER_BYTES)
+        return LineProcess(
+            [python, str(AGENT_WORKER_FILE)], environ, "the worker process", MAX_ANSWER_BYTES
+        )
     except OSError as error:
         raise RecipeError(
             f"there is no Python for the agent at {python}: {error.strerror}",

@@ -91,9 +91,9 @@ class ProcessPool:
         async with self.acquire() as process:
             return await process.call(function, *args, **kwargs)
 
-    def close(self) -> None:
+    def kill_idle_processes(self) -> None:
         """Kill idle processes."""
-        self._processes.close()
+        self._processes.close_idle_workers()
 
 
 class _Process:

@@ -94,9 +94,9 @@ class SubprocessAgent:
 
     def close(self) -> None:
         """Kill idle processes. They die with this one in any case."""
-        self._pool.close()
+        self._pool.kill_idle_processes()
         if self._foreign is not None:
-            self._foreign.close()
+            self._foreign.kill_idle_processes()
 
 
 class _WorkerAgentHandle:

@@ -47,7 +47,7 @@ class WorkerPool(Generic[Worker]):
                 else:
                     await asyncio.to_thread(worker.close)
 
-    def close(self) -> None:
+    def close_idle_workers(self) -> None:
         """End the workers that nobody uses."""
         while self._idle:
             self._idle.pop().close()

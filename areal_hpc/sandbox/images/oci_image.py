@@ -73,7 +73,7 @@ def unpack_image(image: OciImage, folder: Path) -> None:
                 raise _build_image_error(
                     image.archive, f"a layer cannot be read: {error}"
                 ) from error
-            if stream.finish() != layer["digest"]:
+            if stream.read_rest_and_get_digest() != layer["digest"]:
                 raise _build_image_error(image.archive, f"{layer['digest']} is another's content")
     tree.apply_recorded_folder_modes()
 
@@ -130,7 +130,7 @@ class _HashedReader:
         self._digest.update(piece)
         return piece
 
-    def finish(self) -> str:
+    def read_rest_and_get_digest(self) -> str:
         """The digest of all of it; reads what is left."""
         while self.read(_PIECE_BYTES):
             pass

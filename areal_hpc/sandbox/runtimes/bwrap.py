@@ -16,8 +16,8 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
+    copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
-    get_bwrap_runnable_by_all,
     may_become_nobody,
 )
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
@@ -30,7 +30,7 @@ from areal_hpc.sandbox.runtimes.guest_environment import (
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     LOWER_DIR,
-    SCRIPTS,
+    SERVER_SCRIPTS,
     GuestPython,
     build_server_command,
     find_guest_python,
@@ -73,7 +73,7 @@ class BwrapRuntime:
             raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
         spec = await unpack_root_if_archive(spec, NOBODY_UID if as_nobody else None)
         if as_nobody:
-            bwrap = get_bwrap_runnable_by_all(bwrap)
+            bwrap = copy_bwrap_unless_runnable_by_all(bwrap)
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
         taken += [source for source, _ in python.binds]
@@ -82,7 +82,7 @@ class BwrapRuntime:
                 *("unshare", "--user", "--map-root-user", "--mount"),
                 *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := choose_scratch_dir(taken)),
                 *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
-                " ".join(map(str, range(len(spec.folders)))),
+                " ".join(map(str, range(len(spec.writable_folders)))),
                 *build_bwrap_arguments(spec, python, scratch, contents),
             ]
             plan = SandboxStartPlan(
@@ -141,14 +141,14 @@ def build_bwrap_arguments(
         command.append("--share-net")
     if spec.root is None:
         command += _list_system_options(scratch, spec.network, contents)
-        for number, folder in enumerate(spec.folders):
+        for number, folder in enumerate(spec.writable_folders):
             command += ["--bind", f"{scratch}/folder{number}", folder]
-        writable = [WORK_DIR, "/tmp", *spec.folders]
+        writable = [WORK_DIR, "/tmp", *spec.writable_folders]
     else:
         command += ["--overlay-src", str(spec.root)]
         command += ["--overlay", f"{scratch}/upper", f"{scratch}/work", "/"]
         command += ["--dir", WORK_DIR, "--perms", "1777", "--dir", "/tmp"]
-        for folder in spec.folders:
+        for folder in spec.writable_folders:
             command += ["--perms", "1777", "--dir", folder]
         writable = ["/"]
         if spec.network == "open":
@@ -159,7 +159,7 @@ def build_bwrap_arguments(
     command += ["--perms", "0755", "--tmpfs", GUEST_DIR]
     for source, place in python.binds:
         command += ["--ro-bind", source, place]
-    for script in SCRIPTS:
+    for script in SERVER_SCRIPTS:
         descriptor = contents.add(script.read_bytes())
         command += ["--ro-bind-data", descriptor, f"{GUEST_DIR}/{script.name}"]
     if spec.root is not None:

@@ -15,15 +15,25 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import SYSTEM_FILES, SYSTEM_LINKS
 from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY
 from areal_hpc.sandbox.runtimes.guest_environment import GUEST_ACCOUNT_FILES, WORK_DIR
-from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SCRIPTS, GuestPython
+from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SERVER_SCRIPTS, GuestPython
 from areal_hpc.sandbox.spec import SandboxSpec
 
-_FOLDERS = ("rootfs", "upper", "work", "guest", "guest/root", "places", "dev", "storage", "run")
+_SCRATCH_FOLDERS = (
+    "rootfs",
+    "upper",
+    "work",
+    "guest",
+    "guest/root",
+    "places",
+    "dev",
+    "storage",
+    "run",
+)
 
 
 def list_writable_folders(spec: SandboxSpec) -> list[str]:
     """Folders that commands may write in."""
-    return ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.folders]
+    return ["/"] if spec.root is not None else [WORK_DIR, "/tmp", *spec.writable_folders]
 
 
 def list_writable_binds(spec: SandboxSpec) -> Iterator[tuple[str, str]]:
@@ -31,7 +41,7 @@ def list_writable_binds(spec: SandboxSpec) -> Iterator[tuple[str, str]]:
     yield "shm", "/dev/shm"
     if spec.root is None:
         yield from (("workspace", WORK_DIR), ("tmp", "/tmp"))
-        for number, folder in enumerate(spec.folders):
+        for number, folder in enumerate(spec.writable_folders):
             yield f"folder{number}", folder
 
 
@@ -74,14 +84,19 @@ def build_scratch_archive(
     """A tar of what the scratch folder holds at first, `files` and `links` by name among it."""
     stream = io.BytesIO()
     with tarfile.open(fileobj=stream, mode="w") as archive:
-        for name in _FOLDERS:
+        for name in _SCRATCH_FOLDERS:
             _add_member(archive, name)
-        for name in ("shm", "tmp", "workspace", *(f"folder{n}" for n in range(len(spec.folders)))):
+        for name in (
+            "shm",
+            "tmp",
+            "workspace",
+            *(f"folder{n}" for n in range(len(spec.writable_folders))),
+        ):
             _add_member(archive, name, mode=0o1777)
         shown_in = "rootfs" if spec.root is None else "places"
         for place in ("/proc", "/sys", "/dev"):
             _add_member(archive, f"{shown_in}{place}")
-        for place in (GUEST_DIR, WORK_DIR, "/tmp", *spec.folders):
+        for place in (GUEST_DIR, WORK_DIR, "/tmp", *spec.writable_folders):
             _add_member(archive, f"{shown_in}{place}", mode=0o1777)
         for source, place in binds:
             is_guests = place.startswith(f"{GUEST_DIR}/")
@@ -90,7 +105,7 @@ def build_scratch_archive(
         for path in map(Path, SYSTEM_LINKS if spec.root is None else ()):
             if path.is_symlink():
                 _add_member(archive, f"rootfs{path}", target=str(path.readlink()))
-        for script in SCRIPTS:
+        for script in SERVER_SCRIPTS:
             _add_member(archive, f"guest/{script.name}", script.read_bytes())
         for name, content in GUEST_ACCOUNT_FILES.items() if spec.root is None else ():
             _add_member(archive, f"rootfs/etc/{name}", content.encode())

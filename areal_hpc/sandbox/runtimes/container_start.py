@@ -24,7 +24,7 @@ from areal_hpc.sandbox.runtimes.container_scratch_layout import (
 from areal_hpc.sandbox.runtimes.guest_environment import GUEST_VARIABLES, WORK_DIR
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
-    SCRIPTS,
+    SERVER_SCRIPTS,
     GuestPython,
     build_server_command,
     find_guest_python,
@@ -75,7 +75,7 @@ class ContainerSetup:
     """What it shows of this machine, read-only, and where."""
     scratch: str
     """The scratch folder."""
-    archive: int
+    archive_fd: int
     """Descriptor of a tar of what that holds at first."""
 
 
@@ -114,7 +114,7 @@ async def start_container(
             {**GUEST_VARIABLES, **spec.variables},
             pass_fds=[archive],
             user=user,
-            environ={"PATH": build_runtime_program_search_path(), **how.variables},
+            process_environ={"PATH": build_runtime_program_search_path(), **how.variables},
         )
         return await Sandbox.start(plan)
     except ClusterError as error:
@@ -130,7 +130,7 @@ def build_runtime_program_search_path() -> str:
     return f"{os.environ.get('PATH', '')}:{PROGRAM_SEARCH_PATH}"
 
 
-def build_container_command(
+def build_container_command_prefix(
     setup: ContainerSetup, namespaces: Sequence[str], script: str, *, program_files: int = 0
 ) -> list[str]:
     """A command line that prepares the scratch folder and goes on with a script; its words follow.
@@ -146,7 +146,7 @@ def build_container_command(
         *("unshare", "--user", "--map-root-user", "--mount", *namespaces),
         *("sh", "-c", _PREPARE_SCRIPT + script, "sh", setup.scratch),
         *(str(spec.limits.disk_bytes + _OTHER_SCRATCH_BYTES), str(files)),
-        *(str(setup.archive), str(spec.root or "")),
+        *(str(setup.archive_fd), str(spec.root or "")),
         *_list_mounts_below([source for source, _ in setup.binds]),
         "--",
     ]
@@ -155,7 +155,7 @@ def build_container_command(
 def build_nobody_container_command_prefix(
     setup: ContainerSetup, namespaces: Sequence[str] = ()
 ) -> list[str]:
-    """As `build_container_command`, but what follows runs as user 65534, on the sandbox's network.
+    """As `build_container_command_prefix`, but for what runs as user 65534, on the sandbox's network.
 
     `namespaces` are options of `unshare` beside those of a second user and mount namespace.
     """
@@ -163,7 +163,7 @@ def build_nobody_container_command_prefix(
     outer = ["--cgroup", "--ipc", "--uts", *([] if is_open else ["--net"])]
     python = None if is_open else find_sandbox_python(by_anybody=may_become_nobody())
     return [
-        *build_container_command(setup, outer, _BECOME_USER_SCRIPT),
+        *build_container_command_prefix(setup, outer, _BECOME_USER_SCRIPT),
         *("" if python is None else python[0], _LOOPBACK_UP_PROGRAM),
         *("--user", f"--map-user={NOBODY_UID}", f"--map-group={NOBODY_UID}"),
         *("--mount", *namespaces),
@@ -177,7 +177,7 @@ def build_container_server_command(
     return build_server_command(
         setup.spec,
         setup.python.command,
-        f"{GUEST_DIR}/{SCRIPTS[0].name}",
+        f"{GUEST_DIR}/{SERVER_SCRIPTS[0].name}",
         writable_folders=list_writable_folders(setup.spec),
         counts_processes=True,
         channel_fd=channel_fd,

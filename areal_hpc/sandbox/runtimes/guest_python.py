@@ -19,7 +19,7 @@ GUEST_DIR = "/sandbox"
 """What a sandbox needs to run its server."""
 LOWER_DIR = f"{GUEST_DIR}/root"
 """The root file system as it was, for comparison."""
-SCRIPTS = tuple(
+SERVER_SCRIPTS = tuple(
     Path(__file__).parents[1] / name for name in ("command_server.py", "sandbox_files.py")
 )
 """The server, which is started, and what it imports."""

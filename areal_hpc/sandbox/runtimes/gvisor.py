@@ -27,7 +27,7 @@ from areal_hpc.sandbox.runtimes.guest_environment import (
 )
 from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
-    SCRIPTS,
+    SERVER_SCRIPTS,
     GuestPython,
     build_server_command,
     find_guest_python,
@@ -106,7 +106,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
     server = build_server_command(
         spec,
         python.command,
-        f"{GUEST_DIR}/{SCRIPTS[0].name}",
+        f"{GUEST_DIR}/{SERVER_SCRIPTS[0].name}",
         writable_folders=writable,
         counts_processes=True,
     )
@@ -143,7 +143,7 @@ def _list_kernel_mounts() -> Iterator[dict[str, Any]]:
 def _list_guest_mounts(python: GuestPython) -> Iterator[dict[str, Any]]:
     for source, place in python.binds:
         yield _build_readonly_bind_mount(source, place)
-    for script in SCRIPTS:
+    for script in SERVER_SCRIPTS:
         yield _build_readonly_bind_mount(str(script), f"{GUEST_DIR}/{script.name}")
 
 

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 
-from areal_hpc.sandbox.runtimes.guest_python import SCRIPTS, build_server_command
+from areal_hpc.sandbox.runtimes.guest_python import SERVER_SCRIPTS, build_server_command
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
@@ -24,7 +24,7 @@ class HostRuntime:
         command = build_server_command(
             spec,
             [sys.executable, "-I", "-S"],
-            str(SCRIPTS[0]),
+            str(SERVER_SCRIPTS[0]),
             writable_folders=[folder],
             counts_processes=False,
             origin=folder,

@@ -20,7 +20,7 @@ from areal_hpc.sandbox.runtimes.container_scratch_layout import (
 from areal_hpc.sandbox.runtimes.container_start import (
     ContainerPlan,
     ContainerSetup,
-    build_container_command,
+    build_container_command_prefix,
     build_container_server_command,
     build_runtime_program_search_path,
     start_container,
@@ -92,7 +92,9 @@ def find_podman() -> str | None:
 def _plan_container(setup: ContainerSetup) -> ContainerPlan:
     namespaces = ("--cgroup", "--pid", "--mount-proc", "--fork", "--kill-child")
     command = [
-        *build_container_command(setup, namespaces, _RUN_SCRIPT, program_files=_PODMAN_FILE_COUNT),
+        *build_container_command_prefix(
+            setup, namespaces, _RUN_SCRIPT, program_files=_PODMAN_FILE_COUNT
+        ),
         *_list_podman_options(setup),
         *("--rootfs", f"{setup.scratch}/rootfs"),
         *build_container_server_command(setup, channel_fd=_CHANNEL_FD),

@@ -57,7 +57,7 @@ class PackParallelism:
 class Pack:
     """One forward pass of one context-parallel rank. T: its tokens; N: those it is scored on."""
 
-    lengths: IntArray
+    padded_lengths: IntArray
     """Padded length of each sequence over all context-parallel ranks [S]."""
     input_ids_T: IntArray
     positions_T: IntArray
@@ -72,7 +72,7 @@ class Pack:
     """The position of each one within its sequence."""
     channels_N: dict[str, FloatArray]
     """The rows' channels at the predicted tokens."""
-    kept: SamplingMask | None = None
+    sampling_mask_N: SamplingMask | None = None
     """What could be sampled in the place of the predicted tokens; None: all, everywhere."""
 
 
@@ -162,7 +162,7 @@ def build_pack(
     predicted_N = places_T[logit_places_N] + 1
     rows_N = np.searchsorted(starts, predicted_N, side="right") - 1
     return Pack(
-        lengths=lengths,
+        padded_lengths=lengths,
         input_ids_T=ids_T[own],
         positions_T=np.concatenate(held),
         logit_places_N=logit_places_N,
@@ -170,7 +170,7 @@ def build_pack(
         rows_N=rows_N,
         label_positions_N=predicted_N - starts[rows_N],
         channels_N={name: value[predicted_N] for name, value in values.items()},
-        kept=_gather_sampling_mask_of_predicted(rows, starts, predicted_N),
+        sampling_mask_N=_gather_sampling_mask_of_predicted(rows, starts, predicted_N),
     )
 
 

@@ -167,7 +167,7 @@ class TokenAnnotator:
         found: FloatArray = values.numpy()
         return found
 
-    def build_rows(
+    def build_row_annotations(
         self,
         measures: FloatArray,
         names: Sequence[tuple[str, int]],

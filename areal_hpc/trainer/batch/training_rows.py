@@ -43,7 +43,7 @@ CRITIC_CHANNELS = (VALUE_CHANNEL, RETURN_CHANNEL)
 class BatchScores:
     """Log-probabilities of a batch's tokens, each by row; 0 where the loss does not see one."""
 
-    start: Sequence[npt.NDArray[np.float32]] | None = None
+    start_policy_logprobs: Sequence[npt.NDArray[np.float32]] | None = None
     """Of the weights that the step begins with."""
     reference: Sequence[npt.NDArray[np.float32]] | None = None
     teacher: Sequence[npt.NDArray[np.float32]] | None = None
@@ -51,18 +51,23 @@ class BatchScores:
     """The critic's, of the state before each token."""
 
     @property
-    def divergences(self) -> list[npt.NDArray[np.float32]] | None:
+    def policy_minus_reference_logprobs(self) -> list[npt.NDArray[np.float32]] | None:
         """Log pi - log reference at each token."""
-        if self.start is None or self.reference is None:
+        if self.start_policy_logprobs is None or self.reference is None:
             return None
-        return [one - other for one, other in zip(self.start, self.reference, strict=True)]
+        return [
+            one - other
+            for one, other in zip(self.start_policy_logprobs, self.reference, strict=True)
+        ]
 
     @property
     def teacher_minus_policy_logprobs(self) -> list[npt.NDArray[np.float32]] | None:
         """Log teacher - log pi at each token."""
-        if self.start is None or self.teacher is None:
+        if self.start_policy_logprobs is None or self.teacher is None:
             return None
-        return [other - one for one, other in zip(self.start, self.teacher, strict=True)]
+        return [
+            other - one for one, other in zip(self.start_policy_logprobs, self.teacher, strict=True)
+        ]
 
 
 NO_SCORES = BatchScores()
@@ -100,7 +105,9 @@ def read_rows_by_ticket(
     for ticket in manifest.tickets:
         rows_of.setdefault(ticket.shard, []).extend(ticket.rows)
     found = {
-        name: map(_replace_record, shards.read_rows(name, rows), shards.read_records(name, rows))
+        name: map(
+            _replace_record, shards.read_training_rows(name, rows), shards.read_records(name, rows)
+        )
         for name, rows in rows_of.items()
     }
     batch = [[next(found[ticket.shard]) for _ in ticket.rows] for ticket in manifest.tickets]
@@ -209,8 +216,8 @@ def build_rows(
             channels |= {VALUE_CHANNEL: scores.values[place], RETURN_CHANNEL: returns[place]}
         if scores.reference is not None:
             channels[REFERENCE_CHANNEL] = scores.reference[place]
-        if scores.start is not None and objective.proximal == "recompute":
-            channels[PROXIMAL_CHANNEL] = scores.start[place]
+        if scores.start_policy_logprobs is not None and objective.proximal == "recompute":
+            channels[PROXIMAL_CHANNEL] = scores.start_policy_logprobs[place]
         if objective.proximal == "log_linear":
             channels[STALENESS_CHANNEL] = _compute_token_staleness(
                 trajectory.versions_T, current_version, generation_forks
@@ -250,7 +257,7 @@ def _get_kl_taken_off_rewards(
     objective: ObjectiveConfig, scores: BatchScores
 ) -> list[npt.NDArray[np.float32]] | None:
     """What rewards are penalized for; None if nothing is."""
-    return scores.divergences if objective.kl.placement == "reward" else None
+    return scores.policy_minus_reference_logprobs if objective.kl.placement == "reward" else None
 
 
 def _compute_baseline_advantages(

@@ -20,7 +20,7 @@ class SharedCopyBuffer:
         self._memory: torch.Tensor | None = None
         self._is_pinned = False
 
-    def allocate(self, size_bytes: int, device: torch.device) -> torch.Tensor:
+    def reuse_or_grow(self, size_bytes: int, device: torch.device) -> torch.Tensor:
         """The memory as bytes, pinned if what is copied to it comes from a GPU.
 
         Raises:

@@ -214,9 +214,9 @@ def load_checkpoint_into(
     except ArealError as error:
         trouble = error
     raise_on_all_ranks(trouble)
-    policy.replica.start_param_sync()
+    policy.ddp_module.start_param_sync()
     if critic is not None:
-        critic.network.replica.start_param_sync()
+        critic.network.ddp_module.start_param_sync()
 
 
 def _read_max_steps(shards: Sequence[StateShard]) -> int:

@@ -59,7 +59,7 @@ class WriterClient:
             OSError: There is not enough.
         """
         assert self._request is None
-        return self._memory.allocate(size_bytes, device)
+        return self._memory.reuse_or_grow(size_bytes, device)
 
     def begin_write(self, path: Path, size_bytes: int, neighbors: list[str]) -> None:
         """Begin to write what was copied into a new file.

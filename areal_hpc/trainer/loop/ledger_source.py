@@ -29,7 +29,7 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher, UpdateBackoff
-from areal_hpc.weights.replicas_by_sender import Shares
+from areal_hpc.weights.replicas_by_sender import ReplicasBySender
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -89,7 +89,7 @@ class LedgerSource(BatchSource):
         self._targets = []
         self._next_poll_at = 0.0
 
-    def next_batch(self, step: int) -> BatchManifest | None:
+    def poll_next_batch(self, step: int) -> BatchManifest | None:
         """The ledger's batch for `step`; None when it has not formed yet.
 
         Raises:
@@ -102,7 +102,7 @@ class LedgerSource(BatchSource):
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             self._ticket_counts[CELL_IDLE_S_METRIC] = round(reply.idle_cell_s, 3)
             failures = self._episode_failures.count_new_failures()
-            self._ticket_counts["episode/failures"] = failures.tries
+            self._ticket_counts["episode/failures"] = failures.failed_tries
             self._ticket_counts["episode/rewarded_failures"] = failures.rewarded
         return reply.manifest
 
@@ -182,12 +182,12 @@ class LedgerSource(BatchSource):
         )
         return bool(self._targets)
 
-    def list_outdated_replicas_by_sender(self) -> Shares:
+    def list_outdated_replicas_by_sender(self) -> ReplicasBySender:
         """The replicas that were found to lack the weights, by sender."""
         return self._senders.divide(self._targets)
 
     def publish_weights(
-        self, shares: Shares, parameters: Iterable[tuple[str, torch.Tensor]]
+        self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Send the weights to the replicas that were found to lack them."""
         version = self._record.version

@@ -60,7 +60,7 @@ from areal_hpc.trainer.loop.step_record import StepRecord
 from areal_hpc.trainer.loop.weight_senders import WeightSenders
 from areal_hpc.trainer.model.hf_weights import stream_hf_tensors
 from areal_hpc.trainer.rank_progress import note_place_reached
-from areal_hpc.weights.replicas_by_sender import Shares
+from areal_hpc.weights.replicas_by_sender import ReplicasBySender
 from areal_hpc.wire.ledger import BatchManifest
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -76,7 +76,7 @@ class TrainOnBatchCommand(Struct, frozen=True, tag=True):
 class PublishWeightsCommand(Struct, frozen=True, tag=True):
     """Export the weights; those ranks that are senders send them to replicas."""
 
-    shares: Shares
+    shares: ReplicasBySender
     """The replicas of each sender."""
 
 
@@ -129,7 +129,7 @@ class BatchSource(ABC):
     """
 
     @abstractmethod
-    def next_batch(self, step: int) -> BatchManifest | None:
+    def poll_next_batch(self, step: int) -> BatchManifest | None:
         """The batch that leads to `step`; None when it is not there yet.
 
         Raises:
@@ -144,12 +144,12 @@ class BatchSource(ABC):
         """What the weights need before anything else is done with them."""
         return "done"
 
-    def list_outdated_replicas_by_sender(self) -> Shares:
+    def list_outdated_replicas_by_sender(self) -> ReplicasBySender:
         """The replicas that lack the weights, by sender."""
         return []
 
     def publish_weights(
-        self, shares: Shares, parameters: Iterable[tuple[str, torch.Tensor]]
+        self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
@@ -371,7 +371,7 @@ class Coordinator:
             return ExportModelCommand()
         self._record.write_row_once(self.source.get_weight_update_metrics())
         if step < self._schedule.total_steps:
-            manifest = self.source.next_batch(step + 1)
+            manifest = self.source.poll_next_batch(step + 1)
             if manifest is None:
                 return WaitCommand()
             with self._record.time_files():
@@ -400,11 +400,11 @@ class Coordinator:
 
     def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
-        self._record.begin_step(version, row)
+        self._record.open_row_of_trained_step(version, row)
         self.source.mark_weights_unpublished()
 
     def publish_weights(
-        self, shares: Shares, parameters: Iterable[tuple[str, torch.Tensor]]
+        self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]
     ) -> None:
         """Send the weights to these replicas, rank 0's share of them itself."""
         self.source.publish_weights(shares, parameters)

@@ -31,7 +31,7 @@ class StepRecord:
         self.metrics = metrics
         self._on_written = on_written
         self._restart_timing()
-        self.begin_step(version, row or {})
+        self.open_row_of_trained_step(version, row or {})
         self._is_open = row is not None
 
     def _restart_timing(self) -> None:
@@ -39,7 +39,7 @@ class StepRecord:
         """Phases since the last row was written."""
         self._began_at = time.monotonic()
 
-    def begin_step(self, version: WeightVersion, row: FlatRow) -> None:
+    def open_row_of_trained_step(self, version: WeightVersion, row: FlatRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self.version = version
         self.row = row

@@ -11,7 +11,11 @@ from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.trainer.collectives import broadcast_object, gather_objects_on_first_rank
 from areal_hpc.weights.buckets.plan import TensorSpec
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replicas_by_sender import ReplicaSenderAssigner, Shares, choose_sender_ranks
+from areal_hpc.weights.replicas_by_sender import (
+    ReplicasBySender,
+    ReplicaSenderAssigner,
+    choose_sender_ranks,
+)
 from areal_hpc.weights.sender import WeightSender
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
@@ -62,14 +66,14 @@ class WeightSenders:
         self._sender: WeightSender | None = None
         self._divider = ReplicaSenderAssigner(senders)
 
-    def divide(self, replicas: Sequence[ReplicaKey]) -> Shares:
+    def divide(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
         """Who sends to which of these replicas: rank 0 decides it."""
         return self._divider.divide(replicas)
 
     def send(
         self,
         version: WeightVersion,
-        shares: Shares,
+        shares: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> UpdateReport:
         """Send each share from its rank; see `WeightSender.send`. A collective.
@@ -111,7 +115,7 @@ def _describe_outcome(
 
 
 def _merge_outcomes(
-    version: WeightVersion, shares: Shares, outcomes: Sequence[_ShareOutcome]
+    version: WeightVersion, shares: ReplicasBySender, outcomes: Sequence[_ShareOutcome]
 ) -> UpdateReport:
     """One report of all senders: each phase as long as with the slowest of them."""
     seconds: dict[str, float] = {}

@@ -46,7 +46,9 @@ def plan_attention(
     angles = torch.from_numpy(pack.positions_T).to(device)[:, None].float() * frequencies
     plan = plan_varlen_attention if device.type == "cuda" else plan_padded_sdpa
     return AttentionPlan(
-        layout=plan(pack.lengths, cp=parallelism.cp, cp_rank=parallelism.cp_rank, device=device),
+        layout=plan(
+            pack.padded_lengths, cp=parallelism.cp, cp_rank=parallelism.cp_rank, device=device
+        ),
         cos_TD=angles.cos().mul_(rope_scale)[:, None],
         sin_TD=angles.sin().mul_(rope_scale)[:, None],
         scored_places_N=torch.from_numpy(pack.logit_places_N).to(device),

@@ -64,8 +64,8 @@ def load_critic(model_dir: Path, config: TrainerConfig, device: torch.device, ke
         dtype=dtype,
         device=device,
         split=network.split,
-        frequencies=network.frequencies,
-        replica=wrap_for_training(network),
+        rope_frequencies=network.rope_frequencies,
+        ddp_module=wrap_for_training(network),
         offloads_activations=config.offload.activations,
         has_stored_head=reader.has_tensor(HEAD_TENSOR_NAME),
     )

@@ -66,7 +66,7 @@ class Network:
     device: torch.device
     """Where it computes."""
     split: PackParallelism
-    frequencies: torch.Tensor
+    rope_frequencies: torch.Tensor
     """Rotary angle per position [head_dim / 2]."""
     _held: dict[str, torch.nn.Parameter] = field(init=False)
 
@@ -119,7 +119,7 @@ class Network:
 class TrainedNetwork(Network):
     """A network being trained."""
 
-    replica: DistributedDataParallel
+    ddp_module: DistributedDataParallel
     """Wraps `gpt`; owns the gradient buffers."""
     offloads_activations: bool = False
     """Copy what the backward pass needs to host memory meanwhile."""
@@ -127,7 +127,7 @@ class TrainedNetwork(Network):
     @property
     def module(self) -> torch.nn.Module:
         """What passes go through."""
-        module: torch.nn.Module = self.replica
+        module: torch.nn.Module = self.ddp_module
         return module
 
 
@@ -158,8 +158,8 @@ def build_policy(
         dtype=dtype,
         device=device,
         split=network.split,
-        frequencies=network.frequencies,
-        replica=wrap_for_training(network),
+        rope_frequencies=network.rope_frequencies,
+        ddp_module=wrap_for_training(network),
         offloads_activations=activations.offload,
     )
 
@@ -234,7 +234,7 @@ def build_network(
         dtype=dtype,
         device=device,
         split=PackParallelism(parallel.tp, parallel.cp, parallel_state.get_context_parallel_rank()),
-        frequencies=torch.tensor(
+        rope_frequencies=torch.tensor(
             arch.compute_rope_frequencies(), dtype=torch.float32, device=device
         ),
     )

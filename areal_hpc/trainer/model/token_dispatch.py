@@ -66,7 +66,7 @@ class StableTokenDispatcher(MoEAlltoAllTokenDispatcher):  # type: ignore[misc]
 
     def combine_postprocess(self, permutated_local_input_tokens: torch.Tensor) -> torch.Tensor:
         """Sum the rows of each token."""
-        return self.order.collect(permutated_local_input_tokens).view(self.hidden_shape)
+        return self.order.sum_rows_per_token(permutated_local_input_tokens).view(self.hidden_shape)
 
 
 def use_stable_dispatch(gpt: Any) -> None:

@@ -44,7 +44,7 @@ class TokenRowMap:
 
     row_N: torch.Tensor
     """Number of the row within the micro-batch."""
-    count: int
+    row_count: int
     """Rows of the micro-batch."""
     group: dist.ProcessGroup | None = None
     """The ranks that hold parts of the same rows; None when each row is whole here."""
@@ -55,7 +55,7 @@ class TokenRowMap:
         A gradient flows to all tokens of the row; then the backward pass is a collective too.
         """
         ones_N = torch.ones_like(values_N)
-        sums_2R = values_N.new_zeros((2, self.count), dtype=torch.float64)
+        sums_2R = values_N.new_zeros((2, self.row_count), dtype=torch.float64)
         sums_2R = sums_2R.index_add(1, self.row_N, torch.stack([values_N, ones_N]).double())
         if self.group is not None and self.group.size() > 1:
             sums_2R = _SumOverRanks.apply(sums_2R, self.group)  # type: ignore[no-untyped-call]
@@ -83,7 +83,7 @@ class TokenRowMap:
         self, values_N: torch.Tensor, aggregate: Literal["sum", "amax"], start: float
     ) -> torch.Tensor:
         """One number for each row, over all ranks that hold parts of it."""
-        found_R = values_N.new_full((self.count,), start, dtype=torch.float64)
+        found_R = values_N.new_full((self.row_count,), start, dtype=torch.float64)
         found_R = found_R.scatter_reduce(0, self.row_N, values_N.detach().double(), aggregate)
         if self.group is not None and self.group.size() > 1:
             op = dist.ReduceOp.SUM if aggregate == "sum" else dist.ReduceOp.MAX

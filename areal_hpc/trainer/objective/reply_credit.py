@@ -47,7 +47,7 @@ class _EarnedCredit:
 
     earned: float
     weight: float
-    places: list[tuple[int, int, int]]
+    row_spans: list[tuple[int, int, int]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -102,7 +102,7 @@ def compute_reply_credits(
         numbers += [(ticket, episode, one) for one in _credit_episode(own, objective, measure)]
     spans: list[list[SpanWithCreditIndex]] = [[] for _ in rows]
     for number, (_, _, one) in enumerate(numbers):
-        for place, begin, end in one.places:
+        for place, begin, end in one.row_spans:
             spans[place].append((begin, end, number))
     return BatchCredit(
         np.array([one.earned for _, _, one in numbers], np.float64),

@@ -82,7 +82,7 @@ class FrozenModels:
             found["kl/teacher"] = -sum(float(gap_T.sum(dtype=float)) for gap_T in gaps) / tokens
         return found
 
-    def follow(self, policy: Policy, step: int) -> None:
+    def update_and_save_reference_if_due(self, policy: Policy, step: int) -> None:
         """Let the policy of this step be the reference, if it is time. A collective."""
         every = self._config.objective.kl.update_every_steps
         if self._reference is None or not every or step % every:

@@ -32,7 +32,7 @@ MEETING_PERIOD_S = 1.0
 ResultT = TypeVar("ResultT")
 
 
-class _Meeting(Struct, frozen=True):
+class _TeacherProgress(Struct, frozen=True):
     """What rank 0 tells the others after a portion."""
 
     is_over: bool
@@ -56,7 +56,9 @@ class ServedTeacher:
         self._is_stop_requested = is_stop_requested
         self._runner = asyncio.Runner()
         self._client: TeacherClient | None = None  # on rank 0 alone
-        self._call_on_first_rank(f"the tokens of the teacher at {config.url}", self._open)
+        self._call_on_first_rank(
+            f"the tokens of the teacher at {config.url}", self._connect_and_check_tokenizer
+        )
 
     def score(self, step: int, rows: Sequence[TrainingRow]) -> ScoresByRow:
         """Log-probabilities of the trained tokens of the batch of `step`.
@@ -87,7 +89,7 @@ class ServedTeacher:
             self._runner.get_loop().run_until_complete(self._client.aclose())
         self._runner.close()
 
-    async def _open(self) -> None:
+    async def _connect_and_check_tokenizer(self) -> None:
         self._client = TeacherClient(self._config)
         await self._client.raise_if_tokenizer_differs(self._model_dir)
 
@@ -99,7 +101,7 @@ class ServedTeacher:
         task = self._runner.get_loop().create_task(call()) if dist.get_rank() == 0 else None
         while True:
             held = self._work_for_one_portion(task) if task else None
-            meeting: _Meeting = broadcast_object(held, _Meeting)
+            meeting: _TeacherProgress = broadcast_object(held, _TeacherProgress)
             note_detail(meeting.progress)
             if meeting.is_over:
                 break
@@ -116,9 +118,9 @@ class ServedTeacher:
         raise_on_all_ranks(trouble)
         return found
 
-    def _work_for_one_portion(self, task: asyncio.Task[Any]) -> _Meeting:
+    def _work_for_one_portion(self, task: asyncio.Task[Any]) -> _TeacherProgress:
         self._runner.get_loop().run_until_complete(asyncio.wait({task}, timeout=MEETING_PERIOD_S))
-        return _Meeting(task.done(), self._client.progress if self._client else "")
+        return _TeacherProgress(task.done(), self._client.progress if self._client else "")
 
     def _cancel(self, task: asyncio.Task[Any]) -> None:
         task.cancel()

@@ -75,7 +75,7 @@ def _score_minibatch(
     found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
     def note(batch: MicroBatch, scores_N: torch.Tensor) -> tuple[torch.Tensor, LossStats]:
-        found.append((batch.tokens_N, scores_N))
+        found.append((batch.flat_token_indices_N, scores_N))
         return scores_N.sum(), LossStats()
 
     batches = make_micro_batches_of_this_rank(network, rows, channels, max_tokens)

@@ -167,5 +167,9 @@ def compute_sft_loss(batch: MicroBatch, logprobs_N: torch.Tensor) -> tuple[torch
     """Cross entropy summed over the replies' tokens."""
     total = -logprobs_N.sum()
     return total, LossStats(
-        {"loss": total.detach().double(), "tokens": len(logprobs_N), "places": batch.places}
+        {
+            "loss": total.detach().double(),
+            "tokens": len(logprobs_N),
+            "places": batch.padded_token_count,
+        }
     )

@@ -35,7 +35,7 @@ MIN_SOLVED_SHARE = 0.5
 DISTINCT_REPLIES_NAME = "distinct replies"
 """Name of the share of a group's replies that differ, which is no metric of a step."""
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +43,18 @@ class Trend:
     """A number in the first steps of a run and in its last ones."""
 
     name: str
-    first: float
-    last: float
+    start_mean: float
+    end_mean: float
     by_step: Mapping[int, float]
 
     @property
     def ratio(self) -> float:
         """The last of the first; large if that was nothing."""
-        return self.last / self.first if abs(self.first) > 1e-12 else float("inf")
+        return self.end_mean / self.start_mean if abs(self.start_mean) > 1e-12 else float("inf")
 
     def find_half_way_step(self) -> int:
         """The first step at which the number had gone half of the way, and never went back."""
-        middle, falls = (self.first + self.last) / 2, self.last < self.first
+        middle, falls = (self.start_mean + self.end_mean) / 2, self.end_mean < self.start_mean
         found = max(self.by_step)
         for step in sorted(self.by_step, reverse=True):
             value = self.by_step[step]
@@ -68,23 +68,29 @@ class Trend:
 class CollapseSignRule:
     """When a trend is a sign of collapse."""
 
-    name: str
+    trend_name: str
     meaning: str
     kind: Literal["falls", "rises", "changes"]
-    ratio: float
+    ratio_threshold: float
     """The last of the first, from which it is one; of `changes`, or its inverse."""
-    bound: float = 0.0
+    end_mean_threshold: float = 0.0
     """And the last value is beyond this one."""
 
     def holds(self, trend: Trend) -> bool:
         """True if it is one."""
         match self.kind:
             case "falls":
-                return trend.ratio <= self.ratio and trend.last <= self.bound
+                return (
+                    trend.ratio <= self.ratio_threshold
+                    and trend.end_mean <= self.end_mean_threshold
+                )
             case "rises":
-                return trend.ratio >= self.ratio and trend.last >= self.bound
+                return (
+                    trend.ratio >= self.ratio_threshold
+                    and trend.end_mean >= self.end_mean_threshold
+                )
             case "changes":
-                return not 1 / self.ratio < trend.ratio < self.ratio
+                return not 1 / self.ratio_threshold < trend.ratio < self.ratio_threshold
 
 
 ENTROPY_FALL_RULE = CollapseSignRule(
@@ -110,7 +116,7 @@ COLLAPSE_SIGN_RULES = (
     ),
 )
 SHOWN_TREND_NAMES = tuple(
-    dict.fromkeys([*(rule.name for rule in COLLAPSE_SIGN_RULES), "groups/all_best"])
+    dict.fromkeys([*(rule.trend_name for rule in COLLAPSE_SIGN_RULES), "groups/all_best"])
 )
 SIGNS_OF_HARD_TASKS_ALONE = frozenset({"groups/all_worst", "groups/zero_variance"})
 """Signs that harder tasks alone bring about: with no other one they are no collapse."""
@@ -147,7 +153,7 @@ def choose_evenly_spread_steps(steps: Sequence[int], count: int) -> list[int]:
 
 def judge_collapse(
     run: str,
-    rows: Sequence[Row],
+    rows: Sequence[MetricRow],
     distinct_share_by_step: Mapping[int, float],
     episodes: Sequence[BatchEpisode] = (),
     problems: Sequence[str] = (),
@@ -158,16 +164,16 @@ def judge_collapse(
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
     trends = {one.name: one for one in _list_trends(rows, distinct_share_by_step, window)}
     signs = [
-        (rule, trends[rule.name])
+        (rule, trends[rule.trend_name])
         for rule in COLLAPSE_SIGN_RULES
-        if rule.name in trends and rule.holds(trends[rule.name])
+        if rule.trend_name in trends and rule.holds(trends[rule.trend_name])
     ]
     reward = RewardSummary.measure(rows, window)
     is_solved = not reward.has_fallen and _are_tasks_solved(rows[-window:])
     serious = [
-        one for one in signs if not (is_solved and one[0].name in SIGNS_HARMLESS_WHEN_SOLVED)
+        one for one in signs if not (is_solved and one[0].trend_name in SIGNS_HARMLESS_WHEN_SOLVED)
     ]
-    is_degenerate = any(rule.name not in SIGNS_OF_HARD_TASKS_ALONE for rule, _ in serious)
+    is_degenerate = any(rule.trend_name not in SIGNS_OF_HARD_TASKS_ALONE for rule, _ in serious)
     has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
     since = min((trend.find_half_way_step() for _, trend in serious), default=0)
     findings = [Finding(reward.text, build_page_url_fragment("metrics", run, text="reward/"))]
@@ -183,7 +189,7 @@ def judge_collapse(
 
 
 def _list_trends(
-    rows: Sequence[Row], distinct_share_by_step: Mapping[int, float], window: int
+    rows: Sequence[MetricRow], distinct_share_by_step: Mapping[int, float], window: int
 ) -> Iterator[Trend]:
     for name in SHOWN_TREND_NAMES:
         if name == DISTINCT_REPLIES_NAME:
@@ -203,7 +209,7 @@ def _list_trends(
             yield Trend(name, statistics.fmean(first), statistics.fmean(last), by_step)
 
 
-def _are_tasks_solved(rows: Sequence[Row]) -> bool:
+def _are_tasks_solved(rows: Sequence[MetricRow]) -> bool:
     return statistics.fmean(list_numbers(rows, "groups/all_best") or [0.0]) >= MIN_SOLVED_SHARE
 
 
@@ -216,11 +222,13 @@ def _format_trend_value(metric_name: str, value: float) -> str:
 def _describe_trend(
     run: str,
     trend: Trend,
-    rows: Sequence[Row],
+    rows: Sequence[MetricRow],
     window: int,
     signs: Sequence[tuple[CollapseSignRule, Trend]],
 ) -> Finding:
-    first, last = (_format_trend_value(trend.name, one) for one in (trend.first, trend.last))
+    first, last = (
+        _format_trend_value(trend.name, one) for one in (trend.start_mean, trend.end_mean)
+    )
     meaning = next((rule.meaning for rule, one in signs if one.name == trend.name), "")
     if trend.name == DISTINCT_REPLIES_NAME:
         steps = sorted(trend.by_step)
@@ -250,11 +258,11 @@ class RewardSummary:
     has_fallen: bool
     half_fall_step: int
     """The first step at which half of the fall from the best had happened, for good."""
-    held_out: str
+    held_out_text: str
     """The held-out rewards, in words; empty without evaluations."""
 
     @classmethod
-    def measure(cls, rows: Sequence[Row], window: int) -> "RewardSummary":
+    def measure(cls, rows: Sequence[MetricRow], window: int) -> "RewardSummary":
         """The course over windows of so many steps."""
         rewards = [get_number(row, "reward/mean") or 0.0 for row in rows]
         means = [
@@ -296,12 +304,12 @@ class RewardSummary:
         """In words."""
         if self.best_step == self.last_step:
             return f"the reward is at its best, {self.best:.3f}, at step {self.best_step}" + (
-                self.held_out
+                self.held_out_text
             )
         fell = "fell" if self.has_fallen else "went"
         return (
             f"the reward {fell} from {self.best:.3f}, its best, at step {self.best_step} to "
-            f"{self.last:.3f} at step {self.last_step}{self.held_out}"
+            f"{self.last:.3f} at step {self.last_step}{self.held_out_text}"
         )
 
 
@@ -348,4 +356,4 @@ def _suggest_worst_episode_to_read(
     if last:
         worst = min(last, key=lambda one: one.reward)
         text = f"to read: {worst.title}, reward {worst.reward:g}"
-        yield Finding(text, build_page_url_fragment("trajectory", run, row=worst.name))
+        yield Finding(text, build_page_url_fragment("trajectory", run, row=worst.first_row_name))

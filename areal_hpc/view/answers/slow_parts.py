@@ -22,7 +22,7 @@ MIN_SLOW_UPDATE_EXCESS_S = 0.05
 class ReplicaOutlier:
     """One of several that is worse than the others."""
 
-    name: tuple[str, int]
+    cell_and_replica: tuple[str, int]
     """Cell and replica."""
     value: float
     others: float

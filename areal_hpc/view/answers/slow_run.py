@@ -87,7 +87,7 @@ def map_cell_to_node(paths: RunPaths) -> dict[str, str]:
         files = list_log_files(paths, attempts[-1]) if attempts else []
     except OSError:
         return {}
-    return {file.job: file.node for file in files if file.node}
+    return {file.job_or_cell: file.node for file in files if file.node}
 
 
 def judge_slow_run(evidence: SlowRunEvidence) -> Answer:
@@ -159,7 +159,7 @@ def format_replica_table(evidence: SlowRunEvidence) -> list[str]:
         (
             key[0],
             str(key[1]),
-            evidence.nodes.get(key[0], "-"),
+            evidence.node_by_cell.get(key[0], "-"),
             f"{speeds[key]:.0f}" if key in speeds else "-",
             f"{update_times[key]:.2f}" if key in update_times else "-",
             str(starts[key] or "-"),

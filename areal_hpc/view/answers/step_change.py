@@ -45,7 +45,7 @@ ROUTINE_METRICS = frozenset(
 ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
 """Of numbers about speed, for which there is `--slow`; the time of the whole step is told."""
 
-Row = Mapping[str, Any]
+JsonRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,15 +74,15 @@ class StepComparisonInputs:
     """What is known of a step and of the steps before it."""
 
     run: str
-    row: Row
-    before: Sequence[Row]
+    row: JsonRow
+    before: Sequence[JsonRow]
     """Oldest first."""
     episodes: Sequence[BatchEpisode] = ()
     """Of all of these steps."""
     source_sizes: Sequence[int] = ()
     """Rows of each source of the training set, where there are several."""
     recipe_changes: Sequence[str] = ()
-    events: Sequence[Row] = ()
+    events: Sequence[JsonRow] = ()
     problems: Sequence[str] = field(default_factory=list)
 
 
@@ -176,7 +176,7 @@ def judge_step(evidence: StepComparisonInputs) -> Answer:
     )
 
 
-def _describe_reward(row: Row, rows_before: Sequence[Row]) -> str:
+def _describe_reward(row: JsonRow, rows_before: Sequence[JsonRow]) -> str:
     rewards, now = list_numbers(rows_before, "reward/mean"), get_number(row, "reward/mean")
     if now is None or not rewards:
         return f"step {row['step']} has no reward to compare"
@@ -195,7 +195,7 @@ def _compute_std_with_floor(values: Sequence[float], mean: float) -> float:
     return max(spread, MIN_RELATIVE_CHANGE / MIN_DEVIATIONS * abs(mean), 1e-9)
 
 
-def find_metric_changes(row: Row, rows_before: Sequence[Row]) -> list[MetricChange]:
+def find_metric_changes(row: JsonRow, rows_before: Sequence[JsonRow]) -> list[MetricChange]:
     """The numbers that are far from those of the steps before, the farthest first. Pure."""
     found = []
     for name in row:
@@ -212,7 +212,7 @@ def find_metric_changes(row: Row, rows_before: Sequence[Row]) -> list[MetricChan
     return sorted(found, key=lambda one: -one.deviations)
 
 
-def _describe_restart(run: str, row: Row, last_row: Row) -> Iterator[Finding]:
+def _describe_restart(run: str, row: JsonRow, last_row: JsonRow) -> Iterator[Finding]:
     if row.get("generation") != last_row.get("generation") and "generation" in row:
         text = f"the trainer was started again before this step (generation {row['generation']})"
         yield Finding(text, build_page_url_fragment("overview", run))

@@ -9,7 +9,7 @@ from areal_hpc.view.answers.wait_split import WaitSplit, split_wait_by_activity
 from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 WAIT_PHASE = "batch_wait"
 """What episodes did meanwhile says what it was spent on."""
 PHASES_BY_PART = {
@@ -33,7 +33,7 @@ class StepPart:
 
 
 def sum_batch_wait_splits(
-    rows: Sequence[Row], episodes: Sequence[BatchEpisode]
+    rows: Sequence[MetricRow], episodes: Sequence[BatchEpisode]
 ) -> WaitSplit | None:
     """What episodes did while the trainer waited for their batches; None if it is not known.
 
@@ -52,7 +52,7 @@ def sum_batch_wait_splits(
     return split if split.total_s > 0 else None
 
 
-def list_mean_step_parts(rows: Sequence[Row], wait_split: WaitSplit | None) -> list[StepPart]:
+def list_mean_step_parts(rows: Sequence[MetricRow], wait_split: WaitSplit | None) -> list[StepPart]:
     """The mean step's seconds by what they were spent on, the largest part first. Pure."""
 
     def mean_of(*phases: str) -> float:
@@ -65,7 +65,7 @@ def list_mean_step_parts(rows: Sequence[Row], wait_split: WaitSplit | None) -> l
         share = waiting / wait_split.total_s
         parts |= {
             "generation": wait_split.generation_s * share,
-            "tools": wait_split.tools_s * share,
+            "tools": wait_split.outside_calls_s * share,
             "admission": wait_split.no_episode_s * share,
             "sealing": wait_split.sealing_s * share,
         }

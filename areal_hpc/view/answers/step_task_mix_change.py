@@ -187,5 +187,5 @@ def _describe_tasks_with_fallen_reward(
         yield Finding(
             f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
             f"{statistics.fmean(rewards_before[task]):.3f}; {worst.title} has {worst.reward:g}",
-            build_page_url_fragment("trajectory", run, row=worst.name),
+            build_page_url_fragment("trajectory", run, row=worst.first_row_name),
         )

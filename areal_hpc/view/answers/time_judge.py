@@ -31,12 +31,12 @@ MIN_LAST_TO_MEDIAN_DURATION = 2.0
 """...if the last one took so many times as long as the median one."""
 MIN_IDLE_SHARE = 0.25
 """Of the time of cells, from which it is told that they had no ticket."""
-SLOW_STORAGE = "the run directory's storage is slow"
+SLOW_STORAGE_CAUSE = "the run directory's storage is slow"
 FASTER_STORAGE_HINT = "put cluster.fileroot on faster storage"
 MIN_USUAL_CALLS_AT_ONCE = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
 
-Row = Mapping[str, Any]
+JsonRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +45,14 @@ class SlowRunEvidence:
 
     run: str
     recipe: Mapping[str, Any]
-    rows: Sequence[Row]
+    rows: Sequence[JsonRow]
     """Of the last trained steps, oldest first."""
     episodes: Sequence[BatchEpisode] = ()
     """Of the last of these."""
-    pauses: Sequence[tuple[str, float]] = ()
+    times_between_calls: Sequence[tuple[str, float]] = ()
     """Between model calls, by the tool that was called."""
-    events: Sequence[Row] = ()
-    nodes: Mapping[str, str] = field(default_factory=dict)
+    events: Sequence[JsonRow] = ()
+    node_by_cell: Mapping[str, str] = field(default_factory=dict)
     """Of cells, where logs say it."""
     problems: Sequence[str] = ()
 
@@ -90,7 +90,7 @@ class TimeJudge:
                 return self._explain_admission(share)
             case "sealing":
                 text = f"{share}: all episodes of the batch had ended, their rows were sealed"
-                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE_HINT)
+                return PartVerdict(text, SLOW_STORAGE_CAUSE, FASTER_STORAGE_HINT)
             case "weight updates":
                 return self._explain_weight_updates(share)
             case "evaluation":
@@ -99,10 +99,10 @@ class TimeJudge:
                 return self._explain_checkpoints(share)
             case "reading batches":
                 text = f"{share}: shards are read from the storage of the run directory"
-                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE_HINT)
+                return PartVerdict(text, SLOW_STORAGE_CAUSE, FASTER_STORAGE_HINT)
             case "small files":
                 text = f"{share}: metrics are written to the run directory, notes read there"
-                return PartVerdict(text, SLOW_STORAGE, FASTER_STORAGE_HINT)
+                return PartVerdict(text, SLOW_STORAGE_CAUSE, FASTER_STORAGE_HINT)
             case "training":
                 train, score = (
                     statistics.fmean(list_numbers(self.evidence.rows, f"time/{phase}_s") or [0.0])
@@ -120,14 +120,14 @@ class TimeJudge:
     def _explain_generation(self, share_text: str) -> PartVerdict:
         text = f"{share_text}: model calls of the batch were under way"
         slow, late = self._find_slow_replica(), self._find_long_awaited_episode()
-        if slow is not None and (late is None or late.record.cell == slow.name[0]):
+        if slow is not None and (late is None or late.record.cell == slow.cell_and_replica[0]):
             hint = f"look at {self._name_replica_and_place(slow)}; exclude its node if it lasts"
             return PartVerdict(text, f"{self._name_replica_and_place(slow)} is slow", hint)
         if late is not None:
             cause = self._describe_long_awaited_episode(late)
             hint = "bound episodes (rollout.episode_timeout_s, rollout.sampling.max_new_tokens), or"
             hint += " rollout.extra_samples, with which the last ones need not be awaited"
-            page = build_page_url_fragment("trajectory", self.evidence.run, row=late.name)
+            page = build_page_url_fragment("trajectory", self.evidence.run, row=late.first_row_name)
             return PartVerdict(f"{text}; {cause}", cause, hint, page)
         calls = self._measure_calls_at_once_per_replica()
         if calls is not None:
@@ -145,7 +145,7 @@ class TimeJudge:
 
     def _explain_tools(self, share_text: str) -> PartVerdict:
         text = f"{share_text}: episodes of the batch were outside of model calls"
-        kinds = group_times_outside_calls(self.evidence.episodes, self.evidence.pauses)
+        kinds = group_times_outside_calls(self.evidence.episodes, self.evidence.times_between_calls)
         if not kinds:
             return PartVerdict(text)
         told = ", ".join(
@@ -155,7 +155,7 @@ class TimeJudge:
         cause = f"{kinds[0].name} takes {kinds[0].mean_s:.2f} s on average"
         if (late := self._find_long_awaited_episode()) is not None:
             cause += f"; {self._describe_long_awaited_episode(late)}"
-            page = build_page_url_fragment("trajectory", self.evidence.run, row=late.name)
+            page = build_page_url_fragment("trajectory", self.evidence.run, row=late.first_row_name)
             return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
         page = build_page_url_fragment("trajectories", self.evidence.run, sort="seconds")
         return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
@@ -229,14 +229,18 @@ class TimeJudge:
         """Who stands out, whatever limits the run; what was told already is left out."""
         run = self.evidence.run
         if (slow := self._find_slow_replica()) is not None:
-            alone = self.split.alone_s.get(slow.name[0], 0.0) if self.split else 0.0
+            alone = (
+                self.split.only_active_cell_s.get(slow.cell_and_replica[0], 0.0)
+                if self.split
+                else 0.0
+            )
             text = (
                 f"{self._name_replica_and_place(slow)} generates {slow.value:.0f} tokens a second "
                 f"in a call, the others {slow.others:.0f}"
             )
             if alone > 0 and self.split is not None:
                 text += f"; for {alone / self.split.total_s:.0%} of the waits only its cell worked"
-            where = f'cell="{slow.name[0]}"'
+            where = f'cell="{slow.cell_and_replica[0]}"'
             yield Finding(
                 text, build_page_url_fragment("trajectories", run, where=where, sort="seconds")
             )
@@ -260,7 +264,7 @@ class TimeJudge:
     def _find_long_awaited_episode(self) -> BatchEpisode | None:
         """The longest of the episodes that batches waited for last, if they did so for long."""
         split = self.split
-        if split is None or split.last_s < MIN_LAST_EPISODES_WAIT_SHARE * split.total_s:
+        if split is None or split.last_episodes_s < MIN_LAST_EPISODES_WAIT_SHARE * split.total_s:
             return None
         timed = [one for one in self.evidence.episodes if one.is_timed]
         longest = max(timed, key=lambda one: one.record.duration_s)
@@ -275,8 +279,8 @@ class TimeJudge:
         )
         place = self._name_cell_with_node(record.cell)
         return (
-            f"the last episodes of batches were awaited for {split.last_s / split.total_s:.0%} of "
-            f"the waits: {late_episode.title}{f' on {place}' if place else ''} took "
+            f"the last episodes of batches were awaited for "
+            f"{split.last_episodes_s / split.total_s:.0%} of the waits: {late_episode.title}{f' on {place}' if place else ''} took "
             f"{record.duration_s:.1f} s, where {usual:.1f} s is usual"
         )
 
@@ -290,9 +294,9 @@ class TimeJudge:
             for call in one.timed_calls
         }
         split = self.split
-        if split is None or not replicas or not split.calling_s:
+        if split is None or not replicas or not split.any_call_s:
             return None
-        return split.call_seconds / split.calling_s / len(replicas)
+        return split.summed_call_s / split.any_call_s / len(replicas)
 
     def _measure_idle_share(self) -> float | None:
         """Of the cells' time. A step's idle time may begin before it: the start of the run does."""
@@ -306,10 +310,10 @@ class TimeJudge:
         return sum(min(idle, step_s) for idle, step_s in pairs) / total if total else None
 
     def _name_replica_and_place(self, outlier: ReplicaOutlier) -> str:
-        cell, replica = outlier.name
+        cell, replica = outlier.cell_and_replica
         place = self._name_cell_with_node(cell)
         return f"replica {replica} of {place}" if replica >= 0 else place
 
     def _name_cell_with_node(self, cell: str) -> str:
-        node = self.evidence.nodes.get(cell)
+        node = self.evidence.node_by_cell.get(cell)
         return f"{cell} (node {node})" if node else cell

@@ -16,37 +16,37 @@ class WaitSplit:
 
     generation_s: float = 0.0
     """Episodes were in model calls. A moment counts for as much as the share of those that were."""
-    tools_s: float = 0.0
+    outside_calls_s: float = 0.0
     """Episodes were between, before or after their calls: tools, rewards, the agent's own code."""
     no_episode_s: float = 0.0
     """No episode of the batch was under way, and some were still to begin."""
     sealing_s: float = 0.0
     """All of its episodes had ended: they were sealed and settled."""
-    last_s: float = 0.0
+    last_episodes_s: float = 0.0
     """Only the last episodes were: one, or `MAX_LAST_EPISODES_SHARE` of them."""
-    call_seconds: float = 0.0
+    summed_call_s: float = 0.0
     """Sum over model calls of the time in which they were under way..."""
-    calling_s: float = 0.0
+    any_call_s: float = 0.0
     """...and the time in which any was."""
-    alone_s: dict[str, float] = field(default_factory=dict)
+    only_active_cell_s: dict[str, float] = field(default_factory=dict)
     """By cell: only episodes of this one were under way."""
 
     @property
     def total_s(self) -> float:
         """All of it."""
-        return self.generation_s + self.tools_s + self.no_episode_s + self.sealing_s
+        return self.generation_s + self.outside_calls_s + self.no_episode_s + self.sealing_s
 
     def add(self, other_wait: "WaitSplit") -> None:
         """Count another wait as well."""
         self.generation_s += other_wait.generation_s
-        self.tools_s += other_wait.tools_s
+        self.outside_calls_s += other_wait.outside_calls_s
         self.no_episode_s += other_wait.no_episode_s
         self.sealing_s += other_wait.sealing_s
-        self.last_s += other_wait.last_s
-        self.call_seconds += other_wait.call_seconds
-        self.calling_s += other_wait.calling_s
-        for cell, seconds in other_wait.alone_s.items():
-            self.alone_s[cell] = self.alone_s.get(cell, 0.0) + seconds
+        self.last_episodes_s += other_wait.last_episodes_s
+        self.summed_call_s += other_wait.summed_call_s
+        self.any_call_s += other_wait.any_call_s
+        for cell, seconds in other_wait.only_active_cell_s.items():
+            self.only_active_cell_s[cell] = self.only_active_cell_s.get(cell, 0.0) + seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class _CountChange:
     """At a time, one more or one fewer: an episode under way or in calls, or a call."""
 
     at: float
-    what: str
+    activity: str
     cell: str
     by: int
 
@@ -72,8 +72,8 @@ def split_wait_by_activity(
         if until > now:
             _add_seconds_to_split(split, until - now, counts, by_cell, most_last)
             now = until
-        counts[change.what] += change.by
-        if change.what == "episode":
+        counts[change.activity] += change.by
+        if change.activity == "episode":
             by_cell[change.cell] += change.by
     # After the last change no episode is under way, nor will be.
     split.sealing_s += max(0.0, to_time - now)
@@ -107,8 +107,8 @@ def _add_seconds_to_split(
     most_last: int,
 ) -> None:
     """Count a time in which nothing changed."""
-    wait_split.call_seconds += seconds * counts["call"]
-    wait_split.calling_s += seconds * (counts["call"] > 0)
+    wait_split.summed_call_s += seconds * counts["call"]
+    wait_split.any_call_s += seconds * (counts["call"] > 0)
     under_way = counts["episode"]
     if not under_way:
         wait_split.no_episode_s += seconds
@@ -116,9 +116,11 @@ def _add_seconds_to_split(
     # A call may end a moment after the agent closed its session: it counts as if it had not.
     calling = min(1.0, counts["in calls"] / under_way)
     wait_split.generation_s += seconds * calling
-    wait_split.tools_s += seconds * (1.0 - calling)
+    wait_split.outside_calls_s += seconds * (1.0 - calling)
     if under_way <= most_last:
-        wait_split.last_s += seconds
+        wait_split.last_episodes_s += seconds
     cells = [cell for cell, count in by_cell.items() if count > 0]
     if len(cells) == 1:
-        wait_split.alone_s[cells[0]] = wait_split.alone_s.get(cells[0], 0.0) + seconds
+        wait_split.only_active_cell_s[cells[0]] = (
+            wait_split.only_active_cell_s.get(cells[0], 0.0) + seconds
+        )

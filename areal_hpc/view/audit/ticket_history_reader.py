@@ -29,7 +29,7 @@ class TicketRecords:
     """Ticket id -> reason, of tickets given up on."""
     filtered: Mapping[int, str] = field(default_factory=dict)
     """Ticket id -> reason, of tickets whose group was not accepted."""
-    quarantined: Mapping[int, UntrainedRecord] = field(default_factory=dict)
+    quarantine_by_step: Mapping[int, UntrainedRecord] = field(default_factory=dict)
     """By step, the files that ask for a batch to be consumed untrained."""
     requeued: Collection[tuple[int, int]] = ()
     """(ticket id, attempt) whose rows were too old and are never trained."""

@@ -85,7 +85,7 @@ class AuditReport:
     """What consumed batches did not teach, and batches that are not to be trained, and why: no
     fault of the accounts, but worth knowing."""
     checkpoint_step: int
-    is_finished: bool
+    has_run_finished: bool
     non_training_episodes_by_kind: Mapping[str, int]
     """Number of sealed episodes of each kind of row that is never trained on."""
 
@@ -140,7 +140,7 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _find_lost_traceless_ids(evidence, sorted(traceless), max(uses, default=-1))
     rows = _ShardRowChecker(evidence)
-    quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantined)
+    quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantine_by_step)
     # Looked up for every ticket: lists of the checkpoint grow with the run.
     consumed: dict[int, list[UntrainedRecord]] = {step: [] for step in evidence.checkpoint.consumed}
     for part in evidence.checkpoint.untrained:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-FAILURE_EVENTS = ("episode_failed", "episode_timed_out")
+AGENT_FAILURE_EVENTS = ("episode_failed", "episode_timed_out")
 """Of episodes whose end was the agent's fault. What else ends one is the machine's."""
 
 
@@ -28,7 +28,7 @@ class FailureCause:
     place: str
     """`FILE:LINE` in the agent; empty if it is not known."""
     hint: str
-    reason: str
+    message_with_traceback: str
     """The sentence, its place and the end of the traceback."""
     first_at: float
     """Unix time."""
@@ -43,8 +43,8 @@ class FailureCause:
     @property
     def traceback_lines(self) -> tuple[str, ...]:
         """The end of its traceback; none if nothing was raised."""
-        begin = self.reason.find(TRACEBACK_HEADER)
-        lines = self.reason[begin:].splitlines() if begin >= 0 else []
+        begin = self.message_with_traceback.find(TRACEBACK_HEADER)
+        lines = self.message_with_traceback[begin:].splitlines() if begin >= 0 else []
         return tuple(lines[-MAX_TRACEBACK_LINES:])
 
     @property
@@ -96,7 +96,7 @@ class AgentFailures:
 
     def add_event(self, event: dict[str, Any]) -> FailureCause | None:
         """Take an event of any kind in; its cause if none failed by that before."""
-        if event["event"] not in (*FAILURE_EVENTS, EPISODES_COUNTED_EVENT):
+        if event["event"] not in (*AGENT_FAILURE_EVENTS, EPISODES_COUNTED_EVENT):
             return None
         failed, ended = self._counts.get(event["role"], (0, 0))
         failed = max(failed, _get_count_or_one(event, "failed"))

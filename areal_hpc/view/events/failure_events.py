@@ -44,7 +44,7 @@ class FailureEvent:
     at: float | None
     """Unix time; None if that is not known."""
     text: str
-    priority: int
+    distance_from_cause: int
     """Distance from the cause: of the findings of one failure the lowest names it."""
     details: tuple[str, ...] = ()
     hint: str = ""
@@ -67,7 +67,7 @@ def collect_failure_events(
             case event if event in _RESTART_PHRASE_BY_EVENT:
                 why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
                 text = f"{row['role']} {_RESTART_PHRASE_BY_EVENT[event]}{why}"
-                yield FailureEvent(row["time"], text, priority=8)
+                yield FailureEvent(row["time"], text, distance_from_cause=8)
 
 
 def _build_exit_event(row: dict[str, Any], first_traceback_at: float | None) -> FailureEvent:
@@ -87,7 +87,7 @@ def _build_server_event(row: dict[str, Any]) -> FailureEvent:
     return FailureEvent(
         row["time"],
         f"{text}: {last_line}" if last_line else text,
-        priority=3,
+        distance_from_cause=3,
         hint=f"read {log}" if log else LOGS_HINT,
     )
 
@@ -105,7 +105,7 @@ def collect_agent_failures(
         yield FailureEvent(
             cause.last_at,
             f"{cause.text} ({failures.share_text})",
-            priority=1 if has_ended_run or failures.is_agent_failing_always else 8,
+            distance_from_cause=1 if has_ended_run or failures.is_agent_failing_always else 8,
             details=cause.traceback_lines,
             hint=f"{cause.suggested_fix}, then run the same command again",
         )

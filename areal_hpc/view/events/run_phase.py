@@ -37,9 +37,9 @@ class RunPhaseTracker:
 
     _starting: dict[tuple[str, int], _StartingServer] = field(default_factory=dict)
     _ready: set[tuple[str, int]] = field(default_factory=set)
-    _trainer: str = "starts"
+    _trainer_startup_phrase: str = "starts"
     _trainer_since: float = field(default_factory=time.time)
-    _has_weights: bool = False
+    _replicas_have_weights: bool = False
 
     @classmethod
     def from_events(cls, events: Iterable[dict[str, Any]]) -> RunPhaseTracker:
@@ -62,23 +62,33 @@ class RunPhaseTracker:
                 self._starting.pop(replica, None)
                 self._ready.discard(replica)
             case "job_submitted" if event.get("job") == "trainer":
-                self._trainer, self._trainer_since, self._has_weights = "starts", at, False
+                self._trainer_startup_phrase, self._trainer_since, self._replicas_have_weights = (
+                    "starts",
+                    at,
+                    False,
+                )
             case "ranks_joined":
-                self._trainer, self._trainer_since, self._has_weights = "loads the model", at, False
+                self._trainer_startup_phrase, self._trainer_since, self._replicas_have_weights = (
+                    "loads the model",
+                    at,
+                    False,
+                )
             case "state_loaded":
-                self._trainer, self._trainer_since = "", at
+                self._trainer_startup_phrase, self._trainer_since = "", at
             case "weights_published":
-                self._has_weights = self._has_weights or bool(event.get("replicas"))
+                self._replicas_have_weights = self._replicas_have_weights or bool(
+                    event.get("replicas")
+                )
 
     def describe(self, ledger: LedgerStatus | None) -> str:
         """The phase in one line; empty if only the ledger could tell, and it does not answer."""
         if not self._ready and self._starting:
             return self._describe_starting_server()
-        if self._trainer:
-            return f"the trainer {self._trainer}, {_format_age(self._trainer_since)}"
+        if self._trainer_startup_phrase:
+            return f"the trainer {self._trainer_startup_phrase}, {_format_age(self._trainer_since)}"
         if not self._ready:
             return "the cells start"
-        if not self._has_weights:
+        if not self._replicas_have_weights:
             return f"replicas get the trainer's weights, {_format_age(self._trainer_since)}"
         return describe_phase_by_ledger_counts(ledger) if ledger is not None else ""
 

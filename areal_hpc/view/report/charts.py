@@ -39,7 +39,7 @@ class Chart:
 
 
 @dataclass(frozen=True, slots=True)
-class _Frame:
+class _AxisRanges:
     """Ranges of both axes."""
 
     x_low: float
@@ -47,7 +47,7 @@ class _Frame:
     y_low: float
     y_high: float
 
-    def place(self, x: float, y: float) -> tuple[float, float]:
+    def to_svg_point(self, x: float, y: float) -> tuple[float, float]:
         """Where a point is drawn."""
         across = (x - self.x_low) / ((self.x_high - self.x_low) or 1)
         up = (y - self.y_low) / ((self.y_high - self.y_low) or 1)
@@ -69,7 +69,9 @@ def draw_curves(
     if not points:
         return None
     ticks = choose_ticks(min(y for _, y in points), max(y for _, y in points))
-    frame = _Frame(min(x for x, _ in points), max(x for x, _ in points), min(ticks), max(ticks))
+    frame = _AxisRanges(
+        min(x for x, _ in points), max(x for x, _ in points), min(ticks), max(ticks)
+    )
     parts = [*_draw_axes(frame, ticks), *_draw_marks(frame, marks)]
     for number, one in enumerate(finite):
         parts += _draw_curve(frame, one, number)
@@ -89,14 +91,14 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
     ]
     highest = max(sum(column) for column in zip(*heights, strict=True))
     ticks = choose_ticks(0.0, highest)
-    frame = _Frame(steps[0] - 0.5, steps[-1] + 0.5, 0.0, max(ticks))
+    frame = _AxisRanges(steps[0] - 0.5, steps[-1] + 0.5, 0.0, max(ticks))
     parts = list(_draw_axes(frame, ticks))
     for place, first in enumerate(stretches):
         base = 0.0
         last = steps[min(first + size, len(steps)) - 1]
         for number, layer in enumerate(heights):
-            left, top = frame.place(steps[first] - 0.45, base + layer[place])
-            right, bottom = frame.place(last + 0.45, base)
+            left, top = frame.to_svg_point(steps[first] - 0.45, base + layer[place])
+            right, bottom = frame.to_svg_point(last + 0.45, base)
             base += layer[place]
             if layer[place] > 0:
                 parts.append(
@@ -124,13 +126,13 @@ def _wrap_in_svg(title: str, elements: Sequence[str]) -> str:
     )
 
 
-def _draw_axes(frame: _Frame, ticks: Sequence[float]) -> Iterator[str]:
+def _draw_axes(frame: _AxisRanges, ticks: Sequence[float]) -> Iterator[str]:
     for tick in ticks:
-        left, y = frame.place(frame.x_low, tick)
+        left, y = frame.to_svg_point(frame.x_low, tick)
         yield f'<line class="grid" x1="{left}" y1="{y}" x2="{WIDTH - RIGHT}" y2="{y}"/>'
         yield f'<text class="tick end" x="{LEFT - 5}" y="{y + 3.5}">{format_tick(tick)}</text>'
     for x in dict.fromkeys((math.ceil(frame.x_low), math.floor(frame.x_high))):
-        at, _ = frame.place(x, frame.y_low)
+        at, _ = frame.to_svg_point(x, frame.y_low)
         side = "end" if at > WIDTH / 2 else "start"
         yield f'<text class="tick {side}" x="{at}" y="{HEIGHT - 6}">{x}</text>'
 
@@ -140,16 +142,16 @@ def format_tick(value: float) -> str:
     return "0" if abs(value) < 1e-15 else f"{value:.6g}"
 
 
-def _draw_marks(frame: _Frame, marks: Sequence[float]) -> Iterator[str]:
+def _draw_marks(frame: _AxisRanges, marks: Sequence[float]) -> Iterator[str]:
     for x in marks:
         if frame.x_low <= x <= frame.x_high:
-            at, top = frame.place(x, frame.y_high)
+            at, top = frame.to_svg_point(x, frame.y_high)
             yield f'<line class="mark" x1="{at}" y1="{top}" x2="{at}" y2="{HEIGHT - BOTTOM}"/>'
 
 
-def _draw_curve(frame: _Frame, series: Series, series_index: int) -> Iterator[str]:
+def _draw_curve(frame: _AxisRanges, series: Series, series_index: int) -> Iterator[str]:
     color = f"s{series_index % N_SERIES_COLORS + 1}"
-    placed = [frame.place(x, y) for x, y in thin_out_to_extremes(series.points)]
+    placed = [frame.to_svg_point(x, y) for x, y in thin_out_to_extremes(series.points)]
     line = " ".join(f"{x},{y}" for x, y in placed)
     yield f'<polyline class="curve {color}" points="{line}"/>'
     if len(placed) <= 12:  # a few evaluations, or a single one, which a line does not show

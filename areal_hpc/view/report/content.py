@@ -51,7 +51,7 @@ SUMMARIZED_METRICS = (
 )
 """Whose first, mean and last values stand in a table."""
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def _describe_run(run_name: str, paths: RunPaths, progress: RunProgress) -> RunR
 
 
 def _list_head_facts(
-    paths: RunPaths, progress: RunProgress, rows: Sequence[Row]
+    paths: RunPaths, progress: RunProgress, rows: Sequence[MetricRow]
 ) -> Iterator[tuple[str, str]]:
     state = "finished" if paths.finished_marker.exists() else "not finished"
     yield "state", f"{state}, step {progress.step} of {progress.total_steps or '?'}"
@@ -192,7 +192,7 @@ def _list_head_facts(
         yield "last checkpoint", f"step {progress.checkpoint_step}"
 
 
-def _list_metric_rows(rows: Sequence[Row]) -> Iterator[tuple[str, str, str, str]]:
+def _list_metric_rows(rows: Sequence[MetricRow]) -> Iterator[tuple[str, str, str, str]]:
     for name in SUMMARIZED_METRICS:
         if (values := get_first_mean_and_last_value(rows, name)) is not None:
             first, mean, last = (format_value(name, value) for value in values)

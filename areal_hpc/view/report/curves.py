@@ -41,10 +41,10 @@ PHASES_BY_LAYER = {
     "small files": ("files",),
 }
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 
 
-def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]:
+def draw_run_curves(rows_by_run: Mapping[str, Sequence[MetricRow]]) -> Iterator[Chart]:
     """A chart for each metric that a run has; dashed lines are restarts of the only run."""
     (only, *others) = rows_by_run.values()
     marks = [] if others else list_restart_steps(only)
@@ -68,7 +68,9 @@ def draw_run_curves(rows_by_run: Mapping[str, Sequence[Row]]) -> Iterator[Chart]
                 yield chart
 
 
-def iterate_rows_with_value(rows: Sequence[Row], metric_name: str) -> Iterator[tuple[Row, float]]:
+def iterate_rows_with_value(
+    rows: Sequence[MetricRow], metric_name: str
+) -> Iterator[tuple[MetricRow, float]]:
     """The rows that have a metric, with its value; of the start of a run its evaluation alone."""
     for row in rows:
         is_told = row["step"] > 0 or metric_name == EVAL_REWARD_METRIC
@@ -76,7 +78,7 @@ def iterate_rows_with_value(rows: Sequence[Row], metric_name: str) -> Iterator[t
             yield row, value
 
 
-def build_step_time_chart(run_name: str, metric_rows: Sequence[Row]) -> Chart | None:
+def build_step_time_chart(run_name: str, metric_rows: Sequence[MetricRow]) -> Chart | None:
     """The time of each step of a run by phase."""
     timed = [row for row in metric_rows if get_number(row, "time/step_s")]
     if not timed:
@@ -94,7 +96,7 @@ def build_step_time_chart(run_name: str, metric_rows: Sequence[Row]) -> Chart | 
     return draw_bars(f"{run_name}: time of a step by phase", "s", series)
 
 
-def list_restart_steps(rows: Sequence[Row]) -> list[int]:
+def list_restart_steps(rows: Sequence[MetricRow]) -> list[int]:
     """First steps of further starts of the trainer."""
     return [
         row["step"]
@@ -104,7 +106,7 @@ def list_restart_steps(rows: Sequence[Row]) -> list[int]:
 
 
 def get_first_mean_and_last_value(
-    rows: Sequence[Row], metric_name: str
+    rows: Sequence[MetricRow], metric_name: str
 ) -> tuple[float, float, float] | None:
     """First, mean and last value of a metric; None if no row has it."""
     values = [value for _, value in iterate_rows_with_value(rows, metric_name)]

@@ -19,7 +19,7 @@ from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_gpus_o
 
 MAX_SHOWN_EVENTS = 12
 
-Row = Mapping[str, Any]
+MetricRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +27,13 @@ class Efficiency:
     """Facts about a run's cost, each as a name and a sentence."""
 
     facts: tuple[tuple[str, str], ...]
-    shares: tuple[tuple[str, float], ...]
+    step_time_shares: tuple[tuple[str, float], ...]
     """Share of the mean step's time by what it was spent on."""
     events: tuple[tuple[str, str, int], ...]
     """Events that are not routine: what, by whom, how often."""
 
 
-def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Efficiency:
+def measure_efficiency(paths: RunPaths, rows: Sequence[MetricRow], cell_count: int) -> Efficiency:
     """The efficiency of a run, from its metrics, launches and events."""
     timed = [row for row in rows if row.get("time/step_s")]
     shares: tuple[tuple[str, float], ...] = ()
@@ -51,7 +51,9 @@ def measure_efficiency(paths: RunPaths, rows: Sequence[Row], cell_count: int) ->
     return Efficiency(tuple(_list_facts(paths, rows, cell_count)), shares, events)
 
 
-def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterator[tuple[str, str]]:
+def _list_facts(
+    paths: RunPaths, rows: Sequence[MetricRow], cell_count: int
+) -> Iterator[tuple[str, str]]:
     launches = list_launch_times(paths)
     ends = list_numbers(rows, "unix_time_s")
     steps_s = sum(list_numbers(rows, "time/step_s"))
@@ -62,7 +64,7 @@ def _list_facts(paths: RunPaths, rows: Sequence[Row], cell_count: int) -> Iterat
         yield "time of steps", format_duration(steps_s)
     size = read_held_gpus_or_nodes(paths, cell_count)
     if size is not None and steps_s:
-        held = steps_s / 3600 * (size.trainer + size.cells)
+        held = steps_s / 3600 * (size.trainer_gpus_or_nodes + size.cell_gpus_or_nodes)
         unit = f"{size.unit}-hours"
         yield unit, f"{held:.2f} while steps were trained"
         for sentence in describe_idle_time(rows, size):

@@ -46,7 +46,7 @@ class ShownMessage:
 class ShownEpisode:
     """One episode with its conversation."""
 
-    sort: str
+    example_kind: str
     """`good`, `bad` or `typical`."""
     title: str
     facts: str
@@ -88,10 +88,10 @@ def pick_good_bad_and_typical(
     for sort, order in orders.items():
         first_of_group: dict[int, BatchEpisode] = {}
         for one in sorted(episodes, key=order):
-            if one.name not in used:
+            if one.first_row_name not in used:
                 first_of_group.setdefault(one.ticket_id, one)
         for one in list(first_of_group.values())[:MAX_EPISODES_OF_EACH_KIND]:
-            used.add(one.name)
+            used.add(one.first_row_name)
             yield sort, one
 
 
@@ -101,10 +101,14 @@ def _build_shown_episode(
     calls = dict(locate_calls(row.record.calls))
     messages = [
         ShownMessage(
-            role=shorten(f"{message.get('role', '?')} {message.get('name') or ''}".strip(), 100),
-            text=shorten(extract_text(message.get("content"))),
-            reasoning=shorten(extract_text(message.get("reasoning_content"))),
-            tool_calls=tuple(shorten(format_tool_call(it)) for it in get_raw_tool_calls(message)),
+            role=cut_out_middle(
+                f"{message.get('role', '?')} {message.get('name') or ''}".strip(), 100
+            ),
+            text=cut_out_middle(extract_text(message.get("content"))),
+            reasoning=cut_out_middle(extract_text(message.get("reasoning_content"))),
+            tool_calls=tuple(
+                cut_out_middle(format_tool_call(it)) for it in get_raw_tool_calls(message)
+            ),
             facts=_describe_call(calls[place]) if place in calls else "",
         )
         for place, message in enumerate(get_messages(row))
@@ -118,7 +122,7 @@ def _build_shown_episode(
         facts.append(f"{episode.record.duration_s:.1f} s")
     if episode.task >= 0:
         facts.append(f"task {episode.task}")
-    facts.append(episode.name)
+    facts.append(episode.first_row_name)
     return ShownEpisode(example_kind, episode.title, ", ".join(facts), tuple(messages))
 
 
@@ -135,7 +139,7 @@ def _describe_call(call: CallRecord) -> str:
     return ", ".join(facts)
 
 
-def shorten(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
+def cut_out_middle(text: str, max_chars: int = MAX_TEXT_CHARS) -> str:
     """A text without its middle, if it is longer than `max_chars`."""
     if len(text) <= max_chars:
         return text

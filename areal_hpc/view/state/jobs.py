@@ -45,7 +45,7 @@ class JobView:
     name: str
     submission: Submission | None
     """None for a job of a foreground run."""
-    queued: QueuedJob | None
+    slurm_record: QueuedJob | None
     """None if Slurm does not know it, or does not answer."""
     task_exits: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
@@ -59,21 +59,21 @@ class JobView:
     @property
     def is_alive(self) -> bool:
         """True if Slurm still has to deal with it."""
-        return self.queued is not None and is_live_state(self.queued.state)
+        return self.slurm_record is not None and is_live_state(self.slurm_record.state)
 
     @property
     def has_failed(self) -> bool:
         """True if it is over and should not be."""
-        if self.queued is not None and self.queued.state.phase is not JobPhase.UNKNOWN:
-            return self.queued.state.is_over_without_success
+        if self.slurm_record is not None and self.slurm_record.state.phase is not JobPhase.UNKNOWN:
+            return self.slurm_record.state.is_over_without_success
         return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
     def cells_ended_early(self) -> list[TaskExit]:
         """Ends of cells that share the job, in its present start, while it runs on."""
-        if self.queued is None or self.queued.state.phase is not JobPhase.RUNNING:
+        if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.RUNNING:
             return []
-        incarnation = f"{self.queued.job_id}.{self.queued.restarts or 0}"
+        incarnation = f"{self.slurm_record.job_id}.{self.slurm_record.restarts or 0}"
         ends = {
             outcome.cell: outcome
             for outcome in self.task_exits.values()
@@ -84,11 +84,15 @@ class JobView:
     @property
     def pending_reason(self) -> PendingReason | None:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
-        if self.queued is None or self.queued.state.phase is not JobPhase.WAITING:
+        if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.WAITING:
             return None
         if self.gave_nodes_back:
             return HELD_WHILE_IDLE_REASON
-        return explain_reason(self.queued.reason) if self.queued.state.name == "PENDING" else None
+        return (
+            explain_reason(self.slurm_record.reason)
+            if self.slurm_record.state.name == "PENDING"
+            else None
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +123,7 @@ class RunJobs:
             for job in self.jobs
             if job.name not in alive
             and not (job.name == "sft" and is_sft_over)
-            and (job.queued is None or job.queued.state.is_over_without_success)
+            and (job.slurm_record is None or job.slurm_record.state.is_over_without_success)
         ]
 
     @property
@@ -217,7 +221,7 @@ def get_run_state(run: RunJobs) -> str:
     if run.is_local:
         return "running here" if is_lock_held(paths.lock) else _describe_end_of_run(run)
     if alive:
-        phases = {job.queued.state.phase for job in alive if job.queued}
+        phases = {job.slurm_record.state.phase for job in alive if job.slurm_record}
         lost = {job.name for job in run.jobs_ended_before_run}
         if lost & LEADER_JOB_NAMES:
             return "leaderless"
@@ -246,14 +250,14 @@ def format_job_table_and_notes(run: RunJobs) -> list[str]:
     rows += [_format_job_row(job, run.snapshot) for job in run.jobs]
     lines = format_table(rows)
     for job in run.jobs:
-        if job.queued is None or job.queued.state.phase is not JobPhase.WAITING:
+        if job.slurm_record is None or job.slurm_record.state.phase is not JobPhase.WAITING:
             continue
         if (reason := job.pending_reason) is not None:
             lines.append(f"{job.name} is pending: {reason.meaning}")
             if reason.hint:
-                lines.append(f"  try: {reason.hint.replace('JOBID', job.queued.job_id)}")
+                lines.append(f"  try: {reason.hint.replace('JOBID', job.slurm_record.job_id)}")
         else:
-            lines.append(f"{job.name} {job.queued.state.meaning}")
+            lines.append(f"{job.name} {job.slurm_record.state.meaning}")
     for job in run.jobs:
         if job.successors:
             numbers = ", ".join(job.successors)
@@ -293,7 +297,7 @@ def _name_job_or_successor(job: JobView) -> str:
 
 
 def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, str, str, str, str]:
-    submission, queued = job.submission, job.queued
+    submission, queued = job.submission, job.slurm_record
     job_id = submission.job_id if submission else "-"
     attempt = str(submission.attempt) if submission else "-"
     if queued is None:

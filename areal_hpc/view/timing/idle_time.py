@@ -22,8 +22,8 @@ class HeldGpusOrNodes:
 
     unit: str
     """`GPU` or `node`."""
-    trainer: int
-    cells: int
+    trainer_gpus_or_nodes: int
+    cell_gpus_or_nodes: int
     """All cells together."""
     cell_count: int
 
@@ -66,14 +66,14 @@ def describe_idle_time(
     hours = _sum_hours(rows, "time/step_s")
     waited = _sum_hours(rows, *TRAINER_WAIT_METRICS)
     idle = _sum_hours(rows, CELL_IDLE_S_METRIC)
-    per_cell = held_gpus_or_nodes.cells / max(held_gpus_or_nodes.cell_count, 1)
+    per_cell = held_gpus_or_nodes.cell_gpus_or_nodes / max(held_gpus_or_nodes.cell_count, 1)
     trainer = _format_hours(
-        waited * held_gpus_or_nodes.trainer,
-        hours * held_gpus_or_nodes.trainer,
+        waited * held_gpus_or_nodes.trainer_gpus_or_nodes,
+        hours * held_gpus_or_nodes.trainer_gpus_or_nodes,
         held_gpus_or_nodes.unit,
     )
     cells = _format_hours(
-        idle * per_cell, hours * held_gpus_or_nodes.cells, held_gpus_or_nodes.unit
+        idle * per_cell, hours * held_gpus_or_nodes.cell_gpus_or_nodes, held_gpus_or_nodes.unit
     )
     return [f"trainer waiting for cells {trainer}", f"cells waiting for the trainer {cells}"]
 

@@ -35,7 +35,7 @@ PLACED_PHASES_NOTE = (
     "Of the trainer's phases only lengths are recorded: they are placed one after another."
 )
 
-Row = Mapping[str, Any]
+JsonRow = Mapping[str, Any]
 EpisodeKey = tuple[int, int, int, int]
 """Ticket, attempt, evaluated step or -1, and number of an episode in its ticket."""
 
@@ -48,7 +48,7 @@ class Track:
     lane: str
     slices: Sequence[Slice]
     node: str = ""
-    calls: Sequence[Sequence[tuple[float, float]]] = ()
+    call_spans_by_slice: Sequence[Sequence[tuple[float, float]]] = ()
     """On the lane of episodes: when model calls of each of them were under way."""
 
     @property
@@ -70,7 +70,9 @@ class Timeline:
     """What is to be known of its times."""
 
 
-def select_timed_rows(rows: Iterable[Row], first_step: float, last_step: float) -> list[Row]:
+def select_timed_rows(
+    rows: Iterable[JsonRow], first_step: float, last_step: float
+) -> list[JsonRow]:
     """The rows of these steps whose times are known."""
     return [
         row
@@ -82,7 +84,7 @@ def select_timed_rows(rows: Iterable[Row], first_step: float, last_step: float) 
 
 
 def read_timeline(
-    paths: RunPaths, rows: Sequence[Row], from_time: float, to_time: float, problems: list[str]
+    paths: RunPaths, rows: Sequence[JsonRow], from_time: float, to_time: float, problems: list[str]
 ) -> Timeline:
     """The timeline between two Unix times; `rows` are the metrics of the steps there.
 
@@ -147,7 +149,7 @@ def add_rewards_and_call_times(
         (one.ticket_id, one.attempt, -1, one.episode): {
             "step": one.step,
             "reward": one.reward,
-            "row": one.name,
+            "row": one.first_row_name,
         }
         for one in episodes
     }
@@ -165,7 +167,7 @@ def add_rewards_and_call_times(
                 for one, key in zip(track.slices, keys, strict=True)
             ]
             times = [list(merge_spans(calls.get(key, []))) for key in keys]
-            track = replace(track, slices=slices, calls=times)
+            track = replace(track, slices=slices, call_spans_by_slice=times)
         found.append(track)
     return found
 
@@ -193,7 +195,7 @@ def _convert_trained_episode(episode: BatchEpisode) -> RecordedEpisode:
         "step": episode.step,
         "reward": episode.reward,
         "task": episode.task,
-        "row": episode.name,
+        "row": episode.first_row_name,
     }
     name = f"ticket {episode.ticket_id} episode {episode.episode}"
     span = Slice(name, episode.record.started_at, episode.record.ended_at, facts)
@@ -272,7 +274,7 @@ def _build_call_slice(slice_name: str, call: CallRecord) -> Slice:
     return Slice(slice_name, call.asked_at, call.answered_at, facts)
 
 
-def place_step_and_phases(row: Row) -> tuple[Slice, list[Slice]]:
+def place_step_and_phases(row: JsonRow) -> tuple[Slice, list[Slice]]:
     """A step and its phases: these follow one another from its begin. Pure."""
     end, step_s = float(row["unix_time_s"]), float(row["time/step_s"])
     at = end - step_s

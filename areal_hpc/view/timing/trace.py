@@ -19,7 +19,7 @@ from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     EPISODES_LANE,
-    Row,
+    JsonRow,
     Timeline,
     Track,
     read_timeline,
@@ -66,7 +66,7 @@ def write_trace(paths: RunPaths, first_step: int, last_step: int, out: Path) -> 
     return TraceReport(len(rows), episodes, calls, tuple(problems))
 
 
-def build_trace(timeline: Timeline, events: Sequence[Row]) -> dict[str, Any]:
+def build_trace(timeline: Timeline, events: Sequence[JsonRow]) -> dict[str, Any]:
     """Steps, processes and events as a trace. Pure.
 
     Its times are microseconds since `startedAtUnixS`.
@@ -110,14 +110,14 @@ def _add_tracks(writer: TraceEventCollector, pid: int, tracks: Sequence[Track]) 
             writer.name_thread(pid, first_tid + lane, f"{title}, {lane}" if count > 1 else title)
         for place, (one, lane) in enumerate(zip(track.slices, lanes, strict=True)):
             writer.add_slice(pid, first_tid + lane, one)
-            for begin, end in track.calls[place] if track.calls else ():
+            for begin, end in track.call_spans_by_slice[place] if track.call_spans_by_slice else ():
                 inner = max(begin, one.begin), min(end, one.end)
                 if inner[0] < inner[1]:
                     writer.add_slice(pid, first_tid + lane, Slice("model call", *inner))
         first_tid += count
 
 
-def _add_event(writer: TraceEventCollector, tid: int, row: Row) -> None:
+def _add_event(writer: TraceEventCollector, tid: int, row: JsonRow) -> None:
     """An event; one that tells how long it took is a stretch that ends with it."""
     facts = {name: value for name, value in row.items() if name not in ("time", "role", "event")}
     name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")

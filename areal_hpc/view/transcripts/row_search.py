@@ -234,7 +234,7 @@ class RowQuery:
     """An expression of `filter_expression`; all rows when empty."""
     ticket_id: int | None = None
     """All training rows and failed episodes of one ticket."""
-    number: int | None = None
+    row_number: int | None = None
     """One row, counted over all shards."""
     sort_by: str = ""
     """A field, largest first; as recorded when empty."""
@@ -282,8 +282,8 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
 
 def _list_rows_of_number_or_ticket(shard: SearchedShard, query: RowQuery) -> list[FoundRow]:
     rows = [FoundRow(shard, row) for row in range(shard.reader.num_rows)]
-    if query.number is not None:
-        rows = [row for row in rows if row.number == query.number]
+    if query.row_number is not None:
+        rows = [row for row in rows if row.number == query.row_number]
     if query.ticket_id is not None:
         rows = [row for row in rows if row.group[:2] == (-1, query.ticket_id)]
     return rows
@@ -291,9 +291,9 @@ def _list_rows_of_number_or_ticket(shard: SearchedShard, query: RowQuery) -> lis
 
 def _raise_if_number_or_ticket_was_asked(path: Path, query: RowQuery, total: int) -> None:
     """Nothing was found: an error if a row or a ticket was asked for by its number."""
-    if query.number is not None:
+    if query.row_number is not None:
         raise RecipeError(
-            f"there is no row {query.number}: {path} holds {total} rows",
+            f"there is no row {query.row_number}: {path} holds {total} rows",
             key="row",
             hint=f"give a row from 0 to {total - 1}"
             if total

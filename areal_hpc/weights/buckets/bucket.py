@@ -32,7 +32,7 @@ class OpenBucket:
         self._missing = {slot.spec.name: slot for slot in bucket.slots}
         if flat_buffer is not None:
             for name, slot in self._missing.items():
-                content = flat_buffer[slot.offset : slot.offset + slot.spec.size_bytes]
+                content = flat_buffer[slot.offset_bytes : slot.offset_bytes + slot.spec.size_bytes]
                 dtype: torch.dtype = getattr(torch, slot.spec.dtype)
                 self.tensors[name] = content.view(dtype).view(slot.spec.shape)
 

@@ -49,7 +49,7 @@ class TensorSlot:
     """Place of one parameter in its bucket."""
 
     spec: TensorSpec
-    offset: int
+    offset_bytes: int
     """Bytes from the bucket's start; a multiple of the item size."""
 
 
@@ -63,7 +63,7 @@ class BucketPlan:
     def size_bytes(self) -> int:
         """Bytes on the wire."""
         last = self.slots[-1]
-        return last.offset + last.spec.size_bytes
+        return last.offset_bytes + last.spec.size_bytes
 
 
 def get_bucket_bytes(configured_bytes: int | None, device_type: str) -> int:

@@ -113,7 +113,7 @@ def test_by_default_a_title_call_is_trained(stage: Stage, ref: TicketRef) -> Non
 
 def test_the_reward_of_a_failed_episode_goes_to_its_task(stage: Stage, ref: TicketRef) -> None:
     outcome = play(stage, ref, "drop", reward=-1.0)
-    assert (outcome.status, outcome.is_rewarded) == ("failed", True)
+    assert (outcome.status, outcome.has_failure_reward) == ("failed", True)
     assert stage.finish_ticket(ref, outcome.session_id) == 1
     stage.seal()
     kinds = {row.kind: row.reward for row in stage.sealed_rows(ref)}

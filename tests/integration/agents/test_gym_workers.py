@@ -28,7 +28,7 @@ def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) 
         try:
             await scene(workers)
         finally:
-            workers.close()
+            workers.close_idle_workers()
 
     asyncio.run(asyncio.wait_for(play(), 60))
 
@@ -115,7 +115,7 @@ def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
             return await reset(worker)
 
     (_, first), (count, second) = asyncio.run(play()), asyncio.run(play())
-    workers.close()
+    workers.close_idle_workers()
     assert (count, first) == (2, second)
     assert not Path(f"/proc/{first}").exists()
 

@@ -107,7 +107,7 @@ def write_recorded_reply(run: RunPaths, model: Path, reply: str) -> None:
     """A run that consists of one shard with one reply to the question."""
     encoder = TokenEncoder.from_model_dir(model)
     messages = [{"role": "user", "content": QUESTION}]
-    prompt = encoder.encode(ChatTemplate.from_model_dir(model).render(messages))
+    prompt = encoder.encode(ChatTemplate.from_model_dir(model).render_prompt(messages))
     end = Tokenizer.from_file(str(model / "tokenizer.json")).token_to_id("<|im_end|>")
     ids_T = np.array([*prompt, *encoder.encode(reply), end], np.int32)
     mask_T = np.arange(len(ids_T)) >= len(prompt)

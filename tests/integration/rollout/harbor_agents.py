@@ -30,5 +30,5 @@ class Playing:
         if self.command:
             await sandbox.exec(self.command)
         else:
-            await task.solve(sandbox)
+            await task.run_solution_script(sandbox)
         return await judge_harbor_task(data)

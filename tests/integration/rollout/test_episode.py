@@ -257,7 +257,9 @@ def test_a_refusal_shows_that_another_proxy_listens_where_the_last_one_did(tmp_p
         async with StandInProxy(tmp_path), driving(tmp_path) as (peer, _):
             for _ in range(2):
                 with pytest.raises(HttpStatusError, match="no such session"):
-                    await peer.call("/rl/end_session", Empty(), EndSessionReply, key="none")
+                    await peer.call_until_answered(
+                        "/rl/end_session", Empty(), EndSessionReply, key="none"
+                    )
                 found.append(peer.peer_started_at)
                 rendezvous.publish_endpoint(tmp_path, "proxy-cell-0", peer.url)
         return found

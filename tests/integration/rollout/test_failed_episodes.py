@@ -53,7 +53,7 @@ def test_a_failed_episode_is_sealed_among_those_that_are_trained(stage: Stage) -
     agents: list[Agent] = [Ends(1.0), Ends(ValueError("no luck"), calls=2), Lingers()]
     outcomes = asyncio.run(play(stage, ref, agents))
     assert [one.status for one in outcomes] == ["ok", "failed", "timed_out"]
-    assert [one.is_rewarded for one in outcomes] == [False, True, True]
+    assert [one.has_failure_reward for one in outcomes] == [False, True, True]
     assert [one.reward for one in outcomes] == [1.0, -0.5, -0.5]
     stage.finish_ticket(ref, *(one.session_id for one in outcomes))
     assert stage.seal() == 1
@@ -66,4 +66,4 @@ def test_a_failed_episode_is_sealed_among_those_that_are_trained(stage: Stage) -
 
 def test_an_episode_without_a_reply_has_nothing_to_be_rewarded(stage: Stage) -> None:
     (outcome,) = asyncio.run(play(stage, TicketRef(4, 0), [Ends(ValueError("no"), calls=0)]))
-    assert (outcome.status, outcome.is_rewarded, outcome.reward) == ("failed", False, 0.0)
+    assert (outcome.status, outcome.has_failure_reward, outcome.reward) == ("failed", False, 0.0)

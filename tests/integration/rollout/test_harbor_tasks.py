@@ -58,7 +58,7 @@ async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = Fal
     """The reward of an agent that runs these commands; `is_loaded`: tests are not put in time."""
     task = find_harbor_task(row)
     assert task is not None
-    sandbox = await BwrapRuntime().start(task.narrow(SandboxSpec()))
+    sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
     try:
         await task.prepare(sandbox)
         for command in commands:
@@ -67,7 +67,7 @@ async def judge_after(row: dict[str, Any], *commands: str, is_loaded: bool = Fal
         with pytest.MonkeyPatch.context() as patched:
             if is_loaded:
                 patched.setattr(sandbox, "unpack", time_out)
-            return await task.judge(sandbox)
+            return await task.kill_commands_and_run_tests(sandbox)
     finally:
         await sandbox.stop()
 
@@ -83,7 +83,7 @@ def test_solutions_are_right_and_nothing_is_wrong(name: str, tasks: Path) -> Non
             )
         ]
         assert all(one.is_sound for one in told)
-        return [(one.oracle.value, one.null.value) for one in told if one.oracle]
+        return [(one.oracle.value, one.no_action_reward.value) for one in told if one.oracle]
 
     assert finish(check()) == [(1.0, 0.0)] * 3
 
@@ -112,7 +112,7 @@ class WithSandbox:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
         task = find_harbor_task(data)
         assert task is not None
-        sandbox = await BwrapRuntime().start(task.narrow(SandboxSpec()))
+        sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
         try:
             await task.prepare(sandbox)
             return await self._agent.run({**data, "sandbox": sandbox}, **extra_kwargs)
@@ -230,7 +230,9 @@ def test_a_root_file_system_in_a_tar_is_unpacked_once_per_node(
     monkeypatch.setattr(tempfile, "tempdir", str(cache))
 
     async def look() -> bytes:
-        sandbox = await BwrapRuntime().start(SandboxSpec(archive, folders=("/logs", "/tests")))
+        sandbox = await BwrapRuntime().start(
+            SandboxSpec(archive, writable_folders=("/logs", "/tests"))
+        )
         try:
             return (await sandbox.exec("cat /etc/os-release; touch /tests/x /etc/y")).stdout
         finally:

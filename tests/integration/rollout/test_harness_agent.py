@@ -182,7 +182,9 @@ def test_links_out_of_the_folder_and_pipes_are_not_copied(tmp_path: Path) -> Non
         try:
             folder = HarnessFolder(sandbox)
             await folder.fill(None)
-            assert (await folder.run(["/bin/sh", "-c", made], {}, 30.0)).exit_code == 0
+            assert (
+                await folder.run_with_output_to_log(["/bin/sh", "-c", made], {}, 30.0)
+            ).exit_code == 0
             await folder.copy_to(tmp_path)
         finally:
             await sandbox.stop()
@@ -216,7 +218,7 @@ def test_the_diff_is_made_against_the_folder_whatever_the_program_left_beside_it
             folder = HarnessFolder(sandbox)
             await folder.fill(task)
             assert await folder.compute_diff_against_source() == ""
-            await folder.run(["/bin/sh", "-c", forged], {}, 30.0)
+            await folder.run_with_output_to_log(["/bin/sh", "-c", forged], {}, 30.0)
             found.append(await folder.compute_diff_against_source())
         finally:
             await sandbox.stop()

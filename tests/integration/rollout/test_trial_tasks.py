@@ -128,5 +128,5 @@ def test_one_good_trial_is_enough(config: TrialConfig) -> None:
 def test_long_episodes_hold_nothing_up(
     config: TrialConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trial_episodes, "TRIAL_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(trial_episodes, "ALL_TRIALS_TIMEOUT_S", 0.5)
     assert play(config, CountingAgent(seconds=30.0)) == []

@@ -122,7 +122,7 @@ def test_the_end_of_the_loop_waits_for_the_checkpoint(scenario: Scenario, paths:
 class UnreachableSource(BatchSource):
     """A source that no batch comes from."""
 
-    def next_batch(self, step: int) -> BatchManifest | None:
+    def poll_next_batch(self, step: int) -> BatchManifest | None:
         raise ClusterError("the ledger stays away")
 
 

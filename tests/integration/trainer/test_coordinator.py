@@ -181,7 +181,7 @@ def test_a_step_that_takes_longer_than_a_cell_may_be_missing_is_no_reason_to_giv
 class EmptySource(BatchSource):
     """A source that no batch comes from."""
 
-    def next_batch(self, step: int) -> BatchManifest | None:
+    def poll_next_batch(self, step: int) -> BatchManifest | None:
         return None
 
 

@@ -19,20 +19,20 @@ SMALL_BUCKET = 2_000
 
 
 def list_bucket_groups(policy: Policy) -> list[Any]:
-    return [*policy.replica.bucket_groups, *policy.replica.expert_parallel_bucket_groups]
+    return [*policy.ddp_module.bucket_groups, *policy.ddp_module.expert_parallel_bucket_groups]
 
 
 def note_begun_reductions(policy: Policy) -> list[int]:
     """How many buckets are on their way at the end of each backward pass, from now on."""
     begun: list[int] = []
-    finish = policy.replica.finish_grad_sync
+    finish = policy.ddp_module.finish_grad_sync
 
     def note(**options: Any) -> None:
         handles = [group.grad_reduce_handle for group in list_bucket_groups(policy)]
         begun.append(sum(handle is not None for handle in handles))
         finish(**options)
 
-    policy.replica.finish_grad_sync = note
+    policy.ddp_module.finish_grad_sync = note
     return begun
 
 
@@ -48,7 +48,7 @@ def check_buckets(parallel: ParallelConfig) -> None:
         assert count > len(list_bucket_groups(whole)) + 2
         begun = note_begun_reductions(policy)
         for _ in range(2):
-            policy.replica.zero_grad_buffer()
+            policy.ddp_module.zero_grad_buffer()
             found = compute_gradients(policy)
             different = [name for name in expected if not torch.equal(found[name], expected[name])]
             assert different == [], arch.family

@@ -20,7 +20,7 @@ from areal_hpc.errors import WeightSyncError
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.weights.buckets.bucket import PackingBuffers
 from areal_hpc.weights.buckets.plan import plan_buckets
-from areal_hpc.weights.checksum import compute_rank_digests
+from areal_hpc.weights.checksum import compute_non_expert_rank_digests
 from areal_hpc.weights.digester import DigestsByTpSizeAndRank
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.replica_client import ReplicaClient
@@ -267,7 +267,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
     packed = PackingBuffers(torch.device("cpu")).open_bucket(bucket)
     for name, tensor in weights.items():
         packed.place(name, tensor)
-    expected = {(1, 0): compute_rank_digests(packed.tensors, 0, 1, "cpu")}
+    expected = {(1, 0): compute_non_expert_rank_digests(packed.tensors, 0, 1, "cpu")}
     packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     with trainer(cell) as publisher:
         version = WeightVersion(cell.generation, 0)

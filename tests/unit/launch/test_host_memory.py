@@ -37,16 +37,19 @@ def find(recipe: Recipe, process: str) -> ProcessMemory:
 
 def test_each_rank_copies_its_part_of_a_checkpoint() -> None:
     trainer = find(load(), "trainer")
-    assert trainer.held == {"checkpoint": 14 * PARAMETERS // 16}
+    assert trainer.fixed_bytes_by_use == {"checkpoint": 14 * PARAMETERS // 16}
     assert trainer.processes_per_node == 8
-    assert trainer.total == trainer.held["checkpoint"] + host_memory.BASE_BYTES["trainer"]
+    assert (
+        trainer.total
+        == trainer.fixed_bytes_by_use["checkpoint"] + host_memory.BASE_BYTES["trainer"]
+    )
 
 
 def test_what_is_offloaded_lies_on_the_host() -> None:
     recipe = load("trainer.offload={activations: true, optimizer: true}")
     estimate = estimate_trainer_memory(read_architecture(MODEL), recipe.trainer)
     trainer = find(recipe, "trainer")
-    assert trainer.held["optimizer"] == estimate.host_optimizer
+    assert trainer.fixed_bytes_by_use["optimizer"] == estimate.host_optimizer
     assert trainer.peak_extra_bytes_by_use["activations"] == estimate.host_activations > GIB
     # All master weights and moments, the norms of every tensor-parallel rank among them.
     assert estimate.host_optimizer * 16 == pytest.approx(12 * PARAMETERS, rel=1e-3)
@@ -57,9 +60,11 @@ def test_on_a_cpu_the_host_holds_what_a_gpu_would() -> None:
     recipe = load(*cpu, "trainer.recompute=full")
     trainer, server = find(recipe, "trainer"), find(recipe, "server")
     # A tensor-parallel rank has 6 bytes a parameter, its share of 16 ranks 12 more.
-    assert trainer.held["state"] == pytest.approx(PARAMETERS * (6 / 8 + 12 / 16), rel=1e-3)
+    assert trainer.fixed_bytes_by_use["state"] == pytest.approx(
+        PARAMETERS * (6 / 8 + 12 / 16), rel=1e-3
+    )
     assert trainer.peak_extra_bytes_by_use["passes"] > GIB
-    assert server.held["weights"] == pytest.approx(2 * PARAMETERS, rel=1e-3)
+    assert server.fixed_bytes_by_use["weights"] == pytest.approx(2 * PARAMETERS, rel=1e-3)
     assert server.peak_extra_bytes_by_use["KV cache"] == 4096 * 64 * 2 * 8 * 128 * 2
 
 

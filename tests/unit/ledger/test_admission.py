@@ -25,7 +25,7 @@ counts = st.builds(
 
 
 def outstanding(now: TicketCounts) -> int:
-    return now.held_by_cells + now.settled + now.batched
+    return now.held_by_cells + now.settled + now.in_unpublished_batches
 
 
 @given(policies, counts)
@@ -33,11 +33,11 @@ def test_what_is_granted_keeps_every_bound_and_one_ticket_more_would_break_one(
     policy: TicketPolicy, now: TicketCounts
 ) -> None:
     """Nothing is held back without a reason."""
-    assume(now.formed_steps <= policy.total_steps)
+    assume(now.formed_batches <= policy.total_steps)
 
     def keeps_bounds(more: int) -> bool:
         after = replace(now, leased=now.leased + more)
-        needed = (policy.total_steps - now.formed_steps) * policy.batch_size
+        needed = (policy.total_steps - now.formed_batches) * policy.batch_size
         return (
             after.leased <= policy.max_concurrent_tickets
             and outstanding(after) <= (policy.max_head_offpolicyness + 1) * policy.batch_size
@@ -76,8 +76,8 @@ def test_the_run_can_always_go_on(policy: TicketPolicy, data: st.DataObject) -> 
     now = TicketCounts(*sizes)
     cells_work = now.held_by_cells > 0
     batch_forms = now.settled >= policy.batch_size
-    trainer_publishes = now.batched > 0
-    is_over = now.formed_steps == policy.total_steps
+    trainer_publishes = now.in_unpublished_batches > 0
+    is_over = now.formed_batches == policy.total_steps
     assert (
         cells_work
         or batch_forms

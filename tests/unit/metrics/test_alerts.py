@@ -156,7 +156,7 @@ def test_a_bound_that_is_broken_is_told_and_null_switches_its_rule_off(
 ) -> None:
     history = rows(*[{}] * 9, change)
     assert told(find_alerts(history, CONFIG)) == [(rule, level, 10)]
-    (key,) = next(one.keys for one in RULES if one.name == rule)
+    (key,) = next(one.config_keys for one in RULES if one.name == rule)
     assert find_alerts(history, AlertsConfig.model_validate({key: None})) == []
     (name,) = change
     assert find_alerts(rows(*[{}] * 9, {name: HEALTHY[name]}), CONFIG) == []
@@ -209,5 +209,5 @@ def test_rules_name_metrics_of_the_catalogue_and_keys_of_the_recipe() -> None:
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
         assert all(find_metric(name) for name in rule.metrics), rule.name
-    keys = {key for rule in RULES for key in rule.keys}
+    keys = {key for rule in RULES for key in rule.config_keys}
     assert keys | {"command"} == AlertsConfig.model_fields.keys()

@@ -21,20 +21,20 @@ def test_new_failures_of_training_episodes_are_counted_once(tmp_path: Path) -> N
     for event in (failure(), earning, failure("episode_unserved"), failure(eval_step=5),
                   {"event": "alert"}):  # fmt: skip
         append_line(path, event)
-    assert counter.count_new_failures() == FailureCounts(tries=2, rewarded=1)
+    assert counter.count_new_failures() == FailureCounts(failed_tries=2, rewarded=1)
     assert counter.count_new_failures() == FailureCounts()
 
 
 def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new_failures().tries == 0, "there is no log yet"
+    assert counter.count_new_failures().failed_tries == 0, "there is no log yet"
     append_line(path, failure())
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
-    assert counter.count_new_failures().tries == 1
+    assert counter.count_new_failures().failed_tries == 1
     path.write_bytes(whole + whole)
-    assert counter.count_new_failures().tries == 1
+    assert counter.count_new_failures().failed_tries == 1
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:

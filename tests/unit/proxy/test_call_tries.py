@@ -19,22 +19,22 @@ def replica(index: int, incarnation: int = 1) -> ReplicaView:
 def test_errors_of_engines_end_a_call_at_the_third() -> None:
     tries = CallTries()
     for index in range(MAX_FAILED_TRIES - 1):
-        tries.on_replica_lost(replica(index), BadEngineAnswerError("500"))
+        tries.count_lost_try_or_raise(replica(index), BadEngineAnswerError("500"))
     with pytest.raises(RepeatedlyFailedCallError, match="3 tries of this call failed: 500"):
-        tries.on_replica_lost(replica(0), BadEngineAnswerError("500"))
+        tries.count_lost_try_or_raise(replica(0), BadEngineAnswerError("500"))
 
 
 @pytest.mark.parametrize("second", [replica(1), replica(0, incarnation=2)])
 def test_no_third_replica_is_asked_when_two_have_hung_up(second: ReplicaView) -> None:
     tries = CallTries()
-    tries.on_replica_lost(replica(0), EngineHungUpError("gone"))
+    tries.count_lost_try_or_raise(replica(0), EngineHungUpError("gone"))
     assert tries.lost == {0}
     with pytest.raises(RepeatedlyFailedCallError, match="2 replicas hung up on this call"):
-        tries.on_replica_lost(second, EngineHungUpError("gone"))
+        tries.count_lost_try_or_raise(second, EngineHungUpError("gone"))
 
 
 def test_what_no_engine_has_received_is_not_counted() -> None:
     tries = CallTries()
     for index in range(10):
-        tries.on_replica_lost(replica(index), UnfinishedEngineCallError("no connection"))
+        tries.count_lost_try_or_raise(replica(index), UnfinishedEngineCallError("no connection"))
     assert tries.lost == {*range(10)}

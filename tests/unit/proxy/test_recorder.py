@@ -102,7 +102,7 @@ class RecorderMachine(RuleBasedStateMachine):
             return
         request = StartSessionRequest("task", ref, draw % 3)
         opened = SessionOpened(f"s{self.count}", compute_key_digest(generate_key()), request)
-        self.recorder.record(opened)
+        self.recorder.journal_and_apply(opened)
 
     @rule(draw=draws, text=st.sampled_from(["a", "b", "é"]))
     def answer(self, draw: int, text: str) -> None:
@@ -112,14 +112,14 @@ class RecorderMachine(RuleBasedStateMachine):
                 trial.add(one)
             said = say(trial, [user(text)], text)
             added = InteractionAdded(session.session_id, said, hidden=bool(draw % 2))
-            self.recorder.record(added)
+            self.recorder.journal_and_apply(added)
 
     @rule(draw=draws)
     def delete_response(self, draw: int) -> None:
         session = self.pick(draw, ended=False)
         if session and len(session.tree):
             last = session.tree.last_completed.interaction_id
-            self.recorder.record(ResponseHidden(session.session_id, last))
+            self.recorder.journal_and_apply(ResponseHidden(session.session_id, last))
 
     @rule(draw=draws)
     def reward(self, draw: int) -> None:
@@ -127,17 +127,19 @@ class RecorderMachine(RuleBasedStateMachine):
         if session and len(session.tree):
             last = session.tree.last_completed.interaction_id
             plain, whole = float(draw), Reward(draw, parts={"half": draw / 2}, note="é")
-            self.recorder.record(RewardSet(session.session_id, last, (plain, whole)[draw % 2]))
+            self.recorder.journal_and_apply(
+                RewardSet(session.session_id, last, (plain, whole)[draw % 2])
+            )
 
     @rule(draw=draws)
     def end(self, draw: int) -> None:
         if session := self.pick(draw, ended=False):
-            self.recorder.record(SessionEnded(session.session_id))
+            self.recorder.journal_and_apply(SessionEnded(session.session_id))
 
     @rule(draw=draws)
     def drop(self, draw: int) -> None:
         if session := self.pick(draw, ended=bool(draw % 2)):
-            self.recorder.record(SessionDropped(session.session_id))
+            self.recorder.journal_and_apply(SessionDropped(session.session_id))
 
     @rule(draw=draws)
     def finish(self, draw: int) -> None:
@@ -145,21 +147,21 @@ class RecorderMachine(RuleBasedStateMachine):
         if not session or not any(one.reward for one in session.tree):
             return
         if session.must_persist and (ref := session.request.ref):
-            self.recorder.record(TicketFinished(ref, [session.session_id], time.time()))
+            self.recorder.journal_and_apply(TicketFinished(ref, [session.session_id], time.time()))
 
     @rule(draw=draws)
     def fail(self, draw: int) -> None:
         session = self.pick(draw, ended=True)
         if session and session.request.ref:
             failed = SessionFailed(session.session_id, "KeyError at a.py:1", "why", time.time())
-            self.recorder.record(failed)
+            self.recorder.journal_and_apply(failed)
 
     @rule(draw=draws)
     def seal_untrained(self, draw: int) -> None:
         refs = [one.ref for one in self.store.finished.values() if one.is_evaluation]
         failed = list(self.store.failed)[: 1 + draw % 2]
         if refs or failed:
-            self.recorder.record(UntrainedSealed(refs, failed))
+            self.recorder.journal_and_apply(UntrainedSealed(refs, failed))
 
     @rule(draw=draws)
     def seal(self, draw: int) -> None:
@@ -168,18 +170,20 @@ class RecorderMachine(RuleBasedStateMachine):
         if not refs:
             return
         sealed = [SealedTicket(ref, "cell-0-000000.h5", [0], [1.0], NO_VERSION) for ref in refs]
-        self.recorder.record(TicketsSealed(sealed))
+        self.recorder.journal_and_apply(TicketsSealed(sealed))
 
     @precondition(lambda self: self.store.finished)
     @rule()
     def give_up(self) -> None:
-        self.recorder.record(TicketDropped(next(iter(self.store.finished)), "cannot be sealed"))
+        self.recorder.journal_and_apply(
+            TicketDropped(next(iter(self.store.finished)), "cannot be sealed")
+        )
 
     @precondition(lambda self: self.store.sealed or self.store.dropped)
     @rule(draw=draws)
     def settle(self, draw: int) -> None:
         refs = [*self.store.sealed, *self.store.dropped]
-        self.recorder.record(TicketsAcknowledged(refs[: 1 + draw % 2]))
+        self.recorder.journal_and_apply(TicketsAcknowledged(refs[: 1 + draw % 2]))
 
     @rule()
     def compact(self) -> None:

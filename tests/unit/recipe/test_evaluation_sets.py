@@ -39,12 +39,12 @@ def test_a_set_overrides_what_it_names_and_inherits_the_rest() -> None:
     aime, zebra = sets["aime"], sets["zebra"]
     assert (aime.workflow, aime.workflow_kwargs) == ("a.b:C", {})
     assert (aime.sampling.temperature, aime.n_samples) == (0.6, 8)
-    assert (aime.workflow_key, aime.sampling_key) == (
+    assert (aime.agent_section_key, aime.sampling_key) == (
         "evaluation.sets.aime",
         "evaluation.sets.aime.sampling",
     )
     assert (zebra.workflow, zebra.workflow_kwargs) == ("package.module:Other", {"depth": 2})
-    assert (zebra.every_steps, zebra.workflow_key) == (0, "evaluation")
+    assert (zebra.every_steps, zebra.agent_section_key) == (0, "evaluation")
 
 
 def test_numbers_do_not_depend_on_the_order_in_which_sets_are_written() -> None:

@@ -15,7 +15,10 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.reward.judging.answer_main import MAX_ITEMS
 from areal_hpc.reward.judging.judge import passes_tests
 from areal_hpc.sandbox import process
-from areal_hpc.sandbox.bubblewrap_command_line import find_bubblewrap, get_bwrap_runnable_by_all
+from areal_hpc.sandbox.bubblewrap_command_line import (
+    copy_bwrap_unless_runnable_by_all,
+    find_bubblewrap,
+)
 from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess
 from areal_hpc.sandbox.run import run_program
 from tests.support.commands import write_program
@@ -239,7 +242,7 @@ def failing_for(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]
     """Have bubblewrap fail for each program of that name, as it does on a full node."""
     found = find_bubblewrap()
     assert found is not None
-    real = get_bwrap_runnable_by_all(found)
+    real = copy_bwrap_unless_runnable_by_all(found)
     with tempfile.TemporaryDirectory() as name:
         Path(name).chmod(0o755)
 
@@ -270,7 +273,7 @@ def test_a_program_that_the_system_cannot_start_is_the_clusters_fault(
 ) -> None:
     missing = Path("/usr/bin/no-such-bwrap")
     monkeypatch.setattr(process, "find_bubblewrap", lambda: missing)
-    monkeypatch.setattr(process, "get_bwrap_runnable_by_all", lambda path: path)
+    monkeypatch.setattr(process, "copy_bwrap_unless_runnable_by_all", lambda path: path)
     before = count_open_descriptors()
     with pytest.raises(ClusterError, match="could not be started"):
         run_program("", isolation="bwrap")

@@ -103,6 +103,6 @@ def test_a_process_that_ran_short_is_not_used_again_and_one_whose_call_raised_is
         with pytest.raises(NodeResourceShortageError, match="No space left"):
             await pool.call(Path.write_text, Path("/dev/full"), "x")
         assert await pool.call(os.getpid) != first, "it may lack what it left open itself"
-        pool.close()
+        pool.kill_idle_processes()
 
     asyncio.run(scene())

@@ -215,8 +215,10 @@ def test_a_heartbeat_compares_two_clocks(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     with log_spans_of_process(paths.spans("cell-0-driver")):
         clock = LedgerClockOffsetRecorder()
-        clock.compare(NOW, NOW + 5.01, NOW + 7.01, NOW + 2.02)  # kept for 2 s, as asked
-        clock.compare(NOW + 3, 0.0, 0.0, NOW + 3.1)  # a ledger of an earlier version
+        clock.record_heartbeat_times(
+            NOW, NOW + 5.01, NOW + 7.01, NOW + 2.02
+        )  # kept for 2 s, as asked
+        clock.record_heartbeat_times(NOW + 3, 0.0, 0.0, NOW + 3.1)  # a ledger of an earlier version
         record_span("episode", NOW, NOW + 1)
     (span,) = read_one(paths).spans
     assert span.begin == pytest.approx(NOW + 5, abs=1e-3)

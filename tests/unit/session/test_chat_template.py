@@ -31,7 +31,7 @@ LOOP = "{% for m in [1, 2] %}\n  {% if m == 2 %}{% break %}{% endif %}\n{{ m }}\
 )
 def test_a_template_is_rendered_as_hugging_face_does(source: str, rendering: str) -> None:
     template = ChatTemplate(source, {"bos_token": "<s>"})
-    assert template.render(MESSAGES, variables={"mood": "calm"}) == rendering
+    assert template.render_prompt(MESSAGES, variables={"mood": "calm"}) == rendering
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_a_template_is_rendered_as_hugging_face_does(source: str, rendering: str
 )
 def test_a_template_that_raises_or_reaches_for_the_interpreter_is_refused(source: str) -> None:
     with pytest.raises(ChatTemplateError):
-        ChatTemplate(source).render(MESSAGES)
+        ChatTemplate(source).render_prompt(MESSAGES)
 
 
 @pytest.mark.parametrize("name", ["role", "items", "get", "__class__", "__mro__", "missing"])
@@ -57,9 +57,9 @@ def test_a_message_has_the_attributes_that_jinja_gives_it(name: str) -> None:
         rendered = expected.render(message=message)
     except SecurityError:
         with pytest.raises(ChatTemplateError):
-            ChatTemplate(source).render([message])
+            ChatTemplate(source).render_prompt([message])
     else:
-        again = ChatTemplate(source).render([message])
+        again = ChatTemplate(source).render_prompt([message])
         assert again.partition(" at 0x")[0] == rendered.partition(" at 0x")[0]
 
 
@@ -70,15 +70,19 @@ def test_a_broken_template_is_the_users_to_mend() -> None:
 
 def test_the_template_file_wins_over_the_tokenizer_configuration(tmp_path: Path) -> None:
     write_model_dir(tmp_path)
-    assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES).startswith("<|im_start|>user")
+    assert (
+        ChatTemplate.from_model_dir(tmp_path).render_prompt(MESSAGES).startswith("<|im_start|>user")
+    )
     (tmp_path / "chat_template.jinja").write_text("from the file {{ eos_token }}")
-    assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES) == "from the file <|im_end|>"
+    assert (
+        ChatTemplate.from_model_dir(tmp_path).render_prompt(MESSAGES) == "from the file <|im_end|>"
+    )
 
 
 def test_named_templates_mean_the_default(tmp_path: Path) -> None:
     entry = [{"name": "rag", "template": "r"}, {"name": "default", "template": "d"}]
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"chat_template": entry}))
-    assert ChatTemplate.from_model_dir(tmp_path).render(MESSAGES) == "d"
+    assert ChatTemplate.from_model_dir(tmp_path).render_prompt(MESSAGES) == "d"
 
 
 def test_a_model_without_template_or_tokenizer_is_refused(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def complete(
     """Answer a plain prompt; the model says every letter as a token of its own."""
     if isinstance(prompt, str):
         turn = match_text_prompt(tree, prompt, encoder)
-        new_ids = encoder.encode(turn.text, add_special_tokens=turn.parent is None)
+        new_ids = encoder.encode(turn.new_text, add_special_tokens=turn.parent is None)
     else:
         turn, new_ids = match_ids_prompt_and_cut_new_ids(tree, prompt, encoder)
     output = [i for letter in reply for i in encoder.encode(letter)]
@@ -84,7 +84,7 @@ def test_the_longest_history_is_continued() -> None:
     longer, _ = complete(tree, encoder, "ab c", "d")
     complete(tree, encoder, "a", "bc")
     assert match_text_prompt(tree, "ab cd e", encoder).parent is longer
-    assert match_text_prompt(tree, "ab cd e", encoder).text == " e"
+    assert match_text_prompt(tree, "ab cd e", encoder).new_text == " e"
     assert match_text_prompt(tree, "x", encoder).parent is None
 
 
@@ -110,7 +110,7 @@ def test_a_conversation_goes_on_as_its_text() -> None:
     first = say(tree, [user("hi")], "hello")
     text = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nhello<|im_end|>\nSystem:"
     turn = match_text_prompt(tree, text, encoder)
-    assert (turn.parent, turn.text) == (first, "\nSystem:")
+    assert (turn.parent, turn.new_text) == (first, "\nSystem:")
 
 
 def test_the_audit_shows_where_a_plain_prompt_was_split_by_the_model() -> None:

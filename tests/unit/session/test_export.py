@@ -13,7 +13,7 @@ from areal_hpc.session.export import (
     EpisodeKey,
     ExportStyle,
     build_failed_session_rows,
-    export_rows,
+    build_training_rows,
     plan_rows,
 )
 from areal_hpc.session.rewards import (
@@ -54,7 +54,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
     said[-1].reward = 0.5
-    (row,) = export_rows(tree, KEY)
+    (row,) = build_training_rows(tree, KEY)
     last = said[-1]
     assert row.input_ids_T.tolist() == prompt_ids(tree, last) + unpack_ids(last.output_ids).tolist()
     assert row.loss_mask_T.sum() == sum(one.num_output_tokens for one in said)
@@ -68,7 +68,7 @@ def test_a_conversation_is_one_row_with_every_reply_trained() -> None:
 
 def test_a_shared_reply_is_trained_in_one_row_only() -> None:
     tree, (first, *_) = branches(0.0, 1.0)
-    left, right = export_rows(tree, KEY)
+    left, right = build_training_rows(tree, KEY)
     shared = slice(first.prompt_tokens, first.num_sequence_tokens)
     assert left.loss_mask_T[shared].all()
     assert not right.loss_mask_T[shared].any()
@@ -83,7 +83,7 @@ def test_conversations_that_follow_one_another_share_the_reward() -> None:
     say(tree, [user("b")], "two", during=(1, 2))
     say(tree, [user("c")], "three", during=(2, 3)).reward = 0.75
     for style in ("concat", "individual"):
-        rows = export_rows(tree, KEY, rule=ExportSettings(style))
+        rows = build_training_rows(tree, KEY, rule=ExportSettings(style))
         assert [row.reward for row in rows] == [1.0] * 3
         calls = [row.record.calls[-1] for row in rows]
         assert [call.followers for call in calls] == [[calls[1].id], [calls[2].id], []]
@@ -93,9 +93,9 @@ def test_every_row_has_the_rewards_of_its_whole_episode() -> None:
     tree = InteractionTree()
     said = chain(tree, "one", "two", "three")
     said[0].reward, said[1].reward = -0.25, 1.0
-    (row,) = export_rows(tree, KEY)
+    (row,) = build_training_rows(tree, KEY)
     assert row.reward == 0.75
-    rows = export_rows(tree, KEY, rule=ExportSettings("individual"))
+    rows = build_training_rows(tree, KEY, rule=ExportSettings("individual"))
     assert [row.reward for row in rows] == [0.75] * 3
     for row, one in zip(rows, said, strict=True):
         assert row.num_tokens == one.num_sequence_tokens
@@ -109,7 +109,7 @@ def test_a_row_names_the_tools_of_each_call_and_holds_their_schemas_once() -> No
     say(tree, history, "one", tools=ADD, variables={"depth": 1})
     say(tree, [*history, *turn("one")], "two", tools=ADD, variables={"depth": 1}).reward = 1.0
     say(tree, history, "three").reward = 1.0
-    with_tools, without = export_rows(tree, KEY)
+    with_tools, without = build_training_rows(tree, KEY)
     first, second = with_tools.record.calls
     assert first.tools == second.tools != ""
     assert with_tools.tool_schemas == {first.tools: ADD}
@@ -126,7 +126,7 @@ def test_a_call_keeps_its_own_reward_whatever_the_row_earned() -> None:
         "individual": [0.75] * 3,
     }
     for style, rewards in expected.items():
-        rows = export_rows(tree, KEY, record, ExportSettings(style))
+        rows = build_training_rows(tree, KEY, record, ExportSettings(style))
         assert [row.reward for row in rows] == rewards
         calls = {call.id: call.reward for row in rows for call in row.record.calls}
         assert calls == {
@@ -135,7 +135,7 @@ def test_a_call_keeps_its_own_reward_whatever_the_row_earned() -> None:
             right.interaction_id: Reward(0.5, parts={"format": 0.5}),
         }
         assert {(row.record.session_id, row.record.task_index) for row in rows} == {("s", 3)}
-    shared = [row.record.calls[0].trained for row in export_rows(tree, KEY)]
+    shared = [row.record.calls[0].trained for row in build_training_rows(tree, KEY)]
     assert shared == [True, False]
 
 
@@ -158,7 +158,7 @@ def test_a_failed_session_is_kept_whole_whatever_was_rewarded() -> None:
 
 def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -> None:
     tree, (first, left, right) = branches(None, 1.0)
-    (row,) = export_rows(tree, KEY)
+    (row,) = build_training_rows(tree, KEY)
     assert [call.id for call in row.record.calls] == [first.interaction_id, right.interaction_id]
     assert row.loss_mask_T.sum() == first.num_output_tokens + right.num_output_tokens
     plans = plan_rows(tree, ExportSettings("individual"))
@@ -196,7 +196,7 @@ def test_what_comes_before_a_reply_that_its_client_left_is_followed_by_what_come
     left.finish_reason, last.reward = "abort", 1.0
     for style in ("concat", "individual"):
         for credit in ("tree", "chronological"):
-            rows = export_rows(tree, KEY, rule=ExportSettings(style, credit))
+            rows = build_training_rows(tree, KEY, rule=ExportSettings(style, credit))
             calls = {call.id: call for row in rows for call in row.record.calls}
             assert calls.keys() == {first.interaction_id, last.interaction_id}
             assert calls[first.interaction_id].followers == [last.interaction_id]
@@ -207,7 +207,7 @@ def test_a_reward_that_a_client_passed_back_elsewhere_is_no_replys_own() -> None
     first, last = chain(tree, "one", "two")
     give_reward(first, Reward(1.0, parts={"format": 0.5}))
     first.reward, last.reward = None, 0.0
-    (row,) = export_rows(tree, KEY, rule=ExportSettings(is_credited=True))
+    (row,) = build_training_rows(tree, KEY, rule=ExportSettings(is_credited=True))
     assert [call.reward for call in row.record.calls] == [None, Reward(0.0)]
 
 
@@ -215,9 +215,9 @@ def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
     tree = InteractionTree()
     for one, earned in zip(chain(tree, "one", "two"), (0.9, 1.0), strict=True):
         one.reward = earned
-    rows = export_rows(tree, KEY, rule=ExportSettings("individual", is_credited=True))
+    rows = build_training_rows(tree, KEY, rule=ExportSettings("individual", is_credited=True))
     assert [(row.reward, row.record.is_credited) for row in rows] == [(0.9, True), (1.0, True)]
-    (row,) = export_rows(tree, KEY, rule=ExportSettings(is_credited=True))
+    (row,) = build_training_rows(tree, KEY, rule=ExportSettings(is_credited=True))
     assert row.reward == 1.0
 
 
@@ -249,7 +249,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
         reply = f"r{number}"
         say(tree, messages, reply, temperature=temperature, version=number).reward = 1.0
         histories.append([*messages, assistant(reply)])
-    rows = export_rows(tree, KEY, rule=ExportSettings(style))
+    rows = build_training_rows(tree, KEY, rule=ExportSettings(style))
     trained = [int(v) for row in rows for v in row.versions_T[row.loss_mask_T == 1]]
     said = [number for number, one in enumerate(tree) for _ in range(one.num_output_tokens)]
     assert sorted(trained) == said
@@ -262,7 +262,7 @@ def test_replies_of_two_temperatures_are_trained_in_rows_of_their_own() -> None:
     warm = say(tree, [user("a")], "one", temperature=1.0)
     cool = say(tree, [user("a"), *turn("one")], "two", temperature=0.5)
     cool.reward = 1.0
-    first, second = export_rows(tree, KEY)
+    first, second = build_training_rows(tree, KEY)
     assert (first.temperature, second.temperature) == (1.0, 0.5)
     assert first.num_tokens == warm.num_sequence_tokens
     assert first.loss_mask_T.sum() == warm.num_output_tokens
@@ -279,7 +279,7 @@ def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> Non
         said.kept_counts = pack_counts_as_uint16([2] * len(ids))
         said.kept_ids = pack_ids([one for pair in ids for one in pair])
     second.reward = plain.reward = 1.0
-    row, other = export_rows(tree, KEY, rule=ExportSettings("individual"))[1:]
+    row, other = build_training_rows(tree, KEY, rule=ExportSettings("individual"))[1:]
     assert other.sampling_mask is None
     mask = row.sampling_mask
     assert mask is not None
@@ -291,16 +291,16 @@ def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> Non
 def test_greedy_rows_have_temperature_one_because_their_logprobs_are_unscaled() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one", temperature=0.0).reward = 1.0
-    assert export_rows(tree, KEY)[0].temperature == 1.0
+    assert build_training_rows(tree, KEY)[0].temperature == 1.0
 
 
 def test_a_session_without_reward_is_refused_and_an_empty_one_has_no_rows() -> None:
     tree = InteractionTree()
     assert plan_rows(tree) == []
-    assert export_rows(tree, KEY) == []
+    assert build_training_rows(tree, KEY) == []
     chain(tree, "one")
     with pytest.raises(ValueError, match="without rewards"):
-        export_rows(tree, KEY)
+        build_training_rows(tree, KEY)
 
 
 def test_the_last_completed_interaction_is_rewarded_unless_another_is_named() -> None:

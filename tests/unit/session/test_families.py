@@ -81,7 +81,7 @@ def speak(
     tree: InteractionTree, family: Family, messages: list[Message], reply: Reply
 ) -> Interaction:
     turn = tree.build_open_turn(messages, family.template, tools=TOOLS)
-    new_ids = turn.drop_repeated_stop_token(ENCODER.encode(turn.text))
+    new_ids = turn.drop_repeated_stop_token(ENCODER.encode(turn.new_text))
     text = written(family, reply)
     pieces = list(text) if reply.own_split else [text]
     output = [i for piece in pieces for i in ENCODER.encode(piece)]
@@ -180,7 +180,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
     changed = normalize_chat_message({**message(family, reply, 0), **change})
     history = [user("a"), changed, user("b"), *turn("c", "d")]
     opened = tree.build_open_turn(history, family.template, tools=TOOLS)
-    assert (opened.parent, opened.reuse, opened.forked) == (None, "none", why)
+    assert (opened.parent, opened.reuse, opened.differing_field) == (None, "none", why)
 
 
 @pytest.mark.parametrize(
@@ -200,4 +200,4 @@ def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not
 ) -> None:
     tree = converse(FAMILIES[0], [("a", Reply("7")), ("b", Reply("7"))])
     opened = tree.build_open_turn(history, FAMILIES[0].template, tools=tools)
-    assert (opened.reuse, opened.forked) == (reuse, why)
+    assert (opened.reuse, opened.differing_field) == (reuse, why)

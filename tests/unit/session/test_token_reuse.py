@@ -19,7 +19,7 @@ HISTORY_OF_HELLO = [user("a"), *turn("hello")]
 
 
 def rendered_ids(messages: list[Message]) -> list[int]:
-    return ENCODER.encode(TEMPLATE.render(messages))
+    return ENCODER.encode(TEMPLATE.render_prompt(messages))
 
 
 @given(st.lists(st.tuples(texts, texts), min_size=1, max_size=4))
@@ -49,7 +49,7 @@ def test_marks_within_the_last_message_are_not_what_the_template_says_behind_it(
     begun = tree.build_open_turn([long], TEMPLATE, prefill="<think>\nWell")
     assert begun.text_after_messages == f"{end}<think>\nWell"
     short = tree.build_open_turn([user("as")], TEMPLATE)  # which is in `assistant`, too
-    assert short.text_after_messages == short.text
+    assert short.text_after_messages == short.new_text
 
 
 def test_a_reply_cut_by_length_is_closed_by_the_template() -> None:
@@ -118,7 +118,7 @@ def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_histor
     last = say(tree, history, "x", template=counting)
     assert last.reuse == "reused"
     assert ENCODER.decode(prompt_ids(tree, last)).endswith(
-        counting.render(history).partition("5two")[2]
+        counting.render_prompt(history).partition("5two")[2]
     )
 
 

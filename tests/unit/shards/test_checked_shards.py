@@ -42,7 +42,7 @@ def shards(paths: RunPaths) -> CheckedShards:
 def read(shards: CheckedShards, *names: str) -> list[dict[str, object]]:
     """All rows of shards of two, as a batch that is read for the first time."""
     with shards.check_digests_in_background(names):
-        return [fields(row) for name in names for row in shards.read_rows(name, [0, 1])]
+        return [fields(row) for name in names for row in shards.read_training_rows(name, [0, 1])]
 
 
 def flip(path: Path, position: int) -> None:
@@ -97,9 +97,9 @@ def test_a_row_that_is_not_for_training_is_refused(paths: RunPaths, shards: Chec
     record = RowRecord(session_id="s", calls=[CallRecord(id="a", reply_tokens=3)])
     rows = [trajectory(1), replace(trajectory(2), kind=RowKind.EVALUATION, record=record)]
     name = seal_in(paths, rows).file
-    assert len(shards.read_rows(name, [0])) == 1
+    assert len(shards.read_training_rows(name, [0])) == 1
     with pytest.raises(ShardError, match="row 1: expected a training row, got kind evaluation"):
-        shards.read_rows(name, [0, 1])
+        shards.read_training_rows(name, [0, 1])
     assert shards.read_records(name, [1]) == [record]
     with pytest.raises(ShardError, match=r"has rows 0\.\.1, got 2"):
         shards.read_records(name, [2])
@@ -159,7 +159,7 @@ def test_a_name_that_is_no_sealed_shard_is_refused(
 
 def test_a_row_that_is_not_there_is_refused(shard: SealedShard, shards: CheckedShards) -> None:
     with pytest.raises(ShardError, match=r"has rows 0\.\.1, got 2"):
-        shards.read_rows(SHARD, [2])
+        shards.read_training_rows(SHARD, [2])
 
 
 def link_to_another_file(file: h5py.File) -> None:

@@ -18,7 +18,7 @@ from tests.support.sample_trajectories import seal_in, ticket, trajectory
 
 
 def find(path: Path, number: int) -> FoundRow:
-    (row,), _ = find_rows(path, RowQuery(number=number))
+    (row,), _ = find_rows(path, RowQuery(row_number=number))
     return row
 
 

@@ -42,12 +42,12 @@ def test_values_and_gradients_there_and_back() -> None:
     assert torch.equal(order.spread(tokens_TH), tokens_TH[order.visits_R // PER_TOKEN])
     summed = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
     summed.index_add_(0, order.visits_R // PER_TOKEN, rows_RH.detach())
-    torch.testing.assert_close(order.collect(rows_RH).detach(), summed)
+    torch.testing.assert_close(order.sum_rows_per_token(rows_RH).detach(), summed)
     assert torch.autograd.gradcheck(order.spread, (tokens_TH,))
-    assert torch.autograd.gradcheck(order.collect, (rows_RH,))
+    assert torch.autograd.gradcheck(order.sum_rows_per_token, (rows_RH,))
 
 
 def test_an_empty_pack_has_an_order() -> None:
     order = plan_expert_order(torch.zeros(0, EXPERTS, dtype=torch.bool), PER_TOKEN)
     assert order.spread(torch.zeros(0, HIDDEN)).shape == (0, HIDDEN)
-    assert order.collect(torch.zeros(0, HIDDEN)).shape == (0, HIDDEN)
+    assert order.sum_rows_per_token(torch.zeros(0, HIDDEN)).shape == (0, HIDDEN)

@@ -17,7 +17,7 @@ BFLOAT16_ERROR = 2**-8
 @pytest.fixture(autouse=True, params=[300, 1 << 14], ids=["blocks", "whole"])
 def block_tokens(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some columns at a time, or all of them."""
-    monkeypatch.setattr(lm_head, "BLOCK_TOKENS", request.param)
+    monkeypatch.setattr(lm_head, "VOCAB_BLOCK_COLUMNS", request.param)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def test_context_ranks_hold_every_token_once(lengths: list[int], split: PackPara
         build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
         for rank in range(split.cp)
     ]
-    total = int(parts[0].lengths.sum())
+    total = int(parts[0].padded_lengths.sum())
     assert total % split.pack_multiple == 0
     assert total - sum(lengths) < len(lengths) * split.sequence_multiple + split.pack_multiple + 1
     assert {len(part.input_ids_T) for part in parts} == {total // split.cp}
@@ -113,7 +113,7 @@ def test_the_first_token_of_a_sequence_is_never_scored() -> None:
 
 def test_without_parallelism_nothing_is_padded() -> None:
     pack = build_pack([row(7), row(3), row(11)], (), PackParallelism())
-    assert pack.lengths.tolist() == [7, 3, 11]
+    assert pack.padded_lengths.tolist() == [7, 3, 11]
     assert len(pack.input_ids_T) == 21
 
 
@@ -145,10 +145,12 @@ def test_predicted_tokens_keep_what_could_be_sampled_in_their_place(
     found = 0
     for rank in range(split.cp):
         pack = build_pack(rows, ("place",), PackParallelism(split.tp, split.cp, rank))
-        if pack.kept is None:
+        if pack.sampling_mask_N is None:
             assert all(one.sampling_mask is None for one in rows)
             continue
-        pieces = np.split(pack.kept.ids, np.cumsum(pack.kept.counts_T.astype(int)))[:-1]
+        pieces = np.split(
+            pack.sampling_mask_N.ids, np.cumsum(pack.sampling_mask_N.counts_T.astype(int))
+        )[:-1]
         places = zip(pack.rows_N, pack.channels_N["place"], pieces, strict=True)
         for number, place, piece in places:
             mask = rows[number].sampling_mask

@@ -46,6 +46,6 @@ def test_a_query_sees_its_own_past_under_context_parallelism(cp: int) -> None:
     for rank in range(cp):
         held = [get_zigzag_positions(int(length), cp, rank) for length in lengths]
         plan = plan_padded_sdpa(lengths, cp=cp, cp_rank=rank, device=CPU)
-        for box, positions in zip(plan.boxes, held, strict=True):
+        for box, positions in zip(plan.padded_groups, held, strict=True):
             assert box.mask is not None
             assert box.mask[0, 0].sum(-1).tolist() == [position + 1 for position in positions]

@@ -18,7 +18,7 @@ def test_slow_storage_is_a_phase_of_the_step_that_waits_for_it(tmp_path: Path) -
         metrics, WeightVersion(1, 1), {}, on_written=lambda row: time.sleep(WRITE_S)
     )
     record.write_row_once({})
-    record.begin_step(WeightVersion(1, 2), {})
+    record.open_row_of_trained_step(WeightVersion(1, 2), {})
     record.write_row_once({})
     _, second = read_metrics(tmp_path / "metrics.jsonl")
     assert WRITE_S <= second["time/files_s"] <= second["time/step_s"]

@@ -84,7 +84,7 @@ def test_a_row_whose_step_was_not_taken_is_not_called_trained(norm: float, outco
     measures[-1, : sum(tokens[:2])] = 1.0  # a pass saw the first two
     names = [("cell-0-000001.h5", place) for place in range(3)]
     untaken = [describe_skipped_step(norm, critic_warms_up=False)]
-    built = annotator.build_rows(measures, names, untaken, ObjectiveConfig())
+    built = annotator.build_row_annotations(measures, names, untaken, ObjectiveConfig())
     assert [one.outcome for one in built] == [outcome, "no advantage", "masked"]
 
 

@@ -142,7 +142,7 @@ def test_yarn_is_that_of_transformers(head_dim: int, theta: float) -> None:
     expected, scale = ROPE_INIT_FUNCTIONS["yarn"](config, "cpu")
     arch = parse_architecture(config.to_dict(), "config.json")
     assert arch.compute_rope_frequencies() == pytest.approx(expected.tolist(), rel=1e-6)
-    assert arch.rope_scale == pytest.approx(scale)
+    assert arch.rope_attention_factor == pytest.approx(scale)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,9 @@ def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
 
 
 def evidence(*jobs: JobView, **more: Any) -> RunInspection:
-    look = QueueSnapshot({one.queued.job_id: one.queued for one in jobs if one.queued})
+    look = QueueSnapshot(
+        {one.slurm_record.job_id: one.slurm_record for one in jobs if one.slurm_record}
+    )
     ids = tuple(one.submission.job_id for one in jobs if one.submission)
     run = RunJobs(RunPaths(Path("/nowhere")), jobs, look, ids)
     empty = RunInspection(run, (), (), (), (), (), ())
@@ -143,7 +145,7 @@ def test_a_silent_slurm_is_not_a_failed_run() -> None:
     silent = dataclasses.replace(
         found.run,
         snapshot=QueueSnapshot(outage="squeue had no answer"),
-        jobs=(dataclasses.replace(found.run.jobs[0], queued=None),),
+        jobs=(dataclasses.replace(found.run.jobs[0], slurm_record=None),),
     )
     assert "Slurm does not respond" in diagnose(dataclasses.replace(found, run=silent)).headline
 

@@ -124,7 +124,7 @@ def test_a_report_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
     assert "entropy/mean 0.5 nats 0.325 nats 0.15 nats" in text
     assert "trainer.checkpoint_every_steps 5 1" in text, "key, default and value"
     (one,) = report.runs
-    assert [shown.sort for shown in one.episodes] == [
+    assert [shown.example_kind for shown in one.episodes] == [
         *("good", "good", "bad", "bad", "typical", "typical")
     ]
     assert one.episodes[0].facts.startswith("reward 0.875, 3 tokens sampled, 2.0 s, task 1")

@@ -58,7 +58,7 @@ def sharing(**facts: Any) -> JobView:
 SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "at work": (evidence(TRAINER, CELL), "running", "and nothing has failed", 0),
     "at work after a lost node": (
-        evidence(TRAINER, CELL, past=(ended("trainer", "NODE_FAIL").queued,)),
+        evidence(TRAINER, CELL, past=(ended("trainer", "NODE_FAIL").slurm_record,)),
         "running", "after this: 9 (job 9) on n04 lost a node", 0),
     "a cell was preempted and waits": (
         evidence(TRAINER, CELL, pending("cell-1", "BeginTime")), "running", "running", 0),
@@ -95,7 +95,7 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "the trainer met its limit in an outage": (
         evidence(ended("trainer", "TIMEOUT"), CELL), "leaderless", "at its time limit", 1),
     "the trainer is forgotten": (
-        evidence(dataclasses.replace(TRAINER, queued=None), CELL), "leaderless",
+        evidence(dataclasses.replace(TRAINER, slurm_record=None), CELL), "leaderless",
         "trainer (job 1) is no longer known to Slurm", 1),
     "a cell's node has no storage": (
         evidence(TRAINER, CELL, ended("cell-1", "FAILED")), "running, short of cells",
@@ -218,7 +218,7 @@ def test_a_job_that_is_over_is_its_successor_if_that_lives(
     }
     run = build_run_jobs(paths, QueueSnapshot(look))
     (trainer,) = [one for one in run.jobs if one.name == "trainer"]
-    assert trainer.queued == look[number]
+    assert trainer.slurm_record == look[number]
     assert get_run_state(run) == word
     assert any(said in line for line in format_job_table_and_notes(run))
 

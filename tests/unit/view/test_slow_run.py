@@ -111,11 +111,11 @@ def test_a_wait_is_split_by_what_episodes_do_meanwhile(tmp_path: Path) -> None:
     assert split.sealing_s == pytest.approx(0.5), "after the last had ended"
     assert split.no_episode_s == pytest.approx(1.0), "before they began"
     assert split.generation_s == pytest.approx(2.0)
-    assert split.tools_s == pytest.approx(2.0)
-    assert split.last_s == pytest.approx(3.0), "one of two is left"
-    assert split.alone_s == {"cell-0": pytest.approx(3.0)}
-    assert split.call_seconds == pytest.approx(3.0)
-    assert split.calling_s == pytest.approx(2.0), "the first call of each at the same time"
+    assert split.outside_calls_s == pytest.approx(2.0)
+    assert split.last_episodes_s == pytest.approx(3.0), "one of two is left"
+    assert split.only_active_cell_s == {"cell-0": pytest.approx(3.0)}
+    assert split.summed_call_s == pytest.approx(3.0)
+    assert split.any_call_s == pytest.approx(2.0), "the first call of each at the same time"
 
 
 def test_a_wait_begins_when_the_row_before_is_written(tmp_path: Path) -> None:

@@ -48,8 +48,8 @@ def test_parameters_are_sent_once_and_aligned(specs: list[TensorSpec], bucket_by
     for bucket in buckets:
         end = 0
         for slot in bucket.slots:
-            assert slot.offset == end, "the receiver knows no gaps"
-            assert slot.offset % BYTES_BY_DTYPE[slot.spec.dtype] == 0
+            assert slot.offset_bytes == end, "the receiver knows no gaps"
+            assert slot.offset_bytes % BYTES_BY_DTYPE[slot.spec.dtype] == 0
             end += slot.spec.size_bytes
         assert bucket.size_bytes == end
 

@@ -6,7 +6,7 @@ import torch
 from areal_hpc.errors import WeightSyncError
 from areal_hpc.weights.checksum import (
     SglangGpuHash,
-    compute_rank_digests,
+    compute_non_expert_rank_digests,
     compute_sglang_gpu_hash,
     require_matching_comparable_checksums,
 )
@@ -29,12 +29,12 @@ def rows(count: int, start: int = 0) -> torch.Tensor:
 def test_fused_parameters_are_hashed_in_the_servers_order_whatever_the_order_of_arrival() -> None:
     tensors = {VALUE: rows(2, 200), QUERY: rows(4), KEY: rows(2, 100)}
     whole = torch.cat([tensors[QUERY], tensors[KEY], tensors[VALUE]])
-    assert compute_rank_digests(tensors, 0, 1, "cpu") == {FUSED: {digest(whole)}}
+    assert compute_non_expert_rank_digests(tensors, 0, 1, "cpu") == {FUSED: {digest(whole)}}
 
 
 def test_ranks_hold_slices_and_repeated_key_value_heads() -> None:
     tensors = {QUERY: rows(4), KEY: rows(2, 100), VALUE: rows(2, 200), DOWN: rows(3)}
-    found = compute_rank_digests(tensors, 1, 2, "cpu")
+    found = compute_non_expert_rank_digests(tensors, 1, 2, "cpu")
     sliced = torch.cat([rows(4)[2:], rows(2, 100)[1:], rows(2, 200)[1:]])
     repeated = torch.cat([rows(4)[2:], rows(2, 100), rows(2, 200)])
     assert found[FUSED] == {digest(sliced), digest(repeated)}
@@ -44,7 +44,7 @@ def test_ranks_hold_slices_and_repeated_key_value_heads() -> None:
 def test_vocabulary_rows_are_padded_with_zeros() -> None:
     padded = torch.zeros(64, 4)
     padded[:50] = rows(50)
-    found = compute_rank_digests({"lm_head.weight": rows(50)}, 0, 1, "cpu")
+    found = compute_non_expert_rank_digests({"lm_head.weight": rows(50)}, 0, 1, "cpu")
     assert found == {"lm_head.weight": {digest(padded)}}
 
 

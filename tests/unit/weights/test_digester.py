@@ -8,7 +8,7 @@ import torch
 from areal_hpc.weights import digester
 from areal_hpc.weights.buckets.bucket import OpenBucket, PackingBuffers
 from areal_hpc.weights.buckets.plan import TensorSpec, plan_buckets
-from areal_hpc.weights.checksum import compute_rank_digests
+from areal_hpc.weights.checksum import compute_non_expert_rank_digests
 from areal_hpc.weights.digester import BucketDigester
 
 WEIGHTS = {f"norm.{at}.weight": torch.full((256,), float(at)) for at in range(4)}
@@ -23,9 +23,9 @@ def hashed(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def note(tensors: dict[str, torch.Tensor], rank: int, tp: int, device: str) -> object:
         hashed.extend(tensors)
-        return compute_rank_digests(tensors, rank, tp, device)
+        return compute_non_expert_rank_digests(tensors, rank, tp, device)
 
-    monkeypatch.setattr(digester, "compute_rank_digests", note)
+    monkeypatch.setattr(digester, "compute_non_expert_rank_digests", note)
     return hashed
 
 
@@ -52,5 +52,5 @@ def test_what_nobody_overwrites_is_hashed_last_as_far_as_memory_allows(
     for bucket in fill_buckets(packed=packed):
         digests.add(bucket)
     assert hashed == [*WEIGHTS][:at_once]
-    assert digests.finish() == {(1, 0): compute_rank_digests(WEIGHTS, 0, 1, "cpu")}
+    assert digests.finish() == {(1, 0): compute_non_expert_rank_digests(WEIGHTS, 0, 1, "cpu")}
     assert hashed == [*WEIGHTS]

@@ -9,8 +9,8 @@ import gymnasium
 from gymnasium import spaces
 from worker_loop import Gym, serve
 
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
-NUMBER = re.compile(r"-?\d+")
+ACTION_TAG_PATTERN = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+INTEGER_PATTERN = re.compile(r"-?\d+")
 
 
 class GymnasiumGym(Gym):
@@ -68,12 +68,12 @@ def parse_action(text: str, action_space: Any) -> Any:
         OverflowError: A number of it is too large for the space.
         RecursionError: It is nested too deep.
     """
-    tags = ACTION.findall(text)
+    tags = ACTION_TAG_PATTERN.findall(text)
     said = tags[-1].strip() if tags else text.strip()
     if isinstance(action_space, spaces.Text):
         action: Any = said
     elif isinstance(action_space, spaces.Discrete):
-        numbers = NUMBER.findall(said)
+        numbers = INTEGER_PATTERN.findall(said)
         if not numbers:
             raise ValueError("no number")
         action = int(numbers[-1])

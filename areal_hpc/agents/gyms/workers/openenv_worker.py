@@ -14,7 +14,7 @@ import uvicorn
 from openenv.core.generic_client import GenericEnvClient
 from worker_loop import Gym, serve
 
-ACTION = re.compile(r"<action>(.*?)</action>", re.DOTALL)
+ACTION_TAG_PATTERN = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 SERVER_START_TIMEOUT_S = 60.0
 _FIELDS_NOT_FROM_MODEL = frozenset({"metadata"})
 """Fields of every action that the model does not write."""
@@ -25,7 +25,7 @@ class OpenEnvGym(Gym):
     """A session of a server for each episode."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._url = config["base_url"] or start_server(config["app"])
+        self._url = config["base_url"] or start_server_thread_and_wait(config["app"])
         schema = httpx.get(f"{self._url}/schema", timeout=60).raise_for_status().json()["action"]
         fields = {
             name: one
@@ -57,7 +57,7 @@ class OpenEnvGym(Gym):
         }
 
     def _parse_action(self, text: str) -> dict[str, Any]:
-        tags = ACTION.findall(text)
+        tags = ACTION_TAG_PATTERN.findall(text)
         said = tags[-1].strip() if tags else text.strip()
         if self._text_field is not None:
             return {self._text_field: said}
@@ -79,7 +79,7 @@ def describe_observation(observation: dict[str, Any]) -> str:
     return texts[0] if len(texts) == 1 and isinstance(texts[0], str) else json.dumps(shown)
 
 
-def start_server(app: str) -> str:
+def start_server_thread_and_wait(app: str) -> str:
     """Serve `package.module:app` on a port of loopback, in a thread; its URL."""
     module, _, name = app.partition(":")
     listener = socket.create_server(("127.0.0.1", 0))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 PR_SET_PDEATHSIG = 1
-_GROUP: Any = getattr(builtins, "BaseExceptionGroup", ())
+_EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
 """Since Python 3.11."""
 _NO_THREAD_TEXT = "can't start new thread"
 """As in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
@@ -72,7 +72,7 @@ def list_errnos(error: BaseException | None) -> list[int]:
             found.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
             found.append(errno.EAGAIN)
-        error = error.exceptions[0] if isinstance(error, _GROUP) else error.__cause__
+        error = error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_TYPE) else error.__cause__
     return found
 
 

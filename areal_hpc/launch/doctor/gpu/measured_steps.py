@@ -51,7 +51,7 @@ class RankPlace:
 
     node: int = 0
     first_rank: int = 0
-    ranks: int | None = None
+    world_size: int | None = None
     """Of all nodes; None: those of this one."""
     host: str = LOOPBACK_ADDRESS
 
@@ -65,7 +65,7 @@ def measure_collectives(
     plan: GpuCheckPlan, gpus: Sequence[str], folder: Path, rank_place: RankPlace = RankPlace()
 ) -> CollectiveRates | Unmeasured:
     """Run this node's ranks of an all-reduce. The node of rank 0 has the figures."""
-    ranks = rank_place.ranks or len(gpus)
+    ranks = rank_place.world_size or len(gpus)
     if ranks < 2:
         return Unmeasured("one GPU has nobody to exchange with", is_failure=False)
     order = CollectivesRequest(
@@ -123,7 +123,7 @@ def _run_ranks(
     try:
         for local_rank, gpu in enumerate(gpus):
             rank = rank_place.first_rank + local_rank
-            position = {"RANK": rank, "NUM_TASKS": rank_place.ranks or len(gpus)}
+            position = {"RANK": rank, "NUM_TASKS": rank_place.world_size or len(gpus)}
             position |= {"LOCAL_RANK": local_rank, "NODE_RANK": rank_place.node}
             variables = {f"AREAL_HPC_{name}": str(value) for name, value in position.items()}
             variables |= {"AREAL_HPC_HOST": rank_place.host, VISIBLE_DEVICES_VARIABLE: gpu}

@@ -71,7 +71,7 @@ def _measure_network(
     place = RankPlace(
         node=task.rank,
         first_rank=sum(map(len, gpus[: task.rank])),
-        ranks=sum(map(len, gpus)),
+        world_size=sum(map(len, gpus)),
         host=find_own_address(node_request.plan.interface, os.environ),
     )
     return measure_collectives(

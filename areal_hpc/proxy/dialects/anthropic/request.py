@@ -9,7 +9,11 @@ from msgspec import Meta, Struct
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refused_parameters import EMPTY_VALUES, EMPTY_VALUES_OR_ONE, Refusal
+from areal_hpc.proxy.dialects.refused_parameters import (
+    EMPTY_VALUES,
+    EMPTY_VALUES_OR_ONE,
+    RefusedParamRule,
+)
 from areal_hpc.proxy.dialects.validation import (
     PositiveParam,
     Probability,
@@ -96,18 +100,18 @@ class _OutputConfig(Struct, forbid_unknown_fields=True):
 class MessagesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """The body of POST /v1/messages, as far as this proxy can honor it."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        "container": Refusal("let the agent run programs, and offer that as a tool"),
-        "functions": Refusal("use tools"),
-        "function_call": Refusal("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
-        "input": Refusal("use messages, or POST /responses"),
-        "logit_bias": Refusal("use POST /chat/completions"),
-        "mcp_servers": Refusal("let the agent connect to them and offer their tools"),
-        "n": Refusal("send the request n times", EMPTY_VALUES_OR_ONE),
-        "prompt": Refusal("use messages, or POST /completions"),
-        "response_format": Refusal("use output_config.format"),
-        "seed": Refusal("use POST /chat/completions"),
-        "stop": Refusal("use stop_sequences"),
+    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
+        "container": RefusedParamRule("let the agent run programs, and offer that as a tool"),
+        "functions": RefusedParamRule("use tools"),
+        "function_call": RefusedParamRule("use tool_choice", (*EMPTY_VALUES, "none", "auto")),
+        "input": RefusedParamRule("use messages, or POST /responses"),
+        "logit_bias": RefusedParamRule("use POST /chat/completions"),
+        "mcp_servers": RefusedParamRule("let the agent connect to them and offer their tools"),
+        "n": RefusedParamRule("send the request n times", EMPTY_VALUES_OR_ONE),
+        "prompt": RefusedParamRule("use messages, or POST /completions"),
+        "response_format": RefusedParamRule("use output_config.format"),
+        "seed": RefusedParamRule("use POST /chat/completions"),
+        "stop": RefusedParamRule("use stop_sequences"),
     }
 
     messages: Annotated[list[_InputMessage], Meta(min_length=1)]
@@ -153,7 +157,7 @@ def build_model_call(
         messages=[*_build_system_message(request.system), *_build_conversation(messages)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=_build_thinking_variables(request, model, ignored) or None,
+        template_variables=_build_thinking_variables(request, model, ignored) or None,
         sampling=SamplingParams(
             temperature=get_given_or_default(request.temperature, defaults.temperature),
             max_new_tokens=request.max_tokens or 0,

@@ -12,7 +12,7 @@ from areal_hpc.proxy.dialects.google.schema import convert_to_json_schema
 from areal_hpc.proxy.dialects.google.tools import ToolConfig, parse_tools, read_tool_choice
 from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam, list_ignored_params
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
-from areal_hpc.proxy.dialects.refused_parameters import Refusal
+from areal_hpc.proxy.dialects.refused_parameters import RefusedParamRule
 from areal_hpc.proxy.dialects.validation import (
     MAX_TOP_K,
     MAX_TOP_LOGPROBS,
@@ -74,12 +74,14 @@ class GenerationConfig(Struct, rename="camel", forbid_unknown_fields=True):
 class GenerateContentRequest(Struct, rename="camel", forbid_unknown_fields=True, kw_only=True):
     """The body of POST models/{model}:generateContent, as far as this proxy can honor it."""
 
-    refused: ClassVar[Mapping[str, Refusal]] = {
-        "cachedContent": Refusal("send the contents; tokens of a conversation are re-used"),
-        "input": Refusal("use contents"),
-        "messages": Refusal("use contents, or POST /chat/completions"),
-        "prompt": Refusal("use contents"),
-        "system": Refusal("use systemInstruction"),
+    refused: ClassVar[Mapping[str, RefusedParamRule]] = {
+        "cachedContent": RefusedParamRule(
+            "send the contents; tokens of a conversation are re-used"
+        ),
+        "input": RefusedParamRule("use contents"),
+        "messages": RefusedParamRule("use contents, or POST /chat/completions"),
+        "prompt": RefusedParamRule("use contents"),
+        "system": RefusedParamRule("use systemInstruction"),
     }
 
     contents: list[Content] | Content
@@ -153,7 +155,7 @@ def build_model_call(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],
         tools=tools if choice.mode != "none" else None,
         tool_choice=choice,
-        variables=_build_thinking_variables(config.thinking_config, model, ignored),
+        template_variables=_build_thinking_variables(config.thinking_config, model, ignored),
         sampling=SamplingParams(
             temperature=get_given_or_default(config.temperature, defaults.temperature),
             max_new_tokens=config.max_output_tokens or 0,

@@ -55,7 +55,7 @@ def format_item(
         called = {"call_id": block.call_id, "name": block.name, "input": text}
         return {"type": "custom_tool_call", **fields, **called}
     if block.kind == "call":
-        namespace, name = tools.origins.get(block.name, (None, block.name))
+        namespace, name = tools.namespace_and_name_by_tool.get(block.name, (None, block.name))
         fields |= {"call_id": block.call_id, "name": name, "arguments": block.text}
         placed = {"namespace": namespace} if namespace is not None else {}
         return {"type": "function_call", **fields, **placed}

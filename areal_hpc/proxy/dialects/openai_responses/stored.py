@@ -47,7 +47,7 @@ def retrieve_response(
     return body if body is not None else _rebuild_recorded_response(model, session, interaction)
 
 
-def delete_response(
+def hide_deleted_response(
     recorder: JournaledRecorder, session: Session, response_id: str, query: Query
 ) -> bytes:
     """Give a Response no more. What was said stays recorded, and may be gone on from.
@@ -56,7 +56,7 @@ def delete_response(
         ProxyRequestError: 404, there is none of this id.
     """
     _find_response(session, response_id)
-    recorder.record(ResponseHidden(session.session_id, response_id))
+    recorder.journal_and_apply(ResponseHidden(session.session_id, response_id))
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 

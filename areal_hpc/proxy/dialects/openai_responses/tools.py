@@ -50,7 +50,7 @@ class OfferedTools:
 
     schemas: list[dict[str, Any]] = field(default_factory=list)
     """As chat templates expect them."""
-    origins: dict[str, tuple[str, str]] = field(default_factory=dict)
+    namespace_and_name_by_tool: dict[str, tuple[str, str]] = field(default_factory=dict)
     """Namespace and name of the tools that have a namespace, by the name the model knows."""
     custom: set[str] = field(default_factory=set)
     """Names of the tools whose input is a text."""
@@ -87,7 +87,7 @@ def parse_tools(
             name, description = declared.name, declared.description
             if isinstance(tool, _ToolNamespace):
                 name = qualify_tool_name(tool.name, name)
-                offered.origins[name] = (tool.name, declared.name)
+                offered.namespace_and_name_by_tool[name] = (tool.name, declared.name)
                 description = "\n".join(filter(None, (tool.description, description))) or None
             offered.schemas.append(
                 build_function_tool(name, description, declared.parameters, declared.strict)

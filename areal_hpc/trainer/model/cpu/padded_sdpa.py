@@ -28,7 +28,7 @@ class PaddedGroup:
 
     sequences: int
     padded_query_length: int
-    key_places: int
+    padded_key_length: int
     mask: torch.Tensor | None
     """[S, 1, L_query, L_key], True where a query may look; None is plain causal."""
 
@@ -46,7 +46,7 @@ class TokenSlots:
 class PaddedSdpa:
     """All rectangles of a pack. Slots are None where the tokens already stand in order."""
 
-    boxes: list[PaddedGroup]
+    padded_groups: list[PaddedGroup]
     queries: TokenSlots | None
     keys: TokenSlots | None
 
@@ -54,11 +54,11 @@ class PaddedSdpa:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float
     ) -> torch.Tensor:
         """Queries [t, heads, d] over gathered keys and values [k, kv_heads, d]: [t, heads, d]."""
-        query_sizes = [box.sequences * box.padded_query_length for box in self.boxes]
-        key_sizes = [box.sequences * box.key_places for box in self.boxes]
+        query_sizes = [box.sequences * box.padded_query_length for box in self.padded_groups]
+        key_sizes = [box.sequences * box.padded_key_length for box in self.padded_groups]
         outputs = []
         for box, *parts in zip(
-            self.boxes,
+            self.padded_groups,
             scatter_to_slots(query, self.queries).split(query_sizes),
             scatter_to_slots(key, self.keys).split(key_sizes),
             scatter_to_slots(value, self.keys).split(key_sizes),

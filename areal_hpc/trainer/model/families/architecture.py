@@ -94,7 +94,7 @@ class Architecture:
         return [_scale_frequency_by_llama3(frequency, scaling) for frequency in plain]
 
     @property
-    def rope_scale(self) -> float:
+    def rope_attention_factor(self) -> float:
         """Scale of rotated queries and keys: 1 but for YaRN."""
         scaling = self.rope_scaling
         return scaling.attention_factor if isinstance(scaling, YarnRopeScaling) else 1.0

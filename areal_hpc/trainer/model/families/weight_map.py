@@ -20,7 +20,7 @@ class TpSplit(Enum):
 
     WHOLE = "every rank holds all of it"
     VOCAB = "by rows, after padding the rows to a multiple of the ranks"
-    COLUMNS = "by columns"
+    WEIGHT_COLUMNS = "by columns"
     QKV = "query, key, value interleaved by key-value head, then by rows"
     GATE_UP = "each rank holds its rows of the gate, then its rows of the up projection"
 
@@ -85,7 +85,7 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
         gate_up = {f"{hf}.{part}_proj.weight": (ffn, hidden) for part in ("gate", "up")}
         yield row(f"{megatron}linear_fc1.weight", TpSplit.GATE_UP, gate_up, expert)
         down = {f"{hf}.down_proj.weight": (hidden, ffn)}
-        yield row(f"{megatron}linear_fc2.weight", TpSplit.COLUMNS, down, expert)
+        yield row(f"{megatron}linear_fc2.weight", TpSplit.WEIGHT_COLUMNS, down, expert)
 
     def qkv(kind: str, *trailing: int) -> ParamMap:
         shapes = {
@@ -104,7 +104,7 @@ def _list_layer_parameters(arch: Architecture, layer: int) -> Iterator[ParamMap]
         for part in "qk":
             yield norm(f"self_attention.{part}_layernorm", f"self_attn.{part}_norm", head_dim)
     out = {"self_attn.o_proj.weight": (hidden, widths["q"])}
-    yield row("self_attention.linear_proj.weight", TpSplit.COLUMNS, out)
+    yield row("self_attention.linear_proj.weight", TpSplit.WEIGHT_COLUMNS, out)
     yield norm("pre_mlp_layernorm", "post_attention_layernorm", hidden)
     if arch.experts is None:
         yield from mlp("mlp.", "mlp", arch.ffn)
@@ -134,7 +134,7 @@ def get_shard_shape(parameter: ParamMap, arch: Architecture, tp: int) -> TensorS
             return parameter.hf[0].shape
         case TpSplit.VOCAB:
             return (compute_padded_vocab_size(arch, ranks) // ranks, *trailing)
-        case TpSplit.COLUMNS:
+        case TpSplit.WEIGHT_COLUMNS:
             return (first, trailing[0] // ranks)
         case TpSplit.QKV | TpSplit.GATE_UP:
             return (sum(tensor.shape[0] for tensor in parameter.hf) // ranks, *trailing)
@@ -152,7 +152,7 @@ def get_hf_slices(
             rows = compute_padded_vocab_size(arch, ranks) // ranks
             first, last = (min(place * rows, arch.vocab) for place in (rank, rank + 1))
             return [(slice(first, last),)]
-        case TpSplit.COLUMNS:
+        case TpSplit.WEIGHT_COLUMNS:
             return [(slice(None), _get_rank_slice(parameter.hf[0].shape[1], ranks, rank))]
         case TpSplit.GATE_UP | TpSplit.QKV:
             # A rank holds whole key-value heads and the query heads that belong to them.
@@ -170,7 +170,7 @@ def to_megatron(
     """One rank's part of the Megatron parameter, from its slices (`get_hf_slices`)."""
     first, trailing = hf_slices[0], hf_slices[0].shape[1:]
     match parameter.cut:
-        case TpSplit.WHOLE | TpSplit.COLUMNS:
+        case TpSplit.WHOLE | TpSplit.WEIGHT_COLUMNS:
             return first
         case TpSplit.VOCAB:
             rows = get_shard_shape(parameter, arch, tp)[0]
@@ -192,7 +192,7 @@ def to_hf(
             return [shards[0]]
         case TpSplit.VOCAB:
             return [torch.cat(list(shards))[: arch.vocab]]
-        case TpSplit.COLUMNS:
+        case TpSplit.WEIGHT_COLUMNS:
             return [torch.cat(list(shards), 1)]
         case TpSplit.GATE_UP:
             halves = [shard.chunk(2) for shard in shards]

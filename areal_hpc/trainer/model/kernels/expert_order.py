@@ -27,7 +27,7 @@ class ExpertOrder:
         """Each token's states once for each of its experts [R, H]."""
         return _SpreadTokens.apply(tokens_TH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
 
-    def collect(self, rows_RH: torch.Tensor) -> torch.Tensor:
+    def sum_rows_per_token(self, rows_RH: torch.Tensor) -> torch.Tensor:
         """The sum of each token's rows [T, H]."""
         return _CollectTokens.apply(rows_RH, self.visits_R, self.rows_TK)  # type: ignore[no-any-return, no-untyped-call]
 

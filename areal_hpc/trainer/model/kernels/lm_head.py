@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-BLOCK_TOKENS = 16384
+VOCAB_BLOCK_COLUMNS = 16384
 """Columns of the vocabulary whose gradient, or weights in float32, exist at a time."""
 
 
@@ -39,11 +39,11 @@ class _Float32Logits(torch.autograd.Function):
         ctx.operands = operands
         hidden_NH = hidden_NH.to(operands)
         if weight_VH.dtype == operands and weight_VH.is_cuda:
-            return _multiply(hidden_NH, weight_VH.T)
+            return _matmul_to_float32(hidden_NH, weight_VH.T)
         shape = len(hidden_NH), len(weight_VH)
         logits_NV = hidden_NH.new_empty(shape, dtype=torch.float32)
         for block in _iterate_blocks(weight_VH):
-            logits_NV[:, block] = _multiply(hidden_NH, weight_VH[block].to(operands).T)
+            logits_NV[:, block] = _matmul_to_float32(hidden_NH, weight_VH[block].to(operands).T)
         return logits_NV
 
     @staticmethod
@@ -55,12 +55,12 @@ class _Float32Logits(torch.autograd.Function):
         by_weight_VH = torch.empty_like(weight_VH)
         for block in _iterate_blocks(weight_VH):
             gradient = gradient_NV[:, block].to(ctx.operands)
-            by_hidden_NH += _multiply(gradient, weight_VH[block].to(ctx.operands))
-            by_weight_VH[block] = _multiply(gradient.T, states_NH)
+            by_hidden_NH += _matmul_to_float32(gradient, weight_VH[block].to(ctx.operands))
+            by_weight_VH[block] = _matmul_to_float32(gradient.T, states_NH)
         return by_hidden_NH.to(hidden_NH.dtype), by_weight_VH, None
 
 
-def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+def _matmul_to_float32(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
     """The matrix product, added up and given in float32."""
     if left.dtype == torch.float32:
         return left @ right
@@ -70,5 +70,5 @@ def _multiply(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
 
 
 def _iterate_blocks(weight_VH: torch.Tensor) -> Iterator[slice]:
-    for begin in range(0, len(weight_VH), BLOCK_TOKENS):
-        yield slice(begin, begin + BLOCK_TOKENS)
+    for begin in range(0, len(weight_VH), VOCAB_BLOCK_COLUMNS):
+        yield slice(begin, begin + VOCAB_BLOCK_COLUMNS)
