@@ -136,7 +136,7 @@ class Storehouse:
         self._sequence += 1
         if self._tempo.with_shards:
             rows = [row for ref in refs for row in trajectories(ref, rewards)]
-            shards_dir, index_dir = self._paths.shards_dir, self._paths.index_dir
+            shards_dir, index_dir = self._paths.shards_dir, self._paths.shard_index_dir
             loop = asyncio.get_running_loop()
             shard = await loop.run_in_executor(
                 self._pool, write_sealed_shard, rows, shards_dir, index_dir, self._cell

@@ -75,7 +75,7 @@ def running_ledger(paths: RunPaths, settings: Settings) -> Iterator[int]:
         env={**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())},
     )
     try:
-        rendezvous.await_endpoint(
+        rendezvous.wait_for_endpoint(
             paths.rendezvous_dir,
             "ledger",
             START_TIMEOUT_S,

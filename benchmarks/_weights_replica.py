@@ -137,7 +137,7 @@ class Replica:
                 paths.service_key.read_text(),
                 "nccl" if device.type == "cuda" else "gloo",
                 device,
-                paths.weights_dir,
+                paths.published_weights_dir,
             )
             for name, settings in TRANSPORTS.items()
         }
@@ -158,7 +158,7 @@ class Replica:
             arrivals = iter(self._weights.items())
             report = publisher.publish(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
-        relay = rendezvous.await_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
+        relay = rendezvous.wait_for_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
         signer = RequestSigner(self._paths.service_key.read_text(), "control-cell-0")
         auth = SignedAuth(signer)
         answer = httpx.get(f"{relay.url}/replicas", auth=auth, trust_env=False)
@@ -206,7 +206,7 @@ def running_replica(
         "run_dir": str(run_dir),
         "cell": "cell-0",
         "inference": {"dtype": "float32", "max_running_requests": STREAMS},
-        "model_path": str(paths.tiny_model_dir),
+        "model_path": str(paths.starting_model_dir),
         "serve_python": get_interpreter("serve", "auto"),
     }
     (run_dir / "cell.json").write_text(json.dumps(config))

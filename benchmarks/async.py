@@ -26,7 +26,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from benchmarks._pairs import RESULTS, add_out, report
 
@@ -127,14 +127,16 @@ def play(name: str, folder: Path, bound: int, first: int, last: int, tool_s: flo
     if answer.returncode:
         raise ClusterError(f"{name} failed: {answer.stdout[-2000:]}\n{answer.stderr[-2000:]}")
     paths = RunPaths(folder / "async" / name)
-    published = [row for row in read_lines(paths.events) if row["event"] == "weights_published"]
+    published = [
+        row for row in read_readable_records(paths.events) if row["event"] == "weights_published"
+    ]
     return Side(
         name,
         first,
         last,
         {int(row["version"].split(".")[1]): row["time"] for row in reversed(published)},
-        {row["step"]: row for row in read_lines(paths.metrics)},
-        read_lines(log),
+        {row["step"]: row for row in read_readable_records(paths.metrics)},
+        read_readable_records(log),
     )
 
 

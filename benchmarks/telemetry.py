@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import LAUNCHER_ROLE
 from areal_hpc.rundir.telemetry.span_reader import read_spans
@@ -107,9 +107,9 @@ def require_side(paths: RunPaths, side: str, steps: int) -> None:
     Raises:
         ClusterError: Steps are missing, or a kind of telemetry is there or missing unlike the side.
     """
-    last_step = max((row["step"] for row in read_lines(paths.metrics)), default=0)
+    last_step = max((row["step"] for row in read_readable_records(paths.metrics)), default=0)
     recorded = {
-        "events": any(row["role"] != LAUNCHER_ROLE for row in read_lines(paths.events)),
+        "events": any(row["role"] != LAUNCHER_ROLE for row in read_readable_records(paths.events)),
         "spans": bool(read_spans(paths)),
         "annotations": any(paths.annotations_dir.glob("*.msgpack")),
     }

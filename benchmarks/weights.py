@@ -61,7 +61,7 @@ def make_weights(run_dir: Path, gib: float) -> dict[str, torch.Tensor]:
     """A Qwen3 of about that size in `run_dir`, and its tensors in memory of their own."""
     hidden = 1024 if gib > 0.5 else 256
     layer_bytes = 4 * (hidden * hidden * 5 // 2 + 12 * hidden * hidden)
-    model_dir = RunPaths(run_dir).tiny_model_dir
+    model_dir = RunPaths(run_dir).starting_model_dir
     make_tiny_model(
         model_dir, ["one two three"], layers=max(1, round(gib * 2**30 / layer_bytes)),
         hidden=hidden, heads=hidden // 64, kv_heads=hidden // 256, head_dim=64, ffn=4 * hidden,

@@ -244,7 +244,7 @@ def _fingerprint_run_files(run: RunPaths) -> list[Any]:
     )
     return [
         *map(_stat_size_and_mtime, followed),
-        *map(_stat_size_and_mtime, sorted(run.index_dir.glob("*"))),
+        *map(_stat_size_and_mtime, sorted(run.shard_index_dir.glob("*"))),
     ]
 
 

@@ -46,7 +46,7 @@ def _describe_set(
     return {
         "name": set_name,
         "tasks": results[-1].n_tasks,
-        "samples": len(results[-1].list_samples()[0]),
+        "samples": len(results[-1].list_sample_rewards()[0]),
         "first_ticket": first_ticket,
         "steps": [one.step for one in results],
         "mean": [one.value for one in estimates],
@@ -66,7 +66,7 @@ def _describe_further_metrics(
     pass_reward = config.get("pass_reward", DEFAULT_PASS_REWARD)
     found: dict[str, JsonObject] = {}
     for place, result in enumerate(results if metrics else ()):
-        samples = SetSamples(result.list_samples(), result.answers)
+        samples = SetSamples(result.list_sample_rewards(), result.answers)
         for name, one in estimate_metrics(samples, metrics, pass_reward).items():
             if not name.startswith("avg@"):
                 empty = {key: [None] * len(results) for key in ("mean", "low", "high")}

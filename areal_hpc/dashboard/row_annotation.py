@@ -8,7 +8,11 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.token_annotations import REASONS, RowAnnotation, find_row_annotation
+from areal_hpc.rundir.telemetry.token_annotations import (
+    UNTRAINED_TOKEN_REASONS,
+    RowAnnotation,
+    find_row_annotation,
+)
 
 JsonObject = dict[str, Any]
 _NUMBER_TYPE_BY_FIELD = (
@@ -43,7 +47,7 @@ def build_token_columns(annotation: RowAnnotation, mask: Sequence[int]) -> JsonO
         for name, kind in _NUMBER_TYPE_BY_FIELD
     }
     codes = _scatter_to_token_places(np.frombuffer(annotation.reasons, np.uint8), places, len(mask))
-    columns["reasons"] = [REASONS[int(one)] if one else "" for one in codes]
+    columns["reasons"] = [UNTRAINED_TOKEN_REASONS[int(one)] if one else "" for one in codes]
     return {"outcome": annotation.outcome, "advantage": annotation.advantage, **columns}
 
 

@@ -100,7 +100,7 @@ class RowIndex:
         """Take in shards and batches that are new; how many rows came."""
         with self._lock:
             self._problems = {}  # what failed is tried again
-            sealed = read_index(self._paths.index_dir)
+            sealed = read_index(self._paths.shard_index_dir)
             known = dict(self._database.execute("SELECT file, digest FROM shards"))
             if known.keys() - {one.file for one in sealed} or any(
                 known.get(one.file, one.digest) != one.digest for one in sealed

@@ -14,8 +14,8 @@ from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import BackgroundEventLog
-from areal_hpc.rundir.telemetry.process_metrics import register_samples
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.process_metrics import register_sample_reader
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.awake_clock import AwakeClock
 
 REPLICA_POLL_S = 0.1
@@ -47,7 +47,7 @@ def run(config: dict[str, Any]) -> None:
         for index in range(job.inference.replicas_per_cell)
     ]
     service_key = rendezvous.ensure_service_key(paths.service_key)
-    app = ControlProxyApp(job.cell, replicas, service_key, paths.weights_dir)
+    app = ControlProxyApp(job.cell, replicas, service_key, paths.published_weights_dir)
     control_proxy = ControlProxyServer(app, get_advertised_host())
     control_proxy.start()
     service = rendezvous.format_control_proxy_name(job.cell)
@@ -55,8 +55,8 @@ def run(config: dict[str, Any]) -> None:
     if job.serves_metrics:
         from areal_hpc.inference.replica_metrics import read_replica_samples
 
-        register_samples(lambda: read_replica_samples(replicas))
-    enter_state("serve")
+        register_sample_reader(lambda: read_replica_samples(replicas))
+    record_state_entry("serve")
     try:
         while not stop.requested:
             for replica in replicas:

@@ -19,7 +19,7 @@ from areal_hpc.jobs.node.topology import get_advertised_host, get_task_position
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.replicas import FollowerPollReply, FollowerPollRequest
@@ -49,7 +49,7 @@ def run(config: dict[str, Any]) -> None:
         service_key=rendezvous.ensure_service_key(paths.service_key),
         log_dir=get_server_log_dir(job, paths),
     )
-    enter_state("serve")
+    record_state_entry("serve")
     try:
         while not stop.requested:
             worker.sync_with_head_node()

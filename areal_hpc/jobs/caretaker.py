@@ -44,9 +44,9 @@ from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, is_live_state, list_jobs_of_user
-from areal_hpc.slurm.resubmit import submit_again
-from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_jobs
+from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, list_jobs_of_user
+from areal_hpc.slurm.resubmit import submit_again_and_record
+from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_live_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
 
 log = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class JobStatus:
     name: str
     submission: Submission | None
     """None if the job was never submitted."""
-    slurm_record: QueuedJob | None
+    slurm_record: SlurmJobRecord | None
     """As Slurm has it; None if Slurm does not know it."""
     task_exits: tuple[TaskExit, ...]
     """What its tasks said last."""
@@ -120,7 +120,7 @@ class JobStatus:
         queued = self.slurm_record
         if queued is None or self.task_exits or not queued.nodes or self.state.name != "FAILED":
             return ""
-        lived_s = (queued.end or 0.0) - (queued.start or 0.0)
+        lived_s = (queued.ended_or_latest_end_at or 0.0) - (queued.started_or_expected_at or 0.0)
         return (
             expand_node_list(queued.nodes)[0] if lived_s < MAX_JOB_LIFETIME_TO_BLAME_NODE_S else ""
         )
@@ -226,13 +226,15 @@ class Caretaker:
         }
         # Of two that were submitted at the same time the newest may have given way to the other.
         recorded = {one.job for one in submissions if one.job_id in at_work and not one.successor}
-        return recorded | {one.submission.job for one in list_unrecorded_jobs(self._paths, queued)}
+        return recorded | {
+            one.submission.job for one in list_unrecorded_live_jobs(self._paths, queued)
+        }
 
     def _read_status_and_note_cancellation(
         self,
         job_name: str,
         submission: Submission | None,
-        queued_jobs: Mapping[str, QueuedJob],
+        queued_jobs: Mapping[str, SlurmJobRecord],
         is_alive: bool,
     ) -> JobStatus:
         if submission is None:
@@ -246,7 +248,7 @@ class Caretaker:
         return JobStatus(job_name, submission, found, own, is_alive, by_person)
 
     def _check_and_note_if_cancelled_by_person(
-        self, submission: Submission, queued: QueuedJob | None
+        self, submission: Submission, queued: SlurmJobRecord | None
     ) -> bool:
         """True if a person cancelled the job, which without accounting Slurm forgets in minutes."""
         note = self._paths.job(submission.job).cancelled_id
@@ -293,7 +295,7 @@ class Caretaker:
             made_bytes = _read_progress_bytes(launch.slurm.progress)
             count = _count_submissions_without_progress(files, made_bytes) + 1
             is_held = count > MAX_SUBMISSIONS_WITHOUT_PROGRESS
-            submitted = submit_again(
+            submitted = submit_again_and_record(
                 launch.slurm,
                 job.name,
                 _build_exclude_options(files, launch.slurm),
@@ -321,7 +323,7 @@ class Caretaker:
 @contextlib.contextmanager
 def _claim_job(job: JobPaths, claimant: str) -> Iterator[bool]:
     """False if another caretaker is submitting the job at this moment."""
-    path = job.claim
+    path = job.submission_claim
     with contextlib.suppress(FileNotFoundError):
         if time.time() - path.stat().st_mtime > CLAIM_LIFETIME_S:
             path.unlink()
@@ -347,14 +349,16 @@ def _read_progress_bytes(progress: str) -> int:
 def _count_submissions_without_progress(job: JobPaths, made_bytes: int) -> int:
     """Submissions of the job by caretakers since the run last made progress."""
     with contextlib.suppress(FileNotFoundError):
-        before = msgspec.json.decode(job.caretaker_count.read_bytes(), type=dict[str, int])
+        before = msgspec.json.decode(
+            job.caretaker_submission_count.read_bytes(), type=dict[str, int]
+        )
         return before["submissions"] if before["progress_bytes"] == made_bytes else 0
     return 0
 
 
 def _write_submission_count(job: JobPaths, count: int, made_bytes: int) -> None:
     content = {"submissions": count, "progress_bytes": made_bytes}
-    write_atomic(job.caretaker_count, msgspec.json.encode(content))
+    write_atomic(job.caretaker_submission_count, msgspec.json.encode(content))
 
 
 def _build_exclude_options(job: JobPaths, slurm: SlurmLaunchInfo) -> list[str]:

@@ -18,7 +18,7 @@ from areal_hpc.jobs.node.topology import (
     find_interface,
     find_own_address,
 )
-from areal_hpc.rundir.allocation_note import LAUNCHER_TIMEOUT_S
+from areal_hpc.rundir.allocation_note import LAUNCHER_HEARTBEAT_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     AllocationStepStart,
@@ -106,7 +106,9 @@ class AllocationStepTask:
             "AREAL_HPC_HOST": host,
             JOB_START_VARIABLE: str(self._start.number),
             starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._launch.paths.checkpoint_time),
+            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(
+                self._launch.paths.checkpoint_duration
+            ),
         }
 
     @property
@@ -135,7 +137,7 @@ class AllocationStepTask:
             return None
         if beat != self._last_beat:
             self._last_beat, self._last_beat_at = beat, now
-        if now - self._last_beat_at < LAUNCHER_TIMEOUT_S:
+        if now - self._last_beat_at < LAUNCHER_HEARTBEAT_TIMEOUT_S:
             return None
         return TaskExit(STOPPED_EXIT_CODE, reason=LAUNCHER_GONE_REASON)
 

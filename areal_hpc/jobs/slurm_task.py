@@ -222,7 +222,7 @@ class SlurmTask:
             "AREAL_HPC_HOST": host,
             JOB_START_VARIABLE: str(self._start.number),
             starts.STOP_NOTE_VARIABLE: str(self._stop_note_path),
-            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_time),
+            time_limit.CHECKPOINT_DURATION_FILE_VARIABLE: str(self._paths.checkpoint_duration),
         }
 
     @property

@@ -23,7 +23,7 @@ from areal_hpc.rundir.jobs import (
     record_submission,
 )
 from areal_hpc.slurm import scontrol
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, select_live_job_ids
+from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, query_live_job_ids
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +40,7 @@ def find_next_successor(slurm: SlurmLaunchInfo, job: str, job_id: str) -> Submis
         return None
     waiting = [one for one in laid if one.job_id != job_id]
     try:
-        live = set(select_live_job_ids([one.job_id for one in waiting]))
+        live = set(query_live_job_ids([one.job_id for one in waiting]))
     except ClusterError as error:
         log.info("Slurm was not asked for the successors of this job: %s", error)
         return next(iter(waiting), None)
@@ -78,7 +78,9 @@ def find_reason_not_to_take_over(launch: LaunchFile, slurm: SlurmLaunchInfo) -> 
     return ""
 
 
-def was_probably_cancelled_by_person(job: QueuedJob, queue: QueuePoller, owner_id: int) -> bool:
+def was_probably_cancelled_by_person(
+    job: SlurmJobRecord, queue: QueuePoller, owner_id: int
+) -> bool:
     """True unless accounting says that Slurm did it, or an administrator for another user.
 
     Of what Slurm cancels by itself accounting names no user.

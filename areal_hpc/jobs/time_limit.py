@@ -68,7 +68,7 @@ def read_checkpoint_duration_s(job: JobPaths) -> float:
     Jobs are stopped even while the storage is away.
     """
     try:
-        return float(job.checkpoint_time.read_text())
+        return float(job.checkpoint_duration.read_text())
     except FileNotFoundError:
         return 0.0
     except (OSError, ValueError) as error:

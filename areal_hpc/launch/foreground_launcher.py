@@ -21,7 +21,7 @@ from areal_hpc.launch.prepared_run import PreparedRun, prepare_and_lock_run
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import CELL_PREFIX, EVALUATION_CELL
 from areal_hpc.rundir.storage_errors import StorageErrorTolerance
@@ -136,7 +136,7 @@ def run_standalone_stage(
         JobFailedError: A job failed for good.
         RunInterruptedError: `stop` was set.
     """
-    with hold_lock(paths.lock):
+    with hold_lock_or_raise(paths.lock):
         pythons = get_interpreters(recipe)
         ready = PreparedRun(
             paths, run_dir_setup.create_attempt_log_dir_and_link_latest(paths), pythons, (stage,)
@@ -223,7 +223,7 @@ class ForegroundLauncher:
 
     def _submit_job(self, spec: JobSpec) -> RunningJobHandle:
         handle = self._place.submit_job(spec)
-        self._events.record("job_submitted", job=spec.name, job_id=handle.job_id)
+        self._events.record("job_submitted", job=spec.name, job_id=handle.start_id)
         return handle
 
     def _read_progress_step_or_bytes(self, stage: JobStage) -> int:

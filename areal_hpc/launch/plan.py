@@ -104,7 +104,7 @@ def plan_run(
 
 def get_base_model_path(recipe: Recipe, paths: RunPaths) -> Path:
     """The model before any training."""
-    return recipe.model.path.resolve() if recipe.model.path else paths.tiny_model_dir
+    return recipe.model.path.resolve() if recipe.model.path else paths.starting_model_dir
 
 
 def get_initial_policy_path(recipe: Recipe, paths: RunPaths) -> Path:

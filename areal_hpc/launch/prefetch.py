@@ -67,7 +67,7 @@ def prefetch_files_and_build_images(
         RecipeError: Something cannot be had, or a file of the cache is not what the hub says it
             is; all problems at once.
     """
-    before = _read_prefetched_entries_by_path(paths.prefetched)
+    before = _read_prefetched_entries_by_path(paths.prefetch_record)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
     for want in list_prefetch_items(recipe):
@@ -91,7 +91,7 @@ def prefetch_files_and_build_images(
         print_line(f"{want.key:<24} {want.name} {where} ({len(files)} files, {mib:.1f} MiB)")
     if problems:
         raise RecipeError.from_problems(problems)
-    write_atomic(paths.prefetched, json.dumps(record, indent=2).encode())
+    write_atomic(paths.prefetch_record, json.dumps(record, indent=2).encode())
 
 
 def _download_if_missing(prefetch_item: PrefetchItem) -> Path:

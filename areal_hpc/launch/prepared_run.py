@@ -19,8 +19,8 @@ from areal_hpc.launch.provenance.record import record_provenance
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.cross_checks import find_likely_mistakes
 from areal_hpc.recipe.recipe import Recipe
-from areal_hpc.rundir.allocation_note import refuse_live_allocation_launcher
-from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.allocation_note import wait_and_raise_if_launcher_is_alive
+from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.privacy import create_or_secure_run_dir, restrict_new_files
 from areal_hpc.slurm.commands import has_slurm
@@ -87,8 +87,8 @@ def prepare_and_lock_run(
     made = input_checks.find_missing_folders(paths.root)
     with restrict_new_files(recipe.cluster.readable_by):
         create_or_secure_run_dir(paths.root, recipe.cluster.readable_by)
-        with hold_lock(paths.lock):
-            refuse_live_allocation_launcher(paths, print_line)
+        with hold_lock_or_raise(paths.lock):
+            wait_and_raise_if_launcher_is_alive(paths, print_line)
             # Asked again: another launcher may have submitted some since.
             live_jobs = find_live_jobs(paths) if joins_live_jobs else raise_if_live_jobs(paths)
             try:
@@ -211,8 +211,8 @@ def archive_run(paths: RunPaths, print_line: Callable[[str], None]) -> Path | No
         return None  # nothing has been run there
     stamp = datetime.now(UTC).strftime("%Y%m%d-%H%M%S")
     kept = paths.root.with_name(f"{paths.root.name}.{stamp}")
-    with hold_lock(paths.lock):
-        refuse_live_allocation_launcher(
+    with hold_lock_or_raise(paths.lock):
+        wait_and_raise_if_launcher_is_alive(
             paths, print_line
         )  # the directory would take its note along
         paths.root.rename(kept)

@@ -137,7 +137,7 @@ class RecordedStepsReplay:
     def _prepare_output_dir(self) -> None:
         run, out = self._run, self._out
         # First and whole: a directory that holds anything else is refused by the next try.
-        write_atomic(out.replay, msgspec.json.encode(self._request))
+        write_atomic(out.replay_arguments, msgspec.json.encode(self._request))
         out.checkpoints_dir.mkdir(exist_ok=True)
         run_dir_setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
         places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
@@ -255,7 +255,7 @@ def raise_if_batches_missing_or_damaged(
             key=str(run.manifests_dir),
             hint="choose other steps",
         )
-    index = {shard.file: shard for shard in read_index(run.index_dir)}
+    index = {shard.file: shard for shard in read_index(run.shard_index_dir)}
     steps = range(first_step, last_step + 1)
     manifests = [read_manifest(run, step) for step in steps if step not in quarantined]
     problems = []
@@ -316,8 +316,8 @@ def _refuse_unusable_output_dir(
     ):
         return
     if (
-        not output_run.replay.exists()
-        or msgspec.json.decode(output_run.replay.read_bytes()) != request
+        not output_run.replay_arguments.exists()
+        or msgspec.json.decode(output_run.replay_arguments.read_bytes()) != request
     ):
         raise RecipeError(
             f"something else is already at {output_run.root}",

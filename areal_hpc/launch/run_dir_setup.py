@@ -61,14 +61,14 @@ def put_task_sets_and_model_into_run_dir(
             sys.path.insert(0, folder)
     train, sft = (paths.dataset(name) for name in ("train", "sft"))
     check = partial(check_task_limits, recipe.rollout, recipe.proxy.session_timeout_s)
-    sources, task_counts = recipe.train_dataset.sources, paths.task_counts
-    if not train.exists() or (sources and not task_counts.exists()):
+    sources, train_source_sizes = recipe.train_dataset.sources, paths.train_source_sizes
+    if not train.exists() or (sources and not train_source_sizes.exists()):
         print_line("data     writing the train set")
         counts = materialize_task_sets(
             recipe.train_dataset.list_sources("train_dataset"), train, check
         )
         if sources:
-            write_atomic(task_counts, json.dumps(counts).encode())
+            write_atomic(train_source_sizes, json.dumps(counts).encode())
     for one in recipe.evaluation_sets:
         held_out = paths.evaluation_tasks(one.name)
         if not held_out.exists():
@@ -77,14 +77,16 @@ def put_task_sets_and_model_into_run_dir(
     if recipe.sft is not None and not sft.exists():
         print_line("data     writing the SFT set")
         materialize_task_sets([(recipe.sft.dataset, "sft.dataset")], sft)
-    if recipe.model.tiny is not None and not (paths.tiny_model_dir / "config.json").exists():
+    if recipe.model.tiny is not None and not (paths.starting_model_dir / "config.json").exists():
         print_line("model    making a tiny Qwen3 and its tokenizer")
         sizes = recipe.model.tiny.model_dump()
-        make_tiny_model(paths.tiny_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes)
-    if recipe.model.hub is not None and not paths.tiny_model_dir.exists():
-        paths.tiny_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
+        make_tiny_model(
+            paths.starting_model_dir, _read_tokenizer_texts(sft), seed=recipe.seed, **sizes
+        )
+    if recipe.model.hub is not None and not paths.starting_model_dir.exists():
+        paths.starting_model_dir.unlink(missing_ok=True)  # a link to a cache that has gone
         cached = find_snapshot(recipe.model.hub, "model", recipe.model.revision, "model.hub")
-        paths.tiny_model_dir.symlink_to(cached)
+        paths.starting_model_dir.symlink_to(cached)
     ensure_admin_key(paths.admin_key)
     ensure_service_key(paths.service_key)
     return PlanInputs(
@@ -95,7 +97,7 @@ def put_task_sets_and_model_into_run_dir(
         },
         serve_python=serve_python,
         sys_path=sys_path,
-        tasks_of_sources=json.loads(task_counts.read_text()) if sources else (),
+        tasks_of_sources=json.loads(train_source_sizes.read_text()) if sources else (),
     )
 
 

@@ -42,7 +42,7 @@ from areal_hpc.slurm.submit import (
     SubmittedJob,
     submit_held_job,
     submit_held_successor,
-    write_job_files,
+    write_job_files_and_clear_old_exits,
     write_member_payload,
 )
 from areal_hpc.slurm.submit_exactly_once import release_jobs, try_to_cancel_jobs
@@ -178,7 +178,7 @@ def _record_live_jobs_and_cancel_duplicates(
             _write_payload_of_array_member(prepared_run.paths, job)
             submitted = SubmittedJob(job_id, job.submission.token, place)
             record_job_submission(prepared_run, name, submitted)
-        state = "held, will be released" if job.is_held else job.queued.state.meaning
+        state = "held, will be released" if job.is_held else job.slurm_record.state.meaning
         print_line(
             f"kept     {name:<10} {job_id:<9} {f'successor {place}, ' if place else ''}{state}"
         )
@@ -217,7 +217,7 @@ def prepare_run_and_write_scripts(
     build_requests_of_run(recipe, Path.cwd())
     with prepare_and_lock_run(recipe, print_line=print_line, fresh=fresh) as ready:
         return [
-            write_job_files(request, launch, run_task).script
+            write_job_files_and_clear_old_exits(request, launch, run_task).script
             for stage in ready.remaining_stages
             for request, launch in build_requests_of_stage(stage, recipe, ready)
         ]

@@ -24,7 +24,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import select_live_job_ids
+from areal_hpc.slurm.queue import query_live_job_ids
 
 RUN_FILES_POLL_S = 0.5
 """Between two looks at the run's files."""
@@ -84,7 +84,7 @@ def _is_job_gone(paths: RunPaths, job: str) -> bool:
     submissions = read_submissions(paths.submissions)
     chain = [get_latest_submissions(submissions)[job], *list_waiting_successors(submissions, job)]
     try:
-        return not select_live_job_ids([one.job_id for one in chain])
+        return not query_live_job_ids([one.job_id for one in chain])
     except ClusterError:
         return False  # slurmctld may be away for a while
 
@@ -97,7 +97,7 @@ def _choose_leader_absence_timeout_s(paths: RunPaths, stage: JobStage) -> float:
     newest = get_latest_submissions(read_submissions(paths.submissions))
     others = [newest[one.name].job_id for one in stage.others if one.name in newest]
     try:
-        return CARETAKER_TIMEOUT_S if select_live_job_ids(others) else 0.0
+        return CARETAKER_TIMEOUT_S if query_live_job_ids(others) else 0.0
     except ClusterError:
         return CARETAKER_TIMEOUT_S  # slurmctld may be away for a while
 
@@ -125,7 +125,7 @@ def _wait_for_jobs_to_end_or_report_them(
     give_up_at = time.monotonic() + JOBS_END_TIMEOUT_S
     while live:
         with contextlib.suppress(SlurmTimeoutError):  # the run itself is finished by now
-            live = select_live_job_ids(live)
+            live = query_live_job_ids(live)
         if live and (time.monotonic() > give_up_at or stop.wait(2.0)):
             reporter.print_line(f"the run is finished; jobs are still ending: {', '.join(live)}")
             return

@@ -165,7 +165,7 @@ def _submit_arrays_of_all_jobs(
                 to_release += [] if request.stays_held else [job.job_id for job in jobs]
                 for one, job in zip(prepared_runs, jobs, strict=True):
                     files = one.paths.job(specs[0].name)
-                    write_member_payload(request.folder, job.job_id, files, run_task)
+                    write_member_payload(request.submitit_dir, job.job_id, files, run_task)
                     record_job_submission(one, specs[0].name, job)
                 first, last = jobs[0].job_id, jobs[-1].job_id
                 leading = leading or first.partition("_")[0]

@@ -17,7 +17,7 @@ from areal_hpc.wire.weight_version import GenerationFork, WeightVersion, compute
 
 def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
     """Every ticket of every sealed shard, those of old batches and of lost races included."""
-    for shard in read_index(paths.index_dir):
+    for shard in read_index(paths.shard_index_dir):
         for ticket in shard.tickets:
             ref = TicketRef(ticket.ticket_id, ticket.attempt)
             yield SealedTicket(ref, shard.file, ticket.rows, ticket.rewards, ticket.oldest_version)

@@ -36,7 +36,7 @@ def compute_result_metrics(
     for name, result in results.items():
         if name == VALID_SET_NAME:
             row[EVAL_REWARD_METRIC] = result.mean_reward
-        samples = SetSamples(result.list_samples(), result.answers)
+        samples = SetSamples(result.list_sample_rewards(), result.answers)
         estimates = estimate_metrics(samples, sets[name].metrics, sets[name].pass_reward)
         row |= build_metric_row(name, estimates)
     return row

@@ -23,8 +23,8 @@ from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.manifests import read_drops
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.asgi import ServiceServer
 from areal_hpc.wire.awake_clock import AwakeClock
 
@@ -76,7 +76,9 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
             key=str(paths.root),
             hint="check free space, quota and permissions",
         ) from error
-    register_samples(lambda: build_samples("areal_hpc_ledger", service.collect_progress_gauges()))
+    register_sample_reader(
+        lambda: build_samples("areal_hpc_ledger", service.collect_progress_gauges())
+    )
     app = LedgerApp(service, key, clock.now)
     listener = socket.create_server((get_advertised_host(), 0), backlog=1024)
     server = ServiceServer(app)
@@ -85,7 +87,7 @@ async def serve_ledger_until_stopped(config: LedgerJobConfig, stop: StopRequest)
     rendezvous.publish_endpoint(
         paths.rendezvous_dir, rendezvous.LEDGER_SERVICE, f"http://{host}:{port}"
     )
-    enter_state("serve")
+    record_state_entry("serve")
     log.info("listening on %s:%d (start %d of this run's ledger)", host, port, service.incarnation)
     expiry_check_every_s = config.cell_timeout_s / EXPIRY_CHECKS_PER_TIMEOUT
     checked_at_s = clock.now()

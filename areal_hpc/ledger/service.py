@@ -83,7 +83,7 @@ class LedgerService:
         self._batch_wanted_until_s = float("-inf")
         self._stopped = paths.finished_marker.exists()
         self._work, self._progress = Notifier(), Notifier()
-        self._index = SealedTicketChecker(paths.index_dir)
+        self._index = SealedTicketChecker(paths.shard_index_dir)
         self._cells, self._ages = CellHeartbeats(), batch_formation.StalenessCheck()
 
     def collect_progress_gauges(self) -> dict[str, int]:
@@ -361,7 +361,7 @@ class LedgerService:
         if manifest := batch_formation.build_next_batch_manifest(tickets, generation, forks):
             # A ledger left over from an earlier trainer must not decide the new one's batch.
             self._check_newest_generation_on_disk(generation)
-            manifest = manifests.write_manifest_once(self._paths, manifest)
+            manifest = manifests.write_or_read_manifest(self._paths, manifest)
             tickets.record_batch(manifest)
             self._batch_wanted_until_s = float("-inf")
         return manifest

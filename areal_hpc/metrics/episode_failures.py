@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.rundir.jsonl import decode_lines
+from areal_hpc.rundir.jsonl import decode_readable_records
 
 FAILURE_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
 """Events of a try that counts against its episode: outages of servers do not."""
@@ -41,7 +41,7 @@ class EpisodeFailureCounter:
             content = self._read_appended_lines()
         except FileNotFoundError:
             return FailureCounts()
-        events = decode_lines(content, dict[str, Any])
+        events = decode_readable_records(content, dict[str, Any])
         failures = [event for event in events if is_training_episode_failure(event)]
         return FailureCounts(len(failures), sum("reward" in event for event in failures))
 

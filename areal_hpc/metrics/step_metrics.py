@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
 EVAL_REWARD_METRIC = "eval/reward"
@@ -37,7 +37,7 @@ def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """One record for each step, in the order of steps: what several lines say of one is merged."""
     found: dict[int, dict[str, Any]] = {}
-    for line in read_lines(path):
+    for line in read_readable_records(path):
         found.setdefault(line["step"], {}).update(line)
     return [found[step] for step in sorted(found)]
 

@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 from areal_hpc.metrics.step_line import format_step_line
 from areal_hpc.metrics.step_metrics import list_evaluated_sets, read_metrics
-from areal_hpc.rundir.jsonl import FlatRow, append_line, replace_lines
+from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, replace_lines
 from areal_hpc.wire.replicas import UpdatePauseStats
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -27,7 +27,7 @@ def format_tensorboard_tag(metric_name: str) -> str:
     return metric_name
 
 
-def replace_non_finite_by_none(line: FlatRow) -> FlatRow:
+def replace_non_finite_by_none(line: JsonMetricRow) -> JsonMetricRow:
     """The line with None in the place of infinities and of what is not a number."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
@@ -35,7 +35,7 @@ def replace_non_finite_by_none(line: FlatRow) -> FlatRow:
     }
 
 
-def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> FlatRow:
+def summarize_newest_weight_update_pause(pauses: Sequence[UpdatePauseStats]) -> JsonMetricRow:
     """Cost of the newest known update to those who generate.
 
     Mostly the first tokens come after the line of its version was written: then the next line has
@@ -79,7 +79,7 @@ class MetricsWriter:
             (step for step in kept if list_evaluated_sets(kept[step])), default=-1
         )
         """The newest step with an evaluation's reward; -1 when there is none."""
-        self.reopened: FlatRow = kept.pop(resume_step, {})
+        self.reopened: JsonMetricRow = kept.pop(resume_step, {})
         """The line of the step that training goes on from; empty when there is none."""
         self.reopened.pop("step", None)
         if path.exists():
@@ -87,12 +87,12 @@ class MetricsWriter:
         self._board = (
             SummaryWriter(str(tensorboard_dir), purge_step=resume_step) if tensorboard_dir else None
         )
-        self._held: list[tuple[int, FlatRow]] | None = None
+        self._held: list[tuple[int, JsonMetricRow]] | None = None
         self._newest_step = -1
-        self.newest_line: FlatRow = {}
+        self.newest_line: JsonMetricRow = {}
         """The newest step of which this process wrote a line, with what it knows beside."""
 
-    def write(self, step: int, values: FlatRow) -> None:
+    def write(self, step: int, values: JsonMetricRow) -> None:
         """Append a line of one step, or keep it for later after `hold_back_lines`.
 
         A step whose evaluation ends after its line was written gets another line.
@@ -100,7 +100,7 @@ class MetricsWriter:
         if self._held is not None:
             self._held.append((step, values))
             return
-        line: FlatRow = {"step": step, **replace_non_finite_by_none(values)}
+        line: JsonMetricRow = {"step": step, **replace_non_finite_by_none(values)}
         self._keep_newest_line(step, line)
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
@@ -110,7 +110,7 @@ class MetricsWriter:
                     self._board.add_scalar(format_tensorboard_tag(name), value, step)
             self._board.flush()
 
-    def _keep_newest_line(self, step: int, line: FlatRow) -> None:
+    def _keep_newest_line(self, step: int, line: JsonMetricRow) -> None:
         """Put what a late evaluation says of an earlier step beside the newest step's numbers."""
         if step > self._newest_step:
             self._newest_step, self.newest_line = step, line

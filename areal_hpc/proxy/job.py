@@ -23,8 +23,8 @@ from areal_hpc.proxy.sessions.recorder import JournaledRecorder
 from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.process_metrics import register_samples
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.process_metrics import register_sample_reader
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.signing import RequestVerifier
 
 log = logging.getLogger(__name__)
@@ -74,12 +74,12 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         verifier=RequestVerifier(service_key, name),
         online=job.online,
     )
-    register_samples(service.metrics.list_samples)
+    register_sample_reader(service.metrics.list_samples)
     listener = _open_listener(paths.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:
         rendezvous.publish_endpoint(paths.rendezvous_dir, name, f"http://{host}:{port}")
-        enter_state("serve")
+        record_state_entry("serve")
         log.info("%s listens on %s:%d", name, host, port)
         await service.run(listener, stop, DRAIN_TIMEOUT_S)
         with contextlib.suppress(TimeoutError, ClusterError):

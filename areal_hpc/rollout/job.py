@@ -28,8 +28,8 @@ from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 
 log = logging.getLogger(__name__)
 
@@ -122,16 +122,16 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         agent = agents[TRAIN]
         if job.plays_trials and agent is not None and not paths.metrics.exists():
             tasks, proxy = TaskSet.read(paths.dataset(TRAIN)), services.proxy
-            enter_state("trial")
+            record_state_entry("trial")
             await raise_if_all_trial_tasks_fail_alike(
                 job.rollout, agent, tasks, proxy, http_client, events, sandboxes
             )
         await loop.run()
 
-    register_samples(
+    register_sample_reader(
         lambda: build_samples("areal_hpc_driver", _collect_driver_metrics(tickets, watch))
     )
-    enter_state("idle")
+    record_state_entry("idle")
     try:
         # Without Slurm there is nobody to give nodes back to, nor to start the cell again.
         idle_timeout_s = job.idle_timeout_s if get_job_start_number() else float("inf")

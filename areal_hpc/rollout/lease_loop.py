@@ -13,7 +13,7 @@ from areal_hpc.rollout.ledger_clock import LedgerClockOffsetRecorder
 from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.wire.ledger import Empty, LeaseReply, LeaseRequest
 from areal_hpc.wire.proxy import SealTicketsReply
 
@@ -87,9 +87,9 @@ class LeaseLoop:
 
     def _record_activity_state(self) -> None:
         if not self._tickets.has_no_open_episodes:
-            enter_state("episodes")
+            record_state_entry("episodes")
         else:
-            enter_state("idle" if self._gate.is_open else "no replica")
+            record_state_entry("idle" if self._gate.is_open else "no replica")
 
     @property
     def _is_sealing(self) -> bool:

@@ -11,7 +11,7 @@ from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
 
 HEARTBEAT_PERIOD_S = 5.0
-LAUNCHER_TIMEOUT_S = 60.0
+LAUNCHER_HEARTBEAT_TIMEOUT_S = 60.0
 """A launcher that was silent for so long is gone: its steps stop."""
 
 
@@ -37,20 +37,20 @@ class AllocationNote(Struct, frozen=True):
 
 def write_allocation_note(paths: RunPaths, note: AllocationNote) -> None:
     """Replace the note; the file's time is that of the heartbeat."""
-    write_atomic(paths.allocation, msgspec.json.encode(note))
+    write_atomic(paths.allocation_note, msgspec.json.encode(note))
 
 
-def find_live_allocation(paths: RunPaths) -> AllocationNote | None:
+def find_live_launcher_note(paths: RunPaths) -> AllocationNote | None:
     """The note of a launcher that is alive, or was a moment ago; None if there is none."""
     try:
-        if time.time() - paths.allocation.stat().st_mtime > LAUNCHER_TIMEOUT_S:
+        if time.time() - paths.allocation_note.stat().st_mtime > LAUNCHER_HEARTBEAT_TIMEOUT_S:
             return None
-        return msgspec.json.decode(paths.allocation.read_bytes(), type=AllocationNote)
+        return msgspec.json.decode(paths.allocation_note.read_bytes(), type=AllocationNote)
     except (OSError, msgspec.DecodeError, UnicodeDecodeError):
         return None
 
 
-def refuse_live_allocation_launcher(
+def wait_and_raise_if_launcher_is_alive(
     paths: RunPaths, print_line: Callable[[str], None], watch_s: float = 2.5 * HEARTBEAT_PERIOD_S
 ) -> None:
     """Make sure that no launcher in an allocation works in a run directory.
@@ -61,13 +61,13 @@ def refuse_live_allocation_launcher(
     Raises:
         ClusterError: One does.
     """
-    if (first := find_live_allocation(paths)) is None:
+    if (first := find_live_launcher_note(paths)) is None:
         return
     print_line(f"waiting  a launcher in allocation {first.job_id} was here within the last minute")
     give_up_at = time.monotonic() + watch_s
     while time.monotonic() < give_up_at:
         time.sleep(min(watch_s / 10, 1.0))
-        note = find_live_allocation(paths)
+        note = find_live_launcher_note(paths)
         if note is not None and note != first:
             raise ClusterError(
                 f"a launcher in allocation {note.job_id} is running this recipe",

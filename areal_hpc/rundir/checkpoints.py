@@ -8,7 +8,7 @@ from typing import Literal
 import msgspec
 
 from areal_hpc.errors import ClusterError, Problem, ShardError
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import format_step_dir
 from areal_hpc.wire.weight_version import GenerationFork
 
@@ -61,7 +61,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Of all batches so far; None before the first."""
     critic_batches: int = 0
     """How many of those batches came since the critic began; 0 without one."""
-    row: FlatRow = {}
+    row: JsonMetricRow = {}
     """The metrics of this step as far as they were known: its line is written after it."""
 
 

@@ -10,7 +10,7 @@ from msgspec import Struct, field
 
 from areal_hpc.errors import IdleError, LostTrainerRankError
 from areal_hpc.rundir.atomic import write_atomic
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import HELD_JOB_NOTES_SUBDIR, JobPaths, RunPaths
 
 STOPPED_EXIT_CODE = 143
@@ -251,7 +251,7 @@ def record_submission(path: Path, submission: Submission) -> None:
 
 def read_submissions(path: Path) -> list[Submission]:
     """All jobs that were ever submitted, oldest first; none before the first."""
-    return read_lines(path, Submission)
+    return read_readable_records(path, Submission)
 
 
 def get_latest_submissions(submissions: list[Submission]) -> dict[str, Submission]:
@@ -328,7 +328,7 @@ class ExcludedNode(Struct, frozen=True):
 
 def read_excluded_nodes_with_expired(path: Path) -> list[ExcludedNode]:
     """Every node that was ever put on the run's list, oldest first; expired ones too."""
-    return read_lines(path, ExcludedNode)
+    return read_readable_records(path, ExcludedNode)
 
 
 def list_unexpired_excluded_nodes(path: Path) -> list[str]:

@@ -20,7 +20,7 @@ from areal_hpc.rundir.atomic import fsync_path, write_atomic
 
 RecordT = TypeVar("RecordT")
 
-FlatRow = dict[str, int | float | str | None]
+JsonMetricRow = dict[str, int | float | str | None]
 """The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
 
 log = logging.getLogger(__name__)
@@ -80,10 +80,10 @@ def _encode_record(record: object) -> bytes:
 
 
 @overload
-def read_lines(path: Path) -> list[dict[str, Any]]: ...
+def read_readable_records(path: Path) -> list[dict[str, Any]]: ...
 @overload
-def read_lines(path: Path, record_type: type[RecordT]) -> list[RecordT]: ...
-def read_lines(path: Path, record_type: Any = dict[str, Any]) -> list[Any]:
+def read_readable_records(path: Path, record_type: type[RecordT]) -> list[RecordT]: ...
+def read_readable_records(path: Path, record_type: Any = dict[str, Any]) -> list[Any]:
     """Every record of a file in order; none if there is no file.
 
     A line that holds anything but `record_type` is left out with a warning that names it.
@@ -92,7 +92,7 @@ def read_lines(path: Path, record_type: Any = dict[str, Any]) -> list[Any]:
         content = path.read_bytes()
     except FileNotFoundError:
         return []
-    return decode_lines(content, record_type, str(path))
+    return decode_readable_records(content, record_type, str(path))
 
 
 def read_tail(path: Path, size_bytes: int) -> bytes:
@@ -104,7 +104,9 @@ def read_tail(path: Path, size_bytes: int) -> bytes:
     return content if whole_bytes <= size_bytes else content.partition(b"\n")[2]
 
 
-def decode_lines(content: bytes, record_type: type[RecordT], file_name: str = "") -> list[RecordT]:
+def decode_readable_records(
+    content: bytes, record_type: type[RecordT], file_name: str = ""
+) -> list[RecordT]:
     """The records in a piece of a file, whose last line may be without its newline.
 
     `file_name` names the file in the warning about a line that holds anything but `record_type`;

@@ -9,12 +9,12 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 
-LOCK_CHECK_TIMEOUT_S = 1.0
+LOCK_ACQUIRE_TIMEOUT_S = 1.0
 """Longest that a lock is waited for: `is_lock_held` holds it for a moment."""
 
 
 @contextmanager
-def hold_lock(lock_file: Path) -> Iterator[None]:
+def hold_lock_or_raise(lock_file: Path) -> Iterator[None]:
     """Hold the launcher's lock. The kernel drops it however the launcher ends.
 
     Raises:
@@ -30,7 +30,7 @@ def hold_lock(lock_file: Path) -> Iterator[None]:
 
 
 def _lock_exclusively(descriptor: int, lock_file: Path) -> None:
-    give_up_at = time.monotonic() + LOCK_CHECK_TIMEOUT_S
+    give_up_at = time.monotonic() + LOCK_ACQUIRE_TIMEOUT_S
     while True:
         try:
             return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -41,7 +41,7 @@ def _lock_exclusively(descriptor: int, lock_file: Path) -> None:
                     key=str(lock_file.parent),
                     hint=f"lsof {lock_file}",
                 ) from error
-        time.sleep(LOCK_CHECK_TIMEOUT_S / 20)
+        time.sleep(LOCK_ACQUIRE_TIMEOUT_S / 20)
 
 
 def is_lock_held(lock_file: str | os.PathLike[str]) -> bool:

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc.errors import ShardError
 from areal_hpc.rundir.atomic import write_atomic, write_once
-from areal_hpc.rundir.jsonl import append_line, read_lines, replace_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records, replace_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import BatchManifest, DropTicketRequest, TicketRef
 from areal_hpc.wire.weight_version import GenerationFork
@@ -60,7 +60,7 @@ class EvaluationResult(msgspec.Struct, frozen=True, omit_defaults=True):
     answers: list[list[str]] = []
     """By task index, what each sample answered; empty if none says."""
 
-    def list_samples(self) -> list[list[float]]:
+    def list_sample_rewards(self) -> list[list[float]]:
         """By task index, the reward of each sample."""
         return self.samples or [[reward] for reward in self.rewards]
 
@@ -94,7 +94,7 @@ class DroppedTicket(msgspec.Struct, frozen=True):
         return cls(request.ref, request.reason, request.kind, request.rewards)
 
 
-def write_manifest_once(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
+def write_or_read_manifest(paths: RunPaths, manifest: BatchManifest) -> BatchManifest:
     """Make a batch durable, once and for all. It may be handed out only after this returns.
 
     A manifest is never replaced, because checkpoints name batches by their step alone.
@@ -167,7 +167,9 @@ def read_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResu
     return read_json_file(paths.evaluation(step, set_name), EvaluationResult)
 
 
-def read_current_evaluation(paths: RunPaths, step: int, set_name: str) -> EvaluationResult | None:
+def read_evaluation_of_kept_weights(
+    paths: RunPaths, step: int, set_name: str
+) -> EvaluationResult | None:
     """The result of a set for weights of `step` that the run still has; None without one.
 
     Raises:
@@ -193,7 +195,7 @@ def append_evaluated_ticket(paths: RunPaths, step: int, ticket: EvaluatedTicket)
 
 def read_evaluated_tickets(paths: RunPaths, step: int) -> list[EvaluatedTicket]:
     """The tasks of the evaluation of `step` that were done while it was under way."""
-    return read_lines(paths.evaluated_tickets(step), EvaluatedTicket)
+    return read_readable_records(paths.evaluated_tickets(step), EvaluatedTicket)
 
 
 def replace_evaluated_tickets(
@@ -210,7 +212,9 @@ def replace_evaluated_tickets(
         paths.evaluated_tickets(step).unlink(missing_ok=True)
 
 
-def list_evaluations(paths: RunPaths, main_set: str) -> Iterator[tuple[str, EvaluationResult]]:
+def list_evaluations_of_kept_weights(
+    paths: RunPaths, main_set: str
+) -> Iterator[tuple[str, EvaluationResult]]:
     """Every result with the name of its set, by set and step; those of `main_set` come first.
 
     Those of weights that a trainer which resumed from an earlier step gave up are left out.
@@ -233,7 +237,7 @@ def read_evaluations_by_set(
     """Every result by set and step, up to one that is damaged, which is named in `problems`."""
     found: dict[str, list[EvaluationResult]] = {}
     try:
-        for name, result in list_evaluations(paths, main_set):
+        for name, result in list_evaluations_of_kept_weights(paths, main_set):
             found.setdefault(name, []).append(result)
     except ShardError as error:
         problems.append(str(error))
@@ -251,7 +255,7 @@ def append_drop(paths: RunPaths, dropped_ticket: DroppedTicket) -> None:
 
 def read_drops(paths: RunPaths) -> list[DroppedTicket]:
     """Every drop in order."""
-    return read_lines(paths.drops, DroppedTicket)
+    return read_readable_records(paths.drops, DroppedTicket)
 
 
 def read_json_file(path: Path, record_type: type[RecordT]) -> RecordT | None:

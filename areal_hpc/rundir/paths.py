@@ -46,17 +46,17 @@ class RunPaths(_Folder):
     """Task sets, demonstrations and the starting model as launched."""
     agent_dir = _PathDescriptor("agent")
     """The user's agent, where a script handed it over as an object."""
-    task_counts = _PathDescriptor("data/train_sources.json")
+    train_source_sizes = _PathDescriptor("data/train_sources.json")
     """Rows of each source in the training set, a JSON list; only if there are several."""
-    prefetched = _PathDescriptor("prefetch.json")
+    prefetch_record = _PathDescriptor("prefetch.json")
     """Revisions and digests of what `areal-hpc prefetch` put in place."""
-    tiny_model_dir = _PathDescriptor("data/model")
+    starting_model_dir = _PathDescriptor("data/model")
     """The tiny model made for this run, or a link to the hub's model in the cache."""
     jobs_dir = _PathDescriptor("jobs")
     """One folder a job: process configurations and submitit's files."""
     submissions = _PathDescriptor("jobs/submissions.jsonl")
     """Every job that was handed to Slurm: one JSON object a line."""
-    allocation = _PathDescriptor("jobs/allocation.json")
+    allocation_note = _PathDescriptor("jobs/allocation.json")
     """Heartbeat of a launcher in an allocation, and the nodes of its steps."""
     excluded_nodes = _PathDescriptor("jobs/excluded_nodes.jsonl")
     """Nodes that failed this run's probe: one JSON object a line."""
@@ -72,7 +72,7 @@ class RunPaths(_Folder):
     """The run's own processes sign with it what they ask of one another; mode 0600."""
     shards_dir = _PathDescriptor("shards")
     """Sealed trajectories."""
-    index_dir = _PathDescriptor("index")
+    shard_index_dir = _PathDescriptor("index")
     """Append-only index: one file per writer, one line per sealed shard."""
     manifests_dir = _PathDescriptor("manifests")
     """Batches as they were handed out: the arrival log."""
@@ -90,7 +90,7 @@ class RunPaths(_Folder):
     """Evaluations by `areal-hpc eval`, each with a directory in the form of a run's."""
     evaluation_report = _PathDescriptor("evaluation_report.json")
     """What `areal-hpc eval` found, in the directory of such an evaluation."""
-    sft_dir = _PathDescriptor("sft")
+    sft_checkpoints_dir = _PathDescriptor("sft")
     """Checkpoints of the SFT stage."""
     checkpoints_dir = _PathDescriptor("checkpoints")
     """Checkpoints of the reinforcement-learning trainer."""
@@ -98,7 +98,7 @@ class RunPaths(_Folder):
     """Policies of earlier steps that the trained one is kept near, where that reference follows."""
     sft_export = _PathDescriptor("export/sft")
     """The warmed-up model in Hugging Face format."""
-    weights_dir = _PathDescriptor("weights")
+    published_weights_dir = _PathDescriptor("weights")
     """One folder: the version that replicas load with `weights.transport=disk`."""
     metrics = _PathDescriptor("metrics.jsonl")
     """One JSON object per trained step; what is known of it later only has lines of its own."""
@@ -118,7 +118,7 @@ class RunPaths(_Folder):
     """Targets for file_sd_configs of Prometheus: a file a process that may be scraped."""
     learning_curve = _PathDescriptor("learning_curve.png")
     """The learning curve as a picture."""
-    replay = _PathDescriptor("replay.json")
+    replay_arguments = _PathDescriptor("replay.json")
     """Arguments of `areal-hpc replay`, in the directory of a replay."""
     finished_marker = _PathDescriptor("FINISHED")
     """Exists when every step of the recipe has been trained and saved."""
@@ -128,7 +128,7 @@ class RunPaths(_Folder):
     """Links to the newest attempt's folder."""
 
     @property
-    def board_run_dir(self) -> Path:
+    def tensorboard_run_dir(self) -> Path:
         """Event files of the run, in a folder whose name TensorBoard shows as that of the run."""
         return self.tensorboard_dir / f"{self.root.parent.name}-{self.root.name}"
 
@@ -235,15 +235,15 @@ class JobPaths(_Folder):
     """One folder for each start of the job: why its ranks were started again within it."""
     failure_count = _PathDescriptor("failures_without_progress.json")
     """Number of starts in a row that failed without progress."""
-    caretaker_count = _PathDescriptor("submissions_without_progress.json")
+    caretaker_submission_count = _PathDescriptor("submissions_without_progress.json")
     """Number of submissions by caretakers, and the run's progress at the last one."""
     idle_note = _PathDescriptor("idle")
     """When a cell that shares its job last had nothing to do; holds the start of the job."""
     cancelled_id = _PathDescriptor("cancelled_id")
     """Number of the submission that a person cancelled, which Slurm forgets."""
-    claim = _PathDescriptor("claim")
+    submission_claim = _PathDescriptor("claim")
     """Exists while a caretaker submits the job."""
-    checkpoint_time = _PathDescriptor("checkpoint_time_s")
+    checkpoint_duration = _PathDescriptor("checkpoint_time_s")
     """Seconds that the last checkpoint took."""
 
     @property

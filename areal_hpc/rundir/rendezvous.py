@@ -95,7 +95,7 @@ def find_endpoint(directory: Path, service_name: str) -> ServiceEndpoint | None:
         return None
 
 
-def await_endpoint(
+def wait_for_endpoint(
     directory: Path,
     service_name: str,
     timeout_s: float,

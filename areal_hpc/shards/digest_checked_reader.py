@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.errors import ShardError
-from areal_hpc.rundir.jsonl import decode_lines
+from areal_hpc.rundir.jsonl import decode_readable_records
 from areal_hpc.shards.disk_io import open_regular_file, read_to_end
 from areal_hpc.shards.index import get_index_path
 from areal_hpc.shards.reader import ShardReader
@@ -140,7 +140,7 @@ class CheckedShards:
             return
         except OSError as error:
             raise ShardError(f"cannot be read: {error.strerror}", key=str(path)) from error
-        for line in decode_lines(content, _DigestLine, str(path)):
+        for line in decode_readable_records(content, _DigestLine, str(path)):
             self._lines.setdefault(line.file, line)
         # The last line may still be in the writing.
         self._read_bytes[writer] = begin + content.rfind(b"\n") + 1

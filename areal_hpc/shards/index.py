@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from areal_hpc.rundir.jsonl import append_line, decode_lines, read_lines
+from areal_hpc.rundir.jsonl import append_line, decode_readable_records, read_readable_records
 from areal_hpc.shards.schema import parse_shard_name
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import RowKind
@@ -135,7 +135,7 @@ def read_index(index_dir: Path, writer: str | None = None) -> list[SealedShard]:
     if not index_dir.is_dir():
         return []
     paths = [get_index_path(index_dir, writer)] if writer else sorted(index_dir.glob("*.jsonl"))
-    return [shard for path in paths for shard in read_lines(path, SealedShard)]
+    return [shard for path in paths for shard in read_readable_records(path, SealedShard)]
 
 
 def read_last_shard_number(index_dir: Path, writer: str) -> int:
@@ -154,7 +154,9 @@ def read_last_shard_number(index_dir: Path, writer: str) -> int:
             stream.seek(start)
             tail = stream.read()
             # Unless it is the file's first, the line that the tail begins in is not whole.
-            lines = decode_lines(tail if start == 0 else tail[tail.find(b"\n") + 1 :], SealedShard)
+            lines = decode_readable_records(
+                tail if start == 0 else tail[tail.find(b"\n") + 1 :], SealedShard
+            )
             sequences = [named[1] for line in lines if (named := parse_shard_name(line.file))]
             if sequences or start == 0:
                 return max(sequences, default=-1)

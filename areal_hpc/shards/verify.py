@@ -54,7 +54,7 @@ def verify_run(
     """
     # Files first: a shard sealed in between is then in the index, and no false orphan.
     files = _list_shard_files(paths.shards_dir)
-    shards = read_index(paths.index_dir)
+    shards = read_index(paths.shard_index_dir)
     report = VerifyReport(len(shards), sum(shard.rows for shard in shards))
     shard_paths = [paths.shards_dir / shard.file for shard in shards]
     done_bytes, total_bytes = 0, sum(shard.bytes for shard in shards)
@@ -168,12 +168,12 @@ def repair_index_and_remove_partial_shards(paths: RunPaths, writer: str | None =
     Call it only while the writers concerned are not running: for one `writer` by its own next
     incarnation, for all of them when the run has stopped. Repairing again changes nothing.
     """
-    known = {shard.file for shard in read_index(paths.index_dir, writer)}
+    known = {shard.file for shard in read_index(paths.shard_index_dir, writer)}
     for path in _list_shard_files(paths.shards_dir, writer):
         if path.name in known:
             continue
         try:
-            append_to_index(paths.index_dir, build_index_line(path))
+            append_to_index(paths.shard_index_dir, build_index_line(path))
         except ShardError as error:
             log.warning("left without an index line: %s", error)
     for path in _list_shard_files(paths.shards_dir, writer, PARTIAL_SUFFIX):

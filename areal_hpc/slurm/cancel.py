@@ -36,7 +36,7 @@ def cancel_jobs_and_wait(
     """
     cancellation = _Cancellation(job_ids, label, grace_s, print_line)
     try:
-        cancellation.wait_until_none_is_left()
+        cancellation.cancel_until_none_is_left()
     except BaseException:  # boundary: whoever gives up has to know what is left
         if cancellation.left is None:
             print_line("Slurm has not said which jobs are there")
@@ -70,24 +70,26 @@ class _Cancellation:
         self.left: list[str] | None = None
         """Jobs that were there at the last look; None before the first."""
 
-    def wait_until_none_is_left(self) -> None:
+    def cancel_until_none_is_left(self) -> None:
         """Look at the jobs, and cancel what is there, again and again."""
         silent_since: float | None = None
         silent_looks = 0
         while True:
             look_began_at = time.monotonic()
             try:
-                if self._cancel_jobs_still_there():
+                if self._cancel_and_check_none_left():
                     return
                 silent_since, silent_looks = None, 0
                 time.sleep(POLL_S)
             except SlurmTimeoutError as silence:
                 silent_since = silent_since or look_began_at
-                self._pause(silence, silent_since, SLURM_OUTAGE_BACKOFF.get_pause_s(silent_looks))
+                self._sleep_or_raise_after_outage(
+                    silence, silent_since, SLURM_OUTAGE_BACKOFF.get_pause_s(silent_looks)
+                )
                 silent_looks += 1
                 self._began_at += time.monotonic() - look_began_at
 
-    def _cancel_jobs_still_there(self) -> bool:
+    def _cancel_and_check_none_left(self) -> bool:
         """Cancel what has to be cancelled now; True once no job is left.
 
         Raises:
@@ -128,7 +130,9 @@ class _Cancellation:
         waiting = f"waiting {self._grace_s:.0f} s for their checkpoints"
         self._print_line(f"sent SIGTERM to {len(fresh)} jobs; {waiting}")
 
-    def _pause(self, silence: SlurmTimeoutError, silent_since: float, pause_s: float) -> None:
+    def _sleep_or_raise_after_outage(
+        self, silence: SlurmTimeoutError, silent_since: float, pause_s: float
+    ) -> None:
         """Wait for Slurm to answer."""
         outage_s = time.monotonic() - silent_since
         if outage_s > MAX_SLURM_OUTAGE_S:

@@ -41,16 +41,16 @@ ACCOUNTING_RETRY_INTERVAL_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class QueuedJob:
+class SlurmJobRecord:
     """One job, or one start of it, as Slurm describes it."""
 
     job_id: str
     state: JobState
     reason: str = ""
     nodes: str = ""
-    start: float | None = None
+    started_or_expected_at: float | None = None
     """Unix time: when it started, or is expected to. None: nobody knows."""
-    end: float | None = None
+    ended_or_latest_end_at: float | None = None
     """Unix time: when it ended, or will at the latest."""
     restarts: int | None = None
     """Starts before this one; None where Slurm does not say."""
@@ -62,7 +62,7 @@ class QueuedJob:
     """Both empty where they are not known."""
     cancelled_by: int | None = None
     """Id of the user who cancelled it, where accounting says so."""
-    bad_steps: tuple[str, ...] = ()
+    failed_step_states: tuple[str, ...] = ()
     """Failures of its steps, such as `OUT_OF_MEMORY`, which the job's own state may hide."""
 
     @property
@@ -75,7 +75,7 @@ class QueuedJob:
 class QueueSnapshot:
     """One answer about many jobs."""
 
-    jobs: dict[str, QueuedJob] = field(default_factory=dict)
+    jobs: dict[str, SlurmJobRecord] = field(default_factory=dict)
     """By id; jobs that nothing is known of are absent."""
     outage: str = ""
     """Why there was no answer; empty if there was one."""
@@ -102,7 +102,7 @@ class QueueSnapshot:
         return found.state if found else UNKNOWN_STATE
 
 
-def parse_squeue(text: str) -> list[QueuedJob]:
+def parse_squeue(text: str) -> list[SlurmJobRecord]:
     """The jobs in the output of squeue with the columns above."""
     return [
         _parse_squeue_row([cell.strip() for cell in line.split("|")])
@@ -111,16 +111,16 @@ def parse_squeue(text: str) -> list[QueuedJob]:
     ]
 
 
-def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
+def _parse_squeue_row(cells: Sequence[str]) -> SlurmJobRecord:
     job_id, state, reason, nodes, start, end, restarts, wait_status, name, *rest = cells[:-1]
     status = int(wait_status) if wait_status.isdigit() else 0
-    return QueuedJob(
+    return SlurmJobRecord(
         job_id=job_id,
         state=parse_state(state),
         reason="" if reason in {"None", "(null)"} else reason,
         nodes=nodes,
-        start=parse_slurm_timestamp(start),
-        end=parse_slurm_timestamp(end),
+        started_or_expected_at=parse_slurm_timestamp(start),
+        ended_or_latest_end_at=parse_slurm_timestamp(end),
         restarts=int(restarts) if restarts.isdigit() else None,
         exit_code=status >> 8 & 0xFF,
         signal=status & 0x7F,
@@ -129,13 +129,13 @@ def _parse_squeue_row(cells: Sequence[str]) -> QueuedJob:
     )
 
 
-def parse_sacct(text: str) -> list[QueuedJob]:
+def parse_sacct(text: str) -> list[SlurmJobRecord]:
     """Every start of every job, in the order of sacct (-D -n -P and the columns above).
 
     Steps are rows of their own (`17.batch`, `17.0`) after their job's; their failures are kept
     with the job, because a step may run out of memory in a job that merely `FAILED`.
     """
-    jobs: list[QueuedJob] = []
+    jobs: list[SlurmJobRecord] = []
     for line in text.splitlines():
         cells = line.split("|")
         if len(cells) < len(SACCT_COLUMNS):
@@ -144,20 +144,24 @@ def parse_sacct(text: str) -> list[QueuedJob]:
         state = parse_state(cells[1])
         if not step:
             jobs.append(_parse_sacct_row(name, state, cells))
-        elif jobs and state.is_over_without_success and state.name not in jobs[-1].bad_steps:
-            jobs[-1] = replace(jobs[-1], bad_steps=(*jobs[-1].bad_steps, state.name))
+        elif (
+            jobs and state.is_over_without_success and state.name not in jobs[-1].failed_step_states
+        ):
+            jobs[-1] = replace(
+                jobs[-1], failed_step_states=(*jobs[-1].failed_step_states, state.name)
+            )
     return jobs
 
 
-def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> QueuedJob:
+def _parse_sacct_row(job_id: str, state: JobState, cells: Sequence[str]) -> SlurmJobRecord:
     code, _, signal = cells[2].partition(":")
-    return QueuedJob(
+    return SlurmJobRecord(
         job_id=job_id,
         state=state,
         reason="" if cells[6] in {"None", ""} else cells[6],
         nodes="" if cells[3] == "None assigned" else cells[3],
-        start=parse_slurm_timestamp(cells[4]),
-        end=parse_slurm_timestamp(cells[5]),
+        started_or_expected_at=parse_slurm_timestamp(cells[4]),
+        ended_or_latest_end_at=parse_slurm_timestamp(cells[5]),
         exit_code=int(code) if code.isdigit() else 0,
         signal=int(signal) if signal.isdigit() else 0,
         cancelled_by=parse_canceller(cells[1]),
@@ -172,7 +176,7 @@ class QueuePoller:
         self._unanswered_polls = 0
         self._ask_accounting_at = 0.0
         """Monotonic time before which sacct, which had nothing to say, is not asked again."""
-        self._settled: dict[str, QueuedJob] = {}
+        self._settled: dict[str, SlurmJobRecord] = {}
         """What will not change: jobs that squeue has forgotten, and sacct has not."""
 
     @property
@@ -190,7 +194,7 @@ class QueuePoller:
         if not wanted:
             return QueueSnapshot()
         outage, asked_at = "", time.monotonic()
-        found: dict[str, QueuedJob] = {}
+        found: dict[str, SlurmJobRecord] = {}
         try:
             found = {job.job_id: job for job in query_squeue(wanted)}
             self._outage_since, self._unanswered_polls = None, 0
@@ -209,12 +213,12 @@ class QueuePoller:
         began = self._outage_since
         return QueueSnapshot(found, outage, time.monotonic() - began if began is not None else 0.0)
 
-    def read_accounting(self, job_ids: Iterable[str]) -> list[QueuedJob]:
+    def read_accounting(self, job_ids: Iterable[str]) -> list[SlurmJobRecord]:
         """Every start that accounting knows of these jobs, oldest first; none while it is off."""
         if time.monotonic() < self._ask_accounting_at:
             return []
         columns = ",".join(SACCT_COLUMNS)
-        jobs: list[QueuedJob] = []
+        jobs: list[SlurmJobRecord] = []
         try:
             for ids in build_comma_lists(sorted(set(job_ids))):
                 arguments = ("--noheader", "--parsable2", "--duplicates", f"--format={columns}")
@@ -227,7 +231,7 @@ class QueuePoller:
         return jobs
 
 
-def select_live_job_ids(job_ids: Iterable[str]) -> list[str]:
+def query_live_job_ids(job_ids: Iterable[str]) -> list[str]:
     """Those of the jobs that wait or run.
 
     Raises:
@@ -237,7 +241,7 @@ def select_live_job_ids(job_ids: Iterable[str]) -> list[str]:
     return [job.job_id for job in query_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
 
 
-def list_jobs_of_user(user_id: int) -> list[QueuedJob]:
+def list_jobs_of_user(user_id: int) -> list[SlurmJobRecord]:
     """Jobs of a user that slurmctld remembers.
 
     Raises:
@@ -247,14 +251,14 @@ def list_jobs_of_user(user_id: int) -> list[QueuedJob]:
     return parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--user={user_id}"))
 
 
-def query_squeue(job_ids: Sequence[str]) -> list[QueuedJob]:
+def query_squeue(job_ids: Sequence[str]) -> list[SlurmJobRecord]:
     """Those of the jobs that slurmctld remembers.
 
     Raises:
         SlurmTimeoutError: slurmctld does not answer.
         SlurmNotFoundError: Slurm's commands are not installed here.
     """
-    jobs: list[QueuedJob] = []
+    jobs: list[SlurmJobRecord] = []
     for ids in build_comma_lists(job_ids):
         try:
             jobs += parse_squeue(run_slurm_command("squeue", *_SQUEUE_ARGUMENTS, f"--jobs={ids}"))

@@ -61,11 +61,11 @@ def submit_again_to_start_after_this_job(
     options = [f"--dependency=afterany:{job_id}"]
     if excluded_nodes:
         options.append(f"--exclude={excluded_nodes}")
-    new_id = submit_again(slurm, job, options, timeout_s=timeout_s, hold=hold)
+    new_id = submit_again_and_record(slurm, job, options, timeout_s=timeout_s, hold=hold)
     return JobIdChange((job_id, before.job_id) if before else (job_id,), new_id)
 
 
-def submit_again(
+def submit_again_and_record(
     slurm: SlurmLaunchInfo,
     job: str,
     options: Sequence[str],

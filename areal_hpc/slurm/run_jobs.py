@@ -17,7 +17,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
-from areal_hpc.slurm.queue import QueuedJob, is_live_state, list_jobs_of_user, query_squeue
+from areal_hpc.slurm.queue import SlurmJobRecord, is_live_state, list_jobs_of_user, query_squeue
 from areal_hpc.slurm.reasons import is_held_by_user
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.submit_exactly_once import SUCCESSOR_COMMENT_PREFIX
@@ -31,14 +31,14 @@ class LiveJob:
     """A job of a run that waits or runs."""
 
     submission: Submission
-    queued: QueuedJob
+    slurm_record: SlurmJobRecord
     is_recorded: bool
 
     @property
     def is_held(self) -> bool:
         """True if it waits to be released by its user."""
-        is_waiting = self.queued.state.phase is JobPhase.WAITING
-        return is_waiting and is_held_by_user(self.queued.reason)
+        is_waiting = self.slurm_record.state.phase is JobPhase.WAITING
+        return is_waiting and is_held_by_user(self.slurm_record.reason)
 
 
 def get_experiment_label(paths: RunPaths) -> str:
@@ -57,8 +57,8 @@ def was_any_submission_refused(paths: RunPaths) -> bool:
     return any(row["event"] == SUBMISSION_REFUSED_EVENT for row in events)
 
 
-def list_unrecorded_jobs(
-    paths: RunPaths, queued_jobs: Sequence[QueuedJob] | None = None
+def list_unrecorded_live_jobs(
+    paths: RunPaths, queued_jobs: Sequence[SlurmJobRecord] | None = None
 ) -> list[LiveJob]:
     """Jobs that wait or run, name this run in their comment, and are not on record.
 
@@ -98,11 +98,11 @@ def list_live_jobs(paths: RunPaths) -> list[LiveJob]:
         if job_id in found
         and (not found[job_id].name_and_comment or label in found[job_id].name_and_comment)
     ]
-    return [*live, *list_unrecorded_jobs(paths)]
+    return [*live, *list_unrecorded_live_jobs(paths)]
 
 
 def _build_record_if_of_run(
-    paths: RunPaths, job: QueuedJob, memberships: Mapping[str, ArrayMembership]
+    paths: RunPaths, job: SlurmJobRecord, memberships: Mapping[str, ArrayMembership]
 ) -> Submission | None:
     """The record that a job would have, by its name in Slurm; None if it is not of this run."""
     token = _TOKEN_PATTERN.search(job.name)

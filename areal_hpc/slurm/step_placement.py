@@ -18,7 +18,7 @@ class StepPlacement:
     tasks_per_node: int
     gpus_per_node: int
     cpus_per_task: int = 1
-    memory_mib: int = 0
+    memory_mib_per_node: int = 0
     """Of each node; 0 where memory is not shared out."""
 
     @property
@@ -104,7 +104,7 @@ def _add_cpu_and_memory_shares(step: StepPlacement, loads: Sequence[_NodeLoad]) 
     return replace(
         step,
         cpus_per_task=min(load.count_cpus_per_task(step) for load in own),
-        memory_mib=min(load.share.memory_mib // len(load.steps) for load in own),
+        memory_mib_per_node=min(load.share.memory_mib // len(load.steps) for load in own),
     )
 
 

@@ -33,7 +33,7 @@ def build_step_command(
         *(f"--nodes={len(placement.nodes)}", f"--nodelist={','.join(placement.nodes)}"),
         *(f"--ntasks={placement.tasks}", f"--ntasks-per-node={placement.tasks_per_node}"),
         f"--cpus-per-task={placement.cpus_per_task}",
-        *([f"--mem={placement.memory_mib}M"] if placement.memory_mib else []),
+        *([f"--mem={placement.memory_mib_per_node}M"] if placement.memory_mib_per_node else []),
         f"--gres=gpu:{placement.gpus_per_node}" if placement.gpus_per_node else "--gres=none",
         *("--mpi=none", "--input=none", f"--wait={TASKS_END_TIMEOUT_S}", "--open-mode=append"),
         f"--output={output}",
@@ -41,7 +41,7 @@ def build_step_command(
     ]
 
 
-class StepJobHandle:
+class SrunStepJob:
     """A job that runs as a step."""
 
     def __init__(self, launch: LaunchFile, job_id: str, step_name: str, command: Sequence[str]):
@@ -61,7 +61,7 @@ class StepJobHandle:
         return self._launch.job.name
 
     @property
-    def job_id(self) -> str:
+    def start_id(self) -> str:
         """The allocation's number, and the name of the step in it."""
         return f"{self._allocation} {self._step_name}"
 

@@ -36,7 +36,7 @@ from areal_hpc.slurm.batch_script.successors import build_options_to_start_after
 from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 from areal_hpc.wire.fault_points import fault_point
 
-Entry: TypeAlias = Callable[[str], None]
+SupervisorEntry: TypeAlias = Callable[[str], None]
 """Function that submitit calls in every task, with the path of the job's `launch.json`."""
 
 NO_TIME_LIMIT_MINUTES = 60 * 24 * 365
@@ -51,7 +51,7 @@ class RunningJobHandle(Protocol):
         """Name within the run."""
 
     @property
-    def job_id(self) -> str:
+    def start_id(self) -> str:
         """Identifier of this start, for the event log."""
 
     @property
@@ -85,7 +85,7 @@ class LocalJobHandle:
         return self._name
 
     @property
-    def job_id(self) -> str:
+    def start_id(self) -> str:
         """The executor's id of the job."""
         return str(self._job.job_id)
 
@@ -120,7 +120,7 @@ class LocalJobHandle:
         process.wait()
 
 
-def submit_local(launch: LaunchFile, entry: Entry) -> LocalJobHandle:
+def submit_local(launch: LaunchFile, entry: SupervisorEntry) -> LocalJobHandle:
     """Start a job on this machine through submitit's local executor."""
     launch_path = write_launch_and_clear_old_exits(launch)
     executor = submitit.LocalExecutor(
@@ -155,7 +155,7 @@ def write_launch_and_clear_old_exits(launch: LaunchFile) -> Path:
     for stale in (
         *paths.map_task_exit_files().values(),
         paths.failure_count,
-        paths.caretaker_count,
+        paths.caretaker_submission_count,
     ):
         stale.unlink(missing_ok=True)
     shutil.rmtree(paths.rank_restarts_dir, ignore_errors=True)
@@ -174,7 +174,7 @@ class _SlurmExecutor(submitit.SlurmExecutor):  # type: ignore[misc]
 
 
 def _build_executor(request: JobRequest) -> _SlurmExecutor:
-    executor = _SlurmExecutor(folder=request.folder, python=request.python)
+    executor = _SlurmExecutor(folder=request.submitit_dir, python=request.python)
     executor.update_parameters(**request.parameters)
     return executor
 
@@ -188,15 +188,17 @@ def render_script(request: JobRequest, array_size: int | None = None) -> str:
     return text
 
 
-def write_job_files(request: JobRequest, launch: LaunchFile, entry: Entry) -> JobPaths:
+def write_job_files_and_clear_old_exits(
+    request: JobRequest, launch: LaunchFile, entry: SupervisorEntry
+) -> JobPaths:
     """Put everything in place that a job under Slurm needs; the names of its files.
 
     `sbatch job.sbatch` is then enough to start it.
     """
     launch_path = write_launch_and_clear_old_exits(launch)
-    request.folder.mkdir(parents=True, exist_ok=True)
+    request.submitit_dir.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
-        request.folder / PAYLOAD_FILE
+        request.submitit_dir / PAYLOAD_FILE
     )
     launch.paths.script.write_text(render_script(request))
     return launch.paths
@@ -213,7 +215,10 @@ class SubmittedJob:
 
 
 def submit_held_job(
-    request: JobRequest, launch: LaunchFile, entry: Entry, report_outage: Callable[[str], None]
+    request: JobRequest,
+    launch: LaunchFile,
+    entry: SupervisorEntry,
+    report_outage: Callable[[str], None],
 ) -> SubmittedJob:
     """Hand a job to Slurm, held. The script stays in the job's folder.
 
@@ -221,7 +226,7 @@ def submit_held_job(
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
-    job = write_job_files(request, launch, entry)
+    job = write_job_files_and_clear_old_exits(request, launch, entry)
     identity = JobIdentity.create(request.name, request.comment)
     return _submit_held(request, job.script, report_outage, identity)
 
@@ -248,7 +253,7 @@ def submit_held_array(
     array: JobRequest,
     single_requests: Sequence[JobRequest],
     launches: Sequence[LaunchFile],
-    entry: Entry,
+    entry: SupervisorEntry,
     report_outage: Callable[[str], None],
 ) -> list[SubmittedJob]:
     """Hand the same job of several runs to Slurm as one array, held; one job for each.
@@ -261,20 +266,22 @@ def submit_held_array(
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     pairs = zip(single_requests, launches, strict=True)
-    jobs = [write_job_files(request, launch, entry) for request, launch in pairs]
+    jobs = [
+        write_job_files_and_clear_old_exits(request, launch, entry) for request, launch in pairs
+    ]
     identity = JobIdentity.create(array.name, array.comment)
     for index, job in enumerate(jobs):
         place = ArrayMembership(str(array.run_dir), array.name, index, identity.token)
         write_array_membership(job, place)
-    array.folder.mkdir(parents=True, exist_ok=True)
-    script = JobPaths(array.folder.parent).script
+    array.submitit_dir.mkdir(parents=True, exist_ok=True)
+    script = JobPaths(array.submitit_dir.parent).script
     script.write_text(render_script(array, len(jobs)))
     submitted = _submit_held(array, script, report_outage, identity)
     members = [f"{submitted.job_id}_{index}" for index in range(len(jobs))]
     return [SubmittedJob(member, submitted.token) for member in members]
 
 
-def write_member_payload(folder: Path, job_id: str, job: JobPaths, entry: Entry) -> None:
+def write_member_payload(folder: Path, job_id: str, job: JobPaths, entry: SupervisorEntry) -> None:
     """Put into an array's folder what submitit starts as the member of this number."""
     payload = submitit.core.utils.DelayedSubmission(entry, str(job.launch))
     payload.dump(folder / f"{job_id}_submitted.pkl")

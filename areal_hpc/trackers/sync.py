@@ -20,8 +20,8 @@ from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.rundir.atomic import fsync_path, fsync_tree, write_once
 from areal_hpc.rundir.checkpoints import find_latest_checkpoint
-from areal_hpc.rundir.jsonl import FlatRow, read_lines, replace_lines
-from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.jsonl import JsonMetricRow, read_readable_records, replace_lines
+from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths, TrackerPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 
@@ -40,7 +40,7 @@ class TrackerProgramInput(msgspec.Struct, frozen=True):
     """Empty: the tracker's default."""
     config: dict[str, Any]
     """The recipe, without values that may be secrets."""
-    rows: list[FlatRow]
+    rows: list[JsonMetricRow]
     """Metrics with their `step`; what became known late of a step has a row of its own."""
 
 
@@ -84,7 +84,7 @@ def run_tracker_on_new_rows(paths: RunPaths, tracker: TrackerChoice) -> int:
         OSError: The storage refused.
     """
     place = paths.tracker(tracker.name)
-    with hold_lock(place.lock):
+    with hold_lock_or_raise(place.lock):
         rows = list(find_new_rows(list_settled_rows(paths), read_written_rows(place)))
         if not rows:
             return 0
@@ -120,12 +120,12 @@ def list_settled_rows(paths: RunPaths) -> list[dict[str, Any]]:
 def read_written_rows(tracker_paths: TrackerPaths) -> Iterator[dict[str, Any]]:
     """What all parts hold."""
     for part in tracker_paths.list_parts():
-        yield from read_lines(tracker_paths.get_rows_file(part))
+        yield from read_readable_records(tracker_paths.get_rows_file(part))
 
 
 def find_new_rows(
     settled: list[dict[str, Any]], written: Iterator[dict[str, Any]]
-) -> Iterator[FlatRow]:
+) -> Iterator[JsonMetricRow]:
     """Of each step the metrics that no part holds yet. Pure."""
     known: dict[int, set[str]] = {}
     for row in written:

@@ -24,12 +24,12 @@ from areal_hpc.rundir.atomic import fsync_path
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine
 from areal_hpc.rundir.telemetry.events import EventLog
-from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_samples
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.process_metrics import build_samples, register_sample_reader
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.trainer.collectives import broadcast_object
 from areal_hpc.trainer.config import STOP_MARGIN_S, TrainerJobConfig
 from areal_hpc.trainer.learner import Learner
@@ -91,9 +91,9 @@ def _run_training(
     else:
         senders = _build_senders(learner, ranks, partial(_build_sender, job, paths, device))
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
-    enter_state("")  # phases say from here what is done
+    record_state_entry("")  # phases say from here what is done
     finished = run_loop(learner, coordinator, stop, senders)
-    enter_state("end")
+    record_state_entry("end")
     if finished and coordinator:
         check_generation()
         paths.finished_marker.touch()
@@ -122,10 +122,10 @@ def _open_generation_and_make_coordinator(
     version = learner.version
     learner.checkpoints.delete_leftovers(version.generation)
     metrics = MetricsWriter(
-        paths.metrics, paths.board_run_dir, version.step, job.schedule.total_steps
+        paths.metrics, paths.tensorboard_run_dir, version.step, job.schedule.total_steps
     )
-    register_samples(lambda: build_samples("areal_hpc_trainer", metrics.newest_line))
-    reopened: FlatRow = {"step": version.step, **metrics.reopened} if metrics.reopened else {}
+    register_sample_reader(lambda: build_samples("areal_hpc_trainer", metrics.newest_line))
+    reopened: JsonMetricRow = {"step": version.step, **metrics.reopened} if metrics.reopened else {}
     alerts = AlertReporter(job.alerts, paths, events, reopened)
     record = StepRecord(
         metrics, version, metrics.reopened or learner.reopened_row, alerts.report_new_alerts
@@ -145,7 +145,7 @@ def _open_generation_and_make_coordinator(
         service_key,
         _choose_backend(device),
         device,
-        paths.weights_dir,
+        paths.published_weights_dir,
         evaluation_cell=job.evaluation_cell,
     )
     source = LedgerSource(
@@ -188,7 +188,7 @@ def _build_sender(job: TrainerJobConfig, paths: RunPaths, device: torch.device) 
     """The sender of a rank other than the first, which has made the key by now."""
     service_key = rendezvous.ensure_service_key(paths.service_key)
     return WeightSender(
-        job.weights, service_key, _choose_backend(device), device, paths.weights_dir
+        job.weights, service_key, _choose_backend(device), device, paths.published_weights_dir
     )
 
 

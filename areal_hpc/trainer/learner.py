@@ -17,7 +17,7 @@ from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig
 from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedRecord
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
 from areal_hpc.rundir.telemetry.events import EventLog
@@ -130,7 +130,7 @@ class Learner:
         load_hf(self.policy, HfModelReader(model_path).read_tensor)
         self._config = config
         self._paths = paths
-        self._shards = CheckedShards(paths.shards_dir, paths.index_dir)
+        self._shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
         self._check_generation = check_generation
         self._model_path = model_path
         self._events = EventLog(paths.events, "trainer")
@@ -153,7 +153,7 @@ class Learner:
         self.state = TrainerState(
             step=0, generation=generation, seed=seed, forks=[GenerationFork(generation, 0)]
         )
-        self.reopened_row: FlatRow = {}
+        self.reopened_row: JsonMetricRow = {}
         """What the checkpoint knows of the metrics of its step."""
         if checkpoint is not None:
             held = checkpoint.state
@@ -190,7 +190,7 @@ class Learner:
 
     def train_batch(
         self, manifest: BatchManifest, quarantine: UntrainedRecord | None = None
-    ) -> FlatRow:
+    ) -> JsonMetricRow:
         """Consume one batch; its metrics, those of replies and episodes on rank 0. A collective.
 
         One that is quarantined, or that no rank can read, is consumed without being trained.
@@ -249,7 +249,7 @@ class Learner:
         with timer.time_phase("score"):
             self._frozen.update_and_save_reference_if_due(self.policy, self.state.step)
         trained_tokens = metrics["tokens/trained"]
-        line: FlatRow = {
+        line: JsonMetricRow = {
             "version": str(self.version),
             **metrics,
             "advantage/abs_max": measure_largest_abs_advantage(rows),
@@ -516,7 +516,7 @@ class Learner:
         self._frozen.close()
         self.checkpoints.close()
 
-    def begin_checkpoint(self, row: FlatRow) -> None:
+    def begin_checkpoint(self, row: JsonMetricRow) -> None:
         """Begin to make the work so far durable, with the step's unfinished metrics. A collective.
 
         Returns once the state is copied: training may go on.

@@ -105,7 +105,7 @@ class StepAnnotator:
             rows = self._tokens.build_row_annotations(
                 measures, names, untaken, self._config.objective
             )
-            self._writer.write(
+            self._writer.start_write_or_skip(
                 StepAnnotations(
                     step=manifest.step,
                     generation=generation,

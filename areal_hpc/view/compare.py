@@ -10,8 +10,8 @@ from areal_hpc.metrics.step_line import format_metric
 from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, list_jobs_of_user
-from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_jobs
+from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, list_jobs_of_user
+from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs
 from areal_hpc.view.state.jobs import (
     build_run_jobs,
     describe_unrecorded_jobs,
@@ -77,7 +77,7 @@ def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[L
         if has_slurm()
         else QueueSnapshot(outage="there is no Slurm on this machine")
     )
-    queued: list[QueuedJob] = []
+    queued: list[SlurmJobRecord] = []
     if not snapshot.outage:
         owners = {paths.root.stat().st_uid for paths in runs if paths.root.exists()}
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
@@ -92,10 +92,10 @@ def _list_job_ids_of_unfinished_run(paths: RunPaths) -> tuple[str, ...]:
 
 
 def _read_listed_run_state(
-    paths: RunPaths, snapshot: QueueSnapshot, queued: Sequence[QueuedJob]
+    paths: RunPaths, snapshot: QueueSnapshot, queued: Sequence[SlurmJobRecord]
 ) -> ListedRunState:
     try:
-        jobs = build_run_jobs(paths, snapshot, list_unrecorded_jobs(paths, queued))
+        jobs = build_run_jobs(paths, snapshot, list_unrecorded_live_jobs(paths, queued))
         return ListedRunState(get_run_state(jobs), tuple(describe_unrecorded_jobs(jobs)))
     except (ArealError, OSError) as error:
         return ListedRunState("unreadable", (f"state unreadable: {paths.root}: {error}",))

@@ -13,7 +13,7 @@ from areal_hpc.rundir.telemetry.events import (
     LAUNCHER_ROLE,
     SUBMISSION_REFUSED_EVENT,
 )
-from areal_hpc.slurm.queue import QueuedJob
+from areal_hpc.slurm.queue import SlurmJobRecord
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES, AgentFailures
@@ -197,7 +197,7 @@ def _diagnose_no_progress(
     )
     if evidence.pace is None or leader is None or leader.slurm_record is None:
         return None
-    began_at = max(evidence.pace.last_at, leader.slurm_record.start or 0.0)
+    began_at = max(evidence.pace.last_at, leader.slurm_record.started_or_expected_at or 0.0)
     silent_s, usual_s = time.time() - began_at, evidence.pace.median_s
     if silent_s < max(MIN_STEPS_WITHOUT_PROGRESS * usual_s, MIN_TIME_WITHOUT_PROGRESS_S):
         return None
@@ -228,7 +228,11 @@ def _diagnose_waiting(
     name, queued, reason = min(
         reasons, key=lambda item: (not item[2].needs_action, item[1].reason == "Dependency")
     )
-    start = f"; Slurm expects it to start at {format_time(queued.start)}" if queued.start else ""
+    start = (
+        f"; Slurm expects it to start at {format_time(queued.started_or_expected_at)}"
+        if queued.started_or_expected_at
+        else ""
+    )
     held = reason is not HELD_WHILE_IDLE_REASON and queued.state.name in _HELD_STATES
     what = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
@@ -281,7 +285,7 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
 def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     """What Slurm says: states, earlier starts, and lines in the jobs' output."""
     names = {job.submission.job_id: job.name for job in evidence.run.jobs if job.submission}
-    told = {(start.job_id, start.end) for start in evidence.starts_in_accounting}
+    told = {(start.job_id, start.ended_or_latest_end_at) for start in evidence.starts_in_accounting}
     for start in evidence.starts_in_accounting:
         if start.state.is_over_without_success:
             # Accounting keeps what a job waited for, also when it has run since.
@@ -293,11 +297,11 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         if (
             queued
             and queued.state.is_over_without_success
-            and (queued.job_id, queued.end) not in told
+            and (queued.job_id, queued.ended_or_latest_end_at) not in told
         ):
             yield _build_state_event(job.name, queued)
         if queued and not job.is_alive:  # else its end is that of its time limit
-            ends[job.name] = queued.end
+            ends[job.name] = queued.ended_or_latest_end_at
     for name, line in evidence.slurm_lines:
         written = _WRITTEN_AT_PATTERN.search(line)
         at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
@@ -338,17 +342,17 @@ def _build_refusal_event(row: Mapping[str, Any]) -> FailureEvent:
     )
 
 
-def _build_state_event(job_name: str, start: QueuedJob) -> FailureEvent:
+def _build_state_event(job_name: str, start: SlurmJobRecord) -> FailureEvent:
     """A start of a job that Slurm ended, or saw fail."""
     state = start.state
-    out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.bad_steps
+    out_of_memory = state.name == "OUT_OF_MEMORY" or "OUT_OF_MEMORY" in start.failed_step_states
     meaning = "used more memory than it had asked for" if out_of_memory else state.meaning
     place = f" on {start.nodes}" if start.nodes else ""
     # FAILED is but the echo of an exit code, and a job is also cancelled because another failed.
     priority = 0 if out_of_memory else {"FAILED": 7, "CANCELLED": 6}.get(state.name, 2)
     reason = f", {start.reason}" if start.reason and start.reason != "NonZeroExitCode" else ""
     return FailureEvent(
-        start.end,
+        start.ended_or_latest_end_at,
         f"{job_name} (job {start.job_id}){place} {meaning}: {format_slurm_state(start)}{reason}",
         distance_from_cause=priority,
         hint=MEMORY_HINT if out_of_memory else _HINT_BY_STATE.get(state.name, ""),

@@ -14,10 +14,10 @@ from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import describe_step_time_shares
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jobs import Submission, TaskExit
-from areal_hpc.rundir.jsonl import read_lines, read_tail
+from areal_hpc.rundir.jsonl import read_readable_records, read_tail
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller
+from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts
@@ -70,7 +70,7 @@ class RunInspection:
     """Evidence that `diagnosis.py` judges by."""
 
     run: RunJobs
-    starts_in_accounting: tuple[QueuedJob, ...]
+    starts_in_accounting: tuple[SlurmJobRecord, ...]
     """Every start of every job that accounting knows, oldest first."""
     events: tuple[dict[str, Any], ...]
     """Since the run was last submitted."""
@@ -109,7 +109,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         task_exits=task_exits,
         tracebacks=tuple(_find_tracebacks(paths, events, task_exits)),
         slurm_lines=tuple(_read_slurm_lines(list(submissions.values()))),
-        excluded=tuple(read_lines(paths.excluded_nodes)),
+        excluded=tuple(read_readable_records(paths.excluded_nodes)),
         pace=read_step_pace(paths),
         alerts=tuple(find_run_alerts(paths)),
         step_time_lines=tuple(describe_step_time_shares(read_metrics(paths.metrics)[-PACE_STEPS:])),

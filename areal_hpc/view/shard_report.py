@@ -24,9 +24,9 @@ log = logging.getLogger(__name__)
 
 def format_shard_table(paths: RunPaths) -> str:
     """One line per sealed shard and a total."""
-    shards = read_index(paths.index_dir)
+    shards = read_index(paths.shard_index_dir)
     if not shards:
-        return f"no sealed shards in {paths.index_dir}"
+        return f"no sealed shards in {paths.shard_index_dir}"
     head = ("shard", "kinds", "rows", "tokens", "tickets", "MiB", "versions", "mean reward")
     rows = [_format_shard_cells(paths.shards_dir / shard.file, shard) for shard in shards]
     total = (
@@ -42,7 +42,7 @@ def format_shard_table(paths: RunPaths) -> str:
 def format_shards_jsonl(paths: RunPaths) -> str:
     """One JSON object per sealed shard and line: its index line, and `versions`."""
     lines = []
-    for shard in read_index(paths.index_dir):
+    for shard in read_index(paths.shard_index_dir):
         versions = _read_version_range_text(paths.shards_dir / shard.file)
         line = {**msgspec.to_builtins(shard), "versions": versions}
         lines.append(msgspec.json.encode(line).decode())
@@ -87,7 +87,7 @@ def find_tokenizer_file(paths: RunPaths) -> Path | None:
 def _list_possible_tokenizer_files(paths: RunPaths) -> Iterator[Path]:
     """Places of the file; the recipe, which takes time to parse, is read if the run has none."""
     yield paths.sft_export / "tokenizer.json"
-    yield paths.tiny_model_dir / "tokenizer.json"
+    yield paths.starting_model_dir / "tokenizer.json"
     if not paths.recipe.exists():  # a shard that lies alone
         return
     try:

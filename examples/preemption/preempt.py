@@ -13,14 +13,14 @@ import time
 from pathlib import Path
 
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 
 COMMAND = (sys.executable, "-m", "areal_hpc")
 
 
 def newest_step(paths: RunPaths) -> int:
-    rows = read_lines(paths.metrics)
+    rows = read_readable_records(paths.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 

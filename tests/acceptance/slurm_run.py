@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import FAULTS_VARIABLE
 from areal_hpc.wire.weight_version import WeightVersion
@@ -161,7 +161,7 @@ class SlurmRun:
 
     def judged(self) -> list[tuple[int, float]]:
         """Steps whose weights were evaluated, and the held-out rewards."""
-        rows = read_lines(self.paths.metrics)
+        rows = read_readable_records(self.paths.metrics)
         return [(row["step"], row["eval/reward"]) for row in rows if "eval/reward" in row]
 
     def published(self, since: float = 0.0) -> list[tuple[float, WeightVersion, int]]:
@@ -179,7 +179,7 @@ class SlurmRun:
 
     def shards_of(self, cell: str) -> int:
         """How many it has sealed."""
-        return len(read_lines(self.paths.index_dir / f"{cell}.jsonl"))
+        return len(read_readable_records(self.paths.shard_index_dir / f"{cell}.jsonl"))
 
     def proxies_of(self, cell: str) -> list[str]:
         """The live proxies of a cell, wherever they run."""

@@ -20,7 +20,7 @@ from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.nemo_gym_agent import NemoGymAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.agents.gyms.verifiers_agent import VerifiersAgent
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from examples.gyms.blackjack import HOW
 from tests.support.commands import areal_hpc, said_by
@@ -239,7 +239,9 @@ def test_a_tiny_model_learns_to_play_blackjack(tmp_path: Path) -> None:
     )
     paths = RunPaths(tmp_path / "gym" / "blackjack")
     said_by(areal_hpc("status", paths.root))  # exits with 1 for an alert that is a failure
-    rewards = [row["eval/reward"] for row in read_lines(paths.metrics) if "eval/reward" in row]
+    rewards = [
+        row["eval/reward"] for row in read_readable_records(paths.metrics) if "eval/reward" in row
+    ]
     assert rewards[-1] - rewards[0] >= LEAST_GAIN, rewards
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, said_by
 from tests.support.run_files import events_of
@@ -27,7 +27,7 @@ def test_a_harness_task_is_learnt(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "harness" / "lookup")
     said_by(areal_hpc("status", paths.root))  # exits with 1 for an alert that is a failure
     assert "failure" not in [event["level"] for event in events_of(paths, "alert")]
-    check_metrics(read_lines(paths.metrics))
+    check_metrics(read_readable_records(paths.metrics))
 
 
 def check_metrics(rows: list[dict[str, Any]]) -> None:

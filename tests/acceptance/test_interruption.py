@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from tests.support.interruptions import PHASES, interrupt_in_each
 from tests.support.run_files import trained_steps
 from tests.support.small_run import SmallRun
@@ -17,5 +17,5 @@ def test_ctrl_c_in_every_phase_then_the_run_completes(tmp_path: Path) -> None:
     interrupt_in_each(run, PHASES)
     assert trained_steps(run.paths) >= 1
     run.finish()
-    assert [row["step"] for row in read_lines(run.paths.metrics)] == [0, 1, 2, 3]
+    assert [row["step"] for row in read_readable_records(run.paths.metrics)] == [0, 1, 2, 3]
     assert run.processes() == []

@@ -176,6 +176,6 @@ def work_honestly(run: LightRun) -> None:
     assert checkpoint.state.step == run.step
     assert checkpoint.state.untrained == [], "an unsound row was sealed"
     assert read_quarantine_files(run.paths) == {}
-    for shard in read_index(run.paths.index_dir)[-2:]:
+    for shard in read_index(run.paths.shard_index_dir)[-2:]:
         for row in ShardReader(run.paths.shards_dir / shard.file).read_rows([*range(shard.rows)]):
             assert not find_row_defect(row, VOCAB), (shard.file, row)

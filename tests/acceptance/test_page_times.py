@@ -256,7 +256,7 @@ def make_long_episode(run: RunPaths) -> str:
     turns, half = 60, LONG_TOKENS // 120
     rng = np.random.default_rng(1)
     text = " ".join(rng.choice(WORDS, half).tolist())
-    make_tiny_model(run.tiny_model_dir, [text], hidden=32, heads=2, kv_heads=2, head_dim=16)
+    make_tiny_model(run.starting_model_dir, [text], hidden=32, heads=2, kv_heads=2, head_dim=16)
     mask = np.tile(np.repeat(np.array([0, 1], np.uint8), half), turns)
     calls = [
         CallRecord(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from tests.support.commands import areal_hpc, said_by
 from tests.support.environments import CHECKOUT
@@ -208,7 +208,7 @@ def train(recipe: str, seed: int, fileroot: Path, *overrides: str) -> dict[str, 
     failures = [event for event in events_of(RunPaths(metrics.parent), "alert")
                 if event["level"] == "failure"]  # fmt: skip
     assert failures == []
-    rows = read_lines(metrics)
+    rows = read_readable_records(metrics)
     evaluated = {row["step"]: row["eval/reward"] for row in rows if "eval/reward" in row}
     trained = [row for row in rows if "reward/mean" in row]
     return {

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from examples.harbor.sums import write_tasks
 from tests.support.commands import areal_hpc, said_by
@@ -57,4 +57,6 @@ def test_commands_in_sandboxes_are_learned_on_harbors_tasks(tmp_path: Path) -> N
 
 def read_held_out_rewards(paths: RunPaths) -> list[float]:
     """The reward of each evaluation, in order."""
-    return [row["eval/reward"] for row in read_lines(paths.metrics) if "eval/reward" in row]
+    return [
+        row["eval/reward"] for row in read_readable_records(paths.metrics) if "eval/reward" in row
+    ]

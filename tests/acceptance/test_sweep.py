@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jobs import read_submissions
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import areal_hpc, audit_of, said_by
 from tests.support.devclusters import Devcluster, devcluster
@@ -54,7 +54,7 @@ def test_three_learning_rates_run_as_one_array_and_are_listed_side_by_side(tmp_p
         for run in runs:
             audit = audit_of(run.root, cluster.environ)
             assert audit == f"trained_once={4 * STEPS} duplicates=0 lost=0 open=0"
-    last = {run.root.name: read_lines(run.metrics)[-1] for run in runs}
+    last = {run.root.name: read_readable_records(run.metrics)[-1] for run in runs}
     assert table[0] == ["run", "state", "step", "reward", "held-out", "lr"]
     assert sorted(table[1:]) == sorted(
         [

@@ -92,7 +92,7 @@ def test_episodes_are_those_of_the_shards(run: RunPaths) -> None:
 
 def list_records(run: RunPaths, cell: str) -> Iterator[tuple[tuple[int, int], float, float]]:
     """Ticket and episode of each trained row, with its times."""
-    for sealed in read_index(run.index_dir, cell):
+    for sealed in read_index(run.shard_index_dir, cell):
         reader = ShardReader(run.shards_dir / sealed.file)
         rows = [row for ticket in sealed.tickets for row in ticket.rows]
         for row in reader.read_rows(rows):

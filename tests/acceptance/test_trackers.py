@@ -20,7 +20,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.environments import CHECKOUT
@@ -107,7 +107,7 @@ def read_wandb_rows(paths: RunPaths, python: Path, project: str) -> dict[int, di
 
 def read_tensorboard_rows(paths: RunPaths) -> dict[int, dict[str, float]]:
     """By step, what TensorBoard's own reader finds, with its tags; a value twice is refused."""
-    board = EventAccumulator(str(paths.board_run_dir), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(paths.tensorboard_run_dir), size_guidance={"scalars": 0})
     board.Reload()
     found: dict[int, dict[str, float]] = {}
     for tag in board.Tags()["scalars"]:
@@ -168,7 +168,7 @@ def test_a_run_goes_on_without_its_tracker_and_a_later_sync_repairs_what_is_miss
             run.await_true(lambda: not stall.exists())
         finally:
             kill_with_children(follower)
-        trained = len(read_lines(run.paths.metrics))
+        trained = len(read_readable_records(run.paths.metrics))
         assert run.wait() == 0, run.said()
     rows = read_metrics(run.paths.metrics)
     assert trained < len(rows), "it trained on after the kill"
@@ -177,7 +177,7 @@ def test_a_run_goes_on_without_its_tracker_and_a_later_sync_repairs_what_is_miss
 
     said_by(areal_hpc(*command))
     (part,) = run.paths.tracker("mine").list_parts()
-    assert read_lines(part / "logged.jsonl") == rows
+    assert read_readable_records(part / "logged.jsonl") == rows
 
 
 def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_twice(
@@ -222,7 +222,9 @@ def test_a_run_that_was_killed_is_one_run_in_both_trackers_and_no_step_is_there_
     numbers = {row["step"]: keep_numbers(row) for row in rows}
     assert read_wandb_rows(run.paths, wandb_python, "killed") == numbers
     board = read_tensorboard_rows(run.paths)
-    assert len([*run.paths.board_run_dir.glob("events.out.tfevents.*")]) >= 2, "a file a start"
+    assert len([*run.paths.tensorboard_run_dir.glob("events.out.tfevents.*")]) >= 2, (
+        "a file a start"
+    )
     assert board.keys() == numbers.keys()
     for step, row in numbers.items():
         expected = {format_tensorboard_tag(name): value for name, value in row.items()}

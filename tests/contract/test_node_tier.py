@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.recipe.sections.trainer import ParallelConfig
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
 from tests.support.environments import CHECKOUT
 from tests.support.node_tier import EXPERT_LAYOUTS, LAYOUTS, summarize_run, write_model
@@ -14,7 +14,7 @@ from tests.support.parity_table import MIXTURE
 
 
 def test_a_run_is_summed_up_from_its_metrics() -> None:
-    rows = read_lines(CHECKOUT / "tests/samples/quickstart_metrics.jsonl")
+    rows = read_readable_records(CHECKOUT / "tests/samples/quickstart_metrics.jsonl")
     found = summarize_run(rows)
     assert found["steps"] == len(rows) - 1
     assert found["last_reward"] > found["first_reward"]

@@ -53,7 +53,7 @@ MAKES_A_PATH = {"glob", "rglob", "joinpath", "with_name", "with_suffix"}
 FINDS_A_SERVICE = {
     "publish_endpoint",
     "find_endpoint",
-    "await_endpoint",
+    "wait_for_endpoint",
     "remove_own_endpoint",
     "Peer",
 }

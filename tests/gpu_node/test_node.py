@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.self_test.messages import DTypeName
 from tests.support.commands import areal_hpc, audit_of, said_by
@@ -84,7 +84,7 @@ def test_the_recipe_of_one_node_learns(tmp_path: Path) -> None:
     overrides = (f"cluster.fileroot={tmp_path}", f"trainer.total_steps={STEPS}")
     said_by(areal_hpc("run", RECIPE, *overrides, timeout_s=RUN_TIMEOUT_S))
     paths = RunPaths(tmp_path / "gsm8k" / "qwen3_0.6b")
-    found = summarize_run(read_lines(paths.metrics))
+    found = summarize_run(read_readable_records(paths.metrics))
     add_results("gpu_node", recipe=found)
     audit_of(paths.root)
     assert found["steps"] == STEPS

@@ -23,7 +23,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
     record_submission,
 )
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import ROLES, JobPaths, RunPaths
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
@@ -144,7 +144,7 @@ class SupervisedJob:
 
     def resubmissions(self) -> list[dict[str, object]]:
         """Events of caretakers that submitted it."""
-        rows = read_lines(self.run.events)
+        rows = read_readable_records(self.run.events)
         return [e for e in rows if e["event"] == "job_submitted_again" and e["job"] == self.name]
 
     def await_successor(self) -> None:
@@ -201,11 +201,13 @@ class SupervisedJob:
 
     def events(self) -> list[dict[str, object]]:
         """What the run's event log holds."""
-        return read_lines(self.run.events)
+        return read_readable_records(self.run.events)
 
     def excluded(self) -> dict[str, str]:
         """Nodes that the run must not get, and why."""
-        return {row["node"]: row["reason"] for row in read_lines(self.run.excluded_nodes)}
+        return {
+            row["node"]: row["reason"] for row in read_readable_records(self.run.excluded_nodes)
+        }
 
     def awaits(self, condition: Callable[[], bool]) -> None:
         """Return once the condition holds."""
@@ -226,5 +228,5 @@ class SupervisedJob:
         """All that the job left, for a test that failed."""
         logs = (*self.files.root.glob("*_log.out"), *self.run.log_dir(1).rglob("*.log"))
         written = [f"{path}:\n{path.read_text()}" for path in logs]
-        events = json.dumps(read_lines(self.run.events), indent=1)
+        events = json.dumps(read_readable_records(self.run.events), indent=1)
         return "\n".join((self.shown(), events, *written, *self.words))

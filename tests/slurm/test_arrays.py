@@ -47,7 +47,7 @@ def submit_together(
     asked = array.with_dependency(after) if after else array
     submitted = submit_held_array(asked, alone, launches, run_task, print)
     for job, one in zip(jobs, submitted, strict=True):
-        write_member_payload(array.folder, one.job_id, job.files, run_task)
+        write_member_payload(array.submitit_dir, one.job_id, job.files, run_task)
         job.is_submitted(one.job_id)
     array_id = submitted[0].job_id.partition("_")[0]
     release_jobs([array_id])

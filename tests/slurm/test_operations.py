@@ -160,7 +160,7 @@ def bare(tmp_path: Path) -> Iterator[Devcluster]:
 
 def tear_files(paths: RunPaths) -> None:
     """Leave in every JSON-lines file what a full disk leaves, and a line joined to a fragment."""
-    index = paths.index_dir / "cell-0.jsonl"
+    index = paths.shard_index_dir / "cell-0.jsonl"
     files = [paths.submissions, paths.excluded_nodes, paths.events, paths.metrics]
     files += [paths.drops, paths.curriculum, paths.sft_metrics, index]
     for path in files:

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.rundir.jobs import LaunchFile
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 
@@ -37,7 +37,7 @@ def test_ranks_start_again_on_their_nodes_and_then_slurm_is_asked(
     assert len(set(first)) == 2, "each time on the same two nodes"
     assert sorted(word.partition(" at ")[0] for word in last) == ["began 2"] * 2 + ["done"] * 2
     assert job.restarts() == 1, "after the last death that is answered within the job"
-    events = read_lines(job.run.events)
+    events = read_readable_records(job.run.events)
     died = [event for event in events if event["event"] == "process_exited"]
     # Rank 0, which is told of the end of rank 1 by nothing but its supervisor, is no cause.
     assert [event["exit_code"] for event in died] == [128 + signal.SIGKILL] * (1 + RESTARTS)

@@ -6,7 +6,7 @@ import pytest
 
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.jobs import read_submissions
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.chatml import TRAINING_TEXT
 from tests.support.commands import run_program, said_by
@@ -40,4 +40,4 @@ def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_pa
     submitted = read_submissions(paths.submissions)
     assert [one.job for one in submitted] == ["trainer", "cell-0"]
     assert {cluster.job_state(one.job_id) for one in submitted} == {"COMPLETED"}
-    assert [row["step"] for row in read_lines(paths.metrics)] == [0, 1, 2]
+    assert [row["step"] for row in read_readable_records(paths.metrics)] == [0, 1, 2]

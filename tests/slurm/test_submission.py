@@ -10,7 +10,7 @@ import pytest
 
 from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.run_jobs import LiveJob, list_unrecorded_jobs
+from areal_hpc.slurm.run_jobs import LiveJob, list_unrecorded_live_jobs
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
 from tests.support.devclusters import (
@@ -167,7 +167,7 @@ def test_an_array_that_nobody_recorded_is_named_taken_over_and_removed(
     job = ("sft", "trainer")[killed_at - 1]
     listed = said_by(run.call("list", str(run.paths.root.parent)))
     for member, paths in enumerate((first, second)):
-        (unknown,) = (one.queued.job_id for one in unrecorded(cluster, paths, monkeypatch))
+        (unknown,) = (one.slurm_record.job_id for one in unrecorded(cluster, paths, monkeypatch))
         assert unknown.endswith(f"_{member}")
         said = f"job {unknown} ({job}) is not on record"
         assert said in run.call("status", str(paths.root)).stdout
@@ -207,7 +207,7 @@ def unrecorded(
 ) -> list[LiveJob]:
     with monkeypatch.context() as here:
         here.setenv("SLURM_CONF", cluster.environ["SLURM_CONF"])
-        return list_unrecorded_jobs(paths)
+        return list_unrecorded_live_jobs(paths)
 
 
 def test_a_refused_submission_is_remembered_and_told(

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from areal_hpc.rundir.jobs import read_submissions
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import audit_of, said_by
 from tests.support.devclusters import (
@@ -36,7 +36,7 @@ def light(tmp_path: Path) -> tuple[str, ...]:
 def test_a_submitted_run_trains_over_four_nodes(cluster: Devcluster, run: Submitting) -> None:
     said = said_by(run.submit("--wait", "trainer.total_steps=3", timeout_s=380))
     assert "step      3/3" in said
-    assert [row["step"] for row in read_lines(run.paths.metrics)][-1] == 3
+    assert [row["step"] for row in read_readable_records(run.paths.metrics)][-1] == 3
     assert [one.job for one in run.submissions] == ["sft", "trainer", "cell-0", "cell-1"]
     states = {one.job: cluster.job_state(one.job_id) for one in run.submissions}
     assert set(states.values()) == {"COMPLETED"}, states
@@ -112,7 +112,7 @@ def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     waiting = cluster.slurm("squeue", "-h", "--array", "-t", "PD", "-o", "%E").splitlines()
     assert sum(f"aftercorr:{sft}" in line for line in waiting) >= 6
     wait_for(lambda: all(paths.sft_export.exists() for paths in layouts), 200)
-    finals = [read_lines(paths.sft_metrics)[-1]["loss"] for paths in layouts]
+    finals = [read_readable_records(paths.sft_metrics)[-1]["loss"] for paths in layouts]
     assert finals[0] != finals[1]
     # Each run's own script works under another number, outside of the array.
     alone = layouts[1].jobs_dir / "sft" / "job.sbatch"

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from areal_hpc.jobs.requeue import release_jobs_held_while_idle
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.devclusters import Devcluster
 
@@ -70,7 +70,7 @@ def test_a_preempted_job_saves_once_and_goes_on_under_its_number(jobs: Jobs) -> 
     assert sorted(job.words[2:4]) == ["saved 0", "saved 1"]
     assert all(word.startswith("began 2 at 10.") for word in job.words[4:]), job.words
     assert job.restarts() == 1
-    (requeued,) = read_lines(job.run.events)
+    (requeued,) = read_readable_records(job.run.events)
     assert requeued["reason"] == "preempted by a job of higher priority"
     folder = job.run.log_dir(1) / "preempted"
     assert {path.name for path in folder.iterdir()} == {"restart_00", "restart_01"}

@@ -4,7 +4,7 @@ import json
 import os
 from pathlib import Path
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import audit_of, run_program
 from tests.support.document_commands import COMMANDS, OWN_MODULE, overrides
@@ -53,7 +53,7 @@ def typed(key: str, fileroot: Path, inputs: tuple[Path, Path]) -> None:
     answer = run_program(*shell, environ=environ, timeout_s=360)
     paths = RunPaths(fileroot / command.run)
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(paths)
-    steps = [row["step"] for row in read_lines(paths.metrics)]
+    steps = [row["step"] for row in read_readable_records(paths.metrics)]
     assert steps == [0, 1], answer.stdout
     assert audit_of(paths.root) == "trained_once=1 duplicates=0 lost=0 open=0"
     assert processes_of(paths.root) == []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import psutil
 
-from areal_hpc.rundir.allocation_note import AllocationNote, find_live_allocation
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.allocation_note import AllocationNote, find_live_launcher_note
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import PROGRAM, areal_hpc, said_by
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
@@ -84,12 +84,12 @@ class HeldRun:
         return self.salloc.wait(timeout_s)
 
     def read_note(self) -> AllocationNote:
-        note = find_live_allocation(self.paths)
+        note = find_live_launcher_note(self.paths)
         assert note is not None, self.said()
         return note
 
     def read_steps(self) -> list[int]:
-        return [row["step"] for row in read_lines(self.paths.metrics)]
+        return [row["step"] for row in read_readable_records(self.paths.metrics)]
 
     def await_true(self, condition: Callable[[], object], timeout_s: float = 200) -> None:
         def is_reached() -> object:
@@ -141,7 +141,7 @@ class HeldRun:
         """Return once a step of this name is at work."""
 
         def is_noted() -> bool:
-            note = find_live_allocation(self.paths)
+            note = find_live_launcher_note(self.paths)
             return note is not None and step in {one.step for one in note.steps}
 
         self.await_true(is_noted)
@@ -150,7 +150,7 @@ class HeldRun:
     def await_nothing_left(self) -> None:
         wait_for(lambda: processes_of(self.paths.root) == [], 60, self.said)
         wait_for(lambda: self.cluster.slurm("squeue", "-h") == "", every_s=SLURM_POLL_S)
-        assert not self.paths.allocation.exists()
+        assert not self.paths.allocation_note.exists()
 
     def why(self) -> str:
         return said_by(areal_hpc("why", self.paths.root, environ=self.cluster.environ))

@@ -17,7 +17,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.rendezvous import await_endpoint
+from areal_hpc.rundir.rendezvous import wait_for_endpoint
 from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
@@ -74,7 +74,7 @@ class Cell:
             "areal_hpc.inference.job:run", config_path, paths.root / f"{self.name}.log"
         )
         try:
-            endpoint = await_endpoint(
+            endpoint = wait_for_endpoint(
                 paths.rendezvous_dir,
                 f"control-{self.name}",
                 20,
@@ -195,12 +195,12 @@ def running_cell(
 ) -> Iterator[Cell]:
     """A cell with fp32 replicas of `model`, one by default, started but not yet ready."""
     paths = RunPaths(run_dir)
-    model.save_pretrained(write_model_dir(paths.tiny_model_dir))
+    model.save_pretrained(write_model_dir(paths.starting_model_dir))
     config = {
         "run_dir": str(run_dir),
         "cell": name,
         "inference": {"device": "cpu", "dtype": "float32", **inference},
-        "model_path": str(paths.tiny_model_dir),
+        "model_path": str(paths.starting_model_dir),
         "serve_python": get_interpreter("serve", "auto"),
     }
     (run_dir / f"{name}.json").write_text(json.dumps(config))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 from functools import partial
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.run_files import trained_steps
 from tests.support.small_run import SmallRun
@@ -20,7 +20,7 @@ def _evaluates(paths: RunPaths) -> bool:
 
 
 PHASES: Phases = {
-    "SFT": lambda paths: bool(read_lines(paths.sft_metrics)),
+    "SFT": lambda paths: bool(read_readable_records(paths.sft_metrics)),
     "servers starting": lambda paths: any(paths.logs_dir.glob("latest/cell-0/*.log")),
     "first evaluation": _evaluates,
     "training": lambda paths: trained_steps(paths) >= 1,

@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.journal import encode_record_header
 from areal_hpc.wire.fault_points import FAULT_POINTS, FAULTS_VARIABLE
@@ -179,7 +179,7 @@ class KilledRun(SmallRun):
 
     def assert_complete(self) -> str:
         """Every step was taken and told once, every ticket trained once; the audit's verdict."""
-        rows = read_lines(self.paths.metrics)
+        rows = read_readable_records(self.paths.metrics)
         assert [row["step"] for row in rows] == list(range(self.steps + 1)), self.said()
         assert self.paths.finished_marker.exists()
         verdict = self.audited()

@@ -89,7 +89,7 @@ class LightRun:
         self._held: list[TicketRef] = []
         self._finished: list[TicketRef] = []
         scratch.mkdir(parents=True)
-        make_tiny_model(self.paths.tiny_model_dir, ["one two three"], vocab=320, **SIZES)
+        make_tiny_model(self.paths.starting_model_dir, ["one two three"], vocab=320, **SIZES)
         schedule = {"total_steps": total_steps, "batch_size": BATCH_TICKETS}
         write_recipe(self.paths, {**TRAINER, **schedule})
         self._service_key = rendezvous.ensure_service_key(self.paths.service_key)
@@ -102,7 +102,7 @@ class LightRun:
     def _build_configs(self, proxy: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         # Its words are `-m MODULE` and then SGLang's own.
         server = f'shift 2; exec {sys.executable} -m tests.support.scripted_server "$@"'
-        model, run_dir = str(self.paths.tiny_model_dir), str(self.paths.root)
+        model, run_dir = str(self.paths.starting_model_dir), str(self.paths.root)
         shards = {"seal_after_s": 3600.0, "journal_dir": str(self._scratch / "journal")}
         return {
             "ledger": {

@@ -197,7 +197,7 @@ class Stage:
         """Rows of an episode that is sealed and never trained on; none before it is sealed."""
         return [
             row
-            for shard in read_index(self.paths.index_dir)
+            for shard in read_index(self.paths.shard_index_dir)
             for one in shard.untrained
             if one.session_id == session_id
             for row in ShardReader(self.paths.shards_dir / shard.file).read_rows(one.rows)
@@ -207,7 +207,7 @@ class Stage:
         """Rows of the only shard that holds the ticket."""
         (shard,) = (
             one
-            for one in read_index(self.paths.index_dir)
+            for one in read_index(self.paths.shard_index_dir)
             if ref in [TicketRef(ticket.ticket_id, ticket.attempt) for ticket in one.tickets]
         )
         return ShardReader(self.paths.shards_dir / shard.file).read_rows([*range(shard.rows)])

@@ -11,7 +11,7 @@ import numpy as np
 import yaml
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.manifests import read_manifest, write_manifest_once
+from areal_hpc.rundir.manifests import read_manifest, write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import append_to_index, read_index
 from areal_hpc.shards.verify import build_index_line
@@ -47,7 +47,7 @@ def record_run(
     """
     paths = RunPaths(root)
     make_tiny_model(
-        paths.tiny_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
+        paths.starting_model_dir, ["one two three"], hidden=32, heads=2, kv_heads=2, head_dim=16,
         ffn=64, vocab=VOCAB,
     )  # fmt: skip
     generator = np.random.default_rng(5)
@@ -62,7 +62,7 @@ def record_run(
                 row.logprobs_T[row.loss_mask_T != 0] = -200.0
         if rewards and step in rewards:
             rows = [replace(row, reward=rewards[step][row.episode]) for row in rows]
-        shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+        shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, "cell-0")
         tickets = [
             SealedTicket(
                 TicketRef((step - 1) * groups + ticket, 0),
@@ -73,7 +73,7 @@ def record_run(
             )
             for ticket in range(groups)
         ]
-        write_manifest_once(paths, BatchManifest(step, 1, tickets))
+        write_or_read_manifest(paths, BatchManifest(step, 1, tickets))
     return paths
 
 
@@ -87,12 +87,15 @@ def spoil(paths: RunPaths, step: int, rows: Sequence[int], **columns: float) -> 
             for row in rows:
                 file[column][bounds[row] : bounds[row + 1]] = value
     lines = [
-        build_index_line(path) if one.file == name else one for one in read_index(paths.index_dir)
+        build_index_line(path) if one.file == name else one
+        for one in read_index(paths.shard_index_dir)
     ]
-    (index,) = paths.index_dir.iterdir()
+    (index,) = paths.shard_index_dir.iterdir()
     index.unlink()
     for line in lines:
-        append_to_index(paths.index_dir, build_index_line(path) if line.file == name else line)
+        append_to_index(
+            paths.shard_index_dir, build_index_line(path) if line.file == name else line
+        )
 
 
 def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:
@@ -102,7 +105,7 @@ def write_recipe(paths: RunPaths, trainer: dict[str, Any]) -> None:
         "experiment_name": "recorded",
         "trial_name": "run",
         "cluster": {"fileroot": str(paths.root.parent)},
-        "model": {"path": str(paths.tiny_model_dir)},
+        "model": {"path": str(paths.starting_model_dir)},
         "train_dataset": {"generator": "examples.quickstart.task:generate"},
         "rollout": {"workflow": "examples.quickstart.agent.ArithmeticAgent", "n_samples": SAMPLES},
         "inference": engine,
@@ -123,7 +126,7 @@ def sft_config(root: Path, answers: Mapping[str, str], **sft: Any) -> dict[str, 
             stream.write(json.dumps({"messages": messages}) + "\n")
     return {
         "run_dir": str(root),
-        "model_path": str(RunPaths(root).tiny_model_dir),
+        "model_path": str(RunPaths(root).starting_model_dir),
         "dataset_path": str(demonstrations),
         "seed": 3,
         "sft": sft,
@@ -153,5 +156,5 @@ def _trajectory(
 
 def claim_dropout(paths: RunPaths) -> None:
     """Let the model's configuration ask for dropout, which the trainer never applies."""
-    path = paths.tiny_model_dir / "config.json"
+    path = paths.starting_model_dir / "config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "attention_dropout": 0.5}))

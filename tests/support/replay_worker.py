@@ -76,7 +76,7 @@ def make_learner(
     claimed = claim_next_number(paths.generations_dir) if dist.get_rank() == 0 else None
     generation = broadcast_object(claimed, int)
     return Learner(
-        config_of(scenario), paths, paths.tiny_model_dir, torch.device("cpu"),
+        config_of(scenario), paths, paths.starting_model_dir, torch.device("cpu"),
         generation=generation, seed=1,
         check_generation=make_check_raising_if_superseded(paths.generations_dir, generation),
         is_stop_requested=lambda: stop is not None and stop.requested,

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.rundir.checkpoint_index import read_index_of_one_checkpoint
 from areal_hpc.rundir.checkpoints import list_checkpoints
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.digest_checked_reader import CheckedShards
@@ -54,13 +54,13 @@ def train_copy(
     paths = RunPaths(shutil.copytree(source, folder))
     outcome = train_run(ranks, paths, objective, **settings)
     assert set(outcome.codes) == {0}, outcome.log
-    return read_lines(paths.metrics)
+    return read_readable_records(paths.metrics)
 
 
 def copy_for_mixture(source: Path, root: Path) -> Path:
     """The same batches for a mixture of experts."""
     shutil.copytree(source, root)
-    model, folder = hf_model("qwen3_moe"), RunPaths(root).tiny_model_dir
+    model, folder = hf_model("qwen3_moe"), RunPaths(root).starting_model_dir
     model.config.save_pretrained(folder)
     weights = by_checkpoint_name(model.state_dict())
     save_file(
@@ -71,7 +71,7 @@ def copy_for_mixture(source: Path, root: Path) -> Path:
 
 def read_recorded_rows(paths: RunPaths, step: int = 1) -> list[TrajectoryRow]:
     """The rows of a recorded batch."""
-    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     return [row for rows in read_rows_by_ticket(read_manifest(paths, step), shards) for row in rows]
 
 

@@ -2,19 +2,19 @@
 
 from typing import Any
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 
 
 def events_of(paths: RunPaths, name: str, since: float = 0.0) -> list[dict[str, Any]]:
     """Everything of that name that happened after a time, in order."""
-    rows = read_lines(paths.events)
+    rows = read_readable_records(paths.events)
     return [row for row in rows if row["event"] == name and row["time"] > since]
 
 
 def trained_steps(paths: RunPaths) -> int:
     """The last step that was trained, -1 before the first one."""
-    rows = read_lines(paths.metrics)
+    rows = read_readable_records(paths.metrics)
     return int(rows[-1]["step"]) if rows else -1
 
 

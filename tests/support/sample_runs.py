@@ -48,7 +48,7 @@ def make_dropping_run(root: Path) -> MadeRun:
     rng = random.Random(2)
     run = _start(root, "drop")
     run.paths.data_dir.mkdir()
-    run.paths.task_counts.write_text("[200, 200]")
+    run.paths.train_source_sizes.write_text("[200, 200]")
     for step in range(1, STEPS + 1):
         is_hard = step >= SWITCH_STEP
         tasks = _draw(rng, 200, first=200 if is_hard else 0)

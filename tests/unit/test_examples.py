@@ -72,13 +72,21 @@ def test_the_own_tasks_have_the_own_reward_and_filter() -> None:
 
 def test_a_shard_is_read_by_the_script(paths: RunPaths) -> None:
     make_tiny_model(
-        paths.tiny_model_dir, ["one two three"], seed=1, hidden=32, heads=2, kv_heads=2, head_dim=16
+        paths.starting_model_dir,
+        ["one two three"],
+        seed=1,
+        hidden=32,
+        heads=2,
+        kv_heads=2,
+        head_dim=16,
     )
     rows = [trajectory(number, tokens=6) for number in range(2)]
     shard = seal_in(paths, rows)
     program = CHECKOUT / "examples" / "read_shard.py"
     said = said_by(
-        run_program(sys.executable, program, paths.shards_dir / shard.file, paths.tiny_model_dir)
+        run_program(
+            sys.executable, program, paths.shards_dir / shard.file, paths.starting_model_dir
+        )
     )
     for number, row in enumerate(rows):
         trained = int(np.count_nonzero(row.loss_mask_T))

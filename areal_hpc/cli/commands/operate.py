@@ -115,7 +115,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.run_jobs import (
         get_experiment_label,
         list_recorded_job_ids,
-        list_unrecorded_jobs,
+        list_unrecorded_live_jobs,
     )
     from areal_hpc.view.state.summary import read_run_progress
 
@@ -129,7 +129,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
     mark_cancelled(paths.cancelled_marker, without_checkpoint=arguments.now)
 
     def find_jobs() -> tuple[str, ...]:
-        unrecorded = [job.queued.job_id for job in list_unrecorded_jobs(paths)]
+        unrecorded = [job.slurm_record.job_id for job in list_unrecorded_live_jobs(paths)]
         return (*list_recorded_job_ids(paths), *unrecorded)
 
     try:

@@ -118,7 +118,7 @@ def _prefetch_recipe(arguments: argparse.Namespace) -> int:
     for name, folder in list_recipe_harnesses(recipe):
         _print_install_result(name, folder, install_harness_if_outdated(name, folder))
     prefetch_files_and_build_images(recipe, paths, say)
-    print(f"everything is in the cache; recorded in {paths.prefetched}")
+    print(f"everything is in the cache; recorded in {paths.prefetch_record}")
     return 0
 
 

@@ -34,7 +34,7 @@ from areal_hpc.jobs.processes.process_setup import (
 from areal_hpc.jobs.restart_policy import PERMANENT_EXIT_CODES
 from areal_hpc.rundir.jobs import RECIPE_REFERENCES_KEY
 from areal_hpc.rundir.paths import RunPaths, get_process_error_path
-from areal_hpc.rundir.telemetry.spans import enter_state, log_spans_of_process
+from areal_hpc.rundir.telemetry.spans import log_spans_of_process, record_state_entry
 
 PROCESS_MAIN = "areal_hpc.jobs.processes.process_main"
 """This module, for `python -m`."""
@@ -68,7 +68,7 @@ def run_entry(entry: str, config_path: Path, parent: int) -> None:
         _log_spans(config, config_path),
         _serve_metrics(config, config_path),
     ):
-        enter_state("start")
+        record_state_entry("start")
         _call_entry_or_exit_with_its_code(entry, config_path, config, log)
 
 

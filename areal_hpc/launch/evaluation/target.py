@@ -147,7 +147,7 @@ def choose_version(run: RunPaths, step: int | None) -> WeightVersion:
 def _link_tasks(run: RunPaths, recipe: Recipe, paths: RunPaths) -> None:
     """Have the evaluation read the tasks of the run itself, where it asks for the same ones."""
     recorded = {one.name: one.dataset for one in load_recipe(run.recipe).evaluation_sets}
-    files = [run.dataset("train"), run.task_counts]
+    files = [run.dataset("train"), run.train_source_sizes]
     for one in recipe.evaluation_sets:
         if recorded.get(one.name) == one.dataset:
             files.append(run.evaluation_tasks(one.name))

@@ -34,7 +34,7 @@ from areal_hpc.slurm import scontrol
 from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.batch_script.container import build_container_command
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
-from areal_hpc.slurm.steps import StepJobHandle, build_step_command
+from areal_hpc.slurm.steps import SrunStepJob, build_step_command
 from areal_hpc.slurm.submit import RunningJobHandle, write_launch_and_clear_old_exits
 
 HEARTBEATS_PER_END_CHECK = 3
@@ -100,7 +100,11 @@ def _find_memory_shortages(
     steps = {kind: placement_by_job[job] for kind, job in kinds.items() if job in placement_by_job}
     if not steps:  # SFT's ranks need what the trainer's do
         return []
-    node_bytes = {kind: step.memory_mib * MIB for kind, step in steps.items() if step.memory_mib}
+    node_bytes = {
+        kind: step.memory_mib_per_node * MIB
+        for kind, step in steps.items()
+        if step.memory_mib_per_node
+    }
     found = find_host_memory_problems(recipe, node_bytes, steps["trainer"].tasks_per_node)
     source = f"; that is the step's part of allocation {allocation.job_id}"
     return [replace(one, message=one.message + source) for one in found]
@@ -116,7 +120,7 @@ def format_placement(step: StepPlacement) -> str:
         f"{format_count(step.tasks_per_node, 'task')} of {format_count(step.cpus_per_task, 'CPU')}"
     ]
     parts += [format_count(step.gpus_per_node, "GPU")] if step.gpus_per_node else []
-    parts += [f"{step.memory_mib} MiB"] if step.memory_mib else []
+    parts += [f"{step.memory_mib_per_node} MiB"] if step.memory_mib_per_node else []
     return f"{step.job:<10} {','.join(step.nodes)}: {', '.join(parts)} each"
 
 
@@ -195,7 +199,7 @@ class HeldAllocation:
     ) -> None:
         self._is_over.set()
         self._heart.join()
-        self._prepared_run.paths.allocation.unlink(missing_ok=True)
+        self._prepared_run.paths.allocation_note.unlink(missing_ok=True)
 
     def _write_heartbeats_and_refresh_end(self) -> None:
         while not self._is_over.wait(HEARTBEAT_PERIOD_S):
@@ -239,7 +243,7 @@ class HeldAllocation:
         step = AllocationStepStart(
             incarnation=f"{job_id}.{start.number}",
             start_number=start.number,
-            heartbeat_path=str(paths.allocation),
+            heartbeat_path=str(paths.allocation_note),
             interface=network.interface,
         )
         launch = build_launch_file(spec, self._recipe, self._prepared_run)
@@ -255,7 +259,7 @@ class HeldAllocation:
             spec, placement, step_name, job_id, self._recipe, paths, self._prepared_run.pythons
         )
         self._running[spec.name] = StepNote(spec.name, step_name, placement.nodes)
-        return StepJobHandle(launch, job_id, step_name, command)
+        return SrunStepJob(launch, job_id, step_name, command)
 
     def raise_if_time_is_up(self) -> None:
         """Stop while there is time for a save before the allocation ends.

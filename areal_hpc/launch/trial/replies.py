@@ -122,7 +122,7 @@ def _read_recorded_replies(run: RunPaths) -> list[tuple[bytes, EngineReply]]:
     """Each trained reply of the run's first rows, behind the bytes of its prompt's ids."""
     found = []
     left = MAX_REPLAYED_ROWS
-    for line in read_index(run.index_dir):
+    for line in read_index(run.shard_index_dir):
         reader = ShardReader(run.shards_dir / line.file)
         count = min(left, reader.num_rows)
         left -= count

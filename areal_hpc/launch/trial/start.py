@@ -111,12 +111,12 @@ def _find_or_make_model_dir(recipe: Recipe, paths: RunPaths, recorded_run: Path 
         return find_snapshot(model.hub, "model", model.revision, "model.hub")
     assert model.tiny is not None and recipe.sft is not None  # noqa: PT018
     for run in (recorded_run, recipe.run_dir):
-        if run is not None and (RunPaths(run).tiny_model_dir / "config.json").is_file():
-            return RunPaths(run.resolve()).tiny_model_dir
+        if run is not None and (RunPaths(run).starting_model_dir / "config.json").is_file():
+            return RunPaths(run.resolve()).starting_model_dir
     rows = islice(iterate_task_rows(recipe.sft.dataset, "sft.dataset"), MAX_TOKENIZER_TRAINING_ROWS)
     texts = [message["content"] for row in rows for message in row["messages"]]
-    make_tiny_model(paths.tiny_model_dir, texts, seed=recipe.seed, **model.tiny.model_dump())
-    return paths.tiny_model_dir
+    make_tiny_model(paths.starting_model_dir, texts, seed=recipe.seed, **model.tiny.model_dump())
+    return paths.starting_model_dir
 
 
 def _build_trial_config(

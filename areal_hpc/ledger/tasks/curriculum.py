@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import AgentError
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 
 log = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Curriculum:
         self._tasks: dict[int, int] = {}  # by ticket
         # By first ticket: a write that failed may have left the line, which then counts.
         self._unwritten: dict[int, DrawnTasks] = {}
-        for drawn in read_lines(path, DrawnTasks):
+        for drawn in read_readable_records(path, DrawnTasks):
             self._assign_tasks_to_tickets(drawn)
         self._groups = np.zeros(n_tasks, np.int64)
         self._reward = np.full(n_tasks, np.nan, np.float32)

@@ -126,7 +126,7 @@ class CompletionService:
         reader = self._parsers.build_reply_parser(
             prompt.tools_to_parse_calls_of, prompt.turn.text_after_messages
         )
-        said.add(await reader.feed(text, is_last=True))
+        said.append_and_assign_call_ids(await reader.feed(text, is_last=True))
         return said
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
@@ -163,7 +163,7 @@ class CompletionService:
             nonlocal first_token_at
             first_token_at = first_token_at or time.time()
             part = ReplyContent(piece.text) if reader is None else await reader.feed(piece.text)
-            said.add(part)
+            said.append_and_assign_call_ids(part)
             reply_stream.put(ReplyChunk(choice_index, part, piece))
 
         async def generate(
@@ -197,7 +197,7 @@ class CompletionService:
             )
             if reader is not None:
                 rest = await reader.feed("", is_last=True)
-                said.add(rest)
+                said.append_and_assign_call_ids(rest)
                 reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
             if reply_stream.abandoned:
                 # Nobody knows how much of it was read: it counts as broken off.

@@ -28,7 +28,7 @@ class ReplyContent(Struct):
     reasoning: str = ""
     calls: list[ReplyToolCall] = field(default_factory=list)
 
-    def add(self, next_part: ReplyContent) -> None:
+    def append_and_assign_call_ids(self, next_part: ReplyContent) -> None:
         """Append the next part. Calls that begin in it get their ids here."""
         self.text += next_part.text
         self.reasoning += next_part.reasoning

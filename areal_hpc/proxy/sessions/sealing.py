@@ -77,7 +77,7 @@ class TicketSealer:
     def repair_index_and_record_sealed(self) -> None:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index_and_remove_partial_shards(self._paths, self._cell)
-        shards = read_index(self._paths.index_dir, self._cell)
+        shards = read_index(self._paths.shard_index_dir, self._cell)
         self._untrained.record_already_sealed(shards)
         indexed = locate_tickets(shards)
         found = [
@@ -189,7 +189,7 @@ class TicketSealer:
         began = time.monotonic()
         with time_span("seal", "shards", rows=len(rows)) as facts:
             shard = write_sealed_shard(
-                rows, self._paths.shards_dir, self._paths.index_dir, self._cell
+                rows, self._paths.shards_dir, self._paths.shard_index_dir, self._cell
             )
             facts["shard"] = shard.file
         log.info(

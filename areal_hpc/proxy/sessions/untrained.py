@@ -135,7 +135,7 @@ class UntrainedSealer:
         ]
         if rows:
             paths = self._paths
-            shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, self._cell)
+            shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, self._cell)
             kinds = Counter(row.kind.label for row in rows)
             log.info("sealed %s rows as %s", dict(kinds), shard.file)
 

@@ -9,7 +9,12 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from areal_hpc.rundir.jsonl import append_line, decode_lines, read_lines, read_tail
+from areal_hpc.rundir.jsonl import (
+    append_line,
+    decode_readable_records,
+    read_readable_records,
+    read_tail,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,12 +85,12 @@ def read_recent_events(path: Path) -> list[dict[str, Any]]:
         content = read_tail(path, RECENT_BYTES)
     except FileNotFoundError:
         return []
-    return _select_events(decode_lines(content, dict[str, Any], f"the end of {path},"))
+    return _select_events(decode_readable_records(content, dict[str, Any], f"the end of {path},"))
 
 
 def read_all_events(path: Path) -> list[dict[str, Any]]:
     """Every event of the log, oldest first; none if there is no log."""
-    return _select_events(read_lines(path))
+    return _select_events(read_readable_records(path))
 
 
 class EventFollower:
@@ -114,7 +119,9 @@ class EventFollower:
             return []
         whole = content[: content.rfind(b"\n") + 1]
         self._offset += len(whole)
-        return _select_events(decode_lines(whole, dict[str, Any], f"a part of {self._path},"))
+        return _select_events(
+            decode_readable_records(whole, dict[str, Any], f"a part of {self._path},")
+        )
 
 
 def _select_events(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

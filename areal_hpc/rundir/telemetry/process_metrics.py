@@ -16,16 +16,16 @@ class PrometheusSample(NamedTuple):
     labels: Mapping[str, str] = _NO_LABELS
 
 
-ReadSamples = Callable[[], Iterable[PrometheusSample]]
-_readers: list[ReadSamples] = []
+SampleReader = Callable[[], Iterable[PrometheusSample]]
+_readers: list[SampleReader] = []
 
 
-def register_samples(read_samples: ReadSamples) -> None:
+def register_sample_reader(read_samples: SampleReader) -> None:
     """Have `read_samples` called, in a thread of its own, whenever the process is asked."""
     _readers.append(read_samples)
 
 
-def list_readers() -> list[ReadSamples]:
+def list_sample_readers() -> list[SampleReader]:
     """What has been registered so far."""
     return list(_readers)
 

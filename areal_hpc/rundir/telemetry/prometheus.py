@@ -17,7 +17,11 @@ from prometheus_client.registry import Collector
 
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.process_metrics import PrometheusSample, ReadSamples, list_readers
+from areal_hpc.rundir.telemetry.process_metrics import (
+    PrometheusSample,
+    SampleReader,
+    list_sample_readers,
+)
 
 log = logging.getLogger(__name__)
 
@@ -41,13 +45,13 @@ def serve_process_metrics(paths: RunPaths, job: str, process: str, host: str) ->
             labels = {"run": paths.run_name, "job": job, "process": process}
             address = f"{host}:{server.server_port}"
             write_atomic(target, json.dumps([{"targets": [address], "labels": labels}]).encode())
-            ends.callback(_remove, target)
+            ends.callback(_remove_target_file, target)
         except OSError as error:
             log.warning("Prometheus cannot scrape this process: %s", error)
         yield
 
 
-def _remove(target: Path) -> None:
+def _remove_target_file(target: Path) -> None:
     with contextlib.suppress(OSError):
         target.unlink()
 
@@ -59,7 +63,7 @@ class _SamplesCollector(Collector):
         """What there is now."""
         yield from REGISTRY.collect()
         found: dict[str, Metric] = {}
-        for read in list_readers():
+        for read in list_sample_readers():
             for sample in _read_or_log(read):
                 name = sample.name.removesuffix("_total")
                 kind = "gauge" if name == sample.name else "counter"
@@ -72,7 +76,7 @@ class _SamplesCollector(Collector):
         return ()
 
 
-def _read_or_log(read_samples: ReadSamples) -> list[PrometheusSample]:
+def _read_or_log(read_samples: SampleReader) -> list[PrometheusSample]:
     try:
         return [*read_samples()]
     except Exception as error:  # boundary: what one role cannot tell must not cost the others

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 import msgspec
 
-from areal_hpc.rundir.jsonl import decode_lines
+from areal_hpc.rundir.jsonl import decode_readable_records
 from areal_hpc.rundir.telemetry.spans import Span, SpanLine, get_older_path
 
 MAX_CLOCK_ERROR_S = 600.0
@@ -32,7 +32,7 @@ def read_span_lines(newest_file: Path, from_time: float, to_time: float) -> list
             if not os.fstat(stream.fileno()).st_size:  # which cannot be mapped
                 continue
             with mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ) as content:
-                lines += _select(content, stream.name, from_time - MAX_CLOCK_ERROR_S)
+                lines += _select_lines_since(content, stream.name, from_time - MAX_CLOCK_ERROR_S)
     last = to_time + MAX_CLOCK_ERROR_S
     return [one for one in lines if not isinstance(one, Span) or one.begin <= last]
 
@@ -51,7 +51,7 @@ def _open_files(newest_file: Path, stack: contextlib.ExitStack) -> list[BinaryIO
     return opened
 
 
-def _select(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLine]:
+def _select_lines_since(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLine]:
     """The lines from a time on, after that of the process that wrote the first of them."""
     position = _find_first_since(content, since)
     start = content.rfind(_START_MARK, 0, position)
@@ -65,7 +65,7 @@ def _select(content: mmap.mmap, file_name: str, since: float) -> Iterator[SpanLi
 def _decode_readable_lines(content: bytes, file_name: str) -> list[SpanLine]:
     with contextlib.suppress(msgspec.DecodeError):
         return _DECODER.decode_lines(content)
-    return decode_lines(content, SpanLine, file_name)  # type: ignore[arg-type]  # a union is no type
+    return decode_readable_records(content, SpanLine, file_name)  # type: ignore[arg-type]  # a union is no type
 
 
 def _find_first_since(content: mmap.mmap, since: float) -> int:

@@ -24,7 +24,7 @@ MAX_MERGED_GAP_S = 0.005
 _PROCESS_NAME_PATTERN = re.compile(r"(?P<job>.+?)-(?P<process>[a-z_]+)(-\d+)?")
 UNDER_WAY = "under way"
 """The fact `status` of what had begun and was not over when its process was last heard of."""
-MAX_SAMPLE_AGE_S = 300.0
+CLOCK_SAMPLE_WINDOW_S = 300.0
 """Of the clock samples so near to a time the one with the least error is taken."""
 
 
@@ -85,13 +85,13 @@ def read_spans(
     pieces = [
         one
         for name in list_process_names_with_spans(paths)
-        for one in _read_pieces(paths, name, from_time, to_time)
+        for one in _read_process_starts(paths, name, from_time, to_time)
     ]
     by_node = _collect_samples_of_nodes(pieces)
     found = []
     for piece in pieces:
         clock = NodeClock(piece.samples or by_node.get(piece.start.node, []))
-        process = _correct(piece, clock, is_known=piece.start.node in by_node)
+        process = _convert_to_ledger_time(piece, clock, is_known=piece.start.node in by_node)
         spans = [one for one in process.spans if one.end >= from_time and one.begin <= to_time]
         if spans:
             found.append(replace(process, spans=spans))
@@ -110,7 +110,7 @@ def list_process_names_with_spans(paths: RunPaths) -> list[str]:
     return sorted(names)
 
 
-def _read_pieces(
+def _read_process_starts(
     paths: RunPaths, process_name: str, from_time: float, to_time: float
 ) -> Iterator[_ProcessLines]:
     """The starts of one process, oldest first. One whose beginning is lost begins with a span."""
@@ -169,8 +169,8 @@ class NodeClock:
         """By the best sample near that time, else by the nearest one; 0 without any."""
         if not self._samples:
             return 0.0
-        first = bisect.bisect_left(self._times, unix_time - MAX_SAMPLE_AGE_S)
-        last = bisect.bisect_right(self._times, unix_time + MAX_SAMPLE_AGE_S)
+        first = bisect.bisect_left(self._times, unix_time - CLOCK_SAMPLE_WINDOW_S)
+        last = bisect.bisect_right(self._times, unix_time + CLOCK_SAMPLE_WINDOW_S)
         near = self._samples[first:last]
         if near:
             return min(near, key=lambda one: one.error_s).offset_s
@@ -178,7 +178,9 @@ class NodeClock:
         return min(nearest, key=lambda one: abs(one.at - unix_time)).offset_s
 
 
-def _correct(piece: _ProcessLines, clock: NodeClock, *, is_known: bool) -> ProcessSpans:
+def _convert_to_ledger_time(
+    piece: _ProcessLines, clock: NodeClock, *, is_known: bool
+) -> ProcessSpans:
     """A process in the time of the ledger's node, pieces of its states joined."""
     spans: list[Span] = []
     open_states: dict[str, int] = {}

@@ -290,7 +290,7 @@ def time_span(span_name: str, lane: str = "", **span_fields: Any) -> Iterator[di
             _active.end(number, _build_span(span, begin + time.perf_counter() - began_s))
 
 
-def enter_state(state_name: str) -> None:
+def record_state_entry(state_name: str) -> None:
     """Note that this process is in a state from now on."""
     if _active is not None:
         _active.enter_state(state_name)

@@ -20,10 +20,10 @@ log = logging.getLogger(__name__)
 
 MAX_FOLDER_BYTES = 2 << 30
 """Of all files together: the oldest go first."""
-REASONS = ("", "cut reply", "untrainable reply", "weight out of bounds", "clipped")
+UNTRAINED_TOKEN_REASONS = ("", "cut reply", "untrainable reply", "weight out of bounds", "clipped")
 """Why a sampled token did not teach, or not fully, by its code: the reply reached its limit, was
 not sampled from the plain softmax; its importance weight was out of bounds; the clip acted."""
-BYTES_PER_TOKEN = 11
+ANNOTATION_BYTES_PER_TOKEN = 11
 
 
 class RowAnnotation(Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -48,7 +48,7 @@ class RowAnnotation(Struct, frozen=True, kw_only=True, omit_defaults=True):
     ratios: bytes = b""
     """To the proximal policy, as the loss saw them: float16."""
     reasons: bytes = b""
-    """Codes of `REASONS`: uint8."""
+    """Codes of `UNTRAINED_TOKEN_REASONS`: uint8."""
 
 
 class StepAnnotations(Struct, frozen=True, kw_only=True):
@@ -69,7 +69,7 @@ class AnnotationWriter:
         self._max_folder_bytes = max_folder_bytes
         self._thread: threading.Thread | None = None
 
-    def write(self, annotations: StepAnnotations) -> None:
+    def start_write_or_skip(self, annotations: StepAnnotations) -> None:
         """Have a file written; left out while the one before is still in the writing."""
         if self._thread is not None and self._thread.is_alive():
             log.warning("annotations of step %d are left out: storage is slow", annotations.step)

@@ -155,7 +155,7 @@ def build_container_command_prefix(
 def build_nobody_container_command_prefix(
     setup: ContainerSetup, namespaces: Sequence[str] = ()
 ) -> list[str]:
-    """As `build_container_command_prefix`, but for what runs as user 65534, on the sandbox's network.
+    """As `build_container_command_prefix`, for user 65534 on the sandbox's network.
 
     `namespaces` are options of `unshare` beside those of a second user and mount namespace.
     """

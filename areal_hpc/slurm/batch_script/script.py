@@ -60,7 +60,7 @@ class JobRequest:
     run_dir: Path
     """The run's directory, or that of a sweep's arrays: the comment begins with it."""
     shape: JobResources
-    folder: Path
+    submitit_dir: Path
     """Where submitit keeps the job's files. Without the job's number, which is known too late."""
     python: str
     """Shell command that starts the supervisor's Python."""

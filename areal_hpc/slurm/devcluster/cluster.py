@@ -46,7 +46,7 @@ def start_cluster(
     with host.lock_host(), _lock_state(paths):
         began = time.monotonic()
         deadline = began + timeout_s
-        made = _load_or_create_plan(paths, requested_settings)
+        made = _make_plan_and_write_config_files(paths, requested_settings)
         nodes.ensure_bridge(made)
         for daemon in made.daemons:
             daemons.start_daemon(made, daemon, deadline)
@@ -84,7 +84,7 @@ def _lock_state(paths: DevclusterPaths) -> Iterator[None]:
         yield
 
 
-def _load_or_create_plan(
+def _make_plan_and_write_config_files(
     paths: DevclusterPaths, requested_settings: Mapping[str, Any]
 ) -> DevclusterPlan:
     """The cluster that exists, or a new one whose files are written."""

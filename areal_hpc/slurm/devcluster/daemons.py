@@ -23,7 +23,7 @@ def is_running(plan: DevclusterPlan, daemon: Daemon) -> bool:
 def is_responding(plan: DevclusterPlan, daemon: Daemon) -> bool:
     """Whether it does its work: it is asked for some."""
     try:
-        return processes.run_command(daemon.ready, plan.environ).returncode == 0
+        return processes.run_command(daemon.ready_check_command, plan.environ).returncode == 0
     except subprocess.TimeoutExpired:
         return False
 
@@ -36,13 +36,13 @@ def start_daemon(plan: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     """
     paths = plan.paths
     if not is_running(plan, daemon):
-        if daemon.made_first is not None and not daemon.made_first.exists():
-            done = processes.run_command(daemon.make_first, plan.environ)
+        if daemon.prerequisite_path is not None and not daemon.prerequisite_path.exists():
+            done = processes.run_command(daemon.prerequisite_command, plan.environ)
             with paths.output_file(daemon.name).open("a") as sink:
                 sink.write(done.stdout + done.stderr)
             if done.returncode:
-                maker = daemon.make_first[0]
-                what = f"lacks {daemon.made_first}: {maker} ended with {done.returncode}"
+                maker = daemon.prerequisite_command[0]
+                what = f"lacks {daemon.prerequisite_path}: {maker} ended with {done.returncode}"
                 raise build_daemon_error(paths, daemon.name, what)
         processes.spawn_and_record(
             daemon.command,

@@ -109,11 +109,11 @@ class Daemon:
     name: str
     command: tuple[str, ...]
     """Stays in the foreground."""
-    ready: tuple[str, ...]
+    ready_check_command: tuple[str, ...]
     """Ends with 0 when the daemon answers."""
-    made_first: Path | None = None
-    """Something that `make_first` makes, unless it is there."""
-    make_first: tuple[str, ...] = ()
+    prerequisite_path: Path | None = None
+    """Something that `prerequisite_command` makes, unless it is there."""
+    prerequisite_command: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,23 +252,23 @@ def _plan_daemons(
             f"--seed-file={paths.munge_dir / 'seed'}",
             f"--pid-file={paths.pid_dir / 'munged.pid'}",
         ),
-        ready=("munge", "--no-input", f"--socket={paths.munge_socket}"),
-        made_first=paths.munge_key,
-        make_first=("mungekey", "--create", f"--keyfile={paths.munge_key}"),
+        ready_check_command=("munge", "--no-input", f"--socket={paths.munge_socket}"),
+        prerequisite_path=paths.munge_key,
+        prerequisite_command=("mungekey", "--create", f"--keyfile={paths.munge_key}"),
     )
-    slurmctld = Daemon("slurmctld", ("slurmctld", "-D"), ready=("scontrol", "ping"))
+    slurmctld = Daemon("slurmctld", ("slurmctld", "-D"), ready_check_command=("scontrol", "ping"))
     if not settings.accounting:
         return (munged, slurmctld)
     mariadb_config = f"--defaults-file={paths.config_file('mariadb.cnf')}"
     mariadbd = Daemon(
         "mariadbd",
         ("mariadbd", mariadb_config),
-        ready=(
+        ready_check_command=(
             *("mariadb-admin", "--no-defaults", f"--user={host_facts.user}"),
             *(f"--socket={paths.database_socket}", "ping"),
         ),
-        made_first=paths.database_dir / "mysql",
-        make_first=(
+        prerequisite_path=paths.database_dir / "mysql",
+        prerequisite_command=(
             *("mariadb-install-db", mariadb_config, "--skip-test-db"),
             *(
                 "--auth-root-authentication-method=socket",
@@ -276,7 +276,9 @@ def _plan_daemons(
             ),
         ),
     )
-    slurmdbd = Daemon("slurmdbd", ("slurmdbd", "-D"), ready=("sacctmgr", "-n", "list", "cluster"))
+    slurmdbd = Daemon(
+        "slurmdbd", ("slurmdbd", "-D"), ready_check_command=("sacctmgr", "-n", "list", "cluster")
+    )
     return (munged, mariadbd, slurmdbd, slurmctld)
 
 

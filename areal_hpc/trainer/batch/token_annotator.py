@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.telemetry.token_annotations import REASONS, RowAnnotation
+from areal_hpc.rundir.telemetry.token_annotations import UNTRAINED_TOKEN_REASONS, RowAnnotation
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
@@ -25,7 +25,7 @@ AnnotateMode = Literal["off", "sampled", "all"]
 MAX_ROWS_IN_SAMPLED_MODE = 64
 """Rows of a step that `sampled` annotates, in whole groups."""
 CUT, UNTRAINABLE, OUT_OF_BOUNDS, CLIPPED = (
-    REASONS.index(name)
+    UNTRAINED_TOKEN_REASONS.index(name)
     for name in ("cut reply", "untrainable reply", "weight out of bounds", "clipped")
 )
 TOKEN_MEASURE_NAMES = ("logprob", "entropy", "ratio", "outside", "clipped", "seen")

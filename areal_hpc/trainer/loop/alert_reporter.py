@@ -18,7 +18,7 @@ from areal_hpc.metrics.alerts import (
 )
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 
@@ -43,7 +43,7 @@ class AlertReporter:
         config: AlertsConfig,
         paths: RunPaths,
         events: EventLog,
-        reopened: FlatRow | None = None,
+        reopened: JsonMetricRow | None = None,
     ) -> None:
         self._command = list(config.command)
         self._run_dir = str(paths.root)
@@ -52,11 +52,11 @@ class AlertReporter:
             read_metrics(paths.metrics), maxlen=get_alert_window_rows(config)
         )
         self._tracker = AlertTracker(config)
-        known: list[FlatRow] = [*self._rows, *([reopened] if reopened else [])]
+        known: list[JsonMetricRow] = [*self._rows, *([reopened] if reopened else [])]
         for judged in range(max(0, len(known) - STEPS_BEFORE_REPEATED_ALERT), len(known)):
             self._tracker.take_new_alerts(known[: judged + 1])
 
-    def report_new_alerts(self, row: FlatRow) -> None:
+    def report_new_alerts(self, row: JsonMetricRow) -> None:
         """Judge the run by another row of metrics, that of its newest step."""
         self._rows.append(row)
         for alert in self._tracker.take_new_alerts([*self._rows]):

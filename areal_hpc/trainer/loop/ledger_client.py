@@ -127,7 +127,7 @@ class LedgerClient:
                 self._url = ""
 
     def _await_ledger_url(self) -> str:
-        self._url = rendezvous.await_endpoint(
+        self._url = rendezvous.wait_for_endpoint(
             self._dir, rendezvous.LEDGER_SERVICE, START_TIMEOUT_S, is_cancelled=self._is_stopping
         ).url
         return self._url

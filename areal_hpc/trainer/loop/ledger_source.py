@@ -18,7 +18,7 @@ from areal_hpc.metrics.step_metrics import (
     list_evaluated_sets,
 )
 from areal_hpc.metrics.writer import summarize_newest_weight_update_pause
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT, EventLog
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
@@ -77,7 +77,7 @@ class LedgerSource(BatchSource):
         """The event log says so."""
         self._logged_at = float("-inf")
         self._backoff = UpdateBackoff()
-        self._ticket_counts: FlatRow = {}
+        self._ticket_counts: JsonMetricRow = {}
         self._targets: list[ReplicaKey] = []
         """The replicas that the next publish is for."""
         self.mark_weights_unpublished()
@@ -220,7 +220,7 @@ class LedgerSource(BatchSource):
         with self._record.time_files():
             self._events.record(event_name, **facts)
 
-    def get_weight_update_metrics(self) -> FlatRow:
+    def get_weight_update_metrics(self) -> JsonMetricRow:
         """Cost of the newest update to those who generate."""
         return summarize_newest_weight_update_pause(self._publisher.pauses)
 

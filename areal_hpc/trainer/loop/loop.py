@@ -51,7 +51,7 @@ from areal_hpc.errors import (
 )
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
 from areal_hpc.trainer.learner import Learner
@@ -83,7 +83,7 @@ class PublishWeightsCommand(Struct, frozen=True, tag=True):
 class SaveCheckpointCommand(Struct, frozen=True, tag=True):
     """Begin to make the work so far durable."""
 
-    row: FlatRow
+    row: JsonMetricRow
     """Metrics of the step, unfinished."""
 
 
@@ -158,7 +158,7 @@ class BatchSource(ABC):
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
-    def get_weight_update_metrics(self) -> FlatRow:
+    def get_weight_update_metrics(self) -> JsonMetricRow:
         """Cost of sending the weights to those who generate."""
         return {}
 
@@ -398,7 +398,7 @@ class Coordinator:
         self._record.write_row_once(self.source.get_weight_update_metrics())
         return StopCommand(finished=self._schedule.is_finished_once_saved(step))
 
-    def on_trained(self, version: WeightVersion, row: FlatRow) -> None:
+    def on_trained(self, version: WeightVersion, row: JsonMetricRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self._record.open_row_of_trained_step(version, row)
         self.source.mark_weights_unpublished()

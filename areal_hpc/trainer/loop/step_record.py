@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from areal_hpc.metrics.step_bottleneck import find_step_bottleneck
 from areal_hpc.metrics.step_metrics import PhaseTimer
 from areal_hpc.metrics.writer import MetricsWriter
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.wire.weight_version import WeightVersion
 
 FILES_PHASE = "files"
@@ -25,8 +25,8 @@ class StepRecord:
         self,
         metrics: MetricsWriter,
         version: WeightVersion,
-        row: FlatRow | None,
-        on_written: Callable[[FlatRow], None] = lambda row: None,
+        row: JsonMetricRow | None,
+        on_written: Callable[[JsonMetricRow], None] = lambda row: None,
     ) -> None:
         self.metrics = metrics
         self._on_written = on_written
@@ -39,13 +39,13 @@ class StepRecord:
         """Phases since the last row was written."""
         self._began_at = time.monotonic()
 
-    def open_row_of_trained_step(self, version: WeightVersion, row: FlatRow) -> None:
+    def open_row_of_trained_step(self, version: WeightVersion, row: JsonMetricRow) -> None:
         """A step was taken; `row` is what is known of its metrics."""
         self.version = version
         self.row = row
         self._is_open = True
 
-    def add_metrics(self, step: int, values: FlatRow) -> None:
+    def add_metrics(self, step: int, values: JsonMetricRow) -> None:
         """Add metrics of a step; one whose row has been written gets another row."""
         if self._is_open and step == self.version.step:
             self.row |= values
@@ -53,13 +53,13 @@ class StepRecord:
             with self.time_files():
                 self.metrics.write(step, values)
 
-    def write_row_once(self, further: FlatRow) -> None:
+    def write_row_once(self, further: JsonMetricRow) -> None:
         """Write the row once, with the times of its phases and `further` metrics."""
         if not self._is_open:
             return
         with self.time_files():
             free_bytes = shutil.disk_usage(self.metrics.path.parent).free
-        known: FlatRow = {
+        known: JsonMetricRow = {
             "version": str(self.version),
             "generation": self.version.generation,
             "unix_time_s": round(time.time(), 3),
@@ -81,9 +81,9 @@ class StepRecord:
         return self.timer.time_phase(FILES_PHASE)
 
 
-def _add_speed_and_limits(row: FlatRow) -> FlatRow:
+def _add_speed_and_limits(row: JsonMetricRow) -> JsonMetricRow:
     """The row with what follows from its times: the speed over all phases, and what limits it."""
-    further: FlatRow = {}
+    further: JsonMetricRow = {}
     step_s, tokens = row.get("time/step_s"), row.get("tokens/trained")
     if isinstance(step_s, float) and isinstance(tokens, int) and step_s > 0:
         further["throughput/wall_tokens_per_s"] = tokens / step_s

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from areal_hpc.rundir.jsonl import FlatRow
+from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture
 from areal_hpc.trainer.model.families.weight_map import list_parameter_maps
@@ -42,7 +42,7 @@ sparsity."""
 
 def measure_training_speed(
     policy: Policy, rows: Sequence[TrainingRow], tokens: float, train_s: float
-) -> FlatRow:
+) -> JsonMetricRow:
     """Metrics of optimizer steps on these rows, which hold `tokens` tokens, by their wall time."""
     ranks = dist.get_world_size()
     is_judged = policy.device.type == "cuda" and policy.dtype == torch.bfloat16

@@ -140,7 +140,7 @@ def publish_to_replica(
         service_key,
         "nccl" if policy.device.type == "cuda" else "gloo",
         policy.device,
-        paths.weights_dir,
+        paths.published_weights_dir,
     )
     specs = [
         TensorSpec(name, shape, str(dtype).removeprefix("torch."))

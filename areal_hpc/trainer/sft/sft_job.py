@@ -14,7 +14,7 @@ from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.rundir.telemetry.spans import enter_state
+from areal_hpc.rundir.telemetry.spans import record_state_entry
 from areal_hpc.trainer.checkpoints.store import CheckpointStore
 from areal_hpc.trainer.collectives import is_true_on_any_rank
 from areal_hpc.trainer.config import SftJobConfig
@@ -57,9 +57,9 @@ def _run_sft(job: SftJobConfig, paths: RunPaths, device: torch.device, stop: Sto
     policy = build_policy(arch, job.parallel, dtype, device, job.activations)
     trainer = SftTrainer(job, paths, policy)
     gc.freeze()  # a collection looks at what training makes, not at all that imports left
-    enter_state("train")
+    record_state_entry("train")
     finished = trainer.train(stop)
-    enter_state("end")
+    record_state_entry("end")
     if finished:
         save_hf_model(policy, job.model_path, paths.sft_export)
     trainer.checkpoints.close()
@@ -73,7 +73,7 @@ class SftTrainer:
         self._job = job
         self._policy = policy
         self._cancelled_marker = paths.cancelled_marker
-        self.checkpoints = CheckpointStore(paths.sft_dir, MAX_KEPT_CHECKPOINTS)
+        self.checkpoints = CheckpointStore(paths.sft_checkpoints_dir, MAX_KEPT_CHECKPOINTS)
         self._tokenizer = ConversationTokenizer(job.model_path)
         self._demonstrations = read_demonstrations(job.dataset_path)
         load_hf(policy, HfModelReader(job.model_path).read_tensor)

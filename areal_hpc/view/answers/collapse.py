@@ -3,9 +3,10 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from areal_hpc.errors import ShardError
+from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.answer import Answer, Finding, build_page_url_fragment
@@ -34,8 +35,6 @@ MIN_SOLVED_SHARE = 0.5
 """Of the groups, from which the tasks are solved if so many have nothing but the best reward."""
 DISTINCT_REPLIES_NAME = "distinct replies"
 """Name of the share of a group's replies that differ, which is no metric of a step."""
-
-MetricRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

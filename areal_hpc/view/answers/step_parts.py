@@ -1,15 +1,14 @@
 """Time of steps by what it was spent on: phases of the trainer, and what it waited for. Pure."""
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
+from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.view.answers.wait_split import WaitSplit, split_wait_by_activity
 from areal_hpc.view.batch_episodes import BatchEpisode
 from areal_hpc.view.metric_values import list_numbers
 
-MetricRow = Mapping[str, Any]
 WAIT_PHASE = "batch_wait"
 """What episodes did meanwhile says what it was spent on."""
 PHASES_BY_PART = {

@@ -22,7 +22,7 @@ MAX_SHOWN_TASKS = 3
 def read_source_row_counts(paths: RunPaths) -> list[int]:
     """Rows of each source of the training set; empty where there is one, or it is not known."""
     try:
-        return msgspec.json.decode(paths.task_counts.read_bytes(), type=list[int])
+        return msgspec.json.decode(paths.train_source_sizes.read_bytes(), type=list[int])
     except (OSError, msgspec.DecodeError):
         return []
 

@@ -280,7 +280,8 @@ class TimeJudge:
         place = self._name_cell_with_node(record.cell)
         return (
             f"the last episodes of batches were awaited for "
-            f"{split.last_episodes_s / split.total_s:.0%} of the waits: {late_episode.title}{f' on {place}' if place else ''} took "
+            f"{split.last_episodes_s / split.total_s:.0%} of the waits: "
+            f"{late_episode.title}{f' on {place}' if place else ''} took "
             f"{record.duration_s:.1f} s, where {usual:.1f} s is usual"
         )
 

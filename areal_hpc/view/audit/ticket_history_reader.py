@@ -60,7 +60,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
         else:
             reasons = filtered if drop.kind == "filtered" else drops
             reasons.setdefault(drop.ref.ticket_id, drop.reason)
-    shards = read_index(paths.index_dir)
+    shards = read_index(paths.shard_index_dir)
     batch_size, offpolicyness, total_steps = _read_recipe_limits(paths)
     return TicketRecords(
         checkpoint,

@@ -22,7 +22,7 @@ from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.manifests import (
     EvaluationResult,
-    read_current_evaluation,
+    read_evaluation_of_kept_weights,
     read_json_file,
 )
 from areal_hpc.rundir.paths import RunPaths
@@ -110,12 +110,12 @@ def build_evaluated_set(
     result: EvaluationResult, tasks: Path, metrics: Sequence[str], pass_reward: float
 ) -> EvaluatedSet:
     """The numbers of a set from its rewards."""
-    samples = SetSamples(result.list_samples(), result.answers)
+    samples = SetSamples(result.list_sample_rewards(), result.answers)
     estimates = estimate_metrics(samples, metrics, pass_reward)
     return EvaluatedSet(
         compute_tasks_digest(tasks, result.n_tasks),
         {name: WrittenEstimate.from_estimate(one) for name, one in estimates.items()},
-        result.list_samples(),
+        result.list_sample_rewards(),
         result.answers,
         result.failures,
         pass_reward,
@@ -298,7 +298,7 @@ def build_report_of_run_step(
     """
     found = {}
     for name, (metrics, pass_reward) in sets.items():
-        result = read_current_evaluation(paths, step, name)
+        result = read_evaluation_of_kept_weights(paths, step, name)
         if result is not None:
             tasks = paths.evaluation_tasks(name)
             found[name] = build_evaluated_set(result, tasks, metrics, pass_reward)

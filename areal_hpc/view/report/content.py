@@ -12,7 +12,7 @@ from areal_hpc import __version__
 from areal_hpc.errors import ArealError
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.step_line import format_metric
+from areal_hpc.metrics.step_line import MetricRow, format_metric
 from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_arguments
 from areal_hpc.rundir.manifests import read_evaluations_by_set
@@ -50,8 +50,6 @@ SUMMARIZED_METRICS = (
     "groups/zero_variance",
 )
 """Whose first, mean and last values stand in a table."""
-
-MetricRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

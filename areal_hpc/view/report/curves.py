@@ -3,9 +3,9 @@
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Any
 
 from areal_hpc.metrics.catalogue import find_metric
+from areal_hpc.metrics.step_line import MetricRow
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
 from areal_hpc.view.metric_values import get_number
 from areal_hpc.view.report.charts import Chart, Series, draw_bars, draw_curves
@@ -40,8 +40,6 @@ PHASES_BY_LAYER = {
     "evaluation": ("eval",),
     "small files": ("files",),
 }
-
-MetricRow = Mapping[str, Any]
 
 
 def draw_run_curves(rows_by_run: Mapping[str, Sequence[MetricRow]]) -> Iterator[Chart]:

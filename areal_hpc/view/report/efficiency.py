@@ -2,12 +2,11 @@
 
 import statistics
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from areal_hpc.metrics.step_bottleneck import find_step_bottleneck
-from areal_hpc.metrics.step_line import compute_trained_tokens_per_s
+from areal_hpc.metrics.step_line import MetricRow, compute_trained_tokens_per_s
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.answers.happenings import ROUTINE_EVENTS, list_launch_times
@@ -18,8 +17,6 @@ from areal_hpc.view.tables import format_duration
 from areal_hpc.view.timing.idle_time import describe_idle_time, read_held_gpus_or_nodes
 
 MAX_SHOWN_EVENTS = 12
-
-MetricRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

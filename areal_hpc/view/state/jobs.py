@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.rundir.allocation_note import find_live_allocation
+from areal_hpc.rundir.allocation_note import find_live_launcher_note
 from areal_hpc.rundir.jobs import (
     Submission,
     TaskExit,
@@ -23,13 +23,13 @@ from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import is_cell_job
 from areal_hpc.slurm.commands import has_slurm
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller, QueueSnapshot, is_live_state
+from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, is_live_state
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
     get_experiment_label,
     list_recorded_job_ids,
-    list_unrecorded_jobs,
+    list_unrecorded_live_jobs,
 )
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.view.tables import format_duration, format_table, format_time
@@ -45,7 +45,7 @@ class JobView:
     name: str
     submission: Submission | None
     """None for a job of a foreground run."""
-    slurm_record: QueuedJob | None
+    slurm_record: SlurmJobRecord | None
     """None if Slurm does not know it, or does not answer."""
     task_exits: dict[int, TaskExit]
     """The last word of each task that has ended, by rank."""
@@ -142,7 +142,7 @@ def fetch_run_jobs(paths: RunPaths, queue: QueuePoller) -> RunJobs:
     unrecorded: Sequence[LiveJob] = ()
     if has_slurm() and not answer.outage:
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
-            unrecorded = list_unrecorded_jobs(paths)
+            unrecorded = list_unrecorded_live_jobs(paths)
     return build_run_jobs(paths, answer, unrecorded)
 
 
@@ -176,10 +176,10 @@ def build_run_jobs(
         for name in sorted(names, key=_get_job_sort_key)
     )
     jobs += tuple(
-        JobView(job.submission.job, job.submission, job.queued, {}, is_recorded=False)
+        JobView(job.submission.job, job.submission, job.slurm_record, {}, is_recorded=False)
         for job in unrecorded
     )
-    ids += tuple(job.queued.job_id for job in unrecorded)
+    ids += tuple(job.slurm_record.job_id for job in unrecorded)
     return RunJobs(paths, jobs, snapshot, ids)
 
 
@@ -216,7 +216,7 @@ def get_run_state(run: RunJobs) -> str:
         return "finished"
     if paths.cancelled_marker.exists():
         return "being cancelled" if alive else "cancelled"
-    if not alive and (note := find_live_allocation(paths)) is not None:
+    if not alive and (note := find_live_launcher_note(paths)) is not None:
         return f"running in allocation {note.job_id}"
     if run.is_local:
         return "running here" if is_lock_held(paths.lock) else _describe_end_of_run(run)
@@ -238,7 +238,7 @@ def _describe_end_of_run(run: RunJobs) -> str:
 
 def describe_allocation_steps(paths: RunPaths) -> list[str]:
     """A table of the steps of an allocation that a run's jobs are; empty if they are none."""
-    if (note := find_live_allocation(paths)) is None or not note.steps:
+    if (note := find_live_launcher_note(paths)) is None or not note.steps:
         return []
     rows = [("job", "step", "nodes")]
     return format_table(rows + [(one.job, one.step, ",".join(one.nodes)) for one in note.steps])
@@ -308,7 +308,7 @@ def _format_job_row(job: JobView, snapshot: QueueSnapshot) -> tuple[str, str, st
     return (job.name, job_id, state, nodes, attempt, _format_job_times(queued))
 
 
-def format_slurm_state(queued_job: QueuedJob) -> str:
+def format_slurm_state(queued_job: SlurmJobRecord) -> str:
     """Slurm's word, and why."""
     state = queued_job.state
     if state.phase is JobPhase.WAITING and queued_job.reason:
@@ -329,8 +329,12 @@ def _describe_job_unknown_to_slurm(job: JobView, snapshot: QueueSnapshot) -> str
     return "unknown (no longer in Slurm's records)"
 
 
-def _format_job_times(queued_job: QueuedJob) -> str:
-    now, start, end = time.time(), queued_job.start, queued_job.end
+def _format_job_times(queued_job: SlurmJobRecord) -> str:
+    now, start, end = (
+        time.time(),
+        queued_job.started_or_expected_at,
+        queued_job.ended_or_latest_end_at,
+    )
     match queued_job.state.phase:
         case JobPhase.WAITING:
             return f"expected at {format_time(start)}" if start else "start unknown"

@@ -21,7 +21,10 @@ from areal_hpc.evaluation.set_metrics import (
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
-from areal_hpc.rundir.manifests import list_evaluations, read_current_evaluation
+from areal_hpc.rundir.manifests import (
+    list_evaluations_of_kept_weights,
+    read_evaluation_of_kept_weights,
+)
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.rundir.telemetry.span_reader import read_spans
@@ -180,8 +183,8 @@ class RunData:
                 "reward": reward,
                 "answer": result.answers[task][sample] if result.answers else "",
             }
-            for name, result in list_evaluations(self._paths, VALID_SET_NAME)
-            for task, rewards in enumerate(result.list_samples())
+            for name, result in list_evaluations_of_kept_weights(self._paths, VALID_SET_NAME)
+            for task, rewards in enumerate(result.list_sample_rewards())
             for sample, reward in enumerate(rewards)
         ]
         return Columns(rows, ("step", "set", "task", "sample", "reward", "answer"))
@@ -204,7 +207,7 @@ class RunData:
         return compare_paired(first.tolist(), second.tolist())
 
     def _compute_task_values(self, set_name: str, step: int, metric: str) -> Column:
-        result = read_current_evaluation(self._paths, step, set_name)
+        result = read_evaluation_of_kept_weights(self._paths, step, set_name)
         if result is None:
             raise RecipeError(
                 f"the weights of step {step} were not evaluated on the set {set_name}",
@@ -217,7 +220,7 @@ class RunData:
             )
         sets = get_recipe_value(self.recipe, "evaluation.sets") or {}
         pass_reward = sets.get(set_name, {}).get("pass_reward", DEFAULT_PASS_REWARD)
-        samples = SetSamples(result.list_samples(), result.answers)
+        samples = SetSamples(result.list_sample_rewards(), result.answers)
         try:
             values = compute_task_values(metric, samples, pass_reward)
         except ValueError as error:

@@ -9,7 +9,7 @@ from typing import Any
 from areal_hpc.errors import ClusterError
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.wire.http import WireClient
@@ -39,7 +39,7 @@ def read_run_snapshot(paths: RunPaths, *, ask_ledger: bool = False) -> RunSnapsh
     """Look at a run without touching it."""
     return RunSnapshot(
         tuple(read_metrics(paths.metrics)),
-        tuple(read_lines(paths.sft_metrics)),
+        tuple(read_readable_records(paths.sft_metrics)),
         _fetch_ledger_status(paths) if ask_ledger else None,
     )
 

@@ -214,7 +214,7 @@ def read_untrained_episodes(
     Shards of the `cells_with_spans`, which say as much, are not opened: each look at a long run
     would read every evaluation.
     """
-    for sealed in read_index(paths.index_dir):
+    for sealed in read_index(paths.shard_index_dir):
         named = parse_shard_name(sealed.file)
         if not sealed.untrained or (named is not None and named[0] in cells_with_spans):
             continue

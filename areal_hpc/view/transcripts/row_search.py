@@ -315,6 +315,6 @@ def _iterate_shards(path: Path) -> Iterator[SearchedShard]:
         return
     paths, first_row = RunPaths(path), 0
     steps = StepByTicket(paths)
-    for line in read_index(paths.index_dir):
+    for line in read_index(paths.shard_index_dir):
         yield SearchedShard(paths.shards_dir / line.file, first_row, steps)
         first_row += line.rows

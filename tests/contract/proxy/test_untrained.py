@@ -59,7 +59,7 @@ def test_a_held_out_episode_is_sealed_and_settled_with_nobody(stage: Stage) -> N
     assert stage.finish_ticket(HELD_OUT, session_id) == 1  # the driver may ask again
     (shard,) = (
         one
-        for one in read_index(stage.paths.index_dir)
+        for one in read_index(stage.paths.shard_index_dir)
         if session_id in [episode.session_id for episode in one.untrained]
     )
     assert shard.tickets == []

@@ -9,7 +9,7 @@ import yaml
 
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.chatml import TRAINING_TEXT
 from tests.support.commands import audit_of, run_program
@@ -39,7 +39,7 @@ def test_an_instance_of_a_script_is_trained_and_a_class_of_it_is_evaluated(tmp_p
     paths = RunPaths(tmp_path / "areal" / "script")
     assert answer.returncode == 0, answer.stdout + answer.stderr + logs_of(paths)
     assert "lost" not in answer.stdout
-    assert [row["step"] for row in read_lines(paths.metrics)] == [0, 1, 2]
+    assert [row["step"] for row in read_readable_records(paths.metrics)] == [0, 1, 2]
     recipe = yaml.safe_load(paths.recipe.read_text())
     assert recipe["rollout"]["workflow"] == "handed_over.agent"
     assert recipe["evaluation"]["workflow"] == "handed_over_for_evaluation.agent"

@@ -43,7 +43,7 @@ DAMAGE: dict[str, tuple[Callable[[RunPaths], Any], set[str]]] = {
     "events binary": (lambda run: run.events.write_bytes(BINARY), set()),
     "shards missing": (lambda run: remove(run.shards_dir), {"trajectory"}),
     "shards and index missing": (
-        lambda run: remove(run.shards_dir, run.index_dir),
+        lambda run: remove(run.shards_dir, run.shard_index_dir),
         {"trajectory"},
     ),
 }

@@ -19,7 +19,7 @@ import yaml
 from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
 from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_manifest_once
+from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import RowAnnotation, StepAnnotations
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
@@ -151,7 +151,7 @@ def test_what_training_did_is_shown_of_the_last_row_of_a_large_group_too(
     rows = [trajectory(50, episode) for episode in range(201)]
     name, places = seal_in(run, rows).file, list(range(201))
     group = SealedTicket(TicketRef(50, 1), name, places, [0.0] * 201, NO_VERSION)
-    write_manifest_once(run, BatchManifest(4, 1, [group]))
+    write_or_read_manifest(run, BatchManifest(4, 1, [group]))
     run.annotation(4).parent.mkdir()
     told = RowAnnotation(shard=name, row=200, outcome="masked")
     content = StepAnnotations(step=4, generation=1, rows_of_batch=201, rows=[told])
@@ -276,7 +276,7 @@ def test_two_indexes_of_one_run_agree_and_a_damaged_or_other_one_is_made_anew(
     with closing(RowIndex(run, cache)) as again:
         again.index_new_rows()
         assert again.find_page(offset=0, count=1).total == 10
-        for path in (*run.shards_dir.iterdir(), *run.index_dir.iterdir()):
+        for path in (*run.shards_dir.iterdir(), *run.shard_index_dir.iterdir()):
             path.unlink()
         seal_in(run, [trajectory(1)])
         again.index_new_rows()

@@ -22,7 +22,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.inference.replica import BuildCommand, ControlCallerIdentity, Replica
 from areal_hpc.inference.server import shared_memory
 from areal_hpc.inference.server.command import ServerCommand, ServerPorts
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.wire.replicas import FenceReplicaRequest, ReopenReplicaRequest
 from tests.integration.inference.small_servers import (
     SILENT_S,
@@ -258,7 +258,7 @@ def test_weights_by_folder_are_unverified_at_first(make: Make, tmp_path: Path) -
     assert (pause.version, pause.requests, pause.recomputed_tokens) == ("1.3", 3, 300)
     assert SILENT_S <= pause.reprefill_s < pause.pause_s
     assert 0 < pause.busy_s < pause.pause_s, "the part before the order to go on"
-    events = read_lines(tmp_path / "events.jsonl")
+    events = read_readable_records(tmp_path / "events.jsonl")
     (noted,) = [event for event in events if event["event"] == "replica_resumed"]
     assert noted["reprefill_s"] == pause.reprefill_s
     assert noted["busy_s"] == pause.busy_s

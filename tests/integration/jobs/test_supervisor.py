@@ -23,7 +23,7 @@ from areal_hpc.rundir.jobs import (
     ProcessSpec,
     TaskExit,
 )
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 from tests.support.waiting import wait_for
@@ -164,7 +164,7 @@ def test_crashes_are_retried_and_mistakes_of_the_user_never(folder: Path, submit
     jobs = [submit(spec, name=f"job-{spec.name}") for spec in (allowed, too_many, mistaken)]
     recovered, failed, refused = map(outcome_of, jobs)
     assert (recovered.exit_code, (folder / "c.txt").read_text()) == (0, "3")
-    events = read_lines(folder / "events.jsonl")
+    events = read_readable_records(folder / "events.jsonl")
     exits = [event["process"] for event in events if event["event"] == "process_exited"]
     assert exits.count("c") == 2
     assert failed.exit_code == 128 + signal.SIGKILL

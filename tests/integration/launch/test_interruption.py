@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.lock import is_lock_held
 from tests.support.interruptions import PHASES, STOP_LIMIT_S, interrupt_in_each
 from tests.support.run_files import trained_steps
@@ -23,7 +23,7 @@ def test_an_interrupted_or_orphaned_run_stops_and_completes(model: Path, tmp_pat
     interrupt_in_each(run, {"training": PHASES["training"]})
     assert trained_steps(run.paths) >= 1
     run.finish()
-    assert [row["step"] for row in read_lines(run.paths.metrics)] == [0, 1, 2]
+    assert [row["step"] for row in read_readable_records(run.paths.metrics)] == [0, 1, 2]
     assert run.processes() == []
 
 

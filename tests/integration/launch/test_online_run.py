@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from examples.online.chat import chat
 from tests.support.small_run import SmallRun, await_none_left, started_from
 from tests.support.sums import is_right
@@ -54,7 +54,7 @@ def test_an_online_run_trains_on_what_programs_do(model: Path, tmp_path: Path) -
         finally:
             is_over.set()
     await_none_left(run, 20.0)
-    trained = [row for row in read_lines(run.paths.metrics) if row["step"] > 0]
+    trained = [row for row in read_readable_records(run.paths.metrics) if row["step"] > 0]
     assert [row["step"] for row in trained] == [*range(1, STEPS + 1)]
     assert all(row["tokens/trained"] > 0 for row in trained)
     assert sum(talk.result() for talk in talks) >= STEPS * GROUPS * 4

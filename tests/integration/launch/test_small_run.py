@@ -18,7 +18,7 @@ from areal_hpc.metrics.step_bottleneck import (
 )
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.metrics.writer import format_tensorboard_tag
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.commands import exit_code_of, run_program, said_by
 from tests.support.environments import CHECKOUT
@@ -32,7 +32,7 @@ BETWEEN_PHASES_S = 0.1
 
 def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: SmallRun) -> None:
     assert finished.processes() == []
-    rows = read_lines(finished.paths.metrics)[:4]
+    rows = read_readable_records(finished.paths.metrics)[:4]
     assert [row["step"] for row in rows] == [0, 1, 2, 3]
     assert [row["step"] for row in rows if "eval/reward" in row] == [0, 2, 3]
     for row in rows[1:]:
@@ -66,7 +66,7 @@ def test_every_metric_is_in_the_catalogue_and_phases_cover_the_steps(finished: S
 
 
 def test_tensorboard_reads_back_what_the_metrics_say(finished: SmallRun) -> None:
-    board = EventAccumulator(str(finished.paths.board_run_dir), size_guidance={"scalars": 0})
+    board = EventAccumulator(str(finished.paths.tensorboard_run_dir), size_guidance={"scalars": 0})
     board.Reload()
     for row in read_metrics(finished.paths.metrics)[
         :3
@@ -130,7 +130,7 @@ def test_what_the_model_said_can_be_read_held_out_episodes_as_well(
 
 def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) -> None:
     before = finished.paths.metrics.read_bytes()
-    steps = read_lines(finished.paths.metrics)[-1]["step"]  # another test asks for more
+    steps = read_readable_records(finished.paths.metrics)[-1]["step"]  # another test asks for more
     assert finished.audited() == f"trained_once={4 * steps} duplicates=0 lost=0 open=0"
     finished.finish()
     assert "this run is finished" in finished.said()
@@ -144,7 +144,7 @@ def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
     handler = signal.getsignal(signal.SIGINT)
     result = areal_hpc.run(finished.paths.recipe, trainer={"total_steps": 4})
     assert "changed  trainer.total_steps: 3 -> 4" in capsys.readouterr().out
-    last = read_lines(finished.paths.metrics)[-1]
+    last = read_readable_records(finished.paths.metrics)[-1]
     assert last["step"] == 4
     assert (result.run_dir, result.exit_reason) == (finished.paths.root, "finished")
     assert (result.step, result.reward) == (4, last["reward/mean"])
@@ -166,7 +166,7 @@ def test_the_trained_model_loads_in_transformers(finished: SmallRun) -> None:
 def test_a_checkpoint_is_exported_without_torch(finished: SmallRun, tmp_path: Path) -> None:
     export = (get_interpreter("agents", "auto"), "-m", "areal_hpc", "export", finished.paths.root)
     said_by(run_program(*export, "--out", tmp_path / "model"))
-    newest = format_step_dir(read_lines(finished.paths.metrics)[-1]["step"])
+    newest = format_step_dir(read_readable_records(finished.paths.metrics)[-1]["step"])
     by_trainer = finished.paths.export_dir(newest)
     assert contents(tmp_path / "model") == contents(by_trainer)
 

@@ -122,7 +122,7 @@ def write_recorded_reply(run: RunPaths, model: Path, reply: str) -> None:
         versions_T=np.where(mask_T, 1, -1),
         reward=1.0,
     )
-    write_sealed_shard([row], run.shards_dir, run.index_dir, "cell-0")
+    write_sealed_shard([row], run.shards_dir, run.shard_index_dir, "cell-0")
 
 
 @pytest.fixture

@@ -196,7 +196,7 @@ class LedgerProcess:
             for one in tickets
         ]
         shard = SealedShard(name, 100, "crc32:00000000", 2 * len(refs), 10, indexed)
-        append_to_index(self.paths.index_dir, shard)
+        append_to_index(self.paths.shard_index_dir, shard)
         return tickets
 
     def settle(self, tickets: list[SealedTicket], cell: str = "cell-0") -> None:

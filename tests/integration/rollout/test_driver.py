@@ -28,7 +28,7 @@ from areal_hpc.rollout.rollout_workflow import RolloutWorkflow
 from areal_hpc.rollout.service_client import ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TicketRunner
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.sandbox import pool
 from areal_hpc.sandbox.runtime import build_isolation_error
@@ -78,7 +78,7 @@ class Cell:
         self.rollout = RolloutConfig(workflow="given", **{"n_samples": 4, **rollout})
 
     def events(self, name: str) -> list[dict[str, Any]]:
-        found = read_lines(self.run_dir / "events.jsonl")
+        found = read_readable_records(self.run_dir / "events.jsonl")
         return [event for event in found if event["event"] == name]
 
     @property
@@ -514,7 +514,7 @@ def test_service_restarts_cost_no_ticket(tmp_path: Path, service: str, events: s
     cell.run(meanwhile=restart_twice)
     assert not cell.ledger.dropped
     assert len(cell.proxy.finished) == len(cell.ledger.finished) == 24
-    found = {event["event"] for event in read_lines(tmp_path / "events.jsonl")}
+    found = {event["event"] for event in read_readable_records(tmp_path / "events.jsonl")}
     assert found - {"event_loop_blocked"} == events, "a machine may stop for seconds"
 
 

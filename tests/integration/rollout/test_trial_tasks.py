@@ -19,7 +19,7 @@ from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.rollout.episodes.http_client import make_http_client
 from areal_hpc.rollout.service_client import ServiceClient
 from areal_hpc.rollout.task_set import TaskSet
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
 from areal_hpc.rundir.telemetry.events import EventLog
@@ -79,7 +79,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
 
     with TrialCell(config):
         asyncio.run(asyncio.wait_for(play_tasks(), 60))
-    return list(read_lines(paths.events))
+    return list(read_readable_records(paths.events))
 
 
 def test_an_agent_that_works_is_let_through(config: TrialConfig) -> None:
@@ -95,7 +95,7 @@ def test_an_agent_that_fails_all_trials_alike_ends_the_run(config: TrialConfig) 
     assert "KeyError: 'anwser'" in str(failed.value)
     assert failed.value.exit_code == 70
     assert sorted(agent.played) == [0, 0, 1, 1, 2, 2]
-    events = list(read_lines(RunPaths(config.driver.run_dir).events))
+    events = list(read_readable_records(RunPaths(config.driver.run_dir).events))
     assert [event["event"] for event in events] == ["episode_failed"] * 6
     assert {event["trial"] for event in events} == {0, 1, 2}
     assert "test_trial_tasks.py" in events[0]["reason"], "it has the line"

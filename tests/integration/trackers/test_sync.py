@@ -11,7 +11,7 @@ import yaml
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.trackers.sync import TrackerChoice, choose_tracker, run_tracker_on_new_rows
 from tests.support.commands import areal_hpc
@@ -46,7 +46,7 @@ def tracker(tmp_path: Path) -> TrackerChoice:
 
 def train_to(paths: RunPaths, step: int, *, saved: int) -> None:
     """Metrics of all steps up to one, and a checkpoint of another."""
-    before = max((row["step"] for row in read_lines(paths.metrics)), default=-1)
+    before = max((row["step"] for row in read_readable_records(paths.metrics)), default=-1)
     for number in range(before + 1, step + 1):
         append_line(paths.metrics, {"step": number, "loss": float(number)})
     folder = paths.checkpoints_dir / format_step_dir(saved)
@@ -60,7 +60,7 @@ def logged(paths: RunPaths) -> list[dict[str, Any]]:
     return [
         row
         for part in paths.tracker("mine").list_parts()
-        for row in read_lines(part / "logged.jsonl")
+        for row in read_readable_records(part / "logged.jsonl")
     ]
 
 

@@ -11,7 +11,7 @@ import yaml
 
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.alert_reporter import AlertReporter
@@ -121,7 +121,7 @@ def test_the_trainer_tells_an_alert_once_and_a_restarted_one_does_not_repeat_it(
     paths, rows = RunPaths(tmp_path), read_metrics(trained["constant"].metrics)
     report(paths, rows[:3])
     report(paths, rows[3:])
-    (event,) = read_lines(paths.events)
+    (event,) = read_readable_records(paths.events)
     assert (event["event"], event["role"]) == ("alert", "trainer")
     assert (event["rule"], event["level"], event["step"]) == ("no_signal", "failure", 1)
 

@@ -46,7 +46,7 @@ def get_annotations(paths: RunPaths, step: int = 1) -> StepAnnotations:
 def score_with_transformers(paths: RunPaths, row: TrajectoryRow) -> tuple[Any, Any]:
     """Log-probabilities and entropies at the row's sampled tokens, in float64."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        paths.tiny_model_dir, dtype=torch.float64
+        paths.starting_model_dir, dtype=torch.float64
     )
     ids = torch.from_numpy(row.input_ids_T).long()
     with torch.no_grad():
@@ -62,7 +62,7 @@ def test_they_are_what_transformers_finds_with_the_weights_that_the_step_began_w
 ) -> None:
     paths, report = replay(ranks, sampled, tmp_path / "all", "all", dp=1)
     found = get_annotations(paths)
-    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
     assert len(found.rows) == len(rows) == found.rows_of_batch
     for annotation, row in zip(found.rows, rows, strict=True):

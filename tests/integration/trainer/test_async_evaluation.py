@@ -14,7 +14,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 # isort: split
 from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.loop import (
     Coordinator,
@@ -70,7 +70,7 @@ class Court:
         start_ledger(stack, directory, Judge)
         start_relay(stack, directory, "cell-0")
         self.evaluation_cell = self.start_evaluation_cell()
-        rendezvous.await_endpoint(directory, "control-cell-0", 60)
+        rendezvous.wait_for_endpoint(directory, "control-cell-0", 60)
         schedule = Schedule(total_steps, 1000, 0, {"valid": EvaluationSetSchedule(2, TASKS)})
         evaluation = AsyncEvaluationTracker(schedule, -1)
         self.coordinator: Coordinator = make_coordinator(stack, directory, 1, schedule, evaluation)
@@ -140,7 +140,11 @@ def test_training_goes_on_and_the_last_step_is_judged(stack: ExitStack, tmp_path
     court.follow(lambda: court.is_finished())
     assert court.is_finished()
     assert court.written() == {0: 0.25, 5: 0.5, 6: 0.75}
-    begun = [e for e in read_lines(tmp_path / "events.jsonl") if e["event"] != "weights_published"]
+    begun = [
+        e
+        for e in read_readable_records(tmp_path / "events.jsonl")
+        if e["event"] != "weights_published"
+    ]
     assert [(event["version"], event["left_out"]) for event in begun] == [
         ("1.0", []),
         ("1.5", [2, 4]),
@@ -164,6 +168,6 @@ def test_lost_weights_give_way_to_the_present_ones(stack: ExitStack, tmp_path: P
     court.follow(lambda: court.step == 42)
     court.follow(lambda: len(court.asked) == 3)
     assert court.written() == {40: 0.5}
-    (given_up,) = [e for e in read_lines(tmp_path / "events.jsonl") if e.get("given_up")]
+    (given_up,) = [e for e in read_readable_records(tmp_path / "events.jsonl") if e.get("given_up")]
     assert given_up["given_up"] == "1.0"
     assert given_up["left_out"] == list(range(0, 40, 2))

@@ -23,7 +23,7 @@ from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.weights import WeightsConfig
 from areal_hpc.rundir import rendezvous
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
 from areal_hpc.trainer.loop.ledger_client import LedgerClient
@@ -215,15 +215,17 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
         tmp_path, "control-cell-2", f"http://127.0.0.1:{silent.getsockname()[1]}"
     )
     for cell in ("cell-0", "cell-1"):
-        rendezvous.await_endpoint(tmp_path, rendezvous.format_control_proxy_name(cell), 60)
+        rendezvous.wait_for_endpoint(tmp_path, rendezvous.format_control_proxy_name(cell), 60)
     coordinator = make_coordinator(stack, tmp_path, cells=3)
     took_s = train(coordinator, steps=40)
-    updates = [event for event in read_lines(tmp_path / "events.jsonl") if event["replicas"]]
-    tries = [event for event in read_lines(tmp_path / "events.jsonl") if event["failed"]]
+    updates = [
+        event for event in read_readable_records(tmp_path / "events.jsonl") if event["replicas"]
+    ]
+    tries = [event for event in read_readable_records(tmp_path / "events.jsonl") if event["failed"]]
     assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}
     assert tries
     assert 2 ** (len(tries) - 1) - 1 <= took_s, "tried again after ever longer pauses"
     assert took_s < 25 * HANG_S, "40 updates that each wait for it take longer"
-    lines = read_lines(tmp_path / "metrics.jsonl")
+    lines = read_readable_records(tmp_path / "metrics.jsonl")
     phases = ("pause_call", "transfer", "load", "verify", "flush", "resume")
     assert all(f"weights/{phase}_s" in lines[0] for phase in phases)

@@ -10,7 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import read_annotations
 from tests.support.critic_reference import sum_discounted_errors
@@ -37,7 +37,7 @@ def stale(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scorer(stale: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A reward model, as transformers saves one: the policy's body with a head of one output."""
     folder = tmp_path_factory.mktemp("scorer") / "model"
-    shutil.copytree(RunPaths(stale).tiny_model_dir, folder)
+    shutil.copytree(RunPaths(stale).starting_model_dir, folder)
     tensors = load_file(folder / "model.safetensors")
     hidden = tensors["model.norm.weight"].shape[0]
     generator = torch.Generator().manual_seed(3)
@@ -145,7 +145,7 @@ def test_a_run_goes_on_in_another_layout(
     moved = train_run(ranks, paths, VALUE, parallel)
     assert set(moved.codes) == {0}, moved.log
     for metric in COMPARED:
-        found, other = read_lines(paths.metrics)[-1][metric], expected[-1][metric]
+        found, other = read_readable_records(paths.metrics)[-1][metric], expected[-1][metric]
         assert found == pytest.approx(other, rel=5e-4, abs=1e-5), metric
 
 
@@ -159,7 +159,7 @@ def test_while_it_warms_up_the_policy_stays_as_it_is(
         outcome = train_run(ranks, paths, objective, steps=steps)
         assert outcome.codes == [0], outcome.log
         reports[steps] = outcome.reports[0]["digests"]
-    lines = read_lines(RunPaths(tmp_path / "3").metrics)
+    lines = read_readable_records(RunPaths(tmp_path / "3").metrics)
     assert [line["grad_norm"] > 0 for line in lines] == [False, False, True]
     assert [line["step/skipped"] for line in lines] == [0, 0, 0], "nothing was due"
     annotated = [read_annotations(RunPaths(tmp_path / "3"), step) for step in (1, 2, 3)]
@@ -183,7 +183,7 @@ def test_a_checkpoint_without_a_critic_is_gone_on_from(
     for steps, objective in ((2, {}), (4, warmed_up), (5, {})):
         outcome = train_run(ranks, paths, objective, steps=steps)
         assert outcome.codes == [0], outcome.log
-    lines = read_lines(paths.metrics)
+    lines = read_readable_records(paths.metrics)
     assert [line["grad_norm"] > 0 for line in lines] == [True, True, False, True, True]
     assert lines[2]["critic/mean_value"] == 0.0
     assert ["critic/loss" in line for line in lines] == [False, False, True, True, False]

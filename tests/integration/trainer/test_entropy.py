@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.digest_checked_reader import CheckedShards
@@ -34,17 +34,17 @@ def measure(
     settings = {"total_steps": 2, "parallel": parallel, "objective": {"entropy_coef": coef}}
     outcome = ranks.run(paths, "replay", size, trainer=settings)
     assert set(outcome.codes) == {0}, outcome.log
-    return read_lines(paths.metrics)
+    return read_readable_records(paths.metrics)
 
 
 def differentiate_with_transformers(paths: RunPaths) -> tuple[float, float]:
     """The mean entropy of the first batch in float64, and the norm of its gradient."""
     model = transformers.AutoModelForCausalLM.from_pretrained(
-        paths.tiny_model_dir, dtype=torch.float64
+        paths.starting_model_dir, dtype=torch.float64
     )
     # transformers gives the embedding of a padding token no gradient; here it is like others.
     model.get_input_embeddings().padding_idx = None
-    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     rows = [row for rows in read_rows_by_ticket(read_manifest(paths, 1), shards) for row in rows]
     entropies = []
     for row in rows:

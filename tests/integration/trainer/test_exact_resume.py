@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
@@ -69,7 +69,9 @@ def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> No
     # A kill can leave a third one for the next checkpoint to delete; nothing half-written stays.
     assert names[-2:] == COMMITS
     assert names[:-2] in ([], ["step_00000002"])
-    assert [line["step"] for line in read_lines(paths.metrics)] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in read_readable_records(paths.metrics)] == list(
+        range(1, STEPS + 1)
+    )
 
 
 @pytest.mark.parametrize(("dp", "rank", "fault", "began_at"), KILLS)

@@ -14,7 +14,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 
 # isort: split
 from areal_hpc.recipe.sections.trainer import KEEP_ALL_ACTIVATIONS, HeadDtype, ParallelConfig
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.model.families.architecture import Architecture
@@ -102,5 +102,5 @@ def train_a_step(ranks: RankServer, folder: Path, parallel: dict[str, int]) -> d
     settings = {"total_steps": 1, "dtype": "bfloat16", "parallel": parallel}
     outcome = ranks.run(paths, "replay", math.prod(parallel.values()), trainer=settings)
     assert set(outcome.codes) == {0}, outcome.log
-    (line,) = read_lines(paths.metrics)
+    (line,) = read_readable_records(paths.metrics)
     return line

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from areal_hpc.recipe.presets import PRESETS
-from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.manifests import write_manifest_once
+from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.manifests import write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -148,10 +148,10 @@ def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path:
     good = [MadeUpTurn(9, 0.5), MadeUpTurn(0, 0.0), MadeUpTurn(0, 1.0)]
     bad = [MadeUpTurn(9, 0.0), MadeUpTurn(0, 0.0), MadeUpTurn(0, 0.25)]
     rows = build_batch([[good, bad]], ExportSettings())
-    shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+    shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, "cell-0")
     places, rewards = list(range(len(rows))), [row.reward for row in rows]
     ticket = SealedTicket(TicketRef(0, 0), shard.file, places, rewards, NO_VERSION)
-    write_manifest_once(paths, BatchManifest(1, 1, [ticket]))
+    write_or_read_manifest(paths, BatchManifest(1, 1, [ticket]))
     largest = {}
     for credit in ("episode", "turn"):
         copied = RunPaths(shutil.copytree(paths.root, tmp_path / credit))
@@ -159,7 +159,7 @@ def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path:
         settings = {"total_steps": 1, "objective": objective}
         outcome = ranks.run(copied, "replay", 1, trainer=settings)
         assert outcome.codes == [0], outcome.log
-        (line,) = read_lines(copied.metrics)
+        (line,) = read_readable_records(copied.metrics)
         largest[credit] = line["advantage/abs_max"]
     # Episodes earned 1.5 and .25. Their replies earned 1, 0, 1 and .125, 0, .25: .396 on average;
     # the last two of each weigh a half.
@@ -170,7 +170,7 @@ def test_turns_are_credited_from_what_shards_record(ranks: RankServer, tmp_path:
 def test_every_preset_trains_a_recorded_run(
     ranks: RankServer, stale: Path, tmp_path: Path, name: str
 ) -> None:
-    teacher = {"coef": 1.0, "path": str(RunPaths(stale).tiny_model_dir)}
+    teacher = {"coef": 1.0, "path": str(RunPaths(stale).starting_model_dir)}
     needed: dict[str, dict[str, Any]] = {
         "dr_grpo": {"loss_scale_tokens": 30},
         "opd": {"teacher": teacher},

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from areal_hpc.launch.tiny_model import make_tiny_model
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, VOCAB, record_run
@@ -58,7 +58,7 @@ def test_the_divergence_is_that_of_transformers(
     for row in read_recorded_rows(paths):
         own, other = (
             score_with_transformers(folder, row.input_ids_T)
-            for folder in (paths.tiny_model_dir, other_model)
+            for folder in (paths.starting_model_dir, other_model)
         )
         gaps.append((own - other)[torch.from_numpy(row.loss_mask_T[1:] != 0)])
     assert first["kl/reference"] == pytest.approx(torch.cat(gaps).mean().item(), rel=1e-4)
@@ -71,7 +71,7 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
     paths = record_run(tmp_path / "equal", 1, rewards={1: [1.0] * SAMPLES})
     own, teacher = (
         transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
-        for folder in (paths.tiny_model_dir, other_model)
+        for folder in (paths.starting_model_dir, other_model)
     )
     # transformers gives the embedding of a padding token no gradient; here it is like others.
     own.get_input_embeddings().padding_idx = None
@@ -90,7 +90,7 @@ def test_a_teacher_gives_the_gradient_of_transformers_in_float64(
     objective = {"teacher": {"coef": 0.5, "path": str(other_model)}, **PLAIN}
     outcome = train_run(ranks, paths, objective, steps=1, minibatches=1)
     assert outcome.codes == [0], outcome.log
-    (line,) = read_lines(paths.metrics)
+    (line,) = read_readable_records(paths.metrics)
     assert line["kl/teacher"] == pytest.approx(-torch.cat(gaps).mean().item(), rel=1e-4)
     assert line["grad_norm"] == pytest.approx(torch.stack(squares).sum().sqrt().item(), rel=1e-5)
 
@@ -104,7 +104,7 @@ def test_at_first_the_policy_is_its_own_reference(
         assert lines[0]["kl/reference"] == 0.0
         assert all(line["kl/reference"] != 0.0 for line in lines[1:])
         assert "time/score_s" in lines[0]
-    rewarded = read_lines(RunPaths(tmp_path / "reward").metrics)
+    rewarded = read_readable_records(RunPaths(tmp_path / "reward").metrics)
     assert rewarded[0]["grad_norm"] == plain[0]["grad_norm"], "to the bit: nothing was taken off"
     assert rewarded[2]["grad_norm"] != plain[2]["grad_norm"]
     assert "kl/reference" not in plain[0]
@@ -162,7 +162,7 @@ def test_a_killed_run_ends_with_the_same_bits(
     assert resumed.reports[0]["began_at"] in (2, 4)
     for one, other in zip(resumed.reports, expected.reports, strict=True):
         assert one["digests"] == other["digests"]
-    lines, others = (read_lines(paths.metrics) for paths in (killed, alone))
+    lines, others = (read_readable_records(paths.metrics) for paths in (killed, alone))
     assert [line["kl/reference"] for line in lines] == [line["kl/reference"] for line in others]
 
 

@@ -18,7 +18,7 @@ from areal_hpc.launch.replay import (
     parse_step_range,
 )
 from areal_hpc.metrics.catalogue import REPRODUCIBLE_SOURCES, find_metric
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
 from tests.support.environments import CHECKOUT
@@ -62,7 +62,7 @@ def content(root: Path) -> dict[str, tuple[int, int]]:
 
 
 def lines(root: Path) -> dict[int, dict[str, float]]:
-    return {line["step"]: line for line in read_lines(RunPaths(root).metrics)}
+    return {line["step"]: line for line in read_readable_records(RunPaths(root).metrics)}
 
 
 def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything 
 from areal_hpc.errors import RecipeError, UntrainableBatchError
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig, TeacherConfig, TrainerConfig
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.digest_checked_reader import CheckedShards
@@ -134,7 +134,7 @@ def key_file(tmp_path: Path) -> Path:
 
 
 def list_rows(paths: RunPaths, step: int = 1) -> list[TrainingRow]:
-    shards = CheckedShards(paths.shards_dir, paths.index_dir)
+    shards = CheckedShards(paths.shards_dir, paths.shard_index_dir)
     tickets = read_rows_by_ticket(read_manifest(paths, step), shards)
     return build_rows_to_score([row for rows in tickets for row in rows], ObjectiveConfig())
 
@@ -157,7 +157,7 @@ def measure_gaps(scenario: dict[str, Any], paths: RunPaths) -> dict[str, Any]:
         )
         for where in scenario["teachers"]
     ]
-    model, device = paths.tiny_model_dir, torch.device("cpu")
+    model, device = paths.starting_model_dir, torch.device("cpu")
     found = [
         FrozenModels(config, paths, model, device, 0, lambda: None, lambda: False)
         for config in configs
@@ -202,7 +202,7 @@ def test_a_run_learns_from_a_server_that_asks_for_a_key_and_is_busy_at_first(
         outcome = ranks.run(paths, "replay", 1, trainer=settings)
         assert outcome.codes == [0], outcome.log
         assert KEY not in outcome.log
-        lines[name] = read_lines(paths.metrics)
+        lines[name] = read_readable_records(paths.metrics)
     assert relay.busy_left < 0, "calls were repeated"
     assert relay.most_under_way <= 2
     for served, own in zip(lines["served"], lines["own"], strict=True):
@@ -215,7 +215,7 @@ def test_another_tokenizer_is_refused(
 ) -> None:
     paths = RunPaths(shutil.copytree(stale, tmp_path / "run"))
     other = make_model(tmp_path / "other", "four five six seven" * 9, seed=1)
-    shutil.copy(other / "tokenizer.json", paths.tiny_model_dir)
+    shutil.copy(other / "tokenizer.json", paths.starting_model_dir)
     settings = {"total_steps": 1, "objective": {"teacher": {"coef": 1.0, "url": sglang_url}}}
     outcome = ranks.run(paths, "replay", 2, trainer={**settings, "parallel": {"dp": 2}})
     assert RecipeError.exit_code in outcome.codes
@@ -225,13 +225,15 @@ def test_another_tokenizer_is_refused(
 
 def test_a_smaller_vocabulary_is_refused(stale: Path, sglang_url: str, tmp_path: Path) -> None:
     """SGLang itself would end at a token that it does not have."""
-    model = shutil.copytree(RunPaths(stale).tiny_model_dir, tmp_path / "model")
+    model = shutil.copytree(RunPaths(stale).starting_model_dir, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "vocab_size": 10 * VOCAB}))
     config = TeacherConfig(url=sglang_url, coef=1.0)
     with pytest.raises(RecipeError, match=r"answered 400.*out-of-vocabulary"):
         ask(config, lambda client: client.raise_if_tokenizer_differs(model))
-    ask(config, lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).tiny_model_dir))
+    ask(
+        config, lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).starting_model_dir)
+    )
 
 
 def test_a_wrong_key_is_told_apart(relay: Relay, stale: Path, key_file: Path) -> None:
@@ -239,7 +241,8 @@ def test_a_wrong_key_is_told_apart(relay: Relay, stale: Path, key_file: Path) ->
     config = TeacherConfig(url=relay.url, coef=1.0, api_key_file=key_file)
     with pytest.raises(RecipeError, match="401: no such key") as caught:
         ask(
-            config, lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).tiny_model_dir)
+            config,
+            lambda client: client.raise_if_tokenizer_differs(RunPaths(stale).starting_model_dir),
         )
     assert caught.value.problems[0].key == "trainer.objective.teacher.api_key_file"
     key_file.chmod(0o644)

@@ -15,7 +15,7 @@ from areal_hpc.jobs.processes.process_main import PROCESS_MAIN
 from areal_hpc.launch.tiny_model import make_tiny_model
 from areal_hpc.rundir.cancellation import mark_cancelled
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.recorded_run import sft_config
 from tests.support.waiting import wait_for
@@ -29,7 +29,7 @@ CHECKPOINT_EVERY_STEPS = 40
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path)
     make_tiny_model(
-        paths.tiny_model_dir, [*ANSWERS, *ANSWERS.values()], hidden=64, head_dim=16, ffn=128,
+        paths.starting_model_dir, [*ANSWERS, *ANSWERS.values()], hidden=64, head_dim=16, ffn=128,
         vocab=300,
     )  # fmt: skip
     return paths
@@ -54,10 +54,10 @@ def test_a_stopped_sft_stage_of_a_run_that_is_cancelled_at_once_saves_nothing(
 ) -> None:
     mark_cancelled(paths.cancelled_marker, without_checkpoint=True)
     process = start(paths)
-    wait_for(lambda: len(read_lines(paths.sft_metrics)) >= 45)
+    wait_for(lambda: len(read_readable_records(paths.sft_metrics)) >= 45)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-    steps = [int(path.name.removeprefix("step_")) for path in paths.sft_dir.iterdir()]
+    steps = [int(path.name.removeprefix("step_")) for path in paths.sft_checkpoints_dir.iterdir()]
     assert steps
     assert all(step % CHECKPOINT_EVERY_STEPS == 0 for step in steps)
 
@@ -67,20 +67,20 @@ def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(paths: RunPat
 
     def has_trained_50_steps() -> bool:
         assert process.poll() is None
-        return len(read_lines(paths.sft_metrics)) >= 50
+        return len(read_readable_records(paths.sft_metrics)) >= 50
 
     wait_for(has_trained_50_steps)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == STOPPED_EXIT_CODE
-    stopped_at = read_lines(paths.sft_metrics)[-1]["step"]
+    stopped_at = read_readable_records(paths.sft_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
     assert not paths.sft_export.exists()
 
     assert start(paths).wait(timeout=90) == 0
-    rows = read_lines(paths.sft_metrics)
+    rows = read_readable_records(paths.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]
-    checkpoints = sorted(path.name for path in paths.sft_dir.iterdir())
+    checkpoints = sorted(path.name for path in paths.sft_checkpoints_dir.iterdir())
     assert checkpoints == ["step_00000120", "step_00000160"]
 
     exported = paths.sft_export

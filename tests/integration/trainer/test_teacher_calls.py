@@ -226,7 +226,7 @@ def test_a_refusal_waits_for_the_checkpoint_that_is_being_written(
             threading.Timer(1.0, gate.unlink).start()  # after the refusal
         return status
 
-    with scripted(choose, paths.tiny_model_dir) as url:
+    with scripted(choose, paths.starting_model_dir) as url:
         outcome = ranks.run(
             paths, "replay", 2, trainer={**build_settings(url), "checkpoint_every_steps": 1},
             faults=f"checkpoint.before_rename=hold:{gate}",
@@ -265,7 +265,9 @@ def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
 def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
     ranks: RankServer, paths: RunPaths
 ) -> None:
-    with scripted(lambda call: 200 if call < ROWS_PER_BATCH else 503, paths.tiny_model_dir) as url:
+    with scripted(
+        lambda call: 200 if call < ROWS_PER_BATCH else 503, paths.starting_model_dir
+    ) as url:
         outcome = ranks.call(train_until_stopped, paths, 2, trainer=build_settings(url, retry_s=60))
     assert outcome.codes == [0, 0], outcome.log
     assert [one["finished"] for one in outcome.reports] == [False, False]
@@ -281,7 +283,7 @@ def replay_as_a_job_does(scenario: Scenario, paths: RunPaths) -> None:
     (paths.root / "pid").write_text(str(os.getpid()))
     replay_job.run(
         {
-            "run_dir": paths.root, "model_path": paths.tiny_model_dir, "seed": 1,
+            "run_dir": paths.root, "model_path": paths.starting_model_dir, "seed": 1,
             "trainer": {**TRAINER, **scenario["trainer"]},
             "first_step": 1, "last_step": 1, "forks": [(1, 0)],
         }

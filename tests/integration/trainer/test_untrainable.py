@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.manifests import write_manifest_once
+from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.manifests import write_or_read_manifest
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.proxy import ExportSettings
@@ -29,13 +29,13 @@ def train_one_batch(
     paths = record_run(folder, 0)
     rows = build_batch([[GOOD, BAD]], ExportSettings())
     rows = spoil(rows) or rows
-    shard = write_sealed_shard(rows, paths.shards_dir, paths.index_dir, "cell-0")
+    shard = write_sealed_shard(rows, paths.shards_dir, paths.shard_index_dir, "cell-0")
     rewards = [row.reward for row in rows]
     ticket = SealedTicket(TicketRef(0, 0), shard.file, [0, 1], rewards, NO_VERSION)
-    write_manifest_once(paths, BatchManifest(1, 1, [ticket]))
+    write_or_read_manifest(paths, BatchManifest(1, 1, [ticket]))
     settings = {"total_steps": 1, "parallel": parallel, "objective": {"scale_rewards": "none"}}
     outcome = ranks.run(paths, "replay", max(1, *parallel.values(), 1), trainer=settings)
-    return outcome, read_lines(paths.metrics) if paths.metrics.exists() else []
+    return outcome, read_readable_records(paths.metrics) if paths.metrics.exists() else []
 
 
 def make_second_reply_greedy(rows: list[TrajectoryRow]) -> None:

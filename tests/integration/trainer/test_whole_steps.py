@@ -36,7 +36,7 @@ def test_steps_are_those_of_transformers_in_float64(
     tree = {**PRESETS[name].objective, **OBJECTIVES[name]}
     paths = RunPaths(stale)
     reference = Float64Trainer(
-        paths.tiny_model_dir,
+        paths.starting_model_dir,
         ObjectiveConfig.model_validate(tree),
         AdamConfig.model_validate(TRAINER["optimizer"]),
         steps=STEPS,

@@ -63,7 +63,7 @@ def trainer(
     return publishing(
         directory or cell.paths.rendezvous_dir,
         cell.service_key,
-        weights_dir=cell.paths.weights_dir,
+        weights_dir=cell.paths.published_weights_dir,
         **{"bucket_bytes": 100_000, "update_timeout_s": 20, **weights},
     )
 
@@ -234,13 +234,15 @@ def test_weights_by_disk_are_the_ones_that_answer(cell: Cell, tmp_path: Path) ->
         _, reply = begun.result(0)
         assert versions_in(reply)[-1] == str(report.version)
         assert set(report.seconds) == PHASES - {"transfer"} | {"write"}
-        (folder,) = cell.paths.weights_dir.iterdir()
+        (folder,) = cell.paths.published_weights_dir.iterdir()
         assert folder.name.startswith(f"{report.version}.")
 
 
 def test_a_byte_that_changes_on_the_disk_is_found(cell: Cell, tmp_path: Path) -> None:
     def damage(forward: Callable[[], None]) -> None:
-        folders = cell.paths.weights_dir.iterdir()  # an earlier sender's may still be there
+        folders = (
+            cell.paths.published_weights_dir.iterdir()
+        )  # an earlier sender's may still be there
         folder = max(folders, key=lambda folder: folder.stat().st_mtime_ns)
         path = sorted(folder.iterdir())[-1]
         content = bytearray(path.read_bytes())

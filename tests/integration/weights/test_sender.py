@@ -213,7 +213,7 @@ def scripted_relay(directory: Path, *arguments: str) -> Iterator[None]:
     command = [sys.executable, "-m", module, "cell-0", str(directory), *arguments]
     process = subprocess.Popen(command, cwd=CHECKOUT)
     try:
-        rendezvous.await_endpoint(directory, "control-cell-0", 60)
+        rendezvous.wait_for_endpoint(directory, "control-cell-0", 60)
         yield
     finally:
         process.kill()

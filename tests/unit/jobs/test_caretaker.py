@@ -25,10 +25,10 @@ from areal_hpc.rundir.jobs import (
     record_submission,
     write_task_exit,
 )
-from areal_hpc.rundir.jsonl import read_lines
-from areal_hpc.rundir.lock import hold_lock
+from areal_hpc.rundir.jsonl import read_readable_records
+from areal_hpc.rundir.lock import hold_lock_or_raise
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuedJob, parse_sacct
+from areal_hpc.slurm.queue import SlurmJobRecord, parse_sacct
 from areal_hpc.slurm.states import parse_state
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
@@ -40,7 +40,13 @@ RUNNING_TRAINER = "1|RUNNING|None|n01|N/A|N/A|0|0|||"
 def job(name: str, state: str = "", *exits: TaskExit, **changes: object) -> JobStatus:
     """A job that was submitted; without a state Slurm has forgotten it."""
     submission = Submission(name, "7", 1, 0.0, "job.sbatch")
-    queued = QueuedJob("7", parse_state(state), nodes="n[04-05]", start=50.0, end=51.0)
+    queued = SlurmJobRecord(
+        "7",
+        parse_state(state),
+        nodes="n[04-05]",
+        started_or_expected_at=50.0,
+        ended_or_latest_end_at=51.0,
+    )
     is_alive = state in ("RUNNING", "PENDING")
     found = JobStatus(name, submission, queued if state else None, exits, is_alive)
     return replace(found, **changes)  # type: ignore[arg-type]
@@ -68,7 +74,13 @@ def test_a_node_is_to_blame_where_no_task_said_a_word() -> None:
     assert job("cell-0", "FAILED").faulty_node == "n04"
     assert job("cell-0", "FAILED", TaskExit(1)).faulty_node == ""
     assert job("cell-0", "PREEMPTED").faulty_node == ""
-    lived = QueuedJob("7", parse_state("FAILED"), nodes="n04", start=50.0, end=950.0)
+    lived = SlurmJobRecord(
+        "7",
+        parse_state("FAILED"),
+        nodes="n04",
+        started_or_expected_at=50.0,
+        ended_or_latest_end_at=950.0,
+    )
     assert job("cell-0", "FAILED", queued=lived).faulty_node == ""
 
 
@@ -132,7 +144,7 @@ def caretaker(paths: RunPaths) -> Caretaker:
 
 
 def list_events(paths: RunPaths) -> list[tuple[str, str, bool]]:
-    rows = read_lines(paths.events)
+    rows = read_readable_records(paths.events)
     return [(row["event"], row["job"], row.get("is_held", False)) for row in rows]
 
 
@@ -199,7 +211,7 @@ def test_what_a_launcher_is_submitting_is_left_to_it(
     slurm: ScriptedSlurm, caretaker: Caretaker, paths: RunPaths
 ) -> None:
     slurm.answer("sbatch", "echo 12")
-    with hold_lock(paths.lock):
+    with hold_lock_or_raise(paths.lock):
         for _ in range(3):
             caretaker.resubmit_missing_and_release_held_jobs()
     assert slurm.list_calls("sbatch") == []

@@ -69,7 +69,7 @@ def test_a_job_without_a_time_limit_has_time_for_a_save(
     slurm: ScriptedSlurm, paths: RunPaths
 ) -> None:
     task = begin_task(paths)
-    paths.job("trainer").checkpoint_time.write_text(f"{SAVE_S:.3f}")
+    paths.job("trainer").checkpoint_duration.write_text(f"{SAVE_S:.3f}")
     assert task.announce_stop_and_decide_grace_s(STOPPED) == GRACE_S + SAVE_S
     slurm.state = "COMPLETING"
     assert task.announce_stop_and_decide_grace_s(STOPPED) == GRACE_S, "Slurm is ending it"
@@ -80,7 +80,7 @@ def test_a_storage_without_an_answer_keeps_no_task_from_its_stop_and_no_job_from
 ) -> None:
     """A folder in the place of a file is an error to read, as a stale handle is."""
     task, files = begin_task(paths, tasks=2), paths.job("trainer")
-    for path in (files.checkpoint_time, files.failure_count, files.task_exit(1)):
+    for path in (files.checkpoint_duration, files.failure_count, files.task_exit(1)):
         path.mkdir()
     paths.excluded_nodes.mkdir()
     assert task.announce_stop_and_decide_grace_s(STOPPED) == GRACE_S

@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.jobs import starts
 from areal_hpc.jobs.local_task import HEARTBEAT_POLL_S, AllocationStepTask
 from areal_hpc.jobs.node.topology import TaskPosition
-from areal_hpc.rundir.allocation_note import LAUNCHER_TIMEOUT_S
+from areal_hpc.rundir.allocation_note import LAUNCHER_HEARTBEAT_TIMEOUT_S
 from areal_hpc.rundir.jobs import (
     STOPPED_EXIT_CODE,
     AllocationStepStart,
@@ -50,8 +50,8 @@ def step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Step:
 def test_it_goes_on_while_the_launcher_beats_and_stops_once_it_is_silent(step: Step) -> None:
     for beat in range(5):
         step.heartbeat.write_text(f"beat {beat}")
-        assert step.look_after(LAUNCHER_TIMEOUT_S - HEARTBEAT_POLL_S) is None
-    outcome = step.look_after(LAUNCHER_TIMEOUT_S)
+        assert step.look_after(LAUNCHER_HEARTBEAT_TIMEOUT_S - HEARTBEAT_POLL_S) is None
+    outcome = step.look_after(LAUNCHER_HEARTBEAT_TIMEOUT_S)
     assert outcome is not None
     assert (outcome.exit_code, outcome.reason) == (STOPPED_EXIT_CODE, "the launcher is gone")
 
@@ -60,7 +60,7 @@ def test_it_stops_when_the_launcher_took_its_note_away(step: Step) -> None:
     assert step.look_after(HEARTBEAT_POLL_S) is None
     step.heartbeat.unlink()
     assert step.look_after(HEARTBEAT_POLL_S) is None
-    outcome = step.look_after(LAUNCHER_TIMEOUT_S)
+    outcome = step.look_after(LAUNCHER_HEARTBEAT_TIMEOUT_S)
     assert outcome is not None
     assert outcome.reason == "the launcher is gone"
 
@@ -75,7 +75,7 @@ def test_a_later_start_takes_its_place_and_its_files(step: Step) -> None:
 
 
 def test_who_stops_has_time_for_a_save_and_tells_the_processes(step: Step) -> None:
-    step.launch.paths.checkpoint_time.write_text("30.0")
+    step.launch.paths.checkpoint_duration.write_text("30.0")
     outcome = TaskExit(STOPPED_EXIT_CODE, reason="x")
     assert step.task.announce_stop_and_decide_grace_s(outcome) == 42.0
     [note] = step.launch.paths.starts_dir.glob("*.stop")

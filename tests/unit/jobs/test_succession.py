@@ -13,7 +13,7 @@ from areal_hpc.rundir.jobs import (
     write_task_exit,
 )
 from areal_hpc.rundir.paths import ROLES, RunPaths
-from areal_hpc.slurm.queue import QueuedJob, QueuePoller
+from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
@@ -74,7 +74,7 @@ def test_an_administrator_who_cancels_another_users_job_wants_its_nodes_and_not_
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.answer("sacct", f"echo '7|CANCELLED by {by}|0:15|n04|Unknown|Unknown|None'")
     slurm.answer("scontrol", f"echo 'SlurmUser               = slurm({SLURM})'")
-    job = QueuedJob("7", parse_state("CANCELLED"))
+    job = SlurmJobRecord("7", parse_state("CANCELLED"))
     assert was_probably_cancelled_by_person(job, QueuePoller(), owner) is is_by_person
 
 
@@ -84,7 +84,7 @@ def test_of_what_slurm_cancels_by_itself_accounting_names_no_user(
 ) -> None:
     slurm = ScriptedSlurm(tmp_path, monkeypatch)
     slurm.answer("sacct", f"echo '7|{state}|0:0|None assigned|Unknown|Unknown|None'")
-    job = QueuedJob("7", parse_state("CANCELLED"))
+    job = SlurmJobRecord("7", parse_state("CANCELLED"))
     assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER) is is_by_person
 
 
@@ -92,8 +92,8 @@ def test_without_accounting_every_cancellation_is_a_persons(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     ScriptedSlurm(tmp_path, monkeypatch).answer("sacct", "exit 1")
-    job = QueuedJob("7", parse_state("CANCELLED"))
+    job = SlurmJobRecord("7", parse_state("CANCELLED"))
     assert was_probably_cancelled_by_person(job, QueuePoller(), OWNER)
     assert not was_probably_cancelled_by_person(
-        QueuedJob("7", parse_state("FAILED")), QueuePoller(), OWNER
+        SlurmJobRecord("7", parse_state("FAILED")), QueuePoller(), OWNER
     )

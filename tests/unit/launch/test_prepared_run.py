@@ -61,7 +61,7 @@ def test_a_run_at_work_in_an_allocation_is_not_moved_aside(tmp_path: Path) -> No
     launcher = threading.Thread(target=beat)
     launcher.start()
     try:
-        wait_for(paths.allocation.exists)
+        wait_for(paths.allocation_note.exists)
         with pytest.raises(ClusterError, match="a launcher in allocation 12 is running"):
             archive_run(paths, print)
     finally:

@@ -73,7 +73,7 @@ def test_sets_have_ticket_ranges_of_their_own_and_end_one_by_one() -> None:
     evaluation.score_failed_task_zero(refs[2], "it raised")
     ((name, result),) = evaluation.build_unwritten_results()
     assert (name, result.rewards, result.failures) == ("aime", [0.5, 0.0], {1: "it raised"})
-    assert result.list_samples() == [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
+    assert result.list_sample_rewards() == [[1.0, 0.0, 0.5], [0.0, 0.0, 0.0]]
     assert result.answers == [["4", "", "5"], ["", "", ""]]
     assert (evaluation.n_tasks_left, evaluation.n_episodes_done) == (1, 6)
 

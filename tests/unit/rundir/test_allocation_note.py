@@ -9,10 +9,10 @@ import pytest
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.allocation_note import (
-    LAUNCHER_TIMEOUT_S,
+    LAUNCHER_HEARTBEAT_TIMEOUT_S,
     AllocationNote,
-    find_live_allocation,
-    refuse_live_allocation_launcher,
+    find_live_launcher_note,
+    wait_and_raise_if_launcher_is_alive,
     write_allocation_note,
 )
 from areal_hpc.rundir.paths import RunPaths
@@ -27,7 +27,7 @@ def paths(tmp_path: Path) -> RunPaths:
 
 def test_without_a_note_nobody_waits(paths: RunPaths) -> None:
     said = list[str]()
-    refuse_live_allocation_launcher(paths, said.append)
+    wait_and_raise_if_launcher_is_alive(paths, said.append)
     assert said == []
 
 
@@ -45,7 +45,7 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
     heart.start()
     try:
         with pytest.raises(ClusterError, match="allocation 12 is running this recipe"):
-            refuse_live_allocation_launcher(paths, print, watch_s=30.0)
+            wait_and_raise_if_launcher_is_alive(paths, print, watch_s=30.0)
     finally:
         is_over.set()
         heart.join()
@@ -54,14 +54,14 @@ def test_a_launcher_that_beats_is_not_joined_by_another(paths: RunPaths) -> None
 def test_one_that_was_killed_is_succeeded_once_it_was_watched(paths: RunPaths) -> None:
     write_allocation_note(paths, AllocationNote("12", 7))
     said = list[str]()
-    refuse_live_allocation_launcher(paths, said.append, watch_s=0.1)
+    wait_and_raise_if_launcher_is_alive(paths, said.append, watch_s=0.1)
     assert said == ["waiting  a launcher in allocation 12 was here within the last minute"]
 
 
 def test_a_note_that_is_old_or_torn_tells_of_nobody(paths: RunPaths) -> None:
     write_allocation_note(paths, AllocationNote("12", 7))
-    before = time.time() - 2 * LAUNCHER_TIMEOUT_S
-    os.utime(paths.allocation, (before, before))
-    assert find_live_allocation(paths) is None
-    paths.allocation.write_text("{")
-    assert find_live_allocation(paths) is None
+    before = time.time() - 2 * LAUNCHER_HEARTBEAT_TIMEOUT_S
+    os.utime(paths.allocation_note, (before, before))
+    assert find_live_launcher_note(paths) is None
+    paths.allocation_note.write_text("{")
+    assert find_live_launcher_note(paths) is None

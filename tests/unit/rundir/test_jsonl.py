@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.rundir.jsonl import append_line, read_lines
+from areal_hpc.rundir.jsonl import append_line, read_readable_records
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.support.full_disk import full_disk
 
@@ -21,31 +21,31 @@ def test_a_full_disk_costs_one_line(tmp_path: Path, caplog: pytest.LogCaptureFix
     with full_disk(whole_bytes + 10), pytest.raises(OSError, match="took 10 of 24 bytes"):
         append_line(path, SECOND)
     assert path.stat().st_size == whole_bytes + 10
-    assert read_lines(path) == [FIRST], "a fragment at the end is silently left out"
+    assert read_readable_records(path) == [FIRST], "a fragment at the end is silently left out"
     assert not caplog.records
     append_line(path, SECOND)
-    assert read_lines(path) == [FIRST, SECOND]
+    assert read_readable_records(path) == [FIRST, SECOND]
     [record] = caplog.records
     assert record.levelno == logging.WARNING
     assert f"{path} line 2 cannot be read and is left out" in record.message
-    assert read_lines(path) == [FIRST, SECOND]
+    assert read_readable_records(path) == [FIRST, SECOND]
     assert len(caplog.records) == 1, "a line is named once, however often its file is read"
 
 
 def test_joined_lines_are_left_out_and_one_without_a_newline_counts(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     path.write_bytes(b'{"node":"n0{"node":"n03"}\n\x00\x00\xff\n[1]\n\n{"node":"n01","step":1}')
-    assert read_lines(path) == [FIRST]
+    assert read_readable_records(path) == [FIRST]
     append_line(path, SECOND)
-    assert read_lines(path) == [FIRST, SECOND]
+    assert read_readable_records(path) == [FIRST, SECOND]
 
 
 def test_half_a_surrogate_pair_after_a_fragment_is_still_written(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
-    assert read_lines(path) == []
+    assert read_readable_records(path) == []
     path.write_bytes(b'{"time":1.5,"role":"cell-0","eve')
     EventLog(path, "cell-0").record("episode_failed", reason="cut \ud83d emoji")
-    assert [(line["event"], line["reason"]) for line in read_lines(path)] == [
+    assert [(line["event"], line["reason"]) for line in read_readable_records(path)] == [
         ("episode_failed", "cut ? emoji")
     ]
 
@@ -61,4 +61,4 @@ def test_whatever_is_cut_off_only_the_last_line_is_lost(
     last_bytes = len(content) - 1 - content.rfind(b"\n", 0, len(content) - 1)
     path.write_bytes(content[: -cut.draw(st.integers(2, last_bytes))])
     append_line(path, {"step": -1}, sync=True)
-    assert [line["step"] for line in read_lines(path)] == [*lines[:-1], -1]
+    assert [line["step"] for line in read_readable_records(path)] == [*lines[:-1], -1]

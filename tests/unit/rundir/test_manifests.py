@@ -24,16 +24,16 @@ def batch(step: int) -> BatchManifest:
 
 def test_a_manifest_is_never_replaced(paths: RunPaths) -> None:
     """Two ledgers may think they are the one; the first word counts for both."""
-    first = manifests.write_manifest_once(paths, batch(1))
+    first = manifests.write_or_read_manifest(paths, batch(1))
     other = BatchManifest(1, 3, batch(7).tickets)
-    assert manifests.write_manifest_once(paths, other) == first == batch(1)
+    assert manifests.write_or_read_manifest(paths, other) == first == batch(1)
     assert manifests.read_manifest(paths, 1) == batch(1)
     assert [path.name for path in paths.manifests_dir.iterdir()] == ["batch_00000001.json"]
 
 
 def test_manifests_come_by_step_without_leftovers_of_crashes(paths: RunPaths) -> None:
     for step in (10, 2, 1):
-        manifests.write_manifest_once(paths, batch(step))
+        manifests.write_or_read_manifest(paths, batch(step))
     (paths.manifests_dir / ".batch_00000011.json.77.tmp").write_bytes(b'{"step": 1')
     assert [manifest.step for manifest in manifests.read_manifests(paths)] == [1, 2, 10]
 
@@ -60,7 +60,7 @@ def test_settled_tickets_are_those_of_the_shard_index(paths: RunPaths) -> None:
     assert list(read_sealed_tickets(paths)) == []
     sealed = ShardTicket(5, 2, [3, 4], [0.5, 1.0], 7)
     append_to_index(
-        paths.index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
+        paths.shard_index_dir, SealedShard("cell-0-000000.h5", 1, "crc32:00000000", 5, 9, [sealed])
     )
     expected = SealedTicket(TicketRef(5, 2), "cell-0-000000.h5", [3, 4], [0.5, 1.0], 7)
     assert list(read_sealed_tickets(paths)) == [expected]
@@ -84,11 +84,17 @@ def test_results_of_weights_that_a_resumed_trainer_gave_up_are_left_out(paths: R
             manifests.write_evaluation(paths, name, given)
     state = LedgerState().with_opened_generation(1, 0).with_opened_generation(2, 15)
     manifests.write_ledger_state(paths, state)
-    listed = [(name, one.step) for name, one in manifests.list_evaluations(paths, "valid")]
+    listed = [
+        (name, one.step) for name, one in manifests.list_evaluations_of_kept_weights(paths, "valid")
+    ]
     assert listed == [("valid", 10), ("aime", 10)]
-    assert manifests.read_current_evaluation(paths, 10, "aime") is not None
-    assert manifests.read_current_evaluation(paths, 20, "aime") is None
+    assert manifests.read_evaluation_of_kept_weights(paths, 10, "aime") is not None
+    assert manifests.read_evaluation_of_kept_weights(paths, 20, "aime") is None
     again = EvaluationResult(20, 1, 0.75, [0.75], {}, 2)
     manifests.write_evaluation(paths, "aime", again)
-    assert manifests.read_current_evaluation(paths, 20, "aime") == again
-    assert [one.step for _, one in manifests.list_evaluations(paths, "valid")] == [10, 10, 20]
+    assert manifests.read_evaluation_of_kept_weights(paths, 20, "aime") == again
+    assert [one.step for _, one in manifests.list_evaluations_of_kept_weights(paths, "valid")] == [
+        10,
+        10,
+        20,
+    ]

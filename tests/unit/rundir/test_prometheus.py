@@ -13,7 +13,7 @@ from areal_hpc.rundir.telemetry import process_metrics
 from areal_hpc.rundir.telemetry.process_metrics import (
     PrometheusSample,
     build_samples,
-    register_samples,
+    register_sample_reader,
 )
 from areal_hpc.rundir.telemetry.prometheus import serve_process_metrics
 
@@ -41,8 +41,8 @@ def test_a_process_tells_its_own_numbers_and_those_of_its_role(tmp_path: Path) -
         yield PrometheusSample("areal_hpc_never", 1.0)
         raise OSError("no answer")
 
-    register_samples(lambda: build_samples("areal_hpc_driver", rows))
-    register_samples(broken)
+    register_sample_reader(lambda: build_samples("areal_hpc_driver", rows))
+    register_sample_reader(broken)
     with serve_process_metrics(paths, "cell-0", "driver", "127.0.0.1"):
         found = scrape(paths)
         rows["step"] = 2

@@ -16,7 +16,7 @@ from areal_hpc.rundir.generations import claim_next_number, read_newest_number
 
 def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
     rendezvous.publish_endpoint(tmp_path, "ledger", "http://127.0.0.1:1")
-    found = rendezvous.await_endpoint(tmp_path, "ledger", timeout_s=60)
+    found = rendezvous.wait_for_endpoint(tmp_path, "ledger", timeout_s=60)
     assert found.url == "http://127.0.0.1:1"
     file = tmp_path / "ledger.json"
     own = file.read_text()
@@ -30,7 +30,7 @@ def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
 
 def test_a_role_that_never_appears_is_named(tmp_path: Path) -> None:
     with pytest.raises(ClusterError, match="proxy-cell-0 did not start within"):
-        rendezvous.await_endpoint(tmp_path, "proxy-cell-0", timeout_s=0.05, poll_s=0.01)
+        rendezvous.wait_for_endpoint(tmp_path, "proxy-cell-0", timeout_s=0.05, poll_s=0.01)
 
 
 def test_secrets_are_readable_by_their_owner_alone(tmp_path: Path) -> None:

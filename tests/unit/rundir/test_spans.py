@@ -22,10 +22,10 @@ from areal_hpc.rundir.telemetry.spans import (
     ProcessStart,
     Span,
     SpanLog,
-    enter_state,
     get_older_path,
     log_spans_of_process,
     record_span,
+    record_state_entry,
     time_span,
 )
 from tests.support.full_disk import full_disk
@@ -49,12 +49,12 @@ def test_what_a_process_did_is_read_back_with_its_states(tmp_path: Path) -> None
     paths = RunPaths(tmp_path)
     record_span("of no process", NOW, NOW + 1)
     with log_spans_of_process(paths.spans("cell-0-driver")):
-        enter_state("start")
-        enter_state("idle")
+        record_state_entry("start")
+        record_state_entry("idle")
         with time_span("episode", "episodes", ticket_id=3) as facts:
             facts["status"] = "ok"
         record_span("seal", NOW, NOW + 2.5, "shards")
-        enter_state("episodes")
+        record_state_entry("episodes")
     found = read_one(paths)
     assert (found.name, found.pid, found.lanes) == (
         *("cell-0-driver", os.getpid()),

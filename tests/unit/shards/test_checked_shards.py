@@ -36,7 +36,7 @@ def shard(paths: RunPaths) -> SealedShard:
 
 @pytest.fixture
 def shards(paths: RunPaths) -> CheckedShards:
-    return CheckedShards(paths.shards_dir, paths.index_dir)
+    return CheckedShards(paths.shards_dir, paths.shard_index_dir)
 
 
 def read(shards: CheckedShards, *names: str) -> list[dict[str, object]]:
@@ -62,7 +62,7 @@ def test_a_flipped_bit_anywhere_is_refused(
     flip(path, position)
     try:
         with pytest.raises(ShardError, match=r"digest: expected crc32:.* bytes have changed"):
-            read(CheckedShards(paths.shards_dir, paths.index_dir), SHARD)
+            read(CheckedShards(paths.shards_dir, paths.shard_index_dir), SHARD)
     finally:
         flip(path, position)
 
@@ -72,7 +72,7 @@ def test_whole_shards_are_read_though_their_index_grows_and_ends_in_half_a_line(
 ) -> None:
     expected = [fields(row) | {"meta": {}} for row in ticket(1)]
     assert read(shards, SHARD) == expected
-    index = paths.index_dir / "cell-0.jsonl"
+    index = paths.shard_index_dir / "cell-0.jsonl"
     seal_in(paths, ticket(3))
     whole = index.read_bytes()
     index.write_bytes(whole[:-9])

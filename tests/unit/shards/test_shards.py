@@ -37,7 +37,7 @@ def test_what_is_sealed_is_what_is_read(rows: list[TrajectoryRow]) -> None:
         reader = reader_of(paths, rows)
         read = reader.read_rows(range(len(rows)))
         assert [fields(row) for row in read] == [fields(row) for row in rows]
-        (shard,) = read_index(paths.index_dir)
+        (shard,) = read_index(paths.shard_index_dir)
         assert (reader.num_rows, reader.num_tokens) == (shard.rows, shard.tokens)
 
 
@@ -122,11 +122,11 @@ def test_metadata_is_optional_and_a_row_outside_is_an_error(ten_rows: ShardReade
 
 
 def test_tickets_are_found_by_shard_and_rows_in_their_first_copy(paths: RunPaths) -> None:
-    assert read_index(paths.index_dir) == read_index(paths.index_dir, "cell-7") == []
+    assert read_index(paths.shard_index_dir) == read_index(paths.shard_index_dir, "cell-7") == []
     first = seal_in(paths, ticket(4) + ticket(9, n_samples=3))
     second = seal_in(paths, ticket(5), "cell-1")
     seal_in(paths, ticket(4))
-    places = locate_tickets(read_index(paths.index_dir))
+    places = locate_tickets(read_index(paths.shard_index_dir))
     file, place = places[9, 1]
     assert (file, place.rows, place.rewards) == (first.file, [2, 3, 4], [0.0, 1.0, 2.0])
     assert places[5, 1][0] == second.file
@@ -139,7 +139,7 @@ def test_the_index_tells_rewards_and_the_oldest_sampling_weights(paths: RunPaths
     new.versions_T[-1] += 4  # an update came in between
     old.versions_T[-2] -= 2
     reader = reader_of(paths, [new, old, trajectory(5, reward=0.1)])
-    (shard,) = read_index(paths.index_dir)
+    (shard,) = read_index(paths.shard_index_dir)
     rewards = [reward for one in shard.tickets for reward in one.rewards]
     assert rewards == reader.read_column("reward").tolist()
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
@@ -157,23 +157,23 @@ def test_every_writer_numbers_its_own_shards_and_uses_no_number_twice(paths: Run
 def test_index_and_numbers_go_on_behind_long_lines_and_half_ones(paths: RunPaths) -> None:
     many = [trajectory(number, tokens=1) for number in range(4000)]
     shards = [seal_in(paths, rows) for rows in (ticket(0), many, ticket(1), many)]
-    path = paths.index_dir / "cell-0.jsonl"
+    path = paths.shard_index_dir / "cell-0.jsonl"
     assert path.stat().st_size > 400_000
     with path.open("ab") as stream:
         stream.write(b'{"file":"cell-0-000009.h5","byt')
-    assert read_index(paths.index_dir) == shards
+    assert read_index(paths.shard_index_dir) == shards
     for shard in shards:
         (paths.shards_dir / shard.file).unlink()
     shards.append(seal_in(paths, ticket(2)))
     assert shards[-1].file == "cell-0-000004.h5"
-    assert read_index(paths.index_dir) == shards
+    assert read_index(paths.shard_index_dir) == shards
 
 
 def test_two_live_writers_of_one_name_never_overwrite_each_other(paths: RunPaths) -> None:
     with ThreadPoolExecutor(4) as pool:
         shards = list(pool.map(lambda number: seal_in(paths, ticket(number)), range(12)))
     assert len({shard.file for shard in shards}) == 12
-    assert len(read_index(paths.index_dir)) == 12
+    assert len(read_index(paths.shard_index_dir)) == 12
     assert verify_run(paths).problems == []
 
 
@@ -192,7 +192,7 @@ def test_what_is_unsound_empty_or_badly_named_is_refused_unwritten(paths: RunPat
 
 
 def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(paths: RunPaths) -> None:
-    for folder in (paths.index_dir, paths.shards_dir):
+    for folder in (paths.shard_index_dir, paths.shards_dir):
         folder.write_text("a file where a directory belongs")
         with pytest.raises(ClusterError, match="cannot seal 1 trajectories"):
             seal_in(paths, [trajectory()])

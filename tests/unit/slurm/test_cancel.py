@@ -128,7 +128,7 @@ def make_run(root: Path) -> RunPaths:
     recipe = load_recipe(CHECKOUT / "recipes" / "quickstart.yaml", ["cluster.stop_grace_s=12"])
     paths.recipe.write_text(yaml.safe_dump(recipe.model_dump(mode="json")))
     record_submission(paths.submissions, Submission("trainer", "7", 1, 0.0, ""))
-    paths.job("trainer").checkpoint_time.write_text("90.0")
+    paths.job("trainer").checkpoint_duration.write_text("90.0")
     return paths
 
 

@@ -8,9 +8,9 @@ import pytest
 from areal_hpc.slurm import queue
 from areal_hpc.slurm.queue import (
     SQUEUE_COLUMNS,
-    QueuedJob,
     QueuePoller,
     QueueSnapshot,
+    SlurmJobRecord,
     is_live_state,
     parse_sacct,
     parse_squeue,
@@ -58,7 +58,7 @@ def at(text: str) -> float:
     return time.mktime(time.strptime(text, "%Y-%m-%dT%H:%M:%S"))
 
 
-def squeue() -> dict[str, QueuedJob]:
+def squeue() -> dict[str, SlurmJobRecord]:
     return {job.job_id: job for job in parse_squeue("".join(map(printed, SQUEUE_ROWS)))}
 
 
@@ -68,9 +68,11 @@ def test_squeue_tells_states_times_nodes_and_restarts() -> None:
     running = jobs["1"]
     assert running.state.phase is JobPhase.RUNNING
     assert (running.nodes, running.restarts, running.reason) == ("n[01-02]", 1, "")
-    assert running.start == at("2026-11-22T03:05:38")
-    assert jobs["7"].start == at("2026-11-22T04:05:38"), "the start that is expected"
-    assert jobs["9"].start is None
+    assert running.started_or_expected_at == at("2026-11-22T03:05:38")
+    assert jobs["7"].started_or_expected_at == at("2026-11-22T04:05:38"), (
+        "the start that is expected"
+    )
+    assert jobs["9"].started_or_expected_at is None
     assert jobs["12_0"].state.name == "PENDING"
     assert "/runs/exp/one" in running.name_and_comment
     assert (jobs["2"].exit_code, jobs["3"].exit_code) == (3, 78), "from wait statuses"
@@ -81,8 +83,12 @@ def test_sacct_tells_every_start_and_the_failures_of_steps() -> None:
     assert [job.state.name for job in rows if job.job_id == "17"] == ["PREEMPTED", "COMPLETED"]
     jobs = {job.job_id: job for job in rows}
     assert jobs["5"].state.name == "FAILED"
-    assert "OUT_OF_MEMORY" in jobs["5"].bad_steps
-    assert (jobs["6"].nodes, jobs["6"].start, jobs["6"].reason) == ("", None, "JobHeldUser")
+    assert "OUT_OF_MEMORY" in jobs["5"].failed_step_states
+    assert (jobs["6"].nodes, jobs["6"].started_or_expected_at, jobs["6"].reason) == (
+        "",
+        None,
+        "JobHeldUser",
+    )
     assert jobs["13"].state.name == "CANCELLED"
 
 

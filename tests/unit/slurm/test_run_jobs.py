@@ -11,7 +11,7 @@ from areal_hpc.rundir.jobs import (
     write_array_membership,
 )
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.run_jobs import list_live_jobs, list_unrecorded_jobs
+from areal_hpc.slurm.run_jobs import list_live_jobs, list_unrecorded_live_jobs
 from tests.support.scripted_slurm import ScriptedSlurm
 
 
@@ -53,4 +53,4 @@ def test_a_member_of_another_sweep_of_the_same_recipe_is_no_job_of_the_run(
         for number, token in ((70, "aaaaaaaa"), (80, "bbbbbbbb"))
     )
     slurm.answer("squeue", f'echo "{rows}"')
-    assert [one.queued.job_id for one in list_unrecorded_jobs(paths)] == ["70_0"]
+    assert [one.slurm_record.job_id for one in list_unrecorded_live_jobs(paths)] == ["70_0"]

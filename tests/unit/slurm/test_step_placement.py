@@ -94,7 +94,7 @@ def test_no_node_gives_more_than_it_has(
     for node in of.nodes:
         own = [step for step in placed.values() if node.name in step.nodes]
         assert sum(step.gpus_per_node for step in own) <= node.gpus
-        assert sum(step.memory_mib for step in own) <= node.memory_mib
+        assert sum(step.memory_mib_per_node for step in own) <= node.memory_mib
         assert sum(step.cpus_per_task * step.tasks_per_node for step in own) <= node.cpus
         assert all(step.cpus_per_task >= 1 for step in own)
 
@@ -123,7 +123,7 @@ def test_without_gpus_auto_means_the_processors() -> None:
 
 
 def test_srun_is_told_all_and_takes_nothing_from_the_environment() -> None:
-    step = StepPlacement("trainer", ("n1", "n2"), 4, 4, cpus_per_task=3, memory_mib=500)
+    step = StepPlacement("trainer", ("n1", "n2"), 4, 4, cpus_per_task=3, memory_mib_per_node=500)
     command = build_step_command(
         step, "12", "trainer.3", "py", Path("/l.json"), Path("/trainer.3-%t.log")
     )

@@ -7,7 +7,7 @@ import pytest
 
 from areal_hpc.metrics.writer import MetricsWriter
 from areal_hpc.recipe.sections.alerts import AlertsConfig
-from areal_hpc.rundir.jsonl import FlatRow, read_lines
+from areal_hpc.rundir.jsonl import JsonMetricRow, read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
 from areal_hpc.trainer.loop.alert_reporter import AlertReporter
@@ -18,7 +18,7 @@ CUT = {"reply/cut_fraction": 0.5}
 def start(paths: RunPaths, resume_step: int) -> tuple[MetricsWriter, AlertReporter]:
     """What a start of the trainer that goes on after `resume_step` makes."""
     metrics = MetricsWriter(paths.metrics, None, resume_step)
-    reopened: FlatRow = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
+    reopened: JsonMetricRow = {"step": resume_step, **metrics.reopened} if metrics.reopened else {}
     events = EventLog(paths.events, "trainer")
     return metrics, AlertReporter(AlertsConfig(), paths, events, reopened)
 
@@ -39,13 +39,13 @@ def test_a_restart_tells_no_alert_again(
 ) -> None:
     paths = RunPaths(tmp_path)
     train(start(paths, 0), 1, *before)
-    assert len(read_lines(paths.events)) == 1
+    assert len(read_readable_records(paths.events)) == 1
     train(start(paths, len(before)), len(before), *after)  # the step of the checkpoint comes again
-    assert len(read_lines(paths.events)) == 1
+    assert len(read_readable_records(paths.events)) == 1
 
 
 def test_an_alert_that_begins_after_a_restart_is_told(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     train(start(paths, 0), 1, {}, {})
     train(start(paths, 2), 2, {}, CUT, CUT)
-    assert [event["step"] for event in read_lines(paths.events)] == [3]
+    assert [event["step"] for event in read_readable_records(paths.events)] == [3]

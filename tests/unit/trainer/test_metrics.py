@@ -10,7 +10,7 @@ from areal_hpc.metrics.writer import (
     replace_non_finite_by_none,
     summarize_newest_weight_update_pause,
 )
-from areal_hpc.rundir.jsonl import FlatRow, append_line, read_lines
+from areal_hpc.rundir.jsonl import JsonMetricRow, append_line, read_readable_records
 from areal_hpc.wire.replicas import UpdatePauseStats
 
 
@@ -29,7 +29,7 @@ def test_steps_after_the_checkpoint_are_removed(tmp_path: Path) -> None:
     assert resumed.reopened == {"loss": 3.0}
     resumed.write(3, {**resumed.reopened, "eval/reward": 0.5})
     resumed.write(4, {"loss": 40.0})
-    assert read_lines(path) == [
+    assert read_readable_records(path) == [
         {"step": 0, "loss": 0.0},
         {"step": 1, "loss": 1.0},
         {"step": 2, "loss": 2.0},
@@ -45,7 +45,7 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
     first.write(1, {"eval/reward": 0.25})
     first.write(3, {"eval/reward": 0.5})
     first.write(4, {"eval/reward": 0.75})
-    assert [line["step"] for line in read_lines(path)] == [0, 1, 2, 3, 4, 1, 3, 4]
+    assert [line["step"] for line in read_readable_records(path)] == [0, 1, 2, 3, 4, 1, 3, 4]
     expected = [
         {"step": 0, "loss": 0.0},
         {"step": 1, "loss": 1.0, "eval/reward": 0.25},
@@ -56,7 +56,7 @@ def test_a_late_evaluation_belongs_to_its_own_step_and_survives_a_resume(tmp_pat
     resumed = MetricsWriter(path, None, 3)
     assert resumed.judged_step == 3
     assert resumed.reopened == {"loss": 3.0, "eval/reward": 0.5}
-    assert read_lines(path) == expected[:3]
+    assert read_readable_records(path) == expected[:3]
     assert MetricsWriter(path, None, 2).judged_step == 1
 
 
@@ -75,14 +75,20 @@ def test_the_reward_of_an_earlier_step_stands_beside_the_newest_steps_numbers(
 def test_numbers_that_are_not_finite_are_null_on_disk(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsWriter(path, tmp_path / "board", 0)
-    line: FlatRow = {"nan": math.nan, "inf": -math.inf, "loss": 1.5, "version": "1.2", "tokens": 3}
+    line: JsonMetricRow = {
+        "nan": math.nan,
+        "inf": -math.inf,
+        "loss": 1.5,
+        "version": "1.2",
+        "tokens": 3,
+    }
     log.write(1, line)
     log.close()
     known = {"loss": 1.5, "version": "1.2", "tokens": 3}
-    assert read_lines(path) == [{"step": 1, "nan": None, "inf": None, **known}]
+    assert read_readable_records(path) == [{"step": 1, "nan": None, "inf": None, **known}]
     # A checkpoint carries a line in its own codec, and must be able to read it again.
     assert msgspec.json.decode(
-        msgspec.json.encode(line), type=FlatRow
+        msgspec.json.encode(line), type=JsonMetricRow
     ) == replace_non_finite_by_none(line)
 
 
@@ -107,10 +113,10 @@ def test_lines_that_follow_a_checkpoint_wait_until_it_is_durable(tmp_path: Path)
     log.hold_back_lines()
     log.write(2, {"loss": 2.0})
     log.write(3, {"loss": 3.0})
-    assert [line["step"] for line in read_lines(path)] == [1]
+    assert [line["step"] for line in read_readable_records(path)] == [1]
     log.write_held_lines()
     log.write(4, {"loss": 4.0})
-    assert [line["step"] for line in read_lines(path)] == [1, 2, 3, 4]
+    assert [line["step"] for line in read_readable_records(path)] == [1, 2, 3, 4]
 
 
 def test_stalls_are_those_of_the_newest_version_over_all_replicas() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import msgspec
 
 from areal_hpc.rundir.checkpoints import UntrainedRecord
-from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_manifest_once
+from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
@@ -50,7 +50,9 @@ class RunDirectory:
             for place, ticket_id in enumerate(ticket_ids)
         ]
         rows = N_SAMPLES * len(ticket_ids)
-        append_to_index(self.paths.index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed))
+        append_to_index(
+            self.paths.shard_index_dir, SealedShard(name, SHARD_BYTES, "", rows, 10, placed)
+        )
         return [
             SealedTicket(TicketRef(one.ticket_id, attempt), name, one.rows, one.rewards, NO_VERSION)
             for one in placed
@@ -59,7 +61,7 @@ class RunDirectory:
     def hand_out(self, step: int, tickets: list[SealedTicket]) -> None:
         """The manifest of a step; what was there before is replaced, which no ledger does."""
         self.paths.manifest(step).unlink(missing_ok=True)
-        write_manifest_once(self.paths, BatchManifest(step, 1, tickets))
+        write_or_read_manifest(self.paths, BatchManifest(step, 1, tickets))
 
     def write_checkpoint(
         self,

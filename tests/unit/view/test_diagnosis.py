@@ -6,7 +6,7 @@ from typing import Any
 
 from areal_hpc.rundir.jobs import Submission, TaskExit
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
+from areal_hpc.slurm.queue import QueueSnapshot, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import (
     CASCADE_WINDOW_S,
@@ -30,7 +30,7 @@ EXITED = {"role": "trainer", "event": "process_exited", "process": "trainer", "e
 
 def job(name: str, state: str, job_id: str, **facts: Any) -> JobView:
     submission = Submission(name, job_id, 1, NOW - 100, "/nowhere/job.sbatch")
-    queued = QueuedJob(job_id, parse_state(state), **facts)
+    queued = SlurmJobRecord(job_id, parse_state(state), **facts)
     return JobView(name, submission, queued, {})
 
 
@@ -72,7 +72,9 @@ def test_the_first_traceback_outweighs_what_it_brought_about() -> None:
 
 
 def test_memory_outweighs_the_traceback_of_another() -> None:
-    starved = job("cell-0", "FAILED", "2", end=NOW, exit_code=1, bad_steps=("OUT_OF_MEMORY",))
+    starved = job(
+        "cell-0", "FAILED", "2", end=NOW, exit_code=1, failed_step_states=("OUT_OF_MEMORY",)
+    )
     lines = ("Traceback (most recent call last):", "ConnectionError: gone")
     found = evidence(starved, stacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),))
     assert "cell-0 (job 2) used more memory" in diagnose(found).headline
@@ -105,7 +107,9 @@ def test_a_cell_that_gave_its_nodes_back_needs_nobody() -> None:
 
 
 def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
-    past = QueuedJob("1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", end=NOW)
+    past = SlurmJobRecord(
+        "1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", ended_or_latest_end_at=NOW
+    )
     diagnosis = diagnose(evidence(AT_WORK, past=(past,)))
     assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well

@@ -9,7 +9,7 @@ import pytest
 
 from areal_hpc.rundir.jobs import Submission, TaskExit, record_submission
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.slurm.queue import QueuedJob, QueueSnapshot
+from areal_hpc.slurm.queue import QueueSnapshot, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import MIN_TIME_WITHOUT_PROGRESS_S, diagnose
 from areal_hpc.view.inspection import LogTraceback, RunInspection, StepPace, TaskExitRecord
@@ -186,7 +186,7 @@ def test_cells_that_an_earlier_launch_had_are_none_of_the_present_one(tmp_path: 
         record_submission(paths.submissions, Submission(name, str(number), attempt, NOW, ""))
     states = {number: parse_state("CANCELLED" if number < 5 else "RUNNING") for number in range(8)}
     states[2] = parse_state("RUNNING")
-    queued = {str(number): QueuedJob(str(number), state) for number, state in states.items()}
+    queued = {str(number): SlurmJobRecord(str(number), state) for number, state in states.items()}
     run = build_run_jobs(paths, QueueSnapshot(queued))
     shown = [one.name for one in run.jobs]
     assert shown == ["sft", "trainer", "cell-0", "cells-8-9", "cells-10-11"]
@@ -213,7 +213,9 @@ def test_a_job_that_is_over_is_its_successor_if_that_lives(
     cell = "PENDING" if word == "waiting" else "RUNNING"
     states = {"1": own, "2": successor, "3": cell}
     look = {
-        key: QueuedJob(key, parse_state(state), reason="Resources" if state == "PENDING" else "")
+        key: SlurmJobRecord(
+            key, parse_state(state), reason="Resources" if state == "PENDING" else ""
+        )
         for key, state in states.items()
     }
     run = build_run_jobs(paths, QueueSnapshot(look))

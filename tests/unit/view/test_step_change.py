@@ -54,7 +54,7 @@ def test_a_curriculum_that_went_on_is_what_a_drop_is_laid_to(tmp_path: Path) -> 
 def test_sources_of_the_training_set_are_told_apart(tmp_path: Path) -> None:
     run = MadeRun(tmp_path)
     run.paths.data_dir.mkdir()
-    run.paths.task_counts.write_text("[4, 2]")
+    run.paths.train_source_sizes.write_text("[4, 2]")
     for _ in range(3):
         run.add_step([*make_group(0, 0.5), *make_group(1, 0.5)])
     run.add_step([*make_group(4, 0.1), *make_group(5, 0.1)])

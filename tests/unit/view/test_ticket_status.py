@@ -144,7 +144,7 @@ def cut_shard(run: RunDirectory) -> None:
 
 
 def delete_index(run: RunDirectory) -> None:
-    path = run.paths.index_dir / "cell-0.jsonl"
+    path = run.paths.shard_index_dir / "cell-0.jsonl"
     path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[::2]))
 
 
@@ -325,7 +325,7 @@ def keep_untrained(run: RunDirectory) -> list[UntrainedEpisodeRows]:
     ]
     (run.paths.shards_dir / "cell-0-000009.h5").write_bytes(bytes(SHARD_BYTES))
     line = SealedShard("cell-0-000009.h5", SHARD_BYTES, "", 3, 10, [], kept)
-    append_to_index(run.paths.index_dir, line)
+    append_to_index(run.paths.shard_index_dir, line)
     return kept
 
 

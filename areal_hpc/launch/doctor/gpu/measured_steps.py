@@ -154,7 +154,7 @@ def start_and_compare_engine_with_trainer(
     paths = RunPaths(folder)
     paths.rendezvous_dir.mkdir(parents=True)
     ensure_service_key(paths.service_key)
-    model_dir = write_test_model(paths.tiny_model_dir, inference.tp, inference.context_length)
+    model_dir = write_test_model(paths.starting_model_dir, inference.tp, inference.context_length)
     # The trainer has a GPU to itself where there are enough: NCCL takes no GPU twice.
     is_apart = plan.device == "cpu" or len(gpus) > inference.tp
     serving = gpus[1 : 1 + inference.tp] if len(gpus) > inference.tp else gpus[: inference.tp]
@@ -253,7 +253,7 @@ def _start_inference_cell(
         "run_dir": str(paths.root),
         "cell": format_cell_name(0),
         "inference": inference.model_dump(mode="json"),
-        "model_path": str(paths.tiny_model_dir),
+        "model_path": str(paths.starting_model_dir),
         "serve_python": plan.pythons["serve"],
         "serve_variables": plan.variables["serve"],
     }

@@ -17,7 +17,7 @@ from areal_hpc.rundir.jobs import (
     ProcessSpec,
     TaskExit,
 )
-from areal_hpc.rundir.jsonl import read_lines
+from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
 from tests.support.process_commands import alive, command_of
 from tests.support.waiting import wait_for
@@ -129,7 +129,7 @@ class ForkedJob:
 
     def died(self) -> list[int]:
         """Exit codes of the processes that were the cause of something."""
-        rows = read_lines(self.folder / "events.jsonl")
+        rows = read_readable_records(self.folder / "events.jsonl")
         return [row["exit_code"] for row in rows if row["event"] == "process_exited"]
 
 
@@ -223,7 +223,9 @@ def test_the_death_of_one_rank_starts_all_again_and_is_counted_once(jobs: Jobs) 
     # Task 0 had ended first, but only because of task 1.
     assert job.died() == [128 + signal.SIGKILL]
     (event,) = (
-        row for row in read_lines(job.folder / "events.jsonl") if row["event"] == "ranks_restarted"
+        row
+        for row in read_readable_records(job.folder / "events.jsonl")
+        if row["event"] == "ranks_restarted"
     )
     assert event["failures"] == 1
 
