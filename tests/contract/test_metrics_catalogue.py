@@ -96,7 +96,7 @@ def test_each_says_what_it_is_and_every_phase_belongs_to_one_limit() -> None:
     }
     for view, known in shown.items():
         assert sorted(f"time/{phase}_s" for phase in known) == sorted(phases), view
-    script = (CHECKOUT / "areal_hpc/dashboard/static/timeline.js").read_text()
+    script = (CHECKOUT / "areal_hpc/view/dashboard/static/timeline.js").read_text()
     assert [phase for phase in PLACED_PHASES_IN_ORDER if f" {phase}: " not in script] == [], (
         "its colors"
     )

@@ -291,7 +291,7 @@ def test_a_lock_holds_what_the_package_declares(role: str, extras: list[str]) ->
     assert declared(*extras) <= locked(role).keys()
 
 
-TRACKER = "trackers/wandb_program.py"
+TRACKER = "view/trackers/wandb_program.py"
 
 
 def test_everything_imported_is_declared() -> None:

@@ -39,7 +39,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import catch_stop_signals
-    from areal_hpc.trackers.sync import choose_tracker, run_tracker_on_new_rows
+    from areal_hpc.view.trackers.sync import choose_tracker, run_tracker_on_new_rows
 
     paths = parse_run_dir(arguments.run)
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)

@@ -368,7 +368,7 @@ def _keep_mask_fields_if_sound(
         return {}
     if not all(one in kept for one, kept in zip(output_ids, kept_ids, strict=True)):
         return {}
-    return {"kept_ids": kept_ids, "kept_logprobs": kept_logprobs}
+    return {"sampling_mask_ids": kept_ids, "sampling_mask_logprobs": kept_logprobs}
 
 
 def _pack_version(server_url: str, version: str) -> int:

@@ -9,10 +9,10 @@ from typing import Any
 import httpx
 import pytest
 
-from areal_hpc.dashboard.app import DashboardApp
-from areal_hpc.dashboard.bundle import write_bundle
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.dashboard.app import DashboardApp
+from areal_hpc.view.dashboard.bundle import write_bundle
 from tests.support.dashboard_run import make_run
 
 SECRET = "s" * 32

@@ -16,12 +16,12 @@ import msgspec
 import pytest
 import yaml
 
-from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
-from areal_hpc.dashboard.row_index import RowIndex
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation, write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import RowAnnotation, StepAnnotations
+from areal_hpc.view.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, read_static_file
+from areal_hpc.view.dashboard.row_index import RowIndex
 from areal_hpc.view.transcripts.row_search import RowQuery, find_rows
 from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, TicketRef
 from areal_hpc.wire.row_record import RowRecord

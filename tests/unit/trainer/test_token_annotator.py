@@ -6,7 +6,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_hpc.dashboard.row_annotation import build_token_columns
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import UntrainedRecord
 from areal_hpc.rundir.paths import RunPaths
@@ -27,6 +26,7 @@ from areal_hpc.trainer.batch.token_annotator import (
     split_trained_and_left_out_rows,
 )
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
+from areal_hpc.view.dashboard.row_annotation import build_token_columns
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import trajectory

@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 import areal_hpc
-from areal_hpc.dashboard.app import encode_browser_json
-from areal_hpc.dashboard.timeline_page import (
+from areal_hpc.errors import RecipeError
+from areal_hpc.view.dashboard.app import encode_browser_json
+from areal_hpc.view.dashboard.timeline_page import (
     BIN_COUNT,
     MAX_LANES_PER_TRACK,
     MAX_SLICES_ACROSS_WIDTH,
@@ -16,7 +17,6 @@ from areal_hpc.dashboard.timeline_page import (
     describe_timeline,
     merge_and_describe_slices,
 )
-from areal_hpc.errors import RecipeError
 from areal_hpc.view.time_slices_on_lanes import Slice
 from tests.support.made_run import MadeEpisode, MadeRun
 from tests.support.made_spans import add_spans

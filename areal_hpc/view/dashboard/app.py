@@ -20,20 +20,20 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from areal_hpc.dashboard import run_pages
-from areal_hpc.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.dashboard.evaluation_set_names import (
+from areal_hpc.errors import ArealError, RecipeError
+from areal_hpc.rundir.paths import RunPaths, list_runs
+from areal_hpc.view.dashboard import run_pages
+from areal_hpc.view.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.view.dashboard.evaluation_set_names import (
     add_set_names_to_rows,
     build_set_filters,
     list_set_names,
 )
-from areal_hpc.dashboard.page_errors import explain_page_error
-from areal_hpc.dashboard.row_annotation import describe_annotation
-from areal_hpc.dashboard.row_index import RowIndex
-from areal_hpc.dashboard.run_states import RunStateCache
-from areal_hpc.dashboard.timeline_page import describe_timeline
-from areal_hpc.errors import ArealError, RecipeError
-from areal_hpc.rundir.paths import RunPaths, list_runs
+from areal_hpc.view.dashboard.page_errors import explain_page_error
+from areal_hpc.view.dashboard.row_annotation import describe_annotation
+from areal_hpc.view.dashboard.row_index import RowIndex
+from areal_hpc.view.dashboard.run_states import RunStateCache
+from areal_hpc.view.dashboard.timeline_page import describe_timeline
 
 MEDIA_TYPE_BY_STATIC_FILE = {
     "index.html": "text/html; charset=utf-8",
@@ -73,7 +73,7 @@ Query = Mapping[str, str]
 
 def read_static_file(file_name: str) -> bytes:
     """A file of the page."""
-    return (resources.files("areal_hpc.dashboard") / "static" / file_name).read_bytes()
+    return (resources.files("areal_hpc.view.dashboard") / "static" / file_name).read_bytes()
 
 
 class DashboardApp:

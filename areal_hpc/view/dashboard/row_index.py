@@ -17,12 +17,12 @@ from typing import Any
 
 import msgspec
 
-from areal_hpc.dashboard.filter_sql import SqlValue, compile_filter, get_column_sql
 from areal_hpc.errors import ClusterError, RecipeError, ShardError
 from areal_hpc.rundir.manifests import list_manifest_steps, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.shards.index import SealedShard, read_index
 from areal_hpc.shards.reader import ShardReader
+from areal_hpc.view.dashboard.filter_sql import SqlValue, compile_filter, get_column_sql
 from areal_hpc.view.transcripts.filter_expression import parse_filter
 from areal_hpc.view.transcripts.row_search import FIELD_NAMES_FOR_HELP, get_field_type
 from areal_hpc.wire.row_record import RowRecord

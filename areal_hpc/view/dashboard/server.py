@@ -10,10 +10,10 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.dashboard.app import DashboardApp
-from areal_hpc.dashboard.row_index import get_cache_dir, make_private_folder
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
+from areal_hpc.view.dashboard.app import DashboardApp
+from areal_hpc.view.dashboard.row_index import get_cache_dir, make_private_folder
 from areal_hpc.wire.http_server import GuardedServer
 
 MAX_CONNECTIONS = 200

@@ -10,7 +10,6 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from areal_hpc.dashboard.page_errors import explain_page_error
 from areal_hpc.errors import RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
@@ -20,6 +19,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.shards.reader import ShardReader
 from areal_hpc.shards.schema import parse_shard_name
+from areal_hpc.view.dashboard.page_errors import explain_page_error
 from areal_hpc.view.shard_report import find_tokenizer_file
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts, select_failure_alerts
 from areal_hpc.view.state.summary import (

@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.dashboard.evaluation_set_names import read_set_configs, sort_set_names
 from areal_hpc.evaluation.set_metrics import (
     DEFAULT_PASS_REWARD,
     SetSamples,
@@ -13,6 +12,7 @@ from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
 from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id_in_evaluation
 from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.dashboard.evaluation_set_names import read_set_configs, sort_set_names
 
 MAX_SHOWN_EVALUATIONS = 100
 """Of a set, the newest ones."""

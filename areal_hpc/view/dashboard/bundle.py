@@ -7,17 +7,21 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.dashboard import run_pages
-from areal_hpc.dashboard.app import MEDIA_TYPE_BY_STATIC_FILE, encode_browser_json, read_static_file
-from areal_hpc.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.dashboard.evaluation_set_names import add_set_names_to_rows, list_set_names
-from areal_hpc.dashboard.page_errors import explain_page_error
-from areal_hpc.dashboard.row_annotation import describe_annotation
-from areal_hpc.dashboard.row_index import RowIndex
-from areal_hpc.dashboard.run_states import RunStateCache
-from areal_hpc.dashboard.timeline_page import describe_timeline
 from areal_hpc.errors import RecipeError
 from areal_hpc.rundir.paths import RunPaths
+from areal_hpc.view.dashboard import run_pages
+from areal_hpc.view.dashboard.app import (
+    MEDIA_TYPE_BY_STATIC_FILE,
+    encode_browser_json,
+    read_static_file,
+)
+from areal_hpc.view.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.view.dashboard.evaluation_set_names import add_set_names_to_rows, list_set_names
+from areal_hpc.view.dashboard.page_errors import explain_page_error
+from areal_hpc.view.dashboard.row_annotation import describe_annotation
+from areal_hpc.view.dashboard.row_index import RowIndex
+from areal_hpc.view.dashboard.run_states import RunStateCache
+from areal_hpc.view.dashboard.timeline_page import describe_timeline
 
 MAX_BUNDLED_ROWS = 500
 """Rows whose conversations and tokens are written."""
