@@ -81,7 +81,10 @@ class GoogleApi:
             )
 
         def get(path: str, answer: Any) -> Route:
-            more: dict[str, Any] = {"error_formatter": format_error, "is_open_after_session_end": True}
+            more: dict[str, Any] = {
+                "error_formatter": format_error,
+                "is_open_after_session_end": True,
+            }
             return Route("GET", path, "session", answer, **more)
 
         for prefix in GOOGLE_PREFIXES:

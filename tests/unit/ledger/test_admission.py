@@ -17,10 +17,10 @@ policies = st.builds(
 counts = st.builds(
     TicketCounts,
     leased=small,
-    finished=small,
+    awaiting_seal=small,
     settled=small,
-    batched=small,
-    formed_steps=st.integers(0, 6),
+    in_unpublished_batches=small,
+    formed_batches=st.integers(0, 6),
 )
 
 
@@ -50,7 +50,7 @@ def test_what_is_granted_keeps_every_bound_and_one_ticket_more_would_break_one(
     assert not keeps_bounds(granted + 1)
 
 
-@given(policies, counts, st.sampled_from(["leased", "finished", "settled"]))
+@given(policies, counts, st.sampled_from(["leased", "awaiting_seal", "settled"]))
 def test_leaving_tickets_starve_none(policy: TicketPolicy, now: TicketCounts, state: str) -> None:
     """Dropped, filtered or waiting: its place is free at once, whatever state it was in."""
     assume(getattr(now, state) > 0)

@@ -54,9 +54,9 @@ def log_file(job: str, process: str) -> LogFile:
 def test_the_first_traceback_outweighs_what_it_brought_about() -> None:
     lines = ("Traceback (most recent call last):", '  File "a.py"', "ValueError: not a number")
     found = evidence(
-        job("trainer", "FAILED", "1", end=NOW + 9, exit_code=1),
-        job("cell-0", "CANCELLED", "2", end=NOW + 30),
-        stacks=(LogTraceback(NOW, log_file("trainer", "trainer-3"), lines),),
+        job("trainer", "FAILED", "1", ended_or_latest_end_at=NOW + 9, exit_code=1),
+        job("cell-0", "CANCELLED", "2", ended_or_latest_end_at=NOW + 30),
+        tracebacks=(LogTraceback(NOW, log_file("trainer", "trainer-3"), lines),),
         events=({**EXITED, "time": NOW + 1}, {**EXITED, "time": NOW + 5, "exit_code": 134}),
         task_exits=(
             TaskExitRecord("trainer", 3, NOW + 6, TaskExit(1, "trainer", "ValueError", "/x.log")),
@@ -73,10 +73,17 @@ def test_the_first_traceback_outweighs_what_it_brought_about() -> None:
 
 def test_memory_outweighs_the_traceback_of_another() -> None:
     starved = job(
-        "cell-0", "FAILED", "2", end=NOW, exit_code=1, failed_step_states=("OUT_OF_MEMORY",)
+        "cell-0",
+        "FAILED",
+        "2",
+        ended_or_latest_end_at=NOW,
+        exit_code=1,
+        failed_step_states=("OUT_OF_MEMORY",),
     )
     lines = ("Traceback (most recent call last):", "ConnectionError: gone")
-    found = evidence(starved, stacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),))
+    found = evidence(
+        starved, tracebacks=(LogTraceback(NOW + 1, log_file("cell-0", "driver"), lines),)
+    )
     assert "cell-0 (job 2) used more memory" in diagnose(found).headline
     assert "more memory" in diagnose(found).hint
 
@@ -110,7 +117,7 @@ def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
     past = SlurmJobRecord(
         "1", parse_state("NODE_FAIL"), "Dependency", nodes="n07", ended_or_latest_end_at=NOW
     )
-    diagnosis = diagnose(evidence(AT_WORK, past=(past,)))
+    diagnosis = diagnose(evidence(AT_WORK, starts_in_accounting=(past,)))
     assert diagnosis.headline.endswith("after this: trainer (job 1) on n07 lost a node: NODE_FAIL")
     assert diagnosis.is_well
     assert "nothing has failed" in diagnose(evidence(AT_WORK)).headline
@@ -119,7 +126,7 @@ def test_a_run_at_work_tells_of_the_failure_it_outlived() -> None:
 def test_what_slurm_wrote_at_an_earlier_start_is_not_what_happened_last() -> None:
     line = "slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT 1970-01-12T00:00:00 ***"
     requeued = {"time": NOW, "role": "trainer", "event": "job_requeued", "reason": "stopped"}
-    trainer = job("trainer", "RUNNING", "1", end=NOW + 3600)
+    trainer = job("trainer", "RUNNING", "1", ended_or_latest_end_at=NOW + 3600)
     found = diagnose(evidence(trainer, slurm_lines=(("trainer", line),), events=(requeued,)))
     assert found.headline.endswith(
         "after this: trainer requested another start from Slurm: stopped"
@@ -157,7 +164,7 @@ def test_a_silent_slurm_is_not_a_failed_run() -> None:
 def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
     outcome = TaskExit(78, "trainer", "expected tp 2, got 3", "/x.log")
     word = TaskExitRecord("trainer", 0, NOW - 1, outcome)
-    failed = job("trainer", "FAILED", "1", end=NOW, exit_code=78)
+    failed = job("trainer", "FAILED", "1", ended_or_latest_end_at=NOW, exit_code=78)
     diagnosis = diagnose(evidence(failed, task_exits=(word,)))
     assert "exit code 78 (the recipe must change)" in diagnosis.headline
     assert diagnosis.hint.startswith("change the recipe")

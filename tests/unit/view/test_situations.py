@@ -26,7 +26,7 @@ OTHER = job("cell-1", "RUNNING", "3")
 
 
 def ended(name: str, state: str, **facts: Any) -> JobView:
-    return job(name, state, "9", end=NOW, nodes="n04", **facts)
+    return job(name, state, "9", ended_or_latest_end_at=NOW, nodes="n04", **facts)
 
 
 def pending(name: str, reason: str) -> JobView:
@@ -58,7 +58,7 @@ def sharing(**facts: Any) -> JobView:
 SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "at work": (evidence(TRAINER, CELL), "running", "and nothing has failed", 0),
     "at work after a lost node": (
-        evidence(TRAINER, CELL, past=(ended("trainer", "NODE_FAIL").slurm_record,)),
+        evidence(TRAINER, CELL, starts_in_accounting=(ended("trainer", "NODE_FAIL").slurm_record,)),
         "running", "after this: 9 (job 9) on n04 lost a node", 0),
     "a cell was preempted and waits": (
         evidence(TRAINER, CELL, pending("cell-1", "BeginTime")), "running", "running", 0),
@@ -120,10 +120,10 @@ SITUATIONS: dict[str, tuple[RunInspection, str, str, int]] = {
     "the disk is full": (
         evidence(TRAINER, CELL, free_bytes=1 << 20), "running", "only 1 MiB are free", 1),
     "a rank was killed": (
-        evidence(ended("trainer", "FAILED"), events=(KILLED,), stacks=(GLOO,)), "failed",
+        evidence(ended("trainer", "FAILED"), events=(KILLED,), tracebacks=(GLOO,)), "failed",
         "trainer of trainer ended: killed by SIGKILL", 1),
     "a user's bug": (
-        evidence(ended("trainer", "FAILED"), stacks=(GLOO,)), "failed",
+        evidence(ended("trainer", "FAILED"), tracebacks=(GLOO,)), "failed",
         "trainer/trainer-1@n01 raised RuntimeError: gloo", 1),
     "a wrong Python": (
         evidence(ended("trainer", "FAILED"), task_exits=(
