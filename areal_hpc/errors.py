@@ -122,7 +122,7 @@ class HttpStatusError(ClusterError):
         self.status, self.url, self.body = status, url, body
 
     @property
-    def reason(self) -> str:
+    def peer_message(self) -> str:
         """What the peer said, without the JSON around it."""
         with contextlib.suppress(ValueError, KeyError, TypeError):
             error = json.loads(self.body)["error"]
@@ -176,7 +176,7 @@ class SandboxLostError(AgentError):
     """The sandbox is gone: it used more than it may, or what ran in it ended it."""
 
 
-class UnplayableEpisodeError(AgentError):
+class PersistentNodeShortageError(AgentError):
     """An episode needs what its node has lacked for long, while others are played there.
 
     Its ticket is dropped, and no failure of the agent is counted.

@@ -47,7 +47,7 @@ def receive(
 ) -> None:
     """Every bucket, as a replica takes it in."""
     for bucket in buckets:
-        held = buffers.open_bucket(bucket)
+        held = buffers.open_bucket_in_older_buffer(bucket)
         messages = held.tensors_to_send if packed else held.tensors.values()
         works = [dist.broadcast(one, src=0, group=group, async_op=True) for one in messages]
         for work in works:
@@ -70,7 +70,11 @@ def main() -> None:
             receive(group, buckets, buffers, packed=config["packed"])
         else:
             for bucket in buckets:
-                dist.broadcast(buffers.open_bucket(bucket).tensors_to_send[0], src=0, group=group)
+                dist.broadcast(
+                    buffers.open_bucket_in_older_buffer(bucket).tensors_to_send[0],
+                    src=0,
+                    group=group,
+                )
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         dist.broadcast(done, src=1, group=group)

@@ -156,7 +156,7 @@ class Replica:
             publisher, version = self._next(transport)
             replicas = publisher.discover_outdated_training_replicas(version)
             arrivals = iter(self._weights.items())
-            report = publisher.publish(version, self._specs, arrivals, replicas)
+            report = publisher.publish_from_this_rank(version, self._specs, arrivals, replicas)
             assert not report.failed, report.failed
         relay = rendezvous.wait_for_endpoint(self._paths.rendezvous_dir, "control-cell-0", 1)
         signer = RequestSigner(self._paths.service_key.read_text(), "control-cell-0")
@@ -171,7 +171,9 @@ class Replica:
         replicas = publisher.discover_outdated_training_replicas(version)
         assert replicas, "the relay did not answer"
         began = time.monotonic()
-        report = publisher.publish(version, self._specs, iter(self._weights.items()), replicas)
+        report = publisher.publish_from_this_rank(
+            version, self._specs, iter(self._weights.items()), replicas
+        )
         ended = time.monotonic()
         assert not report.failed, report.failed
         streams.await_piece(ended)

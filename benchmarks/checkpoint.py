@@ -108,7 +108,9 @@ def measure(
     for number in range(rounds + 1):
         state = TrainerState(step=number, generation=1, seed=SEED)
         step_s = seconds_of(lambda: trainee.step(rows))
-        copy_s = seconds_of(partial(store.begin_save, trainee.policy, trainee.optimizer, state))
+        copy_s = seconds_of(
+            partial(store.finish_earlier_and_begin_save, trainee.policy, trainee.optimizer, state)
+        )
         beside_s = seconds_of(lambda: trainee.step(rows))
         poll_s = seconds_of(store.finish_save)
         in_process_s = seconds_of(partial(checkpoint_in_process, trainee, alone, number))
@@ -143,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = learning.Sizes(
         "qwen3", hidden, arguments.layers, hidden // 64, hidden // 128, 3 * hidden, arguments.vocab
     )
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     device = learning.open_lone_world("cpu")
     model = learning.make_hf_model(sizes, device, torch.float32)
     trainee = learning.Trainee(model, device, torch.float32, 8 * ROW_TOKENS)

@@ -73,7 +73,7 @@ class Bench:
 
     def __init__(self, sizes: learning.Sizes, rows: int, length: int) -> None:
         self.sizes, self.rows, self.length = sizes, rows, length
-        megatron_cpu.patch_megatron_for_cpu()
+        megatron_cpu.patch_torch_megatron_without_gpu()
         device = learning.open_lone_world("cpu")
         self.model = learning.make_hf_model(sizes, device, torch.float32)
         self.trainee = learning.Trainee(self.model, device, torch.float32, rows * length)

@@ -102,7 +102,9 @@ class Sender:
             for bucket in self._buckets
         ]
         packed = not sends_tensors_unpacked(backend, replicas_per_group=1)
-        self._open_bucket = PackingBuffers(self.device).open_bucket if packed else OpenBucket
+        self._open_bucket = (
+            PackingBuffers(self.device).open_bucket_in_older_buffer if packed else OpenBucket
+        )
         self._pool = ThreadPoolExecutor(1)
         self._group = UpdateProcessGroup("bench", "127.0.0.1", 2, backend, TIMEOUT_S)
         self._done = torch.zeros(1, device=self.device)

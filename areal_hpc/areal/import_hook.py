@@ -17,7 +17,7 @@ from types import ModuleType
 from areal_hpc.errors import RecipeError
 
 AREAL_PACKAGE = "areal"
-MODULE_ALIASES = {
+OLD_MODULE_BY_NEW = {
     "areal.infra": "areal.launcher",
     "areal.infra.launcher": "areal.launcher",
     "areal.infra.launcher.local": "areal.launcher.local",
@@ -36,7 +36,7 @@ class ArealFinder(MetaPathFinder):
         """
         if name.partition(".")[0] != AREAL_PACKAGE:
             return None
-        here = f"areal_hpc.{MODULE_ALIASES.get(name, name)}"
+        here = f"areal_hpc.{OLD_MODULE_BY_NEW.get(name, name)}"
         try:
             is_here = importlib.util.find_spec(here) is not None
         except ModuleNotFoundError:
@@ -87,7 +87,7 @@ def _describe_unknown_module(module_name: str) -> str:
         for path in paths
         if path.name != "__main__"
     ]
-    near = difflib.get_close_matches(module_name, [*known, *MODULE_ALIASES], n=1)
+    near = difflib.get_close_matches(module_name, [*known, *OLD_MODULE_BY_NEW], n=1)
     return f"areal_hpc does not provide {module_name!r}" + (
         f"; did you mean {near[0]}?" if near else ""
     )

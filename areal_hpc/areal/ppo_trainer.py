@@ -20,7 +20,7 @@ from areal_hpc.rollout.episodes.effective_limits import check_task_limits
 from areal_hpc.rollout.execution.agent_pickle import (
     PICKLED_AGENT_MODULE,
     get_import_path,
-    is_json_serializable,
+    is_unchanged_by_json,
     pickle_agent,
     save_agent_as_module,
 )
@@ -199,7 +199,7 @@ def _save_agent_and_build_keys(
     """The keys that name an agent: its path if it has one, else that of a pickle's module."""
     alias = IMPORT_HOOK_MODULE in sys.modules
     path = map_areal_module(workflow) if isinstance(workflow, str) else get_import_path(workflow)
-    if path is not None and is_json_serializable(kwargs) and not alias:
+    if path is not None and is_unchanged_by_json(kwargs) and not alias:
         return {"workflow": path, "workflow_kwargs": dict(kwargs)}
     handed = path if path is not None else workflow
     path = save_agent_as_module(

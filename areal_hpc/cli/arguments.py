@@ -58,15 +58,15 @@ class CommandGroup:
         self,
         command_name: str,
         command: Command,
-        shared_groups: Sequence[str] = (),
+        shared_arguments: Sequence[str] = (),
         *,
         example: str = "",
         **options: Any,
     ) -> argparse.ArgumentParser:
         """The parser of a new command; options are argparse's, with `help`.
 
-        `shared_groups` names those of `SHARED_ARGUMENTS` that it takes, in their order; `example`
-        has command lines that its help shows.
+        `shared_arguments` names those of `SHARED_ARGUMENTS` that it takes, in their order;
+        `example` has command lines that its help shows.
         """
         lines = example.splitlines()
         if lines:
@@ -75,7 +75,7 @@ class CommandGroup:
         # It keeps the lines of the examples.
         options["formatter_class"] = argparse.RawDescriptionHelpFormatter
         parser = self._add_parser(command_name, options)
-        for argument in shared_groups:
+        for argument in shared_arguments:
             parser.add_argument(argument, **SHARED_ARGUMENTS[argument])
         parser.set_defaults(command=command, parser=parser)
         return parser
@@ -117,7 +117,7 @@ def parse_run_dir(path: Path) -> RunPaths:
     return paths
 
 
-def parse_count(text: str) -> int:
+def parse_positive_int(text: str) -> int:
     """The whole number of 1 or more in an argument."""
     if not text.isdecimal() or int(text) < 1:
         raise argparse.ArgumentTypeError(f"expected a number of 1 or more, got {text!r}")

@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(escape_controls(f"{head}{error}"), file=sys.stderr)
         sys.exit(getattr(error, "code", error.exit_code))
     except tuple(HINT_BY_PATH_ERROR) as error:
-        if not _is_named_in(arguments, error.filename):
+        if not _is_at_or_below_argument(arguments, error.filename):
             raise  # a path of our own making
         hint = next(text for kind, text in HINT_BY_PATH_ERROR.items() if isinstance(error, kind))
         problem = Problem(str(error.strerror), error.filename, hint)
@@ -96,7 +96,7 @@ def _escape_what_stdout_cannot_encode() -> None:
         sys.stdout.reconfigure(errors="backslashreplace")
 
 
-def _is_named_in(arguments: argparse.Namespace, filename: object) -> bool:
+def _is_at_or_below_argument(arguments: argparse.Namespace, filename: object) -> bool:
     """True for a path of the command line, one below it, or the temporary one that becomes it."""
     if not isinstance(filename, str):
         return False

@@ -9,12 +9,12 @@ import orjson
 from areal_hpc.dataset.sources import iterate_task_rows
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
-from areal_hpc.rundir.atomic import open_temporary_to_rename_later
+from areal_hpc.rundir.atomic import open_temporary_beside
 
 
 def materialize_task_sets(
     configs_with_keys: Sequence[tuple[TaskSetConfig, str]],
-    out: Path,
+    jsonl_file: Path,
     check: Callable[[dict[str, Any]], None] = lambda row: None,
 ) -> list[int]:
     """Write data sets one after another as JSON lines, visible whole or not at all.
@@ -28,7 +28,7 @@ def materialize_task_sets(
         RecipeError: As `iterate_task_rows` and `check`, or a data set is empty.
     """
     counts = []
-    with open_temporary_to_rename_later(out) as stream:
+    with open_temporary_beside(jsonl_file) as stream:
         for config, key in configs_with_keys:
             count = 0
             for row in iterate_task_rows(config, key):
@@ -48,7 +48,7 @@ def materialize_task_sets(
                     hint="name a source that has at least one",
                 )
             counts.append(count)
-    Path(stream.name).rename(out)
+    Path(stream.name).rename(jsonl_file)
     return counts
 
 

@@ -40,7 +40,7 @@ def _check_rows_are_dicts(rows: Iterator[Any], key: str) -> Iterator[TaskRow]:
         yield row
 
 
-def list_source_files_and_folders(config: TaskSetConfig, key: str) -> list[Path]:
+def check_and_list_source_paths(config: TaskSetConfig, key: str) -> list[Path]:
     """The files and folders that a source is read from, in order; none for made-up tasks.
 
     Raises:
@@ -83,7 +83,7 @@ def _iterate_source_rows(config: TaskSetConfig, key: str) -> Iterator[TaskRow]:
         )
     else:
         where = f"{key}.path" if config.path is not None else f"{key}.hub"
-        for path in list_source_files_and_folders(config, key):
+        for path in check_and_list_source_paths(config, key):
             yield from iterate_dataset_file_rows(path, where)
 
 

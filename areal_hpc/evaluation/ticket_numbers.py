@@ -1,7 +1,7 @@
 """Numbers of evaluation tickets: each set has a range of its own."""
 
 TICKETS_PER_SET = 1_000_000
-VALID_SET_NAME = "valid"
+VALIDATION_SET_NAME = "valid"
 """The set of `valid_dataset`, which has number 0."""
 
 STEP_OF_LOADED_WEIGHTS = 0

@@ -61,7 +61,7 @@ _MAX_COUNT_HEADER_VALUE = 2**31 - 1
 _ORPHANED_CALL_GRACE_S = 5.0
 """Time that a call may go on whose caller has left."""
 _STOP_TIMEOUT_S = 10.0
-_KEEP_ALIVE_S = 3.0
+_SGLANG_KEEP_ALIVE_S = 3.0
 """For which a connection to SGLang is used again; SGLang closes it after 5 s without use."""
 
 
@@ -89,9 +89,9 @@ class ControlProxyApp(JsonApp):
         require_signed_head(request, self._verifier)
         match request.method, request.scope["path"].strip("/").split("/"):
             case "GET", ["replicas"]:
-                await _read_body(request)  # none, if that is what was signed
+                await _read_signed_body(request)  # none, if that is what was signed
                 return _encode_reply(
-                    ReplicasOfCell(self._cell, self._list_replica_views_for_caller(request))
+                    ReplicasOfCell(self._cell, self._list_views_redacted_for_caller(request))
                 )
             case "POST", ["follow"]:
                 part = await _decode_body(request, FollowerPollRequest)
@@ -124,7 +124,7 @@ class ControlProxyApp(JsonApp):
                 return await self._forward_call(self._find_replica(index), route, request, body)
         raise HTTPException(404, "no such route")
 
-    def _list_replica_views_for_caller(self, request: Request) -> list[ReplicaView]:
+    def _list_views_redacted_for_caller(self, request: Request) -> list[ReplicaView]:
         """Every replica; keys of servers leave the node with none, for nobody else reaches them."""
         views = [one.build_view() for one in self._replicas]
         client, server = request.scope["client"], request.scope["server"]
@@ -159,7 +159,7 @@ class ControlProxyApp(JsonApp):
         asked_at = time.time()
         accepted: bool | None = False
         try:
-            status, content = await self._post_to_sglang_until_deadline(
+            status, content = await self._call_sglang_until_deadline(
                 server, route, body, caller, request
             )
             accepted = status < 400
@@ -180,7 +180,7 @@ class ControlProxyApp(JsonApp):
             answer.raise_for_status()
             return await answer.read()
 
-    async def _post_to_sglang_until_deadline(
+    async def _call_sglang_until_deadline(
         self,
         server: SGLangServer,
         route: str,
@@ -221,7 +221,7 @@ class ControlProxyApp(JsonApp):
         if self._upstream is None:
             # Each call has a limit of its own.
             self._upstream = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(keepalive_timeout=_KEEP_ALIVE_S),
+                connector=aiohttp.TCPConnector(keepalive_timeout=_SGLANG_KEEP_ALIVE_S),
                 timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._upstream
@@ -257,14 +257,14 @@ def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
 
 async def _decode_body(request: Request, request_type: type[RequestT]) -> RequestT:
     try:
-        return decode_body(await _read_body(request), request_type)
+        return decode_body(await _read_signed_body(request), request_type)
     except msgspec.DecodeError as error:
         raise HTTPException(400, str(error)) from error
 
 
 async def _read_json_object_body(request: Request) -> bytes:
     """The body of a call that SGLang gets as it came: a JSON object, which it takes for granted."""
-    body = await _read_body(request)
+    body = await _read_signed_body(request)
     try:
         decode_body(body, dict[str, object])
     except msgspec.DecodeError as error:
@@ -289,7 +289,7 @@ def _read_number_header(request: Request, header_name: str, default: str = "") -
         raise HTTPException(400, f"the header {header_name} must be a number") from None
 
 
-async def _read_body(request: Request) -> bytes:
+async def _read_signed_body(request: Request) -> bytes:
     too_large = HTTPException(413, f"a body holds at most {MAX_BODY_BYTES} bytes")
     return await read_signed_body(request, MAX_BODY_BYTES, too_large)
 

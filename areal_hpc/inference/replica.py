@@ -292,7 +292,7 @@ class Replica:
         with self._lock:
             self._raise_if_refused_and_note_generation(caller)
             self._update_state.mark_fenced(
-                self.clock.now(), caller.sender_timeout_s, stays=request.stays
+                self.clock.now(), caller.sender_timeout_s, stays_if_sender_lost=request.stays
             )
             self._fenced_at = self._fenced_at or self.clock.now()
             return self.build_view()

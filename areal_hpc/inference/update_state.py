@@ -48,25 +48,27 @@ class WeightUpdateState:
         """The sender has vanished."""
         return now >= self._sender_until and not self._calls_in_flight
 
-    def mark_fenced(self, now: float, deadline_s: float, *, stays: bool) -> None:
+    def mark_fenced(
+        self, now: float, sender_timeout_s: float, *, stays_if_sender_lost: bool
+    ) -> None:
         """Take the replica out of service. A second fence does not put off the deadline."""
         if not self._is_fenced:
             self._busy_s = 0.0
         self._is_fenced = True
-        self._fence_stays = stays
-        self._start_sender_deadline_unless_set(now + deadline_s)
+        self._fence_stays = stays_if_sender_lost
+        self._start_sender_deadline_unless_set(now + sender_timeout_s)
 
-    def on_call_started(self, route: str, now: float, deadline_s: float) -> None:
+    def on_call_started(self, route: str, now: float, sender_timeout_s: float) -> None:
         """A control call is about to be forwarded to SGLang."""
         if not self._calls_in_flight:
             self._busy_since = now
         self._calls_in_flight += 1
         if route in WEIGHT_CHANGING_ROUTES:
             self._version, self.is_changed = "", True
-            self._start_sender_deadline_unless_set(now + deadline_s)
+            self._start_sender_deadline_unless_set(now + sender_timeout_s)
 
     def on_call_finished(
-        self, route: str, now: float, deadline_s: float, *, accepted: bool
+        self, route: str, now: float, sender_timeout_s: float, *, accepted: bool
     ) -> None:
         """A forwarded call is over.
 
@@ -82,9 +84,9 @@ class WeightUpdateState:
             self.is_paused = False
         elif route == "pause_generation":
             self.is_paused = True
-            self._start_sender_deadline_unless_set(now + deadline_s)
+            self._start_sender_deadline_unless_set(now + sender_timeout_s)
         elif self.has_sender:
-            self._sender_until = now + deadline_s
+            self._sender_until = now + sender_timeout_s
 
     def mark_serving(self, version: str) -> None:
         """The weights were verified."""
@@ -100,6 +102,6 @@ class WeightUpdateState:
         self._is_fenced = self._fence_stays
         self._sender_until = math.inf
 
-    def _start_sender_deadline_unless_set(self, until_time: float) -> None:
+    def _start_sender_deadline_unless_set(self, deadline_at: float) -> None:
         if not self.has_sender:
-            self._sender_until = until_time
+            self._sender_until = deadline_at

@@ -44,7 +44,7 @@ from areal_hpc.rundir.lock import is_lock_held
 from areal_hpc.rundir.paths import JobPaths, RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, EventLog
 from areal_hpc.slurm.allocation import expand_node_list
-from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, list_jobs_of_user
+from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord, is_live_state, query_squeue_of_user
 from areal_hpc.slurm.resubmit import submit_again_and_record
 from areal_hpc.slurm.run_jobs import get_experiment_label, list_unrecorded_live_jobs
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState
@@ -149,7 +149,7 @@ class Caretaker:
         self._refused: dict[str, str] = {}
         """What Slurm said of the jobs that it did not take."""
 
-    def resubmit_missing_and_release_held_jobs(self) -> None:
+    def resubmit_missing_and_release_leader(self) -> None:
         """Submit the jobs that were missing at the last look and are missing still.
 
         Raises:
@@ -216,7 +216,7 @@ class Caretaker:
 
     def _find_jobs_alive_under_other_ids(self, submissions: list[Submission]) -> set[str]:
         """Jobs of which another submission than the newest waits or runs, on record or not."""
-        queued = list_jobs_of_user(self._paths.root.stat().st_uid)
+        queued = query_squeue_of_user(self._paths.root.stat().st_uid)
         label = get_experiment_label(self._paths)
         at_work = {
             job.job_id
@@ -346,13 +346,13 @@ def _read_progress_bytes(progress: str) -> int:
     return 0
 
 
-def _count_submissions_without_progress(job: JobPaths, made_bytes: int) -> int:
+def _count_submissions_without_progress(job: JobPaths, progress_bytes: int) -> int:
     """Submissions of the job by caretakers since the run last made progress."""
     with contextlib.suppress(FileNotFoundError):
         before = msgspec.json.decode(
             job.caretaker_submission_count.read_bytes(), type=dict[str, int]
         )
-        return before["submissions"] if before["progress_bytes"] == made_bytes else 0
+        return before["submissions"] if before["progress_bytes"] == progress_bytes else 0
     return 0
 
 
@@ -375,7 +375,7 @@ def run(config: dict[str, Any]) -> None:
     while True:
         time.sleep(told.poll_s)
         try:
-            caretaker.resubmit_missing_and_release_held_jobs()
+            caretaker.resubmit_missing_and_release_leader()
         except SlurmNotFoundError as error:
             log.warning("nobody looks after the run's jobs from here: %s", error)
             return

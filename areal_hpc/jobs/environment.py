@@ -25,7 +25,7 @@ TRAINER_GPU_VARIABLES = {
     "PYTORCH_ALLOC_CONF": "expandable_segments:True",
 }
 
-WEIGHT_UPDATE_GROUP_VARIABLES = {
+TRAINER_WEIGHT_UPDATE_VARIABLES = {
     # No thread of torch's watches the group. The one that does ends the process when a work fails
     # or is late; with error handling off it still has the world's group dump and then end it.
     "TORCH_NCCL_BLOCKING_WAIT": "1",
@@ -73,7 +73,7 @@ def build_role_variables(
 ) -> dict[str, dict[str, str]]:
     """Variables of each role's processes, apart from those that are read from the recipe."""
     of_roles = get_train_and_serve_variables(
-        trainer=recipe.trainer.device, inference=recipe.inference.device
+        trainer_device=recipe.trainer.device, inference=recipe.inference.device
     )
     of_roles["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
     if recipe.cluster.prometheus:
@@ -88,13 +88,15 @@ def build_role_variables(
     }
 
 
-def get_train_and_serve_variables(*, trainer: str, inference: str) -> dict[str, dict[str, str]]:
+def get_train_and_serve_variables(
+    *, trainer_device: str, inference: str
+) -> dict[str, dict[str, str]]:
     """Variables of the roles that compute, by the devices that their sections name."""
     # As Megatron is imported it decorates functions with torch.compile, and that imports the
     # compiler: a quarter of a rank's processor time until it starts, and no CPU run compiles.
     of_trainer = (
         {"TORCHDYNAMO_DISABLE": "1"}
-        if trainer == "cpu"
+        if trainer_device == "cpu"
         else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
     )
     of_servers = {} if inference == "cpu" else GPU_VARIABLES | NCCL_VARIABLES

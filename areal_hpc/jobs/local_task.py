@@ -53,7 +53,7 @@ class LocalTask:
         """Nothing to know."""
         return {}
 
-    def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
+    def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
         """A stop when nobody holds the launcher's lock: the kernel drops it however it died."""
         lock = self._launch.launcher_lock
         if lock is None or is_lock_held(lock):
@@ -115,7 +115,7 @@ class AllocationStepTask:
     def _stop_note_path(self) -> Path:
         return starts.get_stop_note_path(self._starts_dir, self._start)
 
-    def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
+    def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
         """A stop when a later start of the job has begun, or the launcher was silent for long.
 
         Locks do not reach other nodes on every file system, so they say nothing here.

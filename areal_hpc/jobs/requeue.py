@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 MAX_EXCLUDED_NODES = 16
 """When so many nodes have failed the probe, something else is wrong."""
 RETRY_PAUSE_S = 1.0
-SUCCESSOR_LOOKUP_TIMEOUT_S = 60.0
+REQUEUE_TIMEOUT_WITH_SUCCESSOR_S = 60.0
 """Longest that a job with a successor asks a slurmctld that does not answer."""
 _STATES_BEFORE_HOLD = (scontrol.RUNNING_STATE, "COMPLETING")
 
@@ -111,7 +111,7 @@ class StartProgressTracker:
         return FailureCounts()
 
 
-def record_faulty_nodes(
+def record_new_faulty_nodes(
     slurm: SlurmLaunchInfo, outcomes: Sequence[TaskExit], job_id: str
 ) -> list[str]:
     """Put the nodes that failed the probe on the run's list; those that are new there."""
@@ -165,7 +165,7 @@ def requeue_or_resubmit(
     successor = find_next_successor(launch.slurm, launch.job.name, job_id)
     otherwise: RequeueResult = "left to successor" if successor else "not requeued"
     if successor is not None:
-        give_up_at = min(give_up_at, time.monotonic() + SUCCESSOR_LOOKUP_TIMEOUT_S)
+        give_up_at = min(give_up_at, time.monotonic() + REQUEUE_TIMEOUT_WITH_SUCCESSOR_S)
     while not is_cancelled(Path(launch.slurm.cancelled)):
         try:
             return _request_restart(launch, launch.slurm, job_id, give_up_at, decision, successor)

@@ -32,7 +32,7 @@ from areal_hpc.jobs.requeue import (
     MAX_EXCLUDED_NODES,
     StartProgressTracker,
     cancel_own_job,
-    record_faulty_nodes,
+    record_new_faulty_nodes,
     requeue_or_resubmit,
 )
 from areal_hpc.jobs.restart_policy import (
@@ -71,7 +71,7 @@ TASK_EXIT_TIMEOUT_S = 60.0
 PREEMPTED_REASON = "preempted by a job of higher priority"
 REQUEUE_TIMEOUT_S = 1800.0
 """Longest that a job keeps its nodes to ask a slurmctld that does not answer for another start."""
-WAIT_FOR_KILL_S = 300.0
+PREEMPTION_KILL_TIMEOUT_S = 300.0
 """Longest that a task stays to be killed, where only that makes Slurm start the job again."""
 
 
@@ -169,7 +169,7 @@ class SlurmTask:
             address = greeter.address
         start = starts.claim_next_start(self._starts_dir, self._incarnation, self._node, address)
         self._clock = time_limit.SlurmControllerClock()
-        self._ends_at = time_limit.read_end_time(environ)
+        self._ends_at = time_limit.get_or_query_end_time(environ)
         self._paths.hold_note.unlink(missing_ok=True)  # it runs: nobody need release it
         return start
 
@@ -234,10 +234,10 @@ class SlurmTask:
     def _first_task_done_path(self) -> Path:
         return self._stop_note_path.with_suffix(".left")
 
-    def find_stop_reason(self, *, is_leading: bool) -> TaskExit | None:
+    def find_stop_reason(self, *, can_end_job: bool) -> TaskExit | None:
         """Why this task has to stop now; None while it may go on.
 
-        Where a process runs whose end ends the job (`is_leading`), it is not disturbed when the
+        Where a process runs whose end ends the job (`can_end_job`), it is not disturbed when the
         work is done elsewhere.
         """
         now = time.monotonic()
@@ -245,7 +245,7 @@ class SlurmTask:
             return None
         self._next_look_at = now + STOP_POLL_S
         try:
-            return self._find_stop_condition(self._start, now, is_leading=is_leading)
+            return self._find_stop_condition(self._start, now, is_leading=can_end_job)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
@@ -277,7 +277,7 @@ class SlurmTask:
         if self._start is None or self._is_superseded:
             return grace_s
         if self._position.is_first:
-            grace_s = self._compute_grace_s(outcome)
+            grace_s = self._query_preemption_and_grace_s(outcome)
         try:
             said = starts.read_stop_note(self._stop_note_path)
             if said is not None and not self._position.is_first:
@@ -290,7 +290,7 @@ class SlurmTask:
         self._kill_at = time.monotonic() + grace_s
         return grace_s
 
-    def _compute_grace_s(self, outcome: TaskExit) -> float:
+    def _query_preemption_and_grace_s(self, outcome: TaskExit) -> float:
         """As the launch says, unless Slurm ends the job sooner; more where it knows of much time.
 
         A preemption's grace shows as the job's end.
@@ -352,7 +352,7 @@ class SlurmTask:
         outcomes = [*gathered.values(), *self._absent]
         faulty: list[str] = []
         with _swallow_and_log_storage_errors("the nodes that are not to be given again"):
-            faulty = record_faulty_nodes(self._slurm, outcomes, self._job_id)
+            faulty = record_new_faulty_nodes(self._slurm, outcomes, self._job_id)
         counts = self._progress_tracker.update_failure_counts(outcomes)
         groups = split_exits_by_cell(self._launch.job, gathered)
         groups[0].extend(self._absent)
@@ -386,17 +386,17 @@ class SlurmTask:
             reason=decisive.reason, excluded=faulty,
         )  # fmt: skip
         self._ends_cancelled = requeue_result == "cancelled"
-        if requeue_result == "not requeued" and not crashes and self._may_slurm_requeue():
+        if requeue_result == "not requeued" and not crashes and self._is_requeueable_or_unknown():
             # Preempted, and unable to say that it wants to be started again: Slurm does so by
             # itself with jobs that are still there when the grace is over. Others end at once,
             # for a caretaker to submit them: until then they count against a limit of jobs.
             _wait_until_or_give_up(
                 lambda: is_cancelled(Path(self._slurm.cancelled)),
-                time.monotonic() + WAIT_FOR_KILL_S,
+                time.monotonic() + PREEMPTION_KILL_TIMEOUT_S,
             )
         return msgspec.structs.replace(decisive, reason=f"{decisive.reason} ({requeue_result})")
 
-    def _may_slurm_requeue(self) -> bool:
+    def _is_requeueable_or_unknown(self) -> bool:
         try:
             return scontrol.query_job(self._job_id).is_requeueable
         except ClusterError:

@@ -199,10 +199,10 @@ class _Supervisor:
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
         is_leading = any(child.spec.ends_job for child in self._children)
-        if (outcome := self._task.find_stop_reason(is_leading=is_leading)) is not None:
+        if (outcome := self._task.find_stop_reason(can_end_job=is_leading)) is not None:
             return outcome
         if self._failed_cell_exit is not None and self._cell is not None:
-            return self._restart_cell(self._cell, self._failed_cell_exit)
+            return self._start_stopped_cell(self._cell, self._failed_cell_exit)
         for child in list(self._children):  # one that has done its work is removed
             if (outcome := self._poll_or_start_process(child)) is not None:
                 if self._cell is not None and child.spec in self._part.processes:
@@ -231,9 +231,9 @@ class _Supervisor:
             return None
         self._stop_cell_processes()
         self._failed_cell_exit = outcome
-        return self._restart_cell(cell, outcome)
+        return self._start_stopped_cell(cell, outcome)
 
-    def _restart_cell(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
+    def _start_stopped_cell(self, cell: SharedCell, outcome: TaskExit) -> TaskExit | None:
         """Start the stopped cell again. After an OSError of the storage the next look does it."""
         prepared = self._starter.prepare_processes(self._part)
         refusal = self._task.probe_node()

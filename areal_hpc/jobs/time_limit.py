@@ -36,7 +36,7 @@ class SlurmControllerClock:
         return self._ahead_s + time.monotonic()
 
 
-def read_end_time(environ: Mapping[str, str]) -> float | None:
+def get_or_query_end_time(environ: Mapping[str, str]) -> float | None:
     """Time at which Slurm ends this job, by its clock; None if there is no limit or none is known.
 
     Newer Slurms tell every job; others are asked, once.

@@ -6,11 +6,11 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-from areal_hpc.dataset.sources import list_source_files_and_folders
+from areal_hpc.dataset.sources import check_and_list_source_paths
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_model_problems
 from areal_hpc.launch.checks.pythons import find_role_python_problems
-from areal_hpc.launch.checks.server_options import find_server_option_problems
+from areal_hpc.launch.checks.server_options import find_extra_args_problems
 from areal_hpc.launch.checks.user_code import load_user_code_and_find_problems
 from areal_hpc.recipe.recipe import Recipe
 
@@ -34,13 +34,13 @@ def load_user_code_and_find_input_problems(
     ]
     problems += [
         *find_role_python_problems(recipe, there),
-        *(find_server_option_problems(recipe, there["serve"]) if "serve" in there else ()),
+        *(find_extra_args_problems(recipe, there["serve"]) if "serve" in there else ()),
         *_find_run_directory_problems(recipe.run_dir),
         *find_model_problems(recipe),
     ]
     for part, key in recipe.task_sets_with_keys:
         try:
-            list_source_files_and_folders(part, key)
+            check_and_list_source_paths(part, key)
         except RecipeError as error:
             problems += error.problems
     return [*problems, *load_user_code_and_find_problems(recipe, pythons, sys_path)]

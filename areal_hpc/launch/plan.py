@@ -29,9 +29,9 @@ from areal_hpc.trainer.config import SftJobConfig, TrainerJobConfig
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule
 from areal_hpc.wire.ledger import TaskSplit
 
-MAX_SERVICE_RESTARTS = 20
+MAX_CONSECUTIVE_SERVICE_RESTARTS = 20
 """Restarts of a service process (ledger, proxy, driver, inference) before its job gives up."""
-MAX_RANK_RESTARTS_IN_JOB = 2
+MAX_CONSECUTIVE_RANK_RESTARTS = 2
 """Deaths of a rank in a row without progress that are answered within the job: all ranks start
 again. After one more the job ends."""
 
@@ -173,10 +173,12 @@ def _plan_trainer_job(recipe: Recipe, paths: RunPaths, plan_inputs: PlanInputs) 
         "trainer",
         recipe,
         [
-            ledger.build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS),
+            ledger.build_process_spec(
+                LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS
+            ),
             trainer.build_process_spec(
                 "trainer",
-                restarts=MAX_RANK_RESTARTS_IN_JOB,
+                restarts=MAX_CONSECUTIVE_RANK_RESTARTS,
                 ends_job=True,
                 uses_gpus=True,
                 is_forked=True,
@@ -262,7 +264,9 @@ def plan_cell_processes(
         seed=recipe.seed,
         updates_in_place=recipe.weights.pause_mode == "in_place",
         serves_metrics=recipe.cluster.prometheus,
-    ).build_process_spec("inference", tasks="first", restarts=MAX_SERVICE_RESTARTS, uses_gpus=True)
+    ).build_process_spec(
+        "inference", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS, uses_gpus=True
+    )
     follower = replace(server, name="follower", entry=WORKER_NODE_ENTRY, tasks="others")
     proxy = ProxyJobConfig(
         run_dir=paths.root,
@@ -276,7 +280,7 @@ def plan_cell_processes(
         reasoning_parser=inference.reasoning_parser,
         serve_python=plan_inputs.serve_python,
         online=rollout.agent.mode == "online",
-    ).build_process_spec("proxy", tasks="first", restarts=MAX_SERVICE_RESTARTS)
+    ).build_process_spec("proxy", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
     driver = RolloutJobConfig(
         run_dir=paths.root,
         cell=cell_name,
@@ -296,6 +300,8 @@ def plan_cell_processes(
         plays_trials=cell_name == format_cell_name(0) and rollout.trial_tasks > 0,
         sys_path=plan_inputs.sys_path,
         idle_timeout_s=recipe.cluster.idle_timeout_s,
-    ).build_process_spec("driver", tasks="first", restarts=MAX_SERVICE_RESTARTS, ends_job=True)
+    ).build_process_spec(
+        "driver", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS, ends_job=True
+    )
     is_spanning = inference.nodes_per_replica > 1
     return CellSpec(cell_name, [server, *([follower] if is_spanning else []), proxy, driver])

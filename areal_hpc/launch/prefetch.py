@@ -24,7 +24,7 @@ MODEL_FILE_PATTERNS = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model")
 
 
 @dataclass(frozen=True, slots=True)
-class PrefetchItem:
+class ModelOrDataset:
     """One thing that a recipe names."""
 
     key: str
@@ -37,24 +37,24 @@ class PrefetchItem:
     """Files of the repository; empty for a path, which cannot be fetched."""
 
 
-def list_prefetch_items(recipe: Recipe) -> list[PrefetchItem]:
+def list_models_and_datasets(recipe: Recipe) -> list[ModelOrDataset]:
     """Files that have to be in place before the run, in the recipe's order."""
     model = recipe.model
     found = []
     if model.hub is not None:
         found.append(
-            PrefetchItem("model.hub", model.hub, "model", model.revision, MODEL_FILE_PATTERNS)
+            ModelOrDataset("model.hub", model.hub, "model", model.revision, MODEL_FILE_PATTERNS)
         )
     if model.path is not None:
-        found.append(PrefetchItem("model.path", str(model.path), "model"))
+        found.append(ModelOrDataset("model.path", str(model.path), "model"))
     for part, key in recipe.task_sets_with_keys:
         if part.hub is not None and part.files is not None:
             patterns = (part.files,)
-            found.append(PrefetchItem(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
+            found.append(ModelOrDataset(f"{key}.hub", part.hub, "dataset", part.revision, patterns))
         if part.harbor is not None:
-            found.append(PrefetchItem(f"{key}.harbor", str(part.harbor), "dataset"))
+            found.append(ModelOrDataset(f"{key}.harbor", str(part.harbor), "dataset"))
         if part.path is not None:
-            found.append(PrefetchItem(f"{key}.path", str(part.path), "dataset"))
+            found.append(ModelOrDataset(f"{key}.path", str(part.path), "dataset"))
     return found
 
 
@@ -70,7 +70,7 @@ def prefetch_files_and_build_images(
     before = _read_prefetched_entries_by_path(paths.prefetch_record)
     record: list[dict[str, Any]] = []
     problems: list[Problem] = []
-    for want in list_prefetch_items(recipe):
+    for want in list_models_and_datasets(recipe):
         try:
             if want.key.endswith(".harbor") and Path(want.name).is_dir():
                 build_task_images_if_outdated(Path(want.name), want.key, print_line)
@@ -94,7 +94,7 @@ def prefetch_files_and_build_images(
     write_atomic(paths.prefetch_record, json.dumps(record, indent=2).encode())
 
 
-def _download_if_missing(prefetch_item: PrefetchItem) -> Path:
+def _download_if_missing(prefetch_item: ModelOrDataset) -> Path:
     """The folder of the thing (or the file, for a path), downloaded if need be."""
     if not prefetch_item.patterns:
         path = Path(prefetch_item.name).resolve()
@@ -133,7 +133,7 @@ def _download_if_missing(prefetch_item: PrefetchItem) -> Path:
         ) from error
 
 
-def _list_wanted_files(folder: Path, prefetch_item: PrefetchItem) -> list[Path]:
+def _list_wanted_files(folder: Path, prefetch_item: ModelOrDataset) -> list[Path]:
     """The files of a thing that is in place; a RecipeError if none is what the recipe names."""
     if folder.is_file():
         return [folder]
@@ -155,7 +155,7 @@ def _list_wanted_files(folder: Path, prefetch_item: PrefetchItem) -> list[Path]:
 
 
 def _hash_and_verify_file(
-    path: Path, folder: Path, previous_entry: Mapping[str, Any]
+    path: Path, folder: Path, previous_entries_by_path: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Name, size and digest. A digest is taken once: size and time of the file tell a change."""
     state = path.stat()
@@ -164,7 +164,7 @@ def _hash_and_verify_file(
         "bytes": state.st_size,
         "modified_ns": state.st_mtime_ns,
     }
-    known = previous_entry.get(str(path), {})
+    known = previous_entries_by_path.get(str(path), {})
     if all(known.get(name) == value for name, value in entry.items()):
         return {**entry, "sha256": known["sha256"]}
     with path.open("rb") as stream:

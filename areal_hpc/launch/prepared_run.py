@@ -117,7 +117,7 @@ def _set_up_prepared_run(
     if not is_run_finished(recipe, paths):
         paths.finished_marker.unlink(missing_ok=True)  # it was, with fewer steps
     paths.cancelled_marker.unlink(missing_ok=True)
-    facts = run_dir_setup.put_task_sets_and_model_into_run_dir(
+    facts = run_dir_setup.write_run_inputs_and_keys(
         recipe, paths, print_line, pythons["serve"], folders
     )
     for doubt in find_likely_mistakes(recipe):

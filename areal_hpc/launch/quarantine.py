@@ -6,7 +6,7 @@ The file that is written counts whenever the trainer is handed the batch, now or
 import shlex
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest_checkpoint
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, find_latest_checkpoint
 from areal_hpc.rundir.generations import read_newest_number
 from areal_hpc.rundir.manifests import list_manifest_steps
 from areal_hpc.rundir.paths import RunPaths
@@ -57,7 +57,7 @@ def quarantine_batch(paths: RunPaths, step: int) -> str:
             hint=_build_cancel_hint(paths),
         )
     quarantine_batch_or_read_earlier_record(
-        paths, UntrainedRecord(step, _QUARANTINE_REQUEST_REASON, quarantine="requested")
+        paths, UntrainedBatchPart(step, _QUARANTINE_REQUEST_REASON, quarantine="requested")
     )
     effect = _describe_quarantine_effect(step, trained_step, "sets it aside")
     return f"batch {step} is quarantined: {effect}"

@@ -48,7 +48,7 @@ ABSOLUTE_PATH_KEYS = (
 """Keys of models, and of a file with a key: a path in them is absolute in a run's recipe."""
 
 
-def put_task_sets_and_model_into_run_dir(
+def write_run_inputs_and_keys(
     recipe: Recipe,
     paths: RunPaths,
     print_line: Callable[[str], None],

@@ -15,11 +15,11 @@ from areal_hpc.jobs.supervisor import run_task
 from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner, prepare_and_lock_run
 from areal_hpc.launch.resources.host_memory import (
     find_host_memory_problems,
-    get_requested_memory_bytes_by_job,
+    get_node_bytes_by_job,
 )
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
-    build_requests_of_run,
+    build_remaining_job_requests,
     build_requests_of_stage,
 )
 from areal_hpc.recipe.recipe import Recipe
@@ -40,9 +40,9 @@ from areal_hpc.slurm.batch_script.successors import build_dependency_on_job_or_s
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.submit import (
     SubmittedJob,
+    reset_job_and_write_files,
     submit_held_job,
     submit_held_successor,
-    write_job_files_and_clear_old_exits,
     write_member_payload,
 )
 from areal_hpc.slurm.submit_exactly_once import release_jobs, try_to_cancel_jobs
@@ -70,16 +70,14 @@ def submit(
         ClusterError: There is no Slurm here, it does not answer, or jobs of the run wait or run.
     """
     # What does not fit is refused before anything is written.
-    build_requests_of_run(recipe, Path.cwd(), plan=plan)
+    build_remaining_job_requests(recipe, Path.cwd(), plan=plan)
     with prepare_and_lock_run(
         recipe,
         print_line=print_line,
         fresh=fresh,
         sys_path=sys_path,
         known_problems=(
-            find_host_memory_problems(recipe, get_requested_memory_bytes_by_job(recipe))
-            if plan is None
-            else ()
+            find_host_memory_problems(recipe, get_node_bytes_by_job(recipe)) if plan is None else ()
         ),
         joins_live_jobs=joins_live_jobs,
         plan=plan,
@@ -175,7 +173,7 @@ def _record_live_jobs_and_cancel_duplicates(
                 raise error
             continue
         if not job.is_recorded:
-            _write_payload_of_array_member(prepared_run.paths, job)
+            _write_payload_if_array_member(prepared_run.paths, job)
             submitted = SubmittedJob(job_id, job.submission.token, place)
             record_job_submission(prepared_run, name, submitted)
         state = "held, will be released" if job.is_held else job.slurm_record.state.meaning
@@ -196,7 +194,7 @@ def _record_live_jobs_and_cancel_duplicates(
     }
 
 
-def _write_payload_of_array_member(paths: RunPaths, job: LiveJob) -> None:
+def _write_payload_if_array_member(paths: RunPaths, job: LiveJob) -> None:
     """Write what the member of a sweep's array starts: its submission was killed before that."""
     name, job_id = job.submission.job, job.submission.job_id
     if not get_array_index(job_id):
@@ -214,10 +212,10 @@ def prepare_run_and_write_scripts(
         RecipeError: Something the recipe names is missing or wrong.
         ClusterError: Jobs of the run wait or run.
     """
-    build_requests_of_run(recipe, Path.cwd())
+    build_remaining_job_requests(recipe, Path.cwd())
     with prepare_and_lock_run(recipe, print_line=print_line, fresh=fresh) as ready:
         return [
-            write_job_files_and_clear_old_exits(request, launch, run_task).script
+            reset_job_and_write_files(request, launch, run_task).script
             for stage in ready.remaining_stages
             for request, launch in build_requests_of_stage(stage, recipe, ready)
         ]

@@ -11,7 +11,7 @@ from areal_hpc.errors import (
 )
 from areal_hpc.jobs.caretaker import CaretakerConfig
 from areal_hpc.jobs.environment import build_role_variables, get_interpreters
-from areal_hpc.launch.plan import MAX_SERVICE_RESTARTS, JobStage, plan_run
+from areal_hpc.launch.plan import MAX_CONSECUTIVE_SERVICE_RESTARTS, JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun, StagePlanner
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
 from areal_hpc.recipe.recipe import Recipe
@@ -34,7 +34,7 @@ MIN_JOB_START_UP_S = 60.0
 """A start of a job takes longer: SGLang and Megatron are imported, and a model is loaded."""
 
 
-def build_requests_of_run(
+def build_remaining_job_requests(
     recipe: Recipe,
     working_folder: Path,
     after_job_ids: Sequence[str] = (),
@@ -146,7 +146,9 @@ def _add_caretaker(spec: JobSpec, stage: JobStage, paths: RunPaths) -> JobSpec:
     config = CaretakerConfig(
         run_dir=paths.root, job=spec.name, leader=stage.leader.name, others=others
     )
-    caretaker = config.build_process_spec("caretaker", tasks="first", restarts=MAX_SERVICE_RESTARTS)
+    caretaker = config.build_process_spec(
+        "caretaker", tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS
+    )
     return msgspec.structs.replace(spec, processes=[*spec.processes, caretaker])
 
 

@@ -21,7 +21,7 @@ from areal_hpc.launch.slurm_launcher import (
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
     build_launch_file,
-    build_requests_of_run,
+    build_remaining_job_requests,
     build_run_context,
 )
 from areal_hpc.recipe.recipe import Recipe
@@ -69,7 +69,10 @@ def parse_sweep(load: Callable[[Sequence[str]], Recipe], key_and_values: str) ->
     asked = [
         (
             run.cluster,
-            [(request.job, request.shape) for request in build_requests_of_run(run, Path.cwd())],
+            [
+                (request.job, request.shape)
+                for request in build_remaining_job_requests(run, Path.cwd())
+            ],
         )
         for run in runs
     ]
@@ -107,7 +110,9 @@ def build_array_requests(
 ) -> list[JobRequest]:
     """Requests of every array; nothing is written."""
     place = _build_array_context(sweep, working_folder)
-    return build_requests_of_run(sweep.runs[0], working_folder, after_job_ids, run_context=place)
+    return build_remaining_job_requests(
+        sweep.runs[0], working_folder, after_job_ids, run_context=place
+    )
 
 
 def _build_array_context(sweep: Sweep, working_folder: Path) -> RunContext:

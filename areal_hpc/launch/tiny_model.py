@@ -93,7 +93,7 @@ def make_tiny_model(
         "pad_token_id": tokenizer.token_to_id(PAD_TOKEN),
     }
     config = {
-        **build_tiny_config(tiny),
+        **build_tiny_architecture_config(tiny),
         **ids,
         "vocab_size": tokenizer.get_vocab_size(),
         "initializer_range": INITIALIZER_STD,
@@ -121,7 +121,7 @@ def make_tiny_model(
         (out / f"{name}.json").write_text(json.dumps(content, indent=2) + "\n")
 
 
-def build_tiny_config(tiny_config: TinyModelConfig) -> dict[str, Any]:
+def build_tiny_architecture_config(tiny_config: TinyModelConfig) -> dict[str, Any]:
     """The part of `config.json` that says what network it is."""
     return {
         "architectures": ["Qwen3ForCausalLM"],

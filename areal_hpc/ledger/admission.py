@@ -59,7 +59,7 @@ class TicketPolicy:
     stale_groups: StaleGroupPolicy = "train_with_correction"
 
     @property
-    def max_traceless_tickets(self) -> int:
+    def max_unrecorded_tickets(self) -> int:
         """More tickets than an earlier start of the ledger can have issued that left no trace.
 
         Its own limits may have been ten times these; ids beyond were made up.

@@ -59,7 +59,7 @@ class StalenessCheck:
         self._passed = 0
         """Tickets that settled first and are young enough for a step from `_version`."""
 
-    def find_too_old_tickets(
+    def find_stale_tickets_to_drop(
         self, tickets: TicketTable, generation: int, generation_forks: Sequence[GenerationFork]
     ) -> list[DroppedTicket]:
         """Settled tickets to drop, and nothing else, before `generation` trains its next batch.

@@ -10,7 +10,7 @@ from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import EvaluatedTicket, EvaluationResult
 from areal_hpc.wire.ledger import TicketRef
 
-ATTEMPTS_PER_GENERATION = 1_000_000
+ATTEMPT_NUMBERS_PER_GENERATION = 1_000_000
 """Attempts of generation k begin above k times this: a result tells whose weights it is of."""
 
 
@@ -60,9 +60,9 @@ class EvaluationState:
             ticket_id: part for part in self.sets.values() for ticket_id in part.ticket_ids
         }
         # Of a ledger that has started very often they begin anew, not in the next generation.
-        first = (first_attempt - 1) % ATTEMPTS_PER_GENERATION + 1
+        first = (first_attempt - 1) % ATTEMPT_NUMBERS_PER_GENERATION + 1
         self._pending = OrderedDict.fromkeys(
-            self._part_by_ticket, generation * ATTEMPTS_PER_GENERATION + first
+            self._part_by_ticket, generation * ATTEMPT_NUMBERS_PER_GENERATION + first
         )
         self._leased = LeaseTable()
 
@@ -113,7 +113,10 @@ class EvaluationState:
         self, ref: TicketRef, rewards: Sequence[float], answers: Sequence[str] = ()
     ) -> bool:
         """Take a result; False if the task had one already, or it is none of ours."""
-        if (ref.eval_step, ref.attempt // ATTEMPTS_PER_GENERATION) != (self.step, self.generation):
+        if (ref.eval_step, ref.attempt // ATTEMPT_NUMBERS_PER_GENERATION) != (
+            self.step,
+            self.generation,
+        ):
             return False
         part = self._part_by_ticket.get(ref.ticket_id)
         if part is None or len(rewards) != part.n_samples or ref.ticket_id in self.rewards:
@@ -127,7 +130,7 @@ class EvaluationState:
     def restore_rewards(self, tickets: Sequence[EvaluatedTicket]) -> None:
         """Take what was done before the ledger was restarted, of the same weights."""
         for one in tickets:
-            attempt = self.generation * ATTEMPTS_PER_GENERATION
+            attempt = self.generation * ATTEMPT_NUMBERS_PER_GENERATION
             self.record_rewards(
                 TicketRef(one.ticket_id, attempt, self.step), one.rewards, one.answers
             )

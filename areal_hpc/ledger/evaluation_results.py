@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 
 from areal_hpc.evaluation.set_metrics import SetSamples, build_metric_row, estimate_metrics
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.ledger.config import LedgerEvaluationSet
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.rundir import manifests
 from areal_hpc.rundir.manifests import EvaluationResult, LedgerState
 from areal_hpc.rundir.paths import RunPaths
@@ -34,8 +34,8 @@ def compute_result_metrics(
     """What the row of an evaluated step says of its sets."""
     row: dict[str, float] = {}
     for name, result in results.items():
-        if name == VALID_SET_NAME:
-            row[EVAL_REWARD_METRIC] = result.mean_reward
+        if name == VALIDATION_SET_NAME:
+            row[VALIDATION_REWARD_METRIC] = result.mean_reward
         samples = SetSamples(result.list_sample_rewards(), result.answers)
         estimates = estimate_metrics(samples, sets[name].metrics, sets[name].pass_reward)
         row |= build_metric_row(name, estimates)

@@ -127,7 +127,7 @@ def load_curriculum_and_replay_rewards(config: LedgerJobConfig, paths: RunPaths)
     """The user's curriculum, told of every group that is over."""
     sys.path[:0] = [folder for folder in config.sys_path if folder not in sys.path]
     curriculum = Curriculum(
-        paths.curriculum,
+        paths.curriculum_draws,
         load_user_function(config.curriculum, RECIPE_KEY),
         n_tasks=config.n_train_tasks,
         batch_size=config.batch_size,

@@ -116,7 +116,7 @@ class LedgerService:
                 request.cell
             )
             if grants or seal_now or not await long_poll.wait_for(self._work, until_s):
-                over = self._tickets.select_settled_or_dropped(request.finished)
+                over = self._tickets.select_released_from_cell(request.finished)
                 return wire.LeaseReply(
                     grants,
                     seal_now,
@@ -221,7 +221,7 @@ class LedgerService:
         while True:
             self._require_generation_and_schedule_grants(request.generation)
             manifest = self._get_or_form_manifest(request)
-            trouble = "" if manifest else self._find_reason_of_no_batch()
+            trouble = "" if manifest else self._find_batch_problem()
             if manifest is None and not trouble:
                 self._batch_wanted_until_s = until_s + TRAINER_POLL_SLACK_S
                 if self._is_sealing_urgent():
@@ -251,7 +251,7 @@ class LedgerService:
         until_s = self._clock() + request.wait_s
         while True:
             self._require_generation_and_schedule_grants(request.generation)
-            done, metrics = self._start_or_check_evaluation(request.step, request.sets)
+            done, metrics = self._start_or_advance_evaluation(request.step, request.sets)
             trouble = self._first_tickets.find_problem()
             is_decided = metrics is not None or trouble
             if is_decided or not await long_poll.wait_for(self._progress, until_s):
@@ -301,7 +301,7 @@ class LedgerService:
 
     # Inside ----------------------------------------------------------------------------------
 
-    def _find_reason_of_no_batch(self) -> str:
+    def _find_batch_problem(self) -> str:
         """Why no batch will form; empty if one may."""
         return (
             self._first_tickets.find_problem()
@@ -353,7 +353,7 @@ class LedgerService:
             return manifests.read_manifest(self._paths, step)
         request_checks.require_next_step(step, tickets.n_formed_batches, self._policy.total_steps)
         generation, forks = request.generation, self._state.forks
-        for drop in self._ages.find_too_old_tickets(tickets, generation, forks):
+        for drop in self._ages.find_stale_tickets_to_drop(tickets, generation, forks):
             self._check_newest_generation_on_disk(generation)
             append_drop(self._paths, drop)  # durable first: its rows are never trained
             tickets.drop_or_requeue_settled_ticket(drop)
@@ -366,7 +366,7 @@ class LedgerService:
             self._batch_wanted_until_s = float("-inf")
         return manifest
 
-    def _start_or_check_evaluation(
+    def _start_or_advance_evaluation(
         self, step: int, n_tasks_by_set: dict[str, int]
     ) -> tuple[int, dict[str, float] | None]:
         """Tasks done, and the metrics once all are. A new one takes the place of the last.

@@ -32,7 +32,7 @@ from areal_hpc.ledger.leases import Lease, LeaseTable
 from areal_hpc.rundir.manifests import DroppedTicket
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
 
-ATTEMPTS_PER_INCARNATION = 1000
+ATTEMPT_NUMBERS_PER_INCARNATION = 1000
 """Attempts of the k-th start of the ledger begin above (k - 1) times this. Attempts are not
 written to disk; a restarted ledger must still never issue the same (ticket, attempt) twice."""
 
@@ -54,7 +54,7 @@ class TicketTable:
         self.grants_from_s = grants_from_s
         """Nothing is granted earlier: after a restart, cells first report what they still hold, so
         that running work is not issued a second time."""
-        self.first_attempt = (incarnation - 1) * ATTEMPTS_PER_INCARNATION + 1
+        self.first_attempt = (incarnation - 1) * ATTEMPT_NUMBERS_PER_INCARNATION + 1
         """Attempts below this were issued by an earlier start of the ledger."""
         self._next_id = 0
         self._waiting: OrderedDict[int, int] = OrderedDict()  # id -> newest attempt issued
@@ -148,7 +148,7 @@ class TicketTable:
         )
         return next((state for state, ids in containers if ticket_id in ids), "unissued")
 
-    def select_settled_or_dropped(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
+    def select_released_from_cell(self, refs: Sequence[TicketRef]) -> list[TicketRef]:
         """Those of finished tickets that their cell need not report again."""
         is_too_old = self.drop_stats.is_too_old
         return [
@@ -323,7 +323,7 @@ class TicketTable:
 
     def _assume_issued_up_to(self, ticket_id: int) -> None:
         """Take it that ids up to this one were issued, if so many can have been without a trace."""
-        if ticket_id < self._next_id + self.policy.max_traceless_tickets:
+        if ticket_id < self._next_id + self.policy.max_unrecorded_tickets:
             self._mark_all_unseen_up_to_as_waiting(ticket_id)
 
     def _mark_all_unseen_up_to_as_waiting(self, ticket_id: int) -> None:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
 FloatArray = npt.NDArray[np.float64]
-StepRow = Mapping[str, Any]
+TrainedStepRow = Mapping[str, Any]
 """A row of `metrics.jsonl` of a step that trained something."""
 AlertLevel = Literal["failure", "note"]
 
@@ -44,7 +44,7 @@ class Alert:
     hint: str
 
 
-RuleCheck = Callable[[Sequence[StepRow], AlertsConfig], Alert | None]
+RuleCheck = Callable[[Sequence[TrainedStepRow], AlertsConfig], Alert | None]
 """Given rows of trained steps, oldest first and at least one."""
 
 
@@ -65,7 +65,7 @@ class AlertRule:
 # Failures ----------------------------------------------------------------------------------------
 
 
-def check_learning_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_learning_signal(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """Steps in a row that taught nothing; a note if that is because the tasks are solved."""
     wanted = config.no_signal_steps
     streak = 0
@@ -102,7 +102,7 @@ def check_learning_signal(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
     )
 
 
-def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
+def _lacks_learning_signal(row: TrainedStepRow, config: AlertsConfig) -> bool:
     if "critic/grad_norm" in row:  # it compares all episodes of a batch, and may be warming up
         has_gradient = any(row.get(name) != 0 for name in ("grad_norm", "critic/grad_norm"))
         return not has_gradient or row.get("reward/std") == 0
@@ -111,7 +111,7 @@ def _lacks_learning_signal(row: StepRow, config: AlertsConfig) -> bool:
     return row.get("grad_norm") == 0 or _get_zero_variance_share(row) >= config.max_zero_variance
 
 
-def _get_zero_variance_share(row: StepRow) -> float:
+def _get_zero_variance_share(row: TrainedStepRow) -> float:
     """Groups that teach nothing; where groups are compared with one another, all or none."""
     if "groups/zero_variance" not in row:
         return 1.0 if row.get("reward/std") == 0 and row["episodes"] > 1 else 0.0
@@ -119,18 +119,18 @@ def _get_zero_variance_share(row: StepRow) -> float:
     return share
 
 
-def _is_mostly_solved(row: StepRow) -> bool:
+def _is_mostly_solved(row: TrainedStepRow) -> bool:
     equal, best = _get_zero_variance_share(row), row.get("groups/all_best") or 0.0
     return equal > 0 and best >= MIN_BEST_SHARE_OF_EQUAL_GROUPS * equal
 
 
-def _describe_rewards(row: StepRow) -> str:
+def _describe_rewards(row: TrainedStepRow) -> str:
     mean, worst = row.get("reward/mean"), row.get("groups/all_worst") or 0.0
     text = "" if mean is None else f", the mean reward is {mean:.3g}"
     return f"{text}, {worst:.0%} of groups have only the worst reward" if worst else text
 
 
-def check_reward_drop(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_reward_drop(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """A fall of the reward from which it has not recovered: of several the first."""
     if config.max_reward_drop_std is None:
         return None
@@ -160,7 +160,7 @@ def check_reward_drop(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | 
     return alert
 
 
-def _compute_reward_spread(rewards: FloatArray, rows: Sequence[StepRow]) -> float:
+def _compute_reward_spread(rewards: FloatArray, rows: Sequence[TrainedStepRow]) -> float:
     """Standard deviation of a step's mean reward.
 
     It varies from step to step, and is known only to the precision that its groups allow: the
@@ -171,13 +171,13 @@ def _compute_reward_spread(rewards: FloatArray, rows: Sequence[StepRow]) -> floa
     return max(of_groups, float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0)
 
 
-def _compute_reward_range(rows: Sequence[StepRow]) -> float:
+def _compute_reward_range(rows: Sequence[TrainedStepRow]) -> float:
     lowest = [row["reward/min"] for row in rows if row.get("reward/min") is not None]
     highest = [row["reward/max"] for row in rows if row.get("reward/max") is not None]
     return max(highest) - min(lowest) if lowest and highest else 0.0
 
 
-def check_engine_mismatch(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_engine_mismatch(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """Engine and trainer give tokens other probabilities under the same weights."""
     name, bound, row = (
         "logprob/engine_trainer_mean_abs_diff",
@@ -200,7 +200,7 @@ def check_engine_mismatch(rows: Sequence[StepRow], config: AlertsConfig) -> Aler
     )
 
 
-def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_failing_agents(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """More tries of episodes fail than a working agent's should."""
     row, bound = rows[-1], config.max_failed_episodes
     failures, ended_well = row.get("episode/failures") or 0, _estimate_successful_episodes(row)
@@ -219,7 +219,7 @@ def check_failing_agents(rows: Sequence[StepRow], config: AlertsConfig) -> Alert
     )
 
 
-def _estimate_successful_episodes(row: StepRow) -> float:
+def _estimate_successful_episodes(row: TrainedStepRow) -> float:
     """Training episodes that ended well since the row before, in the batch and in other tickets.
 
     Another ticket is taken to have as many episodes as one of the batch. Failures that earn a
@@ -237,7 +237,7 @@ def _estimate_successful_episodes(row: StepRow) -> float:
 # Notes -------------------------------------------------------------------------------------------
 
 
-def check_reply_length(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_reply_length(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """Replies are much longer, or shorter, than they were."""
     name, bound = "reply/tokens_mean", config.max_reply_length_ratio
     before = [row[name] for row in rows[-COMPARED_STEPS_BEFORE - 1 : -1] if row.get(name)]
@@ -257,7 +257,7 @@ def check_reply_length(rows: Sequence[StepRow], config: AlertsConfig) -> Alert |
     )
 
 
-def check_free_disk(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | None:
+def check_free_disk(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """Little room is left on the storage of the run directory."""
     bound, free_bytes = config.min_free_disk_gib, rows[-1].get("disk/free_bytes")
     if bound is None or free_bytes is None or free_bytes >= bound * 2**30:
@@ -272,7 +272,7 @@ def check_free_disk(rows: Sequence[StepRow], config: AlertsConfig) -> Alert | No
 
 
 def _check_metric_against_bound(
-    rows: Sequence[StepRow],
+    rows: Sequence[TrainedStepRow],
     config: AlertsConfig,
     *,
     rule: str,

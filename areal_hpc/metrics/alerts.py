@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from areal_hpc.metrics.alert_rules import RULES, Alert, AlertLevel, StepRow
+from areal_hpc.metrics.alert_rules import RULES, Alert, AlertLevel, TrainedStepRow
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 
 MIN_ALERT_WINDOW_ROWS = 200
@@ -17,7 +17,7 @@ def get_alert_window_rows(config: AlertsConfig) -> int:
     return max(MIN_ALERT_WINDOW_ROWS, config.no_signal_steps or 0)
 
 
-def find_alerts(rows: Sequence[StepRow], config: AlertsConfig) -> list[Alert]:
+def find_alerts(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> list[Alert]:
     """What the rows of `metrics.jsonl` say of the run as of the newest one, failures first."""
     trained = [row for row in rows[-get_alert_window_rows(config) :] if row.get("episodes")]
     if not trained:
@@ -34,7 +34,7 @@ class AlertTracker:
         self._last_step: dict[tuple[str, AlertLevel], int] = {}
         """The newest step at which each held."""
 
-    def take_new_alerts(self, rows: Sequence[StepRow]) -> list[Alert]:
+    def take_new_alerts(self, rows: Sequence[TrainedStepRow]) -> list[Alert]:
         """The alerts as of the newest row that have not held for `STEPS_BEFORE_REPEATED_ALERT`."""
         new = []
         for alert in find_alerts(rows, self._config):

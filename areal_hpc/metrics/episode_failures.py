@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.rundir.jsonl import decode_readable_records
 
-FAILURE_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
+FAILED_TRY_EVENTS = frozenset({"episode_failed", "episode_timed_out"})
 """Events of a try that counts against its episode: outages of servers do not."""
 MAX_READ_BYTES = 16 << 20
 """Of what was appended since the last look; more than that is not read, and not counted."""
@@ -35,14 +35,14 @@ class EpisodeFailureCounter:
         with contextlib.suppress(FileNotFoundError), path.open("rb") as stream:
             self._read_bytes = os.fstat(stream.fileno()).st_size
 
-    def count_new_failures(self) -> FailureCounts:
+    def count_new_failed_tries(self) -> FailureCounts:
         """Failed tries of training episodes since the last call."""
         try:
             content = self._read_appended_lines()
         except FileNotFoundError:
             return FailureCounts()
         events = decode_readable_records(content, dict[str, Any])
-        failures = [event for event in events if is_training_episode_failure(event)]
+        failures = [event for event in events if is_failed_training_try(event)]
         return FailureCounts(len(failures), sum("reward" in event for event in failures))
 
     def _read_appended_lines(self) -> bytes:
@@ -56,6 +56,6 @@ class EpisodeFailureCounter:
         return content[:whole_bytes]
 
 
-def is_training_episode_failure(event: dict[str, Any]) -> bool:
+def is_failed_training_try(event: dict[str, Any]) -> bool:
     """True for the event of a training episode's try that raised or took too long."""
-    return event.get("event") in FAILURE_EVENTS and event.get("eval_step", -1) < 0
+    return event.get("event") in FAILED_TRY_EVENTS and event.get("eval_step", -1) < 0

@@ -5,9 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX, INTERVAL_BOUND_SUFFIXES
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 
 MAX_PACE_STEPS = 20
 """Steps, the last ones, whose time is taken for that of the next."""
@@ -34,8 +34,8 @@ def _format_step_parts(row: MetricRow) -> Iterator[str]:
     if "reward/mean" in row:
         spread = f" ± {format_metric(row['reward/std'], '.2f')}" if "reward/std" in row else ""
         yield f"reward {format_metric(row['reward/mean'], '.3f')}{spread}"
-    if EVAL_REWARD_METRIC in row:
-        yield f"held-out {format_metric(row[EVAL_REWARD_METRIC], '.3f')}"
+    if VALIDATION_REWARD_METRIC in row:
+        yield f"held-out {format_metric(row[VALIDATION_REWARD_METRIC], '.3f')}"
     yield from format_evaluation_set_metrics(row)
     if "reward/mean" not in row:
         if "loss" in row:  # of supervised fine-tuning
@@ -64,7 +64,7 @@ def format_evaluation_set_metrics(row: MetricRow) -> Iterator[str]:
         if not name.startswith(EVALUATION_METRIC_PREFIX) or name.endswith(INTERVAL_BOUND_SUFFIXES):
             continue
         set_name, _, metric = name.removeprefix(EVALUATION_METRIC_PREFIX).partition("/")
-        if set_name == VALID_SET_NAME and metric == "avg@1":
+        if set_name == VALIDATION_SET_NAME and metric == "avg@1":
             continue
         low, high = (row.get(f"{name}{suffix}") for suffix in INTERVAL_BOUND_SUFFIXES)
         interval = "" if low is None or high is None else f" [{low:.2f}, {high:.2f}]"
@@ -102,7 +102,7 @@ def estimate_remaining_s(rows: Sequence[MetricRow], total: int) -> float | None:
     return statistics.median(times_s[-MAX_PACE_STEPS:]) * max(0, total - int(rows[-1]["step"]))
 
 
-def describe_step_time_shares(rows: Sequence[MetricRow]) -> Iterator[str]:
+def describe_step_efficiency(rows: Sequence[MetricRow]) -> Iterator[str]:
     """What the time of these steps went to, and the share of groups that taught nothing."""
     trained = [row for row in rows if row["step"] > 0 and row.get("time/step_s")]
     if not trained:

@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.evaluation.set_metrics import EVALUATION_METRIC_PREFIX
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.telemetry.spans import record_span, time_span
 
-EVAL_REWARD_METRIC = "eval/reward"
+VALIDATION_REWARD_METRIC = "eval/reward"
 """The metric of a step that was evaluated: the mean reward of the set `valid`."""
 CELL_IDLE_S_METRIC = "cells/idle_s"
 """Seconds for which cells had no ticket before a step's batch, added up over cells."""
@@ -22,7 +22,7 @@ CELL_WAIT_PHASE, BATCH_WAIT_PHASE = "cell_wait", "batch_wait"
 def list_evaluated_sets(row: Mapping[str, Any]) -> set[str]:
     """The evaluation sets of which a row has metrics."""
     found = {name.split("/")[1] for name in row if name.startswith(EVALUATION_METRIC_PREFIX)}
-    return found | ({VALID_SET_NAME} if EVAL_REWARD_METRIC in row else set())
+    return found | ({VALIDATION_SET_NAME} if VALIDATION_REWARD_METRIC in row else set())
 
 
 def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -30,7 +30,7 @@ def select_evaluation_metrics(row: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: value
         for name, value in row.items()
-        if name == EVAL_REWARD_METRIC or name.startswith(EVALUATION_METRIC_PREFIX)
+        if name == VALIDATION_REWARD_METRIC or name.startswith(EVALUATION_METRIC_PREFIX)
     }
 
 
@@ -42,15 +42,16 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [found[step] for step in sorted(found)]
 
 
-def find_best_step(path: Path, metric: str, steps: Sequence[int]) -> int | None:
+def find_best_step(path: Path, evaluation_metric: str, steps: Sequence[int]) -> int | None:
     """The step of these with the highest value of `SET/METRIC`; the latest of several.
 
     None where none has a value, or no metric is named.
     """
-    if not metric:
+    if not evaluation_metric:
         return None
     values = {
-        row["step"]: row.get(f"{EVALUATION_METRIC_PREFIX}{metric}") for row in read_metrics(path)
+        row["step"]: row.get(f"{EVALUATION_METRIC_PREFIX}{evaluation_metric}")
+        for row in read_metrics(path)
     }
     valued = [(values[step], step) for step in steps if values.get(step) is not None]
     return max(valued)[1] if valued else None

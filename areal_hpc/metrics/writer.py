@@ -101,7 +101,7 @@ class MetricsWriter:
             self._held.append((step, values))
             return
         line: JsonMetricRow = {"step": step, **replace_non_finite_by_none(values)}
-        self._keep_newest_line(step, line)
+        self._merge_into_newest_line(step, line)
         append_line(self.path, line)
         log.info("%s", format_step_line(line, self._total_steps))
         if self._board is not None:
@@ -110,7 +110,7 @@ class MetricsWriter:
                     self._board.add_scalar(format_tensorboard_tag(name), value, step)
             self._board.flush()
 
-    def _keep_newest_line(self, step: int, line: JsonMetricRow) -> None:
+    def _merge_into_newest_line(self, step: int, line: JsonMetricRow) -> None:
         """Put what a late evaluation says of an earlier step beside the newest step's numbers."""
         if step > self._newest_step:
             self._newest_step, self.newest_line = step, line

@@ -61,7 +61,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
     journal = make_journal_folder_and_get_path(job, admin_key)
     recorder = JournaledRecorder(journal, job.shards.sync_interval_s, model.encoder.vocab_size)
     sealer = TicketSealer(recorder, paths, job.cell, job.shards, service_key)
-    sealer.repair_index_and_record_sealed()
+    sealer.recover_interrupted_seals()
     source = CellReplicaSource(paths.rendezvous_dir, job.cell, service_key)
     service = ProxyService(
         job.proxy,
@@ -75,7 +75,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         online=job.online,
     )
     register_sample_reader(service.metrics.list_samples)
-    listener = _open_listener(paths.rendezvous_dir, name)
+    listener = _reopen_listener(paths.rendezvous_dir, name)
     host, port = listener.getsockname()[:2]
     try:
         rendezvous.publish_endpoint(paths.rendezvous_dir, name, f"http://{host}:{port}")
@@ -92,7 +92,7 @@ async def _serve_cell(job: ProxyJobConfig, stop: StopRequest) -> None:
         shutil.rmtree(recorder.folder)  # nobody will read that journal again
 
 
-def _open_listener(directory: Path, service_name: str) -> socket.socket:
+def _reopen_listener(directory: Path, service_name: str) -> socket.socket:
     """A listening socket: where the cell's crashed proxy listened, so that agents find this one.
 
     An agent keeps the address it was given; its client repeats calls that lost their connection.

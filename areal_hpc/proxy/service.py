@@ -149,7 +149,9 @@ class ProxyService:
     async def _keep_dropping_idle_and_compacting(self) -> None:
         while True:
             await asyncio.sleep(IDLE_CHECK_S)
-            for session in self._recorder.store.list_idle_sessions(self._limits.session_timeout_s):
+            for session in self._recorder.store.list_droppable_sessions(
+                self._limits.session_timeout_s
+            ):
                 # An ended one that is exported or not kept, as of an evaluation, has done its work.
                 if not session.ended or (session.must_persist and not session.is_exported):
                     log.info("dropped idle session %s", session.session_id)

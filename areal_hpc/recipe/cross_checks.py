@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from areal_hpc.errors import Problem
 from areal_hpc.evaluation.set_metrics import resolve_k
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.evaluation import resolve_keep_best
 from areal_hpc.recipe.sections.rollout import RolloutConfig
@@ -206,11 +206,11 @@ def _find_evaluation_set_conflicts(recipe: Recipe) -> Iterator[Problem]:
         key = "evaluation.keep_best"
         message = f"{key}={recipe.evaluation.keep_best}: {error}"
         yield Problem(message, key, "name one of them, or leave it out")
-    if recipe.valid_dataset is not None and VALID_SET_NAME in recipe.evaluation.sets:
+    if recipe.valid_dataset is not None and VALIDATION_SET_NAME in recipe.evaluation.sets:
         yield Problem(
-            f"valid_dataset is the evaluation set {VALID_SET_NAME}, "
+            f"valid_dataset is the evaluation set {VALIDATION_SET_NAME}, "
             "and evaluation.sets has another",
-            f"evaluation.sets.{VALID_SET_NAME}",
+            f"evaluation.sets.{VALIDATION_SET_NAME}",
             "remove valid_dataset, or give the set another name",
         )
     for name, one in recipe.evaluation.sets.items():

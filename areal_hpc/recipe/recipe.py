@@ -59,7 +59,7 @@ class ModelConfig(BaseConfig):
     """Make a tiny model whose tokenizer is trained on the demonstrations."""
 
     @model_validator(mode="after")
-    def _check_one_source(self) -> ModelConfig:
+    def _check_source_keys(self) -> ModelConfig:
         if [self.path, self.hub, self.tiny].count(None) != 2:
             raise ValueError("set exactly one of model.path, model.hub and model.tiny")
         if self.revision and not self.hub:

@@ -41,7 +41,7 @@ MAX_VERDICT_BYTES = 1 << 16
 READ_RETRY_S, READ_PAUSE_S = 60.0, 2.0
 """How long reading a task's files is repeated (a server of files or a descriptor may be missing for
 a moment), and the pauses."""
-_MAX_NOTE_BYTES = 2000
+_MAX_NOTE_CHARS = 2000
 _TEST_VARIABLES = {"HOME": VERDICT_DIR, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Of tests: programs find no settings that the agent left in its home folder."""
 
@@ -111,7 +111,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
         await _put_files_into_sandbox(sandbox, [(Path(self.folder, "solution"), SOLUTION_DIR)])
         return await sandbox.exec(
-            f"{_build_script_command('solution/solve.sh')} 2>&1",
+            f"{_build_chmod_and_run_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
             variables=self.solution_variables,
         )
@@ -130,7 +130,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         try:
             await self._replace_tests_and_clear_verdict(sandbox)
             told = await sandbox.exec(
-                f"{_build_script_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
+                f"{_build_chmod_and_run_command('tests/test.sh')} > {TEST_OUTPUT_FILE} 2>&1",
                 timeout_s=self.test_timeout_s,
                 variables={**_TEST_VARIABLES, **self.test_variables},
             )
@@ -214,11 +214,11 @@ def parse_verdict(file_name: str, content: bytes) -> Reward:
 
 def build_no_verdict_reward(reason: str) -> Reward:
     """The reward of an episode whose tests gave none."""
-    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_BYTES])
+    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_CHARS])
 
 
 def build_archive(
-    pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] = (), mode: int = 0o755
+    pairs: Iterable[tuple[Path, str]], *, folders: Iterable[str] = (), folder_mode: int = 0o755
 ) -> bytes:
     """A tar of files and folders of this machine under their places in a sandbox.
 
@@ -228,10 +228,10 @@ def build_archive(
     with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
         for folder in folders:
             member = tarfile.TarInfo(_name_member(folder))
-            member.type, member.mode = tarfile.DIRTYPE, mode
+            member.type, member.mode = tarfile.DIRTYPE, folder_mode
             archive.addfile(member)
         for source, place in pairs:
-            archive.add(source, _name_member(place), filter=_clear_owner_and_widen_mode)
+            archive.add(source, _name_member(place), filter=_make_root_owned_and_writable)
     return stream.getvalue()
 
 
@@ -278,7 +278,7 @@ async def _build_archive_with_retries(
         await asyncio.sleep(READ_PAUSE_S)
 
 
-def _clear_owner_and_widen_mode(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
+def _make_root_owned_and_writable(tar_member: tarfile.TarInfo) -> tarfile.TarInfo:
     tar_member.uid = tar_member.gid = 0
     tar_member.uname = tar_member.gname = ""
     tar_member.mode |= 0o700 if tar_member.isdir() else 0o600
@@ -289,7 +289,7 @@ def _name_member(member_path: str) -> str:
     return str(PurePosixPath(member_path)).lstrip("/") or "."
 
 
-def _build_script_command(script: str) -> str:
+def _build_chmod_and_run_command(script: str) -> str:
     """A script is run as a program where it says what runs it, else by the shell."""
     path = f"/{script}"
     quoted = shlex.quote(path)
@@ -311,7 +311,7 @@ async def _describe_test_output(sandbox: Sandbox) -> str:
     """The end of what the tests printed."""
     try:
         told = await sandbox.exec(
-            ["tail", "-c", str(_MAX_NOTE_BYTES // 2), TEST_OUTPUT_FILE], timeout_s=10.0
+            ["tail", "-c", str(_MAX_NOTE_CHARS // 2), TEST_OUTPUT_FILE], timeout_s=10.0
         )
     except SandboxLostError:
         return "the sandbox is gone"

@@ -62,7 +62,7 @@ class VerifierPool:
         with self._places:
             process = self._get_or_start_process()
             try:
-                answer = process.ask(question, self._timeout_s)
+                answer = process.wait_ready_and_ask(question, self._timeout_s)
             except BaseException:  # boundary: after Ctrl-C too its answer would come too late
                 self._kill_process(process)
                 raise
@@ -120,7 +120,7 @@ class _Process:
             raise ClusterError(f"{self._name} cannot be started: {error}") from error
         spare_from_kill(self._process.pid)
 
-    def ask(self, question: bytes, timeout_s: float) -> bytes:
+    def wait_ready_and_ask(self, question: bytes, timeout_s: float) -> bytes:
         if not self._is_ready:
             try:
                 self._exchange_bytes(b"", START_TIMEOUT_S)

@@ -23,7 +23,7 @@ COUNT_REPORT_DELAY_S = 1.0
 """Between a failure and the event that tells how many episodes ended well after it."""
 SLOW_EPISODE_S = 30.0
 """An episode is reported as slow once it has run for so long..."""
-SLOW_EPISODE_RATIO = 3.0
+SLOW_TO_LONGEST_RATIO = 3.0
 """...and for so many times as long as every one that ended well."""
 
 
@@ -63,14 +63,14 @@ class EpisodeWatch:
 
     @contextmanager
     def follow_episode(
-        self, task_name: str, ticket_facts: dict[str, Any]
+        self, asyncio_task_name: str, ticket_facts: dict[str, Any]
     ) -> Iterator[RunningEpisode]:
         """Within the context an episode is under way, whose agent runs in the task of that name."""
-        self._running[task_name] = episode = RunningEpisode(ticket_facts)
+        self._running[asyncio_task_name] = episode = RunningEpisode(ticket_facts)
         try:
             yield episode
         finally:
-            del self._running[task_name]
+            del self._running[asyncio_task_name]
 
     def record_good_end(self, episode: RunningEpisode | None = None) -> None:
         """The episode ended well: others may take as long. None: a program elsewhere played it."""
@@ -113,7 +113,7 @@ class EpisodeWatch:
         if not self._running:
             return
         name, oldest = min(self._running.items(), key=lambda item: item[1].began_at)
-        limit_s = max(SLOW_EPISODE_S, SLOW_EPISODE_RATIO * self._longest_ok_s)
+        limit_s = max(SLOW_EPISODE_S, SLOW_TO_LONGEST_RATIO * self._longest_ok_s)
         if oldest is self._reported:
             limit_s = max(limit_s, 2 * self._reported_age_s)
         if (age_s := oldest.age_s) < limit_s:

@@ -23,7 +23,7 @@ from areal_hpc.rollout.replica_gate import ReplicaGate
 from areal_hpc.rollout.service_client import ServiceClient, ServiceClients
 from areal_hpc.rollout.task_set import TaskSet
 from areal_hpc.rollout.ticket_runner import TRAIN, TicketRunner
-from areal_hpc.rollout.trial_episodes import raise_if_all_trial_tasks_fail_alike
+from areal_hpc.rollout.trial_episodes import play_trial_tasks_or_raise
 from areal_hpc.rundir.jobs import IDLE_EXIT_CODE
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import LEDGER_SERVICE, ensure_service_key, format_proxy_name
@@ -97,8 +97,11 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
     runner = TicketRunner(
         job,
         agents={name: agent or agents[TRAIN] for name, agent in agents.items()},
-        tasks={TRAIN: TaskSet.read(paths.dataset(TRAIN))}
-        | {name: TaskSet.read(paths.evaluation_tasks(name)) for name in job.evaluation_sets},
+        tasks={TRAIN: TaskSet.read_or_empty(paths.dataset(TRAIN))}
+        | {
+            name: TaskSet.read_or_empty(paths.evaluation_tasks(name))
+            for name in job.evaluation_sets
+        },
         tickets=tickets,
         services=services,
         http_client=http_client,
@@ -121,9 +124,9 @@ async def _drive_cell(job: RolloutJobConfig, agents: dict[str, Agent | None]) ->
         # A run that has trained a step has an agent that works.
         agent = agents[TRAIN]
         if job.plays_trials and agent is not None and not paths.metrics.exists():
-            tasks, proxy = TaskSet.read(paths.dataset(TRAIN)), services.proxy
+            tasks, proxy = TaskSet.read_or_empty(paths.dataset(TRAIN)), services.proxy
             record_state_entry("trial")
-            await raise_if_all_trial_tasks_fail_alike(
+            await play_trial_tasks_or_raise(
                 job.rollout, agent, tasks, proxy, http_client, events, sandboxes
             )
         await loop.run()

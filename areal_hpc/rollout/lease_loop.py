@@ -72,7 +72,7 @@ class LeaseLoop:
                         under_way.add(task := group.create_task(self._runner.run(grant)))
                         task.add_done_callback(under_way.discard)
                 self._record_activity_state()
-                if reply.seal_now and not self._is_sealing:
+                if reply.seal_now and not self._is_seal_request_under_way:
                     self._seal = group.create_task(self._request_seal())
                 await self._wait_for_ticket_change_or_heartbeat(
                     reply.pause_s if self._needs_short_lease_request else IDLE_LEASE_PAUSE_S
@@ -92,12 +92,12 @@ class LeaseLoop:
             record_state_entry("idle" if self._gate.is_open else "no replica")
 
     @property
-    def _is_sealing(self) -> bool:
+    def _is_seal_request_under_way(self) -> bool:
         return self._seal is not None and not self._seal.done()
 
     @property
     def _needs_short_lease_request(self) -> bool:
-        return bool(self._tickets.held) or self._is_sealing or not self._gate.is_open
+        return bool(self._tickets.held) or self._is_seal_request_under_way or not self._gate.is_open
 
     async def _send_heartbeat_and_request_lease(self) -> LeaseReply:
         self._tickets.changed.clear()

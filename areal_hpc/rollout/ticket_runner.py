@@ -11,8 +11,8 @@ from areal_hpc.errors import (
     AgentError,
     ArealError,
     HttpStatusError,
+    PersistentNodeShortageError,
     RecipeError,
-    UnplayableEpisodeError,
     escape_surrogates,
 )
 from areal_hpc.evaluation.ticket_numbers import split_ticket_id
@@ -64,7 +64,7 @@ RETRY_BACKOFF = Backoff(0.25, 10.0)
 """An agent that fails because of an outage must not use up its tries in a moment."""
 TRAIN = "train"
 """The task set of training tickets; those of evaluation sets have their names."""
-AGENT_FAULT_STATUSES = ("failed", "timed_out")
+AGENT_FAULT_EPISODE_STATUSES = ("failed", "timed_out")
 """Ends of an episode that use up one of its tries."""
 
 
@@ -172,7 +172,7 @@ class TicketRunner:
             )
             rejection_reason = self._acceptance.get_rejection_reason(task, rewards)
             try:
-                await self._finish_ticket_and_close_other_sessions(
+                await self._keep_sessions_and_close_others(
                     ticket_grant.ref,
                     [] if rejection_reason else [one.session_id for one in outcomes],
                 )
@@ -194,7 +194,7 @@ class TicketRunner:
     async def _seal_evaluation(self, ref: TicketRef, session_ids: list[str]) -> None:
         """Have the proxy seal a held-out ticket's episodes. Its rewards count in any case."""
         try:
-            await self._finish_ticket_and_close_other_sessions(ref, session_ids)
+            await self._keep_sessions_and_close_others(ref, session_ids)
         except HttpStatusError as refusal:  # it restarted and lost them
             log.warning("the episodes of %s are not kept: %s", ref, refusal)
 
@@ -202,7 +202,7 @@ class TicketRunner:
         trace, cause = "", str(error)
         if isinstance(error, AgentError):
             trace, cause = error.trace, error.cause
-        is_node_short = isinstance(error, UnplayableEpisodeError)
+        is_node_short = isinstance(error, PersistentNodeShortageError)
         reason = escape_surrogates("\n".join(filter(None, (str(error), trace))))
         self._record_ticket_event("ticket_dropped", ticket_grant, reason)
         log.error("dropped %s: %s", ticket_grant.ref, reason)
@@ -215,18 +215,18 @@ class TicketRunner:
         )
         await self._report_to_ledger("/drop", drop)
         try:  # threads of a cancelled agent may still ask in its sessions
-            await self._finish_ticket_and_close_other_sessions(ticket_grant.ref, [])
+            await self._keep_sessions_and_close_others(ticket_grant.ref, [])
         except HttpStatusError as refusal:
             log.warning("could not discard the sessions of %s: %s", ticket_grant.ref, refusal)
 
-    async def _run_group(self, ticket_grant: TicketGrant, split: str) -> list[EpisodeOutcome]:
+    async def _run_group(self, ticket_grant: TicketGrant, set_name: str) -> list[EpisodeOutcome]:
         """Run the ticket's episodes side by side, each until it ends well."""
         self._tickets.mark_all_episodes_begun(ticket_grant)
         wanted, least = ticket_grant.n_episodes, 1
-        if split == TRAIN:
+        if set_name == TRAIN:
             wanted, least = self._rollout.n_samples, self._rollout.min_group_size
         episodes = [
-            self._run_episode_until_decided(ticket_grant, split, at)
+            self._run_episode_until_decided(ticket_grant, set_name, at)
             for at in range(ticket_grant.n_episodes)
         ]
         group = await run_group_until_enough_succeed(episodes, wanted, least)
@@ -242,7 +242,7 @@ class TicketRunner:
         return group.outcomes
 
     async def _run_episode_until_decided(
-        self, ticket_grant: TicketGrant, split: str, episode: int
+        self, ticket_grant: TicketGrant, set_name: str, episode: int
     ) -> EpisodeOutcome:
         """Repeat one episode until it ends well, or as the recipe has failed ones end.
 
@@ -251,28 +251,28 @@ class TicketRunner:
                 something for it alone for long.
             ClusterError: The node has lacked something for every episode for long.
         """
-        with self._shortages.follow_episode(_name_episode(ticket_grant.ref, split, episode)):
-            return await self._try_episode_until_decided(ticket_grant, split, episode)
+        with self._shortages.follow_episode(_name_episode(ticket_grant.ref, set_name, episode)):
+            return await self._try_episode_until_decided(ticket_grant, set_name, episode)
 
     async def _try_episode_until_decided(
-        self, ticket_grant: TicketGrant, split: str, episode: int
+        self, ticket_grant: TicketGrant, set_name: str, episode: int
     ) -> EpisodeOutcome:
         failures = 0
         while True:
             await self._gate.wait_until_open()
-            spec = self._build_episode_spec(ticket_grant, split, episode, failures)
-            outcome = await self._run_episode_and_record_span(ticket_grant, split, spec)
+            spec = self._build_episode_spec(ticket_grant, set_name, episode, failures)
+            outcome = await self._run_episode_and_record_span(ticket_grant, set_name, spec)
             if outcome.status != "ok":
-                self._record_failed_episode(
-                    ticket_grant, episode, outcome, is_training=split == TRAIN
+                self._record_unsuccessful_episode(
+                    ticket_grant, episode, outcome, is_training=set_name == TRAIN
                 )
             try:
                 self._shortages.record_try_end_and_raise_if_stuck(
                     spec.session.task_id,
                     outcome,
-                    held_out_ticket=None if split == TRAIN else ticket_grant.ref,
+                    held_out_ticket=None if set_name == TRAIN else ticket_grant.ref,
                 )
-            except UnplayableEpisodeError:
+            except PersistentNodeShortageError:
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 raise
             if outcome.status == "ok":
@@ -280,7 +280,7 @@ class TicketRunner:
                 return outcome
             if outcome.status == "unserved":
                 self._gate.close_until_replica_serves()
-            if outcome.status not in AGENT_FAULT_STATUSES or outcome.error is None:
+            if outcome.status not in AGENT_FAULT_EPISODE_STATUSES or outcome.error is None:
                 is_short = outcome.is_node_short
                 await asyncio.sleep(SHORTAGE_PAUSE_S if is_short else RETRY_BACKOFF.min_s)
                 continue
@@ -290,7 +290,7 @@ class TicketRunner:
             await self._seal_failed_episode(outcome)
             failures += 1
             tries = self._rollout.max_episode_tries
-            if failures == (self._rollout.tries_per_episode if split == TRAIN else tries):
+            if failures == (self._rollout.tries_per_episode if set_name == TRAIN else tries):
                 self._tickets.mark_episode_ended(ticket_grant.ref)
                 raise _build_error_of_last_try(
                     outcome.error, episode, ticket_grant.task_index, failures
@@ -298,19 +298,19 @@ class TicketRunner:
             await asyncio.sleep(RETRY_BACKOFF.get_pause_s(failures))
 
     async def _run_episode_and_record_span(
-        self, ticket_grant: TicketGrant, split: str, spec: EpisodeSpec
+        self, ticket_grant: TicketGrant, set_name: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
         """Run an episode once, while the watch knows of it."""
         facts = {**_build_ticket_facts(ticket_grant), "episode": spec.session.episode}
         with time_span("episode", "episodes", **facts) as found:
-            outcome = await self._run_watched_or_external_episode(ticket_grant, split, spec)
+            outcome = await self._run_watched_or_external_episode(ticket_grant, set_name, spec)
             found["status"] = outcome.status
         return outcome
 
     async def _run_watched_or_external_episode(
-        self, ticket_grant: TicketGrant, split: str, spec: EpisodeSpec
+        self, ticket_grant: TicketGrant, set_name: str, spec: EpisodeSpec
     ) -> EpisodeOutcome:
-        agent = self._agents[split]
+        agent = self._agents[set_name]
         if agent is None:
             outcome = await offer_episode_to_external_program(spec, self._proxy)
             if outcome.status == "ok":
@@ -330,12 +330,12 @@ class TicketRunner:
                 self._watch.record_good_end(running)
         return outcome
 
-    def _record_failed_episode(
+    def _record_unsuccessful_episode(
         self, ticket_grant: TicketGrant, episode: int, outcome: EpisodeOutcome, *, is_training: bool
     ) -> None:
         """Note how an episode ended badly, with counts of all those that ended here so far."""
         facts: dict[str, Any] = {"episode": episode}
-        if outcome.error is not None and outcome.status in AGENT_FAULT_STATUSES:
+        if outcome.error is not None and outcome.status in AGENT_FAULT_EPISODE_STATUSES:
             self._watch.record_failed_end()
             problem = outcome.error.problems[0]
             facts |= {
@@ -368,30 +368,28 @@ class TicketRunner:
             log.warning("the failed episode %s is not kept: %s", outcome.session_id, refusal)
 
     def _build_episode_spec(
-        self, ticket_grant: TicketGrant, split: str, episode: int, failures: int
+        self, ticket_grant: TicketGrant, set_name: str, episode: int, failures: int
     ) -> EpisodeSpec:
-        ref, task = ticket_grant.ref, self._tasks[split][ticket_grant.task_index]
+        ref, task = ticket_grant.ref, self._tasks[set_name][ticket_grant.task_index]
         limits = resolve_limits(self._rollout, task)
         session = StartSessionRequest(
-            _name_episode(ref, split, episode),
+            _name_episode(ref, set_name, episode),
             ref,
             episode,
-            self._sampling[split],
+            self._sampling[set_name],
             derive_episode_seed(ticket_grant.seed, episode, failures),
-            self._export[split],
+            self._export[set_name],
             limits=SessionLimits(limits.max_turns, limits.max_tokens),
-            records_calls=self._records_calls[split],
+            records_calls=self._records_calls[set_name],
             task_index=ticket_grant.task_index,
             sampling_from=self._rollout.agent.sampling,
-            rights="all" if self._records_calls[split] else "calls",
-            records_sampling_mask=self._rollout.record_sampling_mask and split == TRAIN,
+            rights="all" if self._records_calls[set_name] else "calls",
+            records_sampling_mask=self._rollout.record_sampling_mask and set_name == TRAIN,
         )
-        failure_reward = self._rollout.failure_reward if split == TRAIN else None
+        failure_reward = self._rollout.failure_reward if set_name == TRAIN else None
         return EpisodeSpec(session, task, limits.timeout_s, failure_reward, self._auxiliary)
 
-    async def _finish_ticket_and_close_other_sessions(
-        self, ref: TicketRef, sessions: list[str]
-    ) -> None:
+    async def _keep_sessions_and_close_others(self, ref: TicketRef, sessions: list[str]) -> None:
         """Have the proxy keep these sessions of a ticket, and close all its others."""
         request = FinishTicketRequest(ref, sessions, discard=not sessions)
         await self._proxy.call_until_answered("/rl/finish_ticket", request, FinishTicketReply)
@@ -412,8 +410,8 @@ class TicketRunner:
         )
 
 
-def _name_episode(ref: TicketRef, split: str, episode: int) -> str:
-    return f"{split}-{ref.ticket_id}-{ref.attempt}-{episode}"
+def _name_episode(ref: TicketRef, set_name: str, episode: int) -> str:
+    return f"{set_name}-{ref.ticket_id}-{ref.attempt}-{episode}"
 
 
 def _build_ticket_facts(ticket_grant: TicketGrant) -> dict[str, Any]:

@@ -67,7 +67,7 @@ async def play_trial_episode(
     return await run_episode(spec, agent, proxy, http_client, sandboxes)
 
 
-async def raise_if_all_trial_tasks_fail_alike(
+async def play_trial_tasks_or_raise(
     rollout: RolloutConfig,
     agent: Agent,
     tasks: TaskSet,

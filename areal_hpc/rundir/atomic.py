@@ -62,13 +62,13 @@ def write_atomic_private(path: Path, content: bytes) -> None:
 
 def write_temporary(path: Path, content: bytes, *, mode: int = 0o644) -> Path:
     """The content in a hidden file next to `path`, durable but not in place yet."""
-    with open_temporary_to_rename_later(path, mode=mode) as stream:
+    with open_temporary_beside(path, mode=mode) as stream:
         stream.write(content)
     return Path(stream.name)
 
 
 @contextmanager
-def open_temporary_to_rename_later(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
+def open_temporary_beside(path: Path, *, mode: int = 0o644) -> Iterator[IO[bytes]]:
     """A hidden file next to `path` to write to, durable at the end; an error leaves no file."""
     path.parent.mkdir(parents=True, exist_ok=True)
     # The node is part of the name: on shared storage two processes may have the same number.

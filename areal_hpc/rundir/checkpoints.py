@@ -20,7 +20,7 @@ QuarantineCause = Literal["damaged", "requested"]
 """The trainer could not read the batch, or somebody asked for it with `areal-hpc quarantine`."""
 
 
-class UntrainedRecord(msgspec.Struct, frozen=True):
+class UntrainedBatchPart(msgspec.Struct, frozen=True):
     """A part of a consumed batch that the weights did not learn from."""
 
     step: int
@@ -55,7 +55,7 @@ class TrainerState(msgspec.Struct, frozen=True, kw_only=True):
     """Steps of the manifests behind these weights, from the first."""
     forks: list[GenerationFork] = []
     """Every generation of this chain of checkpoints, with the step it began from."""
-    untrained: list[UntrainedRecord] = []
+    untrained: list[UntrainedBatchPart] = []
     """What those batches did not teach."""
     reward_range: RewardRange | None = None
     """Of all batches so far; None before the first."""

@@ -95,13 +95,13 @@ def read_readable_records(path: Path, record_type: Any = dict[str, Any]) -> list
     return decode_readable_records(content, record_type, str(path))
 
 
-def read_tail(path: Path, size_bytes: int) -> bytes:
+def read_tail_lines(path: Path, max_bytes: int) -> bytes:
     """The end of a file, from the beginning of a line."""
     with path.open("rb") as stream:
         whole_bytes = stream.seek(0, os.SEEK_END)
-        stream.seek(max(0, whole_bytes - size_bytes))
-        content = stream.read(size_bytes)
-    return content if whole_bytes <= size_bytes else content.partition(b"\n")[2]
+        stream.seek(max(0, whole_bytes - max_bytes))
+        content = stream.read(max_bytes)
+    return content if whole_bytes <= max_bytes else content.partition(b"\n")[2]
 
 
 def decode_readable_records(

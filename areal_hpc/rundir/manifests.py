@@ -231,7 +231,7 @@ def list_evaluations_of_kept_weights(
                 yield name, result
 
 
-def read_evaluations_by_set(
+def read_kept_evaluations_by_set(
     paths: RunPaths, main_set: str, problems: list[str]
 ) -> dict[str, list[EvaluationResult]]:
     """Every result by set and step, up to one that is damaged, which is named in `problems`."""

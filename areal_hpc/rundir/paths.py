@@ -80,13 +80,13 @@ class RunPaths(_Folder):
     """Batches that are not to be trained: one file each, named as their manifests."""
     drops = _PathDescriptor("dropped_tickets.jsonl")
     """Tickets, or their rows, that will not be trained: one JSON object a line."""
-    curriculum = _PathDescriptor("curriculum.jsonl")
+    curriculum_draws = _PathDescriptor("curriculum.jsonl")
     """The tasks drawn by `rollout.curriculum`: one JSON object a batch's worth."""
     ledger_state = _PathDescriptor("ledger.json")
     """The ledger's number of starts, newest generation and published step."""
     evaluations_dir = _PathDescriptor("evaluations")
     """One result file per evaluated step."""
-    separate_evaluations_dir = _PathDescriptor("separate_evaluations")
+    eval_command_runs_dir = _PathDescriptor("separate_evaluations")
     """Evaluations by `areal-hpc eval`, each with a directory in the form of a run's."""
     evaluation_report = _PathDescriptor("evaluation_report.json")
     """What `areal-hpc eval` found, in the directory of such an evaluation."""

@@ -10,15 +10,15 @@ import msgspec
 
 from areal_hpc.errors import Problem, ShardError
 from areal_hpc.rundir.atomic import fsync_path, write_once
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, find_latest_checkpoint
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, find_latest_checkpoint
 from areal_hpc.rundir.manifests import list_batch_steps, read_json_file
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.fault_points import fault_point
 
 
 def quarantine_batch_or_read_earlier_record(
-    paths: RunPaths, record: UntrainedRecord
-) -> UntrainedRecord:
+    paths: RunPaths, record: UntrainedBatchPart
+) -> UntrainedBatchPart:
     """Set a batch aside, durably; what says so: the first one's record if somebody was first.
 
     Raises:
@@ -42,18 +42,18 @@ def delete_quarantine(paths: RunPaths, step: int) -> None:
     fsync_path(paths.quarantine_dir)
 
 
-def read_quarantine(paths: RunPaths, step: int) -> UntrainedRecord | None:
+def read_quarantine(paths: RunPaths, step: int) -> UntrainedBatchPart | None:
     """Why the batch of `step` is quarantined; None if it is not.
 
     Raises:
         ShardError: The file is damaged.
     """
-    return read_json_file(paths.quarantine(step), UntrainedRecord)
+    return read_json_file(paths.quarantine(step), UntrainedBatchPart)
 
 
 def read_quarantine_files(
     paths: RunPaths, problems: list[Problem] | None = None
-) -> dict[int, UntrainedRecord]:
+) -> dict[int, UntrainedBatchPart]:
     """All files by step; `problems` takes what is wrong with those that cannot be read.
 
     Raises:
@@ -74,14 +74,14 @@ def read_quarantine_files(
 
 
 def merge_quarantines(
-    state: TrainerState, files: Mapping[int, UntrainedRecord]
-) -> dict[int, UntrainedRecord]:
+    state: TrainerState, files: Mapping[int, UntrainedBatchPart]
+) -> dict[int, UntrainedBatchPart]:
     """Quarantined batches by step: behind a checkpoint as it says, after it as the files say."""
     held = {one.step: one for one in state.untrained if one.quarantine}
     return held | {step: one for step, one in files.items() if step > state.step}
 
 
-def read_quarantined_batches(paths: RunPaths) -> dict[int, UntrainedRecord]:
+def read_quarantined_batches(paths: RunPaths) -> dict[int, UntrainedBatchPart]:
     """Quarantined batches by step, of the newest checkpoint and after it.
 
     Raises:

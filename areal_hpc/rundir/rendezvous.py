@@ -48,14 +48,14 @@ def parse_shared_job_name(job: str) -> list[str]:
     )
 
 
-def is_job_of_cells_on_training_tasks(job: str) -> bool:
+def is_training_cell_job(job: str) -> bool:
     """True of the jobs of the cells that play training tasks."""
     return job.startswith((CELL_PREFIX, SHARED_JOB_PREFIX))
 
 
 def is_cell_job(job: str) -> bool:
     """True of the jobs of cells, that of evaluation included."""
-    return job == EVALUATION_CELL or is_job_of_cells_on_training_tasks(job)
+    return job == EVALUATION_CELL or is_training_cell_job(job)
 
 
 def format_proxy_name(cell: str) -> str:

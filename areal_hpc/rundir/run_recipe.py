@@ -11,12 +11,12 @@ import yaml
 
 from areal_hpc.errors import RecipeError
 
-UNREADABLE_RECIPE: dict[str, Any] = {"trainer": {}}
+PRIVATE_RECIPE_PLACEHOLDER: dict[str, Any] = {"trainer": {}}
 """What others see of a recipe: it may hold keys of other services, and its owner alone reads it."""
 
 
 def read_run_recipe(path: Path) -> dict[str, Any]:
-    """The values of a resolved recipe by section; `UNREADABLE_RECIPE` for another user's.
+    """The values of a resolved recipe by section; `PRIVATE_RECIPE_PLACEHOLDER` for another user's.
 
     Raises:
         RecipeError: There is none, or it is damaged.
@@ -28,7 +28,7 @@ def read_run_recipe(path: Path) -> dict[str, Any]:
         if not isinstance(found.get("trainer"), dict):
             raise ValueError("it has no section `trainer`")
     except PermissionError:
-        return UNREADABLE_RECIPE
+        return PRIVATE_RECIPE_PLACEHOLDER
     except (OSError, ValueError, yaml.YAMLError) as error:
         hint = "restore the file from a backup, or from an earlier launch among jobs/"
         message = f"the run's recipe cannot be read: {' '.join(str(error).split())}"

@@ -31,7 +31,7 @@ KILL_COMMAND_TIMEOUT_S = 10.0
 class RunningCommand:
     """A command as its host sees it."""
 
-    max_output_bytes: int
+    max_stream_bytes: int
     """Kept of each of its two streams."""
     stdout: bytearray = field(default_factory=bytearray)
     stderr: bytearray = field(default_factory=bytearray)
@@ -93,7 +93,7 @@ class CommandChannel:
         return listener
 
     async def run(
-        self, request: dict[str, Any], stdin: bytes, output_bytes: int, timeout_s: float
+        self, request: dict[str, Any], stdin: bytes, max_stream_bytes: int, timeout_s: float
     ) -> tuple[RunningCommand, bool]:
         """A command that has ended, and whether that is because it took too long.
 
@@ -102,7 +102,7 @@ class CommandChannel:
             TypeError: The request is no JSON.
         """
         begin = json.dumps(request).encode()
-        number, command = self._next, RunningCommand(output_bytes)
+        number, command = self._next, RunningCommand(max_stream_bytes)
         self._next += 1
         self._commands[number] = command
         feeding = asyncio.create_task(
@@ -160,11 +160,11 @@ class CommandChannel:
             raise EOFError from None
 
     async def _begin_command_and_feed_input(
-        self, command_number: int, command: RunningCommand, begin_frame: bytes, stdin: bytes
+        self, command_number: int, command: RunningCommand, begin_json: bytes, stdin: bytes
     ) -> None:
         """Begin the command and send its input, as fast as it reads."""
         with contextlib.suppress(EOFError):
-            await self._send_frame(command_number, BEGIN_FRAME, begin_frame)
+            await self._send_frame(command_number, BEGIN_FRAME, begin_json)
             rest = memoryview(stdin)
             while rest:
                 piece, rest = rest[:CHUNK_BYTES], rest[CHUNK_BYTES:]
@@ -223,7 +223,7 @@ class CommandChannel:
     def _apply_frame(command: RunningCommand, frame_kind: bytes, content: bytes) -> None:
         if frame_kind in (STDOUT_FRAME, STDERR_FRAME):
             kept = command.stdout if frame_kind == STDOUT_FRAME else command.stderr
-            room = command.max_output_bytes - len(kept)
+            room = command.max_stream_bytes - len(kept)
             kept += content[:room]
             command.is_cut_off |= len(content) > room
         elif frame_kind == INPUT_TAKEN_FRAME:

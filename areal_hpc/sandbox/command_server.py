@@ -118,7 +118,7 @@ class CommandServer:
         if frame_kind == BEGIN_FRAME:
             request = json.loads(content)
             if request["operation"] == "end":
-                self._kill_all_commands(command_number)
+                self._kill_all_descendants(command_number)
             else:
                 self._begin_command(command_number, request)
             return
@@ -166,10 +166,10 @@ class CommandServer:
             self._selector.register(
                 stream,
                 selectors.EVENT_READ,
-                self._bind_arguments(self._forward_output, command_number, command, stream),
+                self._bind_arguments(self._forward_output_if_any, command_number, command, stream),
             )
 
-    def _kill_all_commands(self, command_number: int) -> None:
+    def _kill_all_descendants(self, command_number: int) -> None:
         """Kill all that runs, also what commands left behind; the host waits only so long."""
         while below := list_children(os.getpid()):
             for pid in below:
@@ -213,7 +213,7 @@ class CommandServer:
             os.close(command.stdin)
             command.stdin = -1
 
-    def _forward_output(self, command_number: int, command: Command, stream: int) -> bool:
+    def _forward_output_if_any(self, command_number: int, command: Command, stream: int) -> bool:
         """Pass on what is there; false if that is nothing."""
         try:
             piece = os.read(stream, CHUNK_BYTES)
@@ -242,7 +242,7 @@ class CommandServer:
             command = self._commands.pop(numbers[pid])
             for stream in list(command.streams):
                 for _ in range(64):  # a pipe holds no more; a child of its may go on writing
-                    if not self._forward_output(numbers[pid], command, stream):
+                    if not self._forward_output_if_any(numbers[pid], command, stream):
                         break
             for one in (command.stdin, *command.streams):
                 if one >= 0:

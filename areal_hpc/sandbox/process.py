@@ -117,7 +117,7 @@ class SandboxedProcess:
                     files, limits, descriptors, inherited, as_nobody
                 )
             else:
-                folder = kept.enter_context(_make_program_folder(files))
+                folder = kept.enter_context(_make_program_work_folder(files))
                 command = _build_unisolated_command(folder, files, limits, writing, as_nobody)
             try:
                 self._process = subprocess.Popen(
@@ -138,7 +138,7 @@ class SandboxedProcess:
             self._cleanup = kept.pop_all()
         self._deadline = time.monotonic() + limits.time_s + STARTUP_ALLOWANCE_S
 
-    def communicate(self, other_processes: Sequence["SandboxedProcess"] = ()) -> ProgramResult:
+    def communicate(self, watched_processes: Sequence["SandboxedProcess"] = ()) -> ProgramResult:
         """Feed it and wait for its end; processes beside it are watched meanwhile.
 
         It is killed at its time limit, when it prints too much, or when its processes hold too much
@@ -149,7 +149,7 @@ class SandboxedProcess:
             ClusterError: It did not start, for another reason.
         """
         try:
-            timed_out = self._exchange_bytes_and_tell_timeout(other_processes)
+            timed_out = self._exchange_bytes_and_tell_timeout(watched_processes)
         finally:
             self.kill()
         out, err = (
@@ -260,7 +260,7 @@ class SandboxedProcess:
 
 
 @contextlib.contextmanager
-def _make_program_folder(files: Mapping[str, bytes]) -> Iterator[str]:
+def _make_program_work_folder(files: Mapping[str, bytes]) -> Iterator[str]:
     """A folder of a program that is not isolated; it runs in `own`, beside its files."""
     with tempfile.TemporaryDirectory(prefix="program-", ignore_cleanup_errors=True) as name:
         folder, own = Path(name), Path(name) / "own"
@@ -274,15 +274,15 @@ def _make_program_folder(files: Mapping[str, bytes]) -> Iterator[str]:
 
 
 def _build_unisolated_command(
-    program_file: str, names: Iterable[str], limits: ProgramLimits, report_fd: int, as_nobody: bool
+    work_folder: str, names: Iterable[str], limits: ProgramLimits, report_fd: int, as_nobody: bool
 ) -> list[str]:
-    """The command line without isolation, in a folder of `_make_program_folder`."""
+    """The command line without isolation, in a folder of `_make_program_work_folder`."""
     python, _ = _require_sandbox_python(as_nobody)
     # Here the kernel counts all processes of the user.
     request = asdict(limits) | {"report_fd": report_fd}
     request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
     launcher, *scripts = (
-        str(Path(program_file).parent / name) for name in (_LAUNCHER_PATH.name, *names)
+        str(Path(work_folder).parent / name) for name in (_LAUNCHER_PATH.name, *names)
     )
     return [python, "-I", "-S", launcher, json.dumps(request), python, *scripts]
 

@@ -74,7 +74,7 @@ class SandboxStartPlan:
     """Of the process itself; None: hardly any."""
     on_stop: Callable[[], None] | None = None
     """Removes what the process leaves."""
-    keeps_memory_in_files: bool = False
+    counts_memfd_memory: bool = False
     """Its memory lies in files of a kernel of its own, of which processes map a part at a time."""
 
 
@@ -197,7 +197,7 @@ class Sandbox:
             "variables": self._variables | dict(variables or {}),
         }
         content = stdin.encode() if isinstance(stdin, str) else stdin
-        ended, timed_out = await self._run_over_channel(
+        ended, timed_out = await self._run_or_stop_as_lost(
             request, content, self._plan.limits.output_bytes, timeout_s
         )
         assert ended.exit_code is not None
@@ -244,7 +244,7 @@ class Sandbox:
         Raises:
             SandboxLostError: The sandbox is gone: something started processes faster than that.
         """
-        await self._run_over_channel({"operation": "end"}, b"", 0, KILL_ALL_TIMEOUT_S)
+        await self._run_or_stop_as_lost({"operation": "end"}, b"", 0, KILL_ALL_TIMEOUT_S)
 
     async def snapshot(self) -> bytes:
         """All that was written or removed since the start, as a layer of an OCI image (a tar).
@@ -287,7 +287,7 @@ class Sandbox:
         for one in (self._watch, self._clock):
             if one is not None:
                 one.cancel()
-        self._kill()
+        self._kill_process_tree()
         if self._forwarder is not None:
             await self._forwarder.close()
         await self._channel.close()
@@ -305,7 +305,7 @@ class Sandbox:
         self, request: dict[str, Any], data: bytes, max_bytes: int = 1 << 16
     ) -> bytes:
         """What an operation on files gave; a `TimeoutError` is an `OSError`, too."""
-        ended, timed_out = await self._run_over_channel(request, data, max_bytes, FILE_TIMEOUT_S)
+        ended, timed_out = await self._run_or_stop_as_lost(request, data, max_bytes, FILE_TIMEOUT_S)
         operation = f"{request['operation']} {request.get('path', '')}"
         if timed_out:
             raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
@@ -315,7 +315,7 @@ class Sandbox:
             raise OSError(f"{operation}: {why}")
         return bytes(ended.stdout)
 
-    async def _run_over_channel(
+    async def _run_or_stop_as_lost(
         self, request: dict[str, Any], data: bytes, max_bytes: int, timeout_s: float
     ) -> tuple[RunningCommand, bool]:
         self._active.set()
@@ -352,15 +352,15 @@ class Sandbox:
 
     def _measure_memory_bytes(self, processes: Iterable[int]) -> int:
         resident = sum(map(read_resident_bytes, processes))
-        if not self._plan.keeps_memory_in_files:
+        if not self._plan.counts_memfd_memory:
             return resident
         return max(resident, sum_memfd_bytes(processes))
 
     def _end_as_lost(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason
-        self._kill()
+        self._kill_process_tree()
 
-    def _kill(self) -> None:
+    def _kill_process_tree(self) -> None:
         if self._process.poll() is not None:  # its number may be another's
             return
         below = list_descendants(self.pid)

@@ -70,9 +70,9 @@ def _build_call_record(
     )
 
 
-def decode_sampling_params_json(packed_params: bytes) -> dict[str, Any]:
+def decode_sampling_params_json(params_json: bytes) -> dict[str, Any]:
     """Sampling parameters of an interaction; msgspec.DecodeError if they are no JSON object."""
-    return _json_object_decoder.decode(packed_params) if packed_params else {}
+    return _json_object_decoder.decode(params_json) if params_json else {}
 
 
 @lru_cache(maxsize=256)

@@ -72,28 +72,30 @@ class RowPlan:
 
 
 def plan_rows(
-    tree: InteractionTree, rule: ExportSettings = DEFAULT_EXPORT_SETTINGS
+    tree: InteractionTree, settings: ExportSettings = DEFAULT_EXPORT_SETTINGS
 ) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
-    orphans = find_retry_orphans(tree) if rule.drop_retry_orphans else frozenset()
+    orphans = find_retry_orphans(tree) if settings.drop_retry_orphans else frozenset()
     # No row names a reply that its client left: it would cut off those that it stands between.
     left_out = (
         orphans
         | find_replies_client_disconnected_from(tree)
         | find_auxiliary_reply_reasons(tree).keys()
     )
-    followers = map_followers(tree, rule.credit, left_out)
+    followers = map_followers(tree, settings.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
-    is_ordered = rule.credit == "chronological"  # then an interaction without any reward earns 0
+    is_ordered = (
+        settings.credit == "chronological"
+    )  # then an interaction without any reward earns 0
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
-    earned = pass_back_rewards(own, followers, 1.0, own_is_total=rule.is_credited)
+    earned = pass_back_rewards(own, followers, 1.0, own_is_total=settings.is_credited)
     kept = _find_replies_that_rewards_reach(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []
-    for path, trained, temperature in _iterate_trained_paths(tree, kept, rule.style):
+    for path, trained, temperature in _iterate_paths_with_temperature(tree, kept, settings.style):
         # What replies earned cannot be added up: people are shown the last one's.
         last = earned[path[-1].interaction_id].total or 0.0
-        reward = last if rule.is_credited else total
+        reward = last if settings.is_credited else total
         rows.append(RowPlan(path, trained, temperature, reward, followers))
     return rows
 
@@ -114,7 +116,7 @@ def _find_replies_that_rewards_reach(
     return kept
 
 
-def _iterate_trained_paths(
+def _iterate_paths_with_temperature(
     tree: InteractionTree, kept_reply_ids: Collection[str], style: ExportStyle
 ) -> Iterator[tuple[list[Interaction], frozenset[str], float]]:
     """Rows of the replies `kept_reply_ids`: path, replies that it trains, and their temperature."""
@@ -207,13 +209,13 @@ def build_training_rows(
     tree: InteractionTree,
     key: EpisodeKey,
     record: RowRecord = EMPTY_ROW_RECORD,
-    rule: ExportSettings = DEFAULT_EXPORT_SETTINGS,
+    settings: ExportSettings = DEFAULT_EXPORT_SETTINGS,
 ) -> list[TrajectoryRow]:
     """The rows of a session, each with `record` and its own calls; ValueError without a reward."""
     if len(tree) and compute_episode_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
-    plans = plan_rows(tree, rule)
-    record = msgspec.structs.replace(record, is_credited=rule.is_credited)
+    plans = plan_rows(tree, settings)
+    record = msgspec.structs.replace(record, is_credited=settings.is_credited)
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 

@@ -17,7 +17,7 @@ DIGEST_BYTES = 16
 
 
 def compute_reply_digest(
-    prompt_json: bytes,
+    prompt_ids_json_inside: bytes,
     output_ids: bytes,
     logprobs: bytes,
     spans: Sequence[VersionSpan],
@@ -26,10 +26,10 @@ def compute_reply_digest(
 ) -> bytes:
     """What identifies a prompt with the tokens sampled after it, packed as in an `Interaction`.
 
-    `prompt_json` is the inside of a JSON array of the prompt's ids.
+    `prompt_ids_json_inside` is the inside of a JSON array of the prompt's ids.
     """
     digest = hashlib.blake2b(digest_size=DIGEST_BYTES)
-    parts = [prompt_json, output_ids, logprobs, msgspec.json.encode(spans)]
+    parts = [prompt_ids_json_inside, output_ids, logprobs, msgspec.json.encode(spans)]
     if kept_counts:  # without a mask it is as in journals of before masks were recorded
         parts += [kept_counts, kept_ids]
     for part in parts:

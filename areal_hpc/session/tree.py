@@ -289,9 +289,9 @@ class InteractionTree:
         node.interaction = interaction
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
-    def cache_ids_json(self, interaction_id: str, own_json: bytes) -> None:
+    def cache_ids_json(self, interaction_id: str, own_ids_json_inside: bytes) -> None:
         """Keep the JSON of an interaction's ids (new prompt, reply) for sequences through it."""
-        self._entries[interaction_id].own_ids_json_inside = own_json
+        self._entries[interaction_id].own_ids_json_inside = own_ids_json_inside
 
     def get_own_texts(
         self, interaction: Interaction, decode: Callable[[Interaction], Sequence[str]]

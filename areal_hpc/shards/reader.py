@@ -82,7 +82,7 @@ class ShardReader:
         if "kind" not in self._places:  # version 1 knew training rows alone
             self._rows["kind"] = np.full(self.num_rows, RowKind.TRAIN, np.uint8)
             self._rows["eval_step"] = np.full(self.num_rows, -1, np.int64)
-        self._check_dataset_lengths()
+        self._check_dataset_consistency()
 
     def _locate_datasets(self, dataset_specs: Iterable[DatasetSpec]) -> dict[str, _DatasetPlace]:
         """Places of those that the shard's version has."""
@@ -116,7 +116,7 @@ class ShardReader:
             return False
         self._places |= places
         (self._rows["record_offsets"],) = self._read_columns(["record_offsets"])
-        self._check_dataset_lengths()
+        self._check_dataset_consistency()
         return True
 
     @property
@@ -270,7 +270,7 @@ class ShardReader:
                 f"cannot be read: {error}", key=str(self.path), hint=_VERIFY_HINT
             ) from error
 
-    def _check_dataset_lengths(self) -> None:
+    def _check_dataset_consistency(self) -> None:
         sizes = {
             Axis.TOKEN: self.num_tokens,
             Axis.ROW: self.num_rows,

@@ -60,7 +60,7 @@ def write_sealed_shard(
         partial = _reserve_next_partial_path(shards_dir, index_dir, writer_name)
         try:
             offsets = _create_datasets_and_get_offsets(partial, pieces, writer_name)
-            size_bytes, digest = _write_arrays_and_compute_digest(partial, pieces, offsets)
+            size_bytes, digest = _write_sync_and_compute_digest(partial, pieces, offsets)
         except BaseException:  # boundary: whatever it was, half a file is of no use to anyone
             partial.unlink()
             raise
@@ -219,7 +219,7 @@ def _create_datasets_and_get_offsets(
     return offsets
 
 
-def _write_arrays_and_compute_digest(
+def _write_sync_and_compute_digest(
     path: Path, pieces: ColumnPieces, offsets: Mapping[str, int]
 ) -> tuple[int, str]:
     """Write the arrays, make the file durable, return its size in bytes and its digest."""

@@ -16,7 +16,7 @@ MAX_SLURM_OUTAGE_S = 600.0
 
 
 def cancel_jobs_and_wait(
-    job_ids: Callable[[], Sequence[str]],
+    list_job_ids: Callable[[], Sequence[str]],
     *,
     label: str,
     grace_s: float,
@@ -26,15 +26,15 @@ def cancel_jobs_and_wait(
 
     A job that waits is cancelled at once. One that runs gets SIGTERM in all its tasks and `grace_s`
     to end by itself; with a grace of 0 it is cancelled at once, too. Whatever ends in the queue
-    again, or was submitted meanwhile, is cancelled when it is seen: `job_ids` is asked at each look
-    for every id that was ever given out. `label` is what the jobs' names or comments hold.
+    again, or was submitted meanwhile, is cancelled when it is seen: `list_job_ids` is asked at each
+    look for every id that was ever given out. `label` is what the jobs' names or comments hold.
 
     If it ends otherwise, an interruption included, `print_line` is told which jobs may be left.
 
     Raises:
         ClusterError: Slurm was silent, or jobs were left, for too long, or Slurm refused.
     """
-    cancellation = _Cancellation(job_ids, label, grace_s, print_line)
+    cancellation = _Cancellation(list_job_ids, label, grace_s, print_line)
     try:
         cancellation.cancel_until_none_is_left()
     except BaseException:  # boundary: whoever gives up has to know what is left

@@ -241,7 +241,7 @@ def query_live_job_ids(job_ids: Iterable[str]) -> list[str]:
     return [job.job_id for job in query_squeue(sorted(set(job_ids))) if is_live_state(job.state)]
 
 
-def list_jobs_of_user(user_id: int) -> list[SlurmJobRecord]:
+def query_squeue_of_user(user_id: int) -> list[SlurmJobRecord]:
     """Jobs of a user that slurmctld remembers.
 
     Raises:

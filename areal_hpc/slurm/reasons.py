@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class PendingReason:
+class PendingReasonExplanation:
     """A reason for waiting, for people."""
 
     meaning: str
@@ -24,7 +24,7 @@ _WAIT_HINT = "wait; `areal-hpc status` shows the start time that Slurm expects"
 _ADMINISTRATOR_HINT = "ask the administrators of the cluster"
 _RELEASE_HINT = "scontrol release JOBID, or areal-hpc cancel RUN"
 
-HELD_WHILE_IDLE_REASON = PendingReason(
+HELD_WHILE_IDLE_REASON = PendingReasonExplanation(
     "idle: it released its nodes and is held until the jobs that it works with are back"
 )
 """Of a job that holds itself until there is work. Slurm only knows that it is held."""
@@ -102,28 +102,28 @@ def _normalize_spelling(text: str) -> str:
 
 
 _REASON_BY_SPELLING = {
-    _normalize_spelling(name): PendingReason(*reason, needs_action)
+    _normalize_spelling(name): PendingReasonExplanation(*reason, needs_action)
     for table, needs_action in ((_TRANSIENT_REASONS, False), (_STUCK_REASONS, True))
     for name, reason in table.items()
 }
 
 _REASON_BY_PATTERN = {
-    r"nodesrequiredforjobaredown": PendingReason(
+    r"nodesrequiredforjobaredown": PendingReasonExplanation(
         "nodes that it needs are down, drained or reserved",
         "sinfo -R says why",
     ),
-    r"burstbuffer": PendingReason("the burst buffer is not ready", _WAIT_HINT),
-    r"(qos|assoc|association).*(grp|group)|^grp": PendingReason(
+    r"burstbuffer": PendingReasonExplanation("the burst buffer is not ready", _WAIT_HINT),
+    r"(qos|assoc|association).*(grp|group)|^grp": PendingReasonExplanation(
         "your group uses all that its account or QOS may",
         "wait for its other jobs, or ask for less",
     ),
     # By itself, so that no end of another job helps.
-    r"max.*per(job|node)|maxmemperlimit|^qosmin": PendingReason(
+    r"max.*per(job|node)|maxmemperlimit|^qosmin": PendingReasonExplanation(
         "it asks for more, or less, than its account, QOS or partition lets one job have",
         "ask for what it may have (sacctmgr show qos lists the limits), or for another QOS",
         needs_action=True,
     ),
-    r"max.*(per(user|account)?|limit)|limit$": PendingReason(
+    r"max.*(per(user|account)?|limit)|limit$": PendingReasonExplanation(
         "it would exceed a limit of its user, account, QOS or partition",
         "wait for your other jobs, or ask for less: sacctmgr show qos lists the limits",
     ),
@@ -142,7 +142,7 @@ def is_held_by_user(reason: str) -> bool:
     return _normalize_spelling(reason) in _HELD_BY_USER_SPELLINGS
 
 
-def explain_reason(text: str) -> PendingReason:
+def explain_reason(text: str) -> PendingReasonExplanation:
     """Explanation of the reason that Slurm gives for a waiting job.
 
     A reason may carry more, after a comma (`ReqNodeNotAvail, UnavailableNodes:n07`) or in
@@ -153,9 +153,11 @@ def explain_reason(text: str) -> PendingReason:
     families = (reason for form, reason in _REASON_BY_PATTERN.items() if re.search(form, spelled))
     found = _REASON_BY_SPELLING.get(spelled) or next(families, None)
     if found is None:
-        return PendingReason(
+        return PendingReasonExplanation(
             f"Slurm's reason is {text.strip() or 'not given'}", "man squeue explains it"
         )
     if rest.strip():
-        return PendingReason(f"{found.meaning} ({rest.strip()})", found.hint, found.needs_action)
+        return PendingReasonExplanation(
+            f"{found.meaning} ({rest.strip()})", found.hint, found.needs_action
+        )
     return found

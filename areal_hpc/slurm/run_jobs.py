@@ -17,7 +17,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import SUBMISSION_REFUSED_EVENT, read_recent_events
-from areal_hpc.slurm.queue import SlurmJobRecord, is_live_state, list_jobs_of_user, query_squeue
+from areal_hpc.slurm.queue import SlurmJobRecord, is_live_state, query_squeue, query_squeue_of_user
 from areal_hpc.slurm.reasons import is_held_by_user
 from areal_hpc.slurm.states import JobPhase
 from areal_hpc.slurm.submit_exactly_once import SUCCESSOR_COMMENT_PREFIX
@@ -51,7 +51,7 @@ def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
     return tuple(dict.fromkeys(one.job_id for one in read_submissions(paths.submissions)))
 
 
-def was_any_submission_refused(paths: RunPaths) -> bool:
+def was_submission_refused_recently(paths: RunPaths) -> bool:
     """True if Slurm once did not take a job of this run."""
     events = read_recent_events(paths.events)
     return any(row["event"] == SUBMISSION_REFUSED_EVENT for row in events)
@@ -72,7 +72,7 @@ def list_unrecorded_live_jobs(
         return []
     recorded = set(list_recorded_job_ids(paths))
     memberships = read_array_memberships(paths)
-    jobs = list_jobs_of_user(paths.root.stat().st_uid) if queued_jobs is None else queued_jobs
+    jobs = query_squeue_of_user(paths.root.stat().st_uid) if queued_jobs is None else queued_jobs
     return [
         LiveJob(submission, job, is_recorded=False)
         for job in jobs

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field, replace
 
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.rundir.jobs import JobSpec
-from areal_hpc.rundir.rendezvous import is_job_of_cells_on_training_tasks
+from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.allocation import Allocation, NodeShare
 
 
@@ -129,7 +129,7 @@ def _suggest_fitting_cells_or_allocation(
     jobs: Sequence[JobSpec], allocation: Allocation, is_cpu: bool
 ) -> str:
     """The largest number of cells that fits, else how large an allocation would do."""
-    cells = [job for job in jobs if is_job_of_cells_on_training_tasks(job.name)]
+    cells = [job for job in jobs if is_training_cell_job(job.name)]
     for left in range(len(cells) - 1, 0, -1):
         fewer = [job for job in jobs if job not in cells[left:]]
         if _try_to_place_steps(fewer, allocation, is_cpu) is not None:

@@ -122,7 +122,7 @@ class LocalJobHandle:
 
 def submit_local(launch: LaunchFile, entry: SupervisorEntry) -> LocalJobHandle:
     """Start a job on this machine through submitit's local executor."""
-    launch_path = write_launch_and_clear_old_exits(launch)
+    launch_path = reset_job_and_write_launch(launch)
     executor = submitit.LocalExecutor(
         folder=launch.paths.submitit_dir / "%j", python=launch.pythons[launch.job.role]
     )
@@ -148,7 +148,7 @@ def _ignored_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, previous)
 
 
-def write_launch_and_clear_old_exits(launch: LaunchFile) -> Path:
+def reset_job_and_write_launch(launch: LaunchFile) -> Path:
     """Put `launch.json` in place, and away what tells of an earlier submission's end."""
     paths = launch.paths
     paths.root.mkdir(parents=True, exist_ok=True)
@@ -188,14 +188,14 @@ def render_script(request: JobRequest, array_size: int | None = None) -> str:
     return text
 
 
-def write_job_files_and_clear_old_exits(
+def reset_job_and_write_files(
     request: JobRequest, launch: LaunchFile, entry: SupervisorEntry
 ) -> JobPaths:
     """Put everything in place that a job under Slurm needs; the names of its files.
 
     `sbatch job.sbatch` is then enough to start it.
     """
-    launch_path = write_launch_and_clear_old_exits(launch)
+    launch_path = reset_job_and_write_launch(launch)
     request.submitit_dir.mkdir(parents=True, exist_ok=True)
     submitit.core.utils.DelayedSubmission(entry, str(launch_path)).dump(
         request.submitit_dir / PAYLOAD_FILE
@@ -226,7 +226,7 @@ def submit_held_job(
         RecipeError: sbatch refused it.
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
-    job = write_job_files_and_clear_old_exits(request, launch, entry)
+    job = reset_job_and_write_files(request, launch, entry)
     identity = JobIdentity.create(request.name, request.comment)
     return _submit_held(request, job.script, report_outage, identity)
 
@@ -266,9 +266,7 @@ def submit_held_array(
         ClusterError: There is no sbatch, slurmctld does not answer, or a limit is reached.
     """
     pairs = zip(single_requests, launches, strict=True)
-    jobs = [
-        write_job_files_and_clear_old_exits(request, launch, entry) for request, launch in pairs
-    ]
+    jobs = [reset_job_and_write_files(request, launch, entry) for request, launch in pairs]
     identity = JobIdentity.create(array.name, array.comment)
     for index, job in enumerate(jobs):
         place = ArrayMembership(str(array.run_dir), array.name, index, identity.token)

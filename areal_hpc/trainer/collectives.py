@@ -156,7 +156,7 @@ def raise_on_all_ranks(error: Exception | None) -> None:
 
 
 @contextmanager
-def let_first_failed_rank_report() -> Iterator[None]:
+def exit_quietly_unless_first_failure() -> Iterator[None]:
     """Of all ranks that fail in the block, let the one that failed first say why.
 
     The end of a rank breaks the collectives of all others. What they would report is a lost
@@ -174,11 +174,11 @@ def let_first_failed_rank_report() -> Iterator[None]:
         if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
-        raise_if_peer_lost(error)
+        raise_if_peer_lost_or_hung(error)
         raise
 
 
-def raise_if_peer_lost(error: Exception) -> None:
+def raise_if_peer_lost_or_hung(error: Exception) -> None:
     """Say what an error means that the end of another rank brought about.
 
     Raises:

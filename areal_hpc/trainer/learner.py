@@ -16,7 +16,7 @@ from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
 from areal_hpc.recipe.sections.trainer import TrainerConfig
-from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedRecord
+from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
@@ -28,7 +28,7 @@ from areal_hpc.trainer.batch.batch_metrics import (
     group_episode_rewards,
     summarize_replies,
     summarize_rewards,
-    summarize_token_staleness,
+    summarize_tokens_and_staleness,
 )
 from areal_hpc.trainer.batch.episode_metrics import (
     merge_batch_rows_into_episodes,
@@ -189,7 +189,7 @@ class Learner:
         return critic is not None and critic.is_warming_up(self.state.critic_batches)
 
     def train_batch(
-        self, manifest: BatchManifest, quarantine: UntrainedRecord | None = None
+        self, manifest: BatchManifest, quarantine: UntrainedBatchPart | None = None
     ) -> JsonMetricRow:
         """Consume one batch; its metrics, those of replies and episodes on rank 0. A collective.
 
@@ -301,7 +301,7 @@ class Learner:
         """
         metrics = {
             **summarize_rewards(groups, reward_range, self._config.objective),
-            **summarize_token_staleness(batch, self.version, self.state.forks),
+            **summarize_tokens_and_staleness(batch, self.version, self.state.forks),
         }
         untrainable = count_untrainable_tokens(batch)
         metrics["tokens/untrainable"] = untrainable.total()
@@ -312,8 +312,8 @@ class Learner:
         return metrics
 
     def _read_rows_or_quarantine(
-        self, manifest: BatchManifest, quarantine: UntrainedRecord | None
-    ) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
+        self, manifest: BatchManifest, quarantine: UntrainedBatchPart | None
+    ) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
         """The rows to train on, and what is left out. A collective."""
         if quarantine is not None:
             return [], [quarantine]
@@ -322,7 +322,7 @@ class Learner:
         except ShardError as error:  # on all ranks alike
             return [], [self._quarantine_damaged_batch(manifest.step, error.problems[0])]
 
-    def _quarantine_damaged_batch(self, step: int, problem: Problem) -> UntrainedRecord:
+    def _quarantine_damaged_batch(self, step: int, problem: Problem) -> UntrainedBatchPart:
         """Set a batch aside before it counts as consumed, so that a restart does so again.
 
         A collective. Raises as `train_batch` does.
@@ -342,12 +342,12 @@ class Learner:
                     f"{reason}; nor can it be quarantined: {error}", key=str(path)
                 )
         raise_on_all_ranks(trouble)
-        found: UntrainedRecord = broadcast_object(record, UntrainedRecord)
+        found: UntrainedBatchPart = broadcast_object(record, UntrainedBatchPart)
         return found
 
     def _build_nonfinite_records_or_raise(
         self, norms: Sequence[float], critic_norms: Sequence[float], step: int
-    ) -> list[UntrainedRecord]:
+    ) -> list[UntrainedBatchPart]:
         """What the gradients of the batch of `step` leave untrained."""
         whose, hint = (
             "",
@@ -491,7 +491,7 @@ class Learner:
     def _advance_state(
         self,
         manifest: BatchManifest,
-        untrained: Sequence[UntrainedRecord],
+        untrained: Sequence[UntrainedBatchPart],
         reward_range: RewardRange | None,
     ) -> None:
         self.state = msgspec.structs.replace(
@@ -523,7 +523,9 @@ class Learner:
         """
         state = msgspec.structs.replace(self.state, row=row)
         critic = self._critic.state if self._critic else None
-        path = self.checkpoints.begin_save(self.policy, self._optimizer, state, critic)
+        path = self.checkpoints.finish_earlier_and_begin_save(
+            self.policy, self._optimizer, state, critic
+        )
         self.state = msgspec.structs.replace(self.state, parent=path.name)
 
     def export_model(self) -> None:

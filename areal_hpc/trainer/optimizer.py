@@ -50,7 +50,7 @@ def build_optimizer(
         ),
         [policy.ddp_module],
     )
-    apply_optimizer_settings(optimizer, config)
+    apply_adam_betas_eps_decay(optimizer, config)
     place = torch.device("cpu") if is_offloaded else policy.device
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:
@@ -80,7 +80,7 @@ def switch_adamw_to_fused_kernel(optimizer: Any, device: torch.device) -> None:
             state["step"] = state["step"].to(device)
 
 
-def apply_optimizer_settings(optimizer: Any, config: AdamConfig) -> None:
+def apply_adam_betas_eps_decay(optimizer: Any, config: AdamConfig) -> None:
     """Give AdamW the recipe's settings, which no checkpoint has."""
     for part in optimizer.chained_optimizers:
         for group in part.optimizer.param_groups:

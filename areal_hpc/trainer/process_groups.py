@@ -36,9 +36,9 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import RANKS_HANG_EVENT, EventLog
 from areal_hpc.rundir.telemetry.spans import record_clock_sample
 from areal_hpc.trainer.collectives import (
-    let_first_failed_rank_report,
+    exit_quietly_unless_first_failure,
     measure_clock_lag_and_spread_s,
-    raise_if_peer_lost,
+    raise_if_peer_lost_or_hung,
 )
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
@@ -79,7 +79,7 @@ def run_rank(
             waited for other ranks; or another rank failed.
     """
     raise_if_megatron_replacement_installed()
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     paths = RunPaths(job.run_dir)
     set_flight_record_paths(get_task_log_dir(paths.logs_dir))
     try:
@@ -96,9 +96,9 @@ def run_rank(
         logger.info("%s", error)
         raise SystemExit(STOPPED_EXIT_CODE) from error
     except RuntimeError as error:
-        raise_if_peer_lost(error)
+        raise_if_peer_lost_or_hung(error)
         raise
-    with _watch_for_hanging_ranks(paths), let_first_failed_rank_report():
+    with _watch_for_hanging_ranks(paths), exit_quietly_unless_first_failure():
         record_clock_sample(*measure_clock_lag_and_spread_s())
         try:
             finished = train(job, paths, device, stop)
@@ -120,7 +120,7 @@ def init_process_groups_and_device(
 ) -> torch.device:
     """Join all ranks of the trainer, build Megatron's groups, and return this rank's device.
 
-    Without a GPU `megatron_cpu.patch_megatron_for_cpu` must come first.
+    Without a GPU `megatron_cpu.patch_torch_megatron_without_gpu` must come first.
 
     Raises:
         RecipeError: The job has not as many tasks as the layout has ranks.

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from areal_hpc.recipe.sections.trainer import TrainerConfig
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import AnnotationWriter, StepAnnotations
 from areal_hpc.trainer.batch.packing import TrainingRow
@@ -89,7 +89,7 @@ class StepAnnotator:
     def gather_and_write_step(
         self,
         manifest: BatchManifest,
-        untrained: Sequence[UntrainedRecord],
+        untrained: Sequence[UntrainedBatchPart],
         norms: Sequence[float],
         generation: int,
         critic_warms_up: bool = False,

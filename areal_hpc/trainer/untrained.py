@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from areal_hpc.errors import NonFiniteGradientError, ShardError
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 
 MAX_CONSECUTIVE_DAMAGED_BATCHES = 3
 """Batches. One has a damaged file; three one after another say that the storage loses data."""
@@ -18,13 +18,13 @@ MAX_CONSECUTIVE_NONFINITE_BATCHES = 3
 def build_nonfinite_records_or_raise(
     norms: Sequence[float],
     step: int,
-    earlier_records: Sequence[UntrainedRecord],
+    earlier_records: Sequence[UntrainedBatchPart],
     on_nonfinite: Literal["skip", "stop"],
     *,
     section: str,
     name_step: Callable[[int], str],
     hint: str,
-) -> list[UntrainedRecord]:
+) -> list[UntrainedBatchPart]:
     """What the gradient norms of a batch's optimizer steps leave untrained: one entry, or none.
 
     Pure, and the same on all ranks, as the norms are. The streak is read from what earlier batches
@@ -56,12 +56,12 @@ def build_nonfinite_records_or_raise(
             key=key,
             hint=hint,
         )
-    return [UntrainedRecord(step, reason)]
+    return [UntrainedBatchPart(step, reason)]
 
 
 def build_damaged_batch_record_or_raise(
-    step: int, earlier_records: Sequence[UntrainedRecord], reason: str, run_dir: Path
-) -> UntrainedRecord:
+    step: int, earlier_records: Sequence[UntrainedBatchPart], reason: str, run_dir: Path
+) -> UntrainedBatchPart:
     """The record of a batch that no rank can read. Pure, and the same on all ranks.
 
     The streak is read as in `build_nonfinite_records_or_raise`; batches set aside by hand do
@@ -82,7 +82,7 @@ def build_damaged_batch_record_or_raise(
             f"undo with areal-hpc quarantine {run} {step - 1} --undo and so on, and resume; or go "
             f"on without batch {step} by areal-hpc quarantine {run} {step}",
         )
-    return UntrainedRecord(step, reason, quarantine="damaged")
+    return UntrainedBatchPart(step, reason, quarantine="damaged")
 
 
 def _get_rest_of_streak(step: int, length: int) -> range:

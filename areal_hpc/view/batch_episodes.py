@@ -34,7 +34,7 @@ class BatchEpisode:
     episode: int
     task: int
     """Line of the task set, -1 if it is not known."""
-    reward: float
+    mean_row_reward: float
     shard: str
     row: int
     """Its first row in the shard."""
@@ -106,7 +106,7 @@ def _read_episodes(
                 attempt=ticket.ref.attempt,
                 episode=episode,
                 task=records[own[0]].task_index,
-                reward=sum(rewards[row] for row in own) / len(own),
+                mean_row_reward=sum(rewards[row] for row in own) / len(own),
                 shard=ticket.shard,
                 row=own[0],
                 record=merge_rows_into_episode([records[row] for row in own]),

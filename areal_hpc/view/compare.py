@@ -10,7 +10,7 @@ from areal_hpc.metrics.step_line import format_metric
 from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.commands import has_slurm
-from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, list_jobs_of_user
+from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, query_squeue_of_user
 from areal_hpc.slurm.run_jobs import list_recorded_job_ids, list_unrecorded_live_jobs
 from areal_hpc.view.state.jobs import (
     build_run_jobs,
@@ -39,7 +39,7 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
             notes.append(f"left out: {paths.root}: {error}")
     advances = list(advance_by_run.values())
     states = fetch_states_of_runs(list(advance_by_run), queue)
-    differing = find_differing_keys([advance.recipe for advance in advances])
+    differing = label_differing_keys([advance.recipe for advance in advances])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
@@ -81,7 +81,7 @@ def fetch_states_of_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[L
     if not snapshot.outage:
         owners = {paths.root.stat().st_uid for paths in runs if paths.root.exists()}
         with contextlib.suppress(ClusterError):  # silent, or commands without a cluster
-            queued = [job for owner in owners for job in list_jobs_of_user(owner)]
+            queued = [job for owner in owners for job in query_squeue_of_user(owner)]
     return [_read_listed_run_state(paths, snapshot, queued) for paths in runs]
 
 
@@ -101,12 +101,12 @@ def _read_listed_run_state(
         return ListedRunState("unreadable", (f"state unreadable: {paths.root}: {error}",))
 
 
-def _format_last_value(advance: RunProgress, metric_name: str) -> str:
-    values = [row[metric_name] for row in advance.snapshot.steps if metric_name in row]
+def _format_last_value(progress: RunProgress, metric_name: str) -> str:
+    values = [row[metric_name] for row in progress.snapshot.steps if metric_name in row]
     return format_metric(values[-1], ".3f") if values else "-"
 
 
-def find_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
+def label_differing_keys(recipes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     """The keys whose values differ among resolved recipes, with the shortest name that tells.
 
     Those of which nothing can be read, as another user's, take no part.

@@ -21,8 +21,8 @@ from areal_hpc.view.events.failure_events import (
     LOGS_HINT,
     MEMORY_HINT,
     FailureEvent,
-    collect_agent_failures,
-    collect_failure_events,
+    build_agent_failure_events,
+    collect_failure_and_recovery_events,
     describe_exit_code,
 )
 from areal_hpc.view.inspection import LogTraceback, RunInspection, TaskExitRecord, mentions_oom
@@ -30,10 +30,10 @@ from areal_hpc.view.state.alerts_at_newest_step import select_failure_alerts
 from areal_hpc.view.state.jobs import LEADER_JOB_NAMES, format_slurm_state, get_run_state
 from areal_hpc.view.tables import format_duration, format_time
 
-CASCADE_WINDOW_S = 120.0
+MAX_CASCADE_GAP_S = 120.0
 """What follows so soon after another failure belongs to the same one: broken collectives, jobs
 that lost their trainer."""
-RUNNING_CASCADE_WINDOW_S = 30.0
+MAX_RUNNING_CASCADE_GAP_S = 30.0
 """The window of one failure in a run that goes on: what came later has another cause."""
 MIN_STEPS_WITHOUT_PROGRESS = 5
 """A run that has trained no step for longer than so many take is stalled..."""
@@ -75,7 +75,7 @@ def diagnose(evidence: RunInspection) -> Diagnosis:
 def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     """The cause, without what metrics say of the run's health."""
     state = get_run_state(evidence.run)
-    within_s = RUNNING_CASCADE_WINDOW_S if state.startswith("running") else CASCADE_WINDOW_S
+    within_s = MAX_RUNNING_CASCADE_GAP_S if state.startswith("running") else MAX_CASCADE_GAP_S
     findings = sorted(_collect_failure_events(evidence), key=lambda finding: finding.at or 0.0)
     chain = find_last_failure_chain(findings, within_s)
     cause = min(chain, key=lambda finding: finding.distance_from_cause) if chain else None
@@ -89,14 +89,14 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
         headline = f"Slurm does not respond: {evidence.run.snapshot.outage}"
         return Diagnosis(headline, chain, "scontrol ping")
     if evidence.run.is_short_of_jobs_or_cells:
-        return _diagnose_lost_jobs(evidence, state, chain, cause)
+        return _diagnose_lost_jobs_or_cells(evidence, state, chain, cause)
     waiting = _diagnose_waiting(evidence, chain)
     if state == "waiting" and waiting is not None:
         return waiting
     if state.startswith("running"):
         if waiting is not None and not waiting.is_well:
             return replace(waiting, headline=f"the run is running, but {waiting.headline}")
-        if (delay := _diagnose_no_progress(evidence, chain)) is not None:
+        if (delay := _diagnose_stall_or_full_disk(evidence, chain)) is not None:
             return delay
         return _diagnose_running(evidence, chain, cause)
     if state == "stopped" and (stop := _diagnose_local_stop(evidence, chain)) is not None:
@@ -125,8 +125,8 @@ def _diagnose_local_stop(
 ) -> Diagnosis | None:
     """A run of this machine whose launcher is gone; None if that said nothing of any use."""
     own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
-    was_any_submission_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
-    if not evidence.run.is_local or was_any_submission_refused or not own:
+    was_submission_refused_recently = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
+    if not evidence.run.is_local or was_submission_refused_recently or not own:
         return None
     ends = [row for row in own if row["event"] == LAUNCHER_ENDED_EVENT]
     hint = "run the same command again to resume from the last checkpoint"
@@ -143,7 +143,7 @@ def _diagnose_local_stop(
     return Diagnosis(f"the run was stopped by {said}", failure_chain, hint, is_well=True)
 
 
-def _diagnose_lost_jobs(
+def _diagnose_lost_jobs_or_cells(
     evidence: RunInspection,
     state: str,
     failure_chain: tuple[FailureEvent, ...],
@@ -173,7 +173,7 @@ def _diagnose_lost_jobs(
     return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", failure_chain, first + hint)
 
 
-def _diagnose_no_progress(
+def _diagnose_stall_or_full_disk(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
     """A run at work that does not get further; None if it does, or has just started."""
@@ -210,7 +210,7 @@ def _diagnose_no_progress(
     )
 
 
-_HELD_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+_HELD_JOB_STATES = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 
 
 def _diagnose_waiting(
@@ -233,7 +233,7 @@ def _diagnose_waiting(
         if queued.started_or_expected_at
         else ""
     )
-    held = reason is not HELD_WHILE_IDLE_REASON and queued.state.name in _HELD_STATES
+    held = reason is not HELD_WHILE_IDLE_REASON and queued.state.name in _HELD_JOB_STATES
     what = queued.state.meaning if held else f"is pending: {reason.meaning}"
     return Diagnosis(
         f"{name} (job {queued.job_id}) {what}{start}",
@@ -244,13 +244,13 @@ def _diagnose_waiting(
 
 
 def find_last_failure_chain(
-    findings: Sequence[FailureEvent], within_s: float
+    findings: Sequence[FailureEvent], max_gap_s: float
 ) -> tuple[FailureEvent, ...]:
     """The last findings that follow one another within so many seconds, oldest first."""
     chain: list[FailureEvent] = []
     for finding in reversed(findings):
         next_at = chain[-1].at if chain else None
-        if finding.at is not None and next_at is not None and next_at - finding.at > within_s:
+        if finding.at is not None and next_at is not None and next_at - finding.at > max_gap_s:
             break
         chain.append(finding)
     return tuple(reversed(chain))
@@ -261,9 +261,9 @@ def _collect_failure_events(evidence: RunInspection) -> Iterator[FailureEvent]:
     for stack in evidence.tracebacks[:1]:
         yield _build_traceback_event(stack, len(evidence.tracebacks))
     first_at = (evidence.tracebacks[0].at or 0.0) if evidence.tracebacks else None
-    yield from collect_failure_events(evidence.events, first_at)
+    yield from collect_failure_and_recovery_events(evidence.events, first_at)
     ends = [word.outcome.reason for word in evidence.task_exits if word.outcome.is_crash]
-    yield from collect_agent_failures(AgentFailures.collect(evidence.events), ends)
+    yield from build_agent_failure_events(AgentFailures.collect(evidence.events), ends)
     for row in evidence.events:
         if row["event"] == SUBMISSION_REFUSED_EVENT:
             yield _build_refusal_event(row)
@@ -303,7 +303,7 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         if queued and not job.is_alive:  # else its end is that of its time limit
             ends[job.name] = queued.ended_or_latest_end_at
     for name, line in evidence.slurm_lines:
-        written = _WRITTEN_AT_PATTERN.search(line)
+        written = _SLURM_LINE_TIME_PATTERN.search(line)
         at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
         if mentions_oom(line):
             yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), MEMORY_HINT)
@@ -313,7 +313,7 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
             yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", priority)
 
 
-_WRITTEN_AT_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
+_SLURM_LINE_TIME_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _HINT_BY_STATE = {
     "OUT_OF_MEMORY": MEMORY_HINT,
     "TIMEOUT": "areal-hpc resume RUN continues from the last checkpoint; a longer time limit "

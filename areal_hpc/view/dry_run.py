@@ -26,7 +26,7 @@ def format_dry_run(
         parts.append(f"==> {where} ({request.shape}) <==\n{render_script(request, array_size)}")
         parts += _describe_successors(request, where)
     return "\n".join(
-        [*parts, _describe_written_files(paths), _describe_cost(requests, array_size or 1)]
+        [*parts, _describe_written_files(paths), _describe_max_cost(requests, array_size or 1)]
     )
 
 
@@ -59,7 +59,7 @@ def _describe_written_files(paths: RunPaths) -> str:
     return "\n".join(["==> files that would be written <==", *lines, ""])
 
 
-def _describe_cost(requests: Sequence[JobRequest], runs: int) -> str:
+def _describe_max_cost(requests: Sequence[JobRequest], runs: int) -> str:
     nodes = runs * sum(request.shape.nodes for request in requests)
     gpus = runs * sum(request.shape.nodes * request.shape.gpus_per_node for request in requests)
     starts = [(request.shape, 1 + request.successors) for request in requests]

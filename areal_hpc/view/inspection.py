@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.metrics.alert_rules import Alert
-from areal_hpc.metrics.step_line import describe_step_time_shares
+from areal_hpc.metrics.step_line import describe_step_efficiency
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.jobs import Submission, TaskExit
-from areal_hpc.rundir.jsonl import read_readable_records, read_tail
+from areal_hpc.rundir.jsonl import read_readable_records, read_tail_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
@@ -112,7 +112,7 @@ def inspect_run(paths: RunPaths, queue: QueuePoller) -> RunInspection:
         excluded=tuple(read_readable_records(paths.excluded_nodes)),
         pace=read_step_pace(paths),
         alerts=tuple(find_run_alerts(paths)),
-        step_time_lines=tuple(describe_step_time_shares(read_metrics(paths.metrics)[-PACE_STEPS:])),
+        step_time_lines=tuple(describe_step_efficiency(read_metrics(paths.metrics)[-PACE_STEPS:])),
         free_bytes=_read_free_disk_bytes(paths),
     )
 
@@ -162,7 +162,7 @@ def _find_tracebacks(
     found = []
     for file in list_log_files(paths, attempts[-1]):
         if (file.job_or_cell, re.sub(r"-\d+$", "", file.process)) in died:
-            text = read_tail(file.path, LOG_TAIL_BYTES).decode(errors="replace")
+            text = read_tail_lines(file.path, LOG_TAIL_BYTES).decode(errors="replace")
             stack = find_last_traceback(file, text)
             found += [stack] if stack else []
     return sorted(found, key=lambda stack: (stack.at is None, stack.at or 0.0, stack.file.path))
@@ -201,7 +201,7 @@ def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, 
     for submission in submissions:
         for path in find_slurm_output_files(submission):
             seen = set()
-            for line in read_tail(path, LOG_TAIL_BYTES).decode(errors="replace").splitlines():
+            for line in read_tail_lines(path, LOG_TAIL_BYTES).decode(errors="replace").splitlines():
                 if (_SLURM_ERROR_PATTERN.match(line) or "oom-kill" in line) and line not in seen:
                     seen.add(line)
                     yield submission.job, line

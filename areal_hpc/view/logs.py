@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.rundir.paths import RunPaths, list_restart_dirs
 from areal_hpc.rundir.rendezvous import parse_shared_job_name
 
@@ -146,17 +146,18 @@ def drop_sglang_routine_lines(lines: Sequence[tuple[LogFile, str]]) -> list[tupl
 
 
 def read_last_lines(
-    files: Sequence[LogFile], lines: int, *, has_routine: bool = True
+    files: Sequence[LogFile], lines: int, *, keep_routine: bool = True
 ) -> list[tuple[LogFile, str]]:
     """The newest lines of all files together, in the order of time.
 
-    Those of every batch and request are left out unless `has_routine`.
+    Those of every batch and request are left out unless `keep_routine`.
     """
     pieces = [
-        (file, read_tail(file.path, TAIL_BYTES_PER_FILE).decode(errors="replace")) for file in files
+        (file, read_tail_lines(file.path, TAIL_BYTES_PER_FILE).decode(errors="replace"))
+        for file in files
     ]
     merged = merge_lines_by_time(pieces)
-    return (merged if has_routine else drop_sglang_routine_lines(merged))[-lines:] if lines else []
+    return (merged if keep_routine else drop_sglang_routine_lines(merged))[-lines:] if lines else []
 
 
 class LogFollower:

@@ -113,7 +113,7 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
     rewards = [reward for ticket in shard.tickets for reward in ticket.rewards]
     return (
         shard.file,
-        "+".join(_list_kinds(shard)),
+        "+".join(_list_row_kinds(shard)),
         str(shard.rows),
         str(shard.tokens),
         str(len(shard.tickets)),
@@ -123,7 +123,7 @@ def _format_shard_cells(path: Path, shard: SealedShard) -> tuple[str, ...]:
     )
 
 
-def _list_kinds(shard: SealedShard) -> list[str]:
+def _list_row_kinds(shard: SealedShard) -> list[str]:
     """What kinds of rows a shard holds."""
     trained = [RowKind.TRAIN.label] if shard.tickets else []
     return [*trained, *dict.fromkeys(one.kind for one in shard.untrained)]

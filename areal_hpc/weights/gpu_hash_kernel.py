@@ -69,7 +69,7 @@ def _hash_tiles(
 def sum_tile_hashes(
     words: torch.Tensor,
     first_word: int,
-    all_words: int,
+    total_words: int,
     tile_words: int,
     halves: tuple[tuple[int, int, int], tuple[int, int, int]],
 ) -> tuple[int, int]:
@@ -78,7 +78,7 @@ def sum_tile_hashes(
     Args:
         words: int32, one vector on a GPU: whole tiles of a tensor, but for its last one.
         first_word: Words of the tensor before these.
-        all_words: Words of the tensor.
+        total_words: Words of the tensor.
         tile_words: Words of a tile, a multiple of 1024.
         halves: (seed, factor, turn) of the high and of the low half.
     """
@@ -90,7 +90,7 @@ def sum_tile_hashes(
         found,
         words.numel(),
         first_word,
-        all_words,
+        total_words,
         HIGH_SEED=high_seed,
         HIGH_FACTOR=high_factor,
         HIGH_TURN=high_turn,

@@ -81,15 +81,15 @@ class Publisher:
         self.pauses = [view.pause for _, view in training if view.pause is not None]
         return find_outdated_replicas(training, version)
 
-    def publish(
+    def publish_from_this_rank(
         self,
         version: WeightVersion,
         specs: Sequence[TensorSpec],
         parameters: Iterable[tuple[str, torch.Tensor]],
         replicas: Sequence[ReplicaKey],
     ) -> UpdateReport:
-        """Send `version` to `replicas`, from this rank alone; see `WeightSender.send`."""
-        return self.sender.send(version, specs, parameters, replicas)
+        """Send `version` to `replicas`, from this rank alone; see `WeightSender.update_replicas`."""
+        return self.sender.update_replicas(version, specs, parameters, replicas)
 
     def close(self) -> None:
         """Leave all replicas. They go on serving what they have."""

@@ -32,7 +32,7 @@ CONTROL_TIMEOUT_S = 30.0
 """At most, for a call that moves no weights."""
 
 
-def get_update_step_timeout_s(update_timeout_s: float) -> float:
+def get_group_step_timeout_s(update_timeout_s: float) -> float:
     """How long a group may take for one step of an update, while the other groups stand still.
 
     Longer than any single wait, so that what is reported is which wait was in vain.
@@ -49,7 +49,7 @@ def get_sender_silence_limit_s(update_timeout_s: float, senders: int = 1) -> flo
     sending one. Several senders gather together, each after its groups have joined and paused: who
     is done waits for both steps of another sender.
     """
-    step_s = get_update_step_timeout_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S
+    step_s = get_group_step_timeout_s(update_timeout_s) + 2 * FENCE_NOTICE_TIMEOUT_S
     return step_s * min(senders, 2) + update_timeout_s
 
 

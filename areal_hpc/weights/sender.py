@@ -42,7 +42,7 @@ class WeightSender:
         # The specs of all updates are the same.
         self._plan_buckets = lru_cache(maxsize=1)(plan_buckets)
 
-    def send(
+    def update_replicas(
         self,
         version: WeightVersion,
         specs: Sequence[TensorSpec],

@@ -52,9 +52,9 @@ class Bench:
 
     def pack(self) -> None:
         for bucket in self.buckets:
-            packed = self.buffers.open_bucket(bucket)
+            packed = self.buffers.open_bucket_in_older_buffer(bucket)
             for slot in bucket.slots:
-                packed.place(slot.spec.name, self.weights[slot.spec.name])
+                packed.copy_or_hold_parameter(slot.spec.name, self.weights[slot.spec.name])
         synchronize(self.device)
 
     def copy(self) -> None:
@@ -63,7 +63,9 @@ class Bench:
 
     def check(self) -> None:
         for bucket in self.buckets:
-            compute_sglang_gpu_hash(self.buffers.open_bucket(bucket).tensors_to_send[0])
+            compute_sglang_gpu_hash(
+                self.buffers.open_bucket_in_older_buffer(bucket).tensors_to_send[0]
+            )
 
     def add_up(self) -> None:
         self.source.sum().item()
@@ -77,7 +79,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=9, help="rounds that count")
     add_out(parser, "gpu_codec")
     arguments = parser.parse_args(argv)
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     device = learning.open_lone_world(arguments.device)
     sizes = TINY if arguments.tiny else learning.QWEN_HALF_BILLION
     bench = Bench(sizes, device)

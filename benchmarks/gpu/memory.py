@@ -86,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--pairs", type=int, default=3, help="steps that count, of each length")
     add_out(parser, "gpu_memory")
     arguments = parser.parse_args(argv)
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     device = learning.open_lone_world(arguments.device)
     lengths = TINY_LENGTHS if arguments.tiny else LENGTHS
     bench = Bench(TINY if arguments.tiny else QWEN3_8B_LAYERS, device, lengths[-1])

@@ -130,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--max-tokens", type=int, default=16384, help="of one micro-batch")
     add_out(parser, "gpu_trainer")
     arguments = parser.parse_args(argv)
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     device = learning.open_lone_world(arguments.device)
     sizes = TINY if arguments.tiny else learning.QWEN_HALF_BILLION
     bench = Bench(sizes, device, arguments.max_tokens)

@@ -106,7 +106,7 @@ def test_a_failed_episode_is_seen_on_other_nodes_within_seconds(
         recorded = subprocess.run(
             [python, "-c", RECORD_FAILURE, path], cwd=CHECKOUT, stdout=subprocess.PIPE, check=True
         )
-        wait_for(lambda: counter.count_new_failures().failed_tries, LAUNCH_TIMEOUT_S)
+        wait_for(lambda: counter.count_new_failed_tries().failed_tries, LAUNCH_TIMEOUT_S)
         wait_for(follower.read_new_events, LAUNCH_TIMEOUT_S)
         delays_s.append(time.time() - float(recorded.stdout))
     assert max(delays_s) <= MAX_DELAY_S, delays_s

@@ -15,7 +15,7 @@ import aiohttp
 import msgspec
 import pytest
 
-from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS, export_interactions
+from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS, build_export_rows
 from areal_hpc.proxy.sessions.events import decode_event
 from areal_hpc.proxy.sessions.store import SessionStore
 from areal_hpc.session.chat_template import ChatTemplate, TokenEncoder
@@ -196,7 +196,7 @@ def test_every_reply_that_a_client_saw_outlives_kill_9(tmp_path: Path) -> None:
         asyncio.run(end_all(agents, stage.url))
         for agent in agents:
             tree = store.sessions[agent.session_id].tree
-            expected = export_interactions(tree, ExportRequest(agent.session_id))
+            expected = build_export_rows(tree, ExportRequest(agent.session_id))
             assert export(stage, agent).interactions == expected
     add_results(
         "proxy_sessions",

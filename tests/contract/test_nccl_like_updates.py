@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.jobs.environment import WEIGHT_UPDATE_GROUP_VARIABLES
+from areal_hpc.jobs.environment import TRAINER_WEIGHT_UPDATE_VARIABLES
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.transports import process_group
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup, get_torch_group_timeout_s
@@ -63,7 +63,7 @@ CASES = [
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Torch as it comes, until a publisher asks for something else; nobody ends the process."""
-    for name in WEIGHT_UPDATE_GROUP_VARIABLES:
+    for name in TRAINER_WEIGHT_UPDATE_VARIABLES:
         monkeypatch.setenv(name, "")  # so that it is put back
         monkeypatch.delenv(name)
     nccl_like.register()
@@ -160,7 +160,11 @@ def test_the_stand_in_ends_the_process_unless_it_is_told_not_to(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Else this file would prove nothing."""
-    for variables in ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}, WEIGHT_UPDATE_GROUP_VARIABLES):
+    for variables in (
+        {},
+        {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"},
+        TRAINER_WEIGHT_UPDATE_VARIABLES,
+    ):
         with monkeypatch.context() as environment:
             for name, value in variables.items():
                 environment.setenv(name, value)
@@ -174,7 +178,7 @@ def test_the_stand_in_ends_the_process_unless_it_is_told_not_to(
         receiving.start()
         with pytest.raises(WeightSyncError, match=r"network error|did not complete"):
             sender.broadcast([torch.zeros(4)], lambda: False)
-        if variables is not WEIGHT_UPDATE_GROUP_VARIABLES:
+        if variables is not TRAINER_WEIGHT_UPDATE_VARIABLES:
             wait_for(lambda: nccl_like.ENDED, every_s=0.01)
             nccl_like.ENDED.clear()
         receiving.join()

@@ -17,7 +17,7 @@ from submitit.local.local import LocalJob
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.inference.server import sglang_server
-from areal_hpc.jobs.environment import FLIGHT_RECORDER_VARIABLES, WEIGHT_UPDATE_GROUP_VARIABLES
+from areal_hpc.jobs.environment import FLIGHT_RECORDER_VARIABLES, TRAINER_WEIGHT_UPDATE_VARIABLES
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
@@ -188,7 +188,7 @@ def test_sglangs_sources_have_what_is_replaced_and_read(path: str, text: str) ->
 C10D_HEADERS = Path(torch.__file__).parent / "include" / "torch" / "csrc" / "distributed" / "c10d"
 
 
-@pytest.mark.parametrize("name", [*WEIGHT_UPDATE_GROUP_VARIABLES, *FLIGHT_RECORDER_VARIABLES])
+@pytest.mark.parametrize("name", [*TRAINER_WEIGHT_UPDATE_VARIABLES, *FLIGHT_RECORDER_VARIABLES])
 def test_torch_reads_the_variables_of_nccl_groups(name: str) -> None:
     headers = [C10D_HEADERS / f"{stem}.hpp" for stem in ("ProcessGroupNCCL", "FlightRecorder")]
     assert any(f'"{name}"' in header.read_text() for header in headers)

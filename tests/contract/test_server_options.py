@@ -8,8 +8,8 @@ from areal_hpc.inference.server.command import NodeOptions, ServerPorts, build_r
 from areal_hpc.launch.checks.server_options import (
     OptionReport,
     ask_sglang_to_parse_options,
+    find_extra_args_problems,
     find_option_problems,
-    find_server_option_problems,
 )
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -101,5 +101,5 @@ def test_without_sglang_nothing_is_said(tmp_path: Path) -> None:
     recipe = RECIPES[0]
     inference = recipe.inference.model_copy(update={"extra_args": ("--enable-metriks",)})
     odd = recipe.model_copy(update={"inference": inference})
-    assert list(find_server_option_problems(odd, str(tmp_path / "python"))) == []
-    assert list(find_server_option_problems(recipe, "/nowhere/python")) == []
+    assert list(find_extra_args_problems(odd, str(tmp_path / "python"))) == []
+    assert list(find_extra_args_problems(recipe, "/nowhere/python")) == []

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from areal_hpc.launch.slurm_requests import build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_remaining_job_requests
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.dry_run import format_dry_run
@@ -23,7 +23,7 @@ def describe(site: str) -> str:
     where = CHECKOUT / "slurm" / "sites" / f"{site}.yaml"
     recipe = load_recipe(GOLDEN / "recipe.yaml", NARROWER.get(site, ()), where)
     paths = RunPaths(recipe.run_dir.resolve())
-    return format_dry_run(paths, build_requests_of_run(recipe, WORKING_FOLDER))
+    return format_dry_run(paths, build_remaining_job_requests(recipe, WORKING_FOLDER))
 
 
 if __name__ == "__main__":

@@ -288,9 +288,9 @@ def codec(trainee: Trainee) -> dict[str, Any]:
     different = 0
     hashes: list[bool] = []
     for bucket in buckets:
-        packed = buffers.open_bucket(bucket)
+        packed = buffers.open_bucket_in_older_buffer(bucket)
         for slot in bucket.slots:
-            packed.place(slot.spec.name, weights[slot.spec.name])
+            packed.copy_or_hold_parameter(slot.spec.name, weights[slot.spec.name])
         found = packed.tensors
         different += sum(not torch.equal(found[name], weights[name]) for name in found)
         if len(hashes) < 3:
@@ -330,7 +330,7 @@ def findings(device: torch.device) -> dict[str, Any]:
 
 
 def main() -> None:
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     device = open_lone_world(sys.argv[1])
     Path(sys.argv[2]).write_text(json.dumps(findings(device), indent=1))
     destroy_process_groups()

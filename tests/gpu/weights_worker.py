@@ -117,7 +117,9 @@ def files(device: torch.device, folder: Path) -> dict[str, Any]:
     after = list_scored_logprobs(policy, row)
     save_hf_model(policy, source, folder / "written")
     config = transformers.AutoConfig.from_pretrained(folder / "written")
-    model = transformers.AutoModelForCausalLM.from_config(config)  # see `TransformersReference`
+    model = transformers.AutoModelForCausalLM.from_config(
+        config
+    )  # see `TransformersLogprobsAndGradient`
     model.load_state_dict(load_file(folder / "written" / "model.safetensors"), strict=False)
     ids_T = torch.tensor(ids)
     with torch.no_grad():

@@ -162,7 +162,7 @@ def tear_files(paths: RunPaths) -> None:
     """Leave in every JSON-lines file what a full disk leaves, and a line joined to a fragment."""
     index = paths.shard_index_dir / "cell-0.jsonl"
     files = [paths.submissions, paths.excluded_nodes, paths.events, paths.metrics]
-    files += [paths.drops, paths.curriculum, paths.sft_metrics, index]
+    files += [paths.drops, paths.curriculum_draws, paths.sft_metrics, index]
     for path in files:
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as stream:

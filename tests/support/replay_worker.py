@@ -33,7 +33,7 @@ from areal_hpc.recipe.sections.trainer import ParallelConfig, TrainerConfig
 from areal_hpc.rundir.generations import claim_next_number, make_check_raising_if_superseded
 from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.trainer.collectives import broadcast_object, let_first_failed_rank_report
+from areal_hpc.trainer.collectives import broadcast_object, exit_quietly_unless_first_failure
 from areal_hpc.trainer.config import SftJobConfig
 from areal_hpc.trainer.learner import Learner
 from areal_hpc.trainer.loop.loop import run_loop
@@ -170,7 +170,7 @@ def be_rank(scenario: Scenario, rank: int) -> int:
     try:
         parallel = ParallelConfig.model_validate(scenario["trainer"].get("parallel", {}))
         init_process_groups_and_device(get_task_position(), parallel, "cpu", paths.rendezvous_dir)
-        with let_first_failed_rank_report():
+        with exit_quietly_unless_first_failure():
             found = act(scenario, paths)
         report.write_text(json.dumps(found))
         destroy_process_groups()
@@ -219,7 +219,7 @@ def launch(scenario: Scenario) -> list[int]:
 
 def main() -> None:
     torch.set_num_threads(1)
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     answer = partial(print, flush=True)
     answer("ready")
     for line in sys.stdin:

@@ -81,5 +81,7 @@ def build_batch(
         row
         for ticket, group in enumerate(groups)
         for episode, turns in enumerate(group)
-        for row in build_training_rows(build_tree(turns), EpisodeKey(ticket, 0, episode), rule=rule)
+        for row in build_training_rows(
+            build_tree(turns), EpisodeKey(ticket, 0, episode), settings=rule
+        )
     ]

@@ -26,7 +26,9 @@ def main() -> None:
             weights = load_file(order["weights"])
             replicas = await_outdated(publisher, version, order["at_least"])
             began = time.monotonic()
-            report = publisher.publish(version, specs_of(weights), iter(weights.items()), replicas)
+            report = publisher.publish_from_this_rank(
+                version, specs_of(weights), iter(weights.items()), replicas
+            )
             failed = {f"{key.cell}.{key.index}": str(why) for key, why in report.failed.items()}
             outcome = {
                 "version": str(version),

@@ -72,7 +72,9 @@ def publish(
 ) -> UpdateReport:
     """One update of all replicas that lack the version."""
     replicas = await_outdated(publisher, version, at_least)
-    return publisher.publish(version, specs_of(weights), iter(weights.items()), replicas)
+    return publisher.publish_from_this_rank(
+        version, specs_of(weights), iter(weights.items()), replicas
+    )
 
 
 def raise_if_failed(report: UpdateReport) -> None:

@@ -10,7 +10,7 @@ import pytest
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS, get_ticket_id_in_evaluation
 from areal_hpc.launch import run
 from areal_hpc.metrics.step_line import (
-    describe_step_time_shares,
+    describe_step_efficiency,
     estimate_remaining_s,
     format_step_line,
 )
@@ -175,7 +175,7 @@ def test_the_time_left_and_what_limits_a_step_follow_from_the_last_rows() -> Non
     ]  # fmt: skip
     assert estimate_remaining_s(rows, 13) == 40.0
     assert estimate_remaining_s([], 13) is None
-    assert list(describe_step_time_shares(rows)) == [
+    assert list(describe_step_efficiency(rows)) == [
         "a step takes 4.0 s: 65% generation, 35% training",
         "50% of the groups had equal rewards (zero variance) and taught nothing",
     ]

@@ -17,7 +17,7 @@ git --version > /dev/null
 mkdir -p home work
 tar -xf before.tar -C work
 rm before.tar"""
-_REMOVE_DIFF_SCRIPT = "rm -rf before.tar before before.git diff"
+_REMOVE_DIFF_FILES_SCRIPT = "rm -rf before.tar before before.git diff"
 _GIT = "git --git-dir=before.git -c user.name=areal-hpc -c user.email=areal-hpc@localhost"
 # One pack for all: a file for each would count towards the sandbox's limit of files.
 _GIT_ADD_ARGUMENTS = "-c core.bigFileThreshold=1 add -A"
@@ -95,7 +95,7 @@ class HarnessFolder:
 
         It is compared with a new copy: whatever lay in the sandbox, the program could write.
         """
-        await self._run_script_or_raise(_REMOVE_DIFF_SCRIPT)
+        await self._run_script_or_raise(_REMOVE_DIFF_FILES_SCRIPT)
         await self._put_source_archive()
         await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, _DIFF_VARIABLES)
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")

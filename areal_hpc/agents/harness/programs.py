@@ -89,12 +89,12 @@ check_for_update_on_startup = false
 [analytics]
 enabled = false
 """
-_NO_STATISTICS = {
+_QUIET_SETTINGS = {
     "privacy": {"usageStatisticsEnabled": False},
     "telemetry": {"enabled": False},
     "general": {"enableAutoUpdate": False},
 }
-_GEMINI_SETTINGS = {"security": {"auth": {"selectedType": "gemini-api-key"}}, **_NO_STATISTICS}
+_GEMINI_SETTINGS = {"security": {"auth": {"selectedType": "gemini-api-key"}}, **_QUIET_SETTINGS}
 _PI_MODEL = {"id": "default", "contextWindow": "$CONTEXT_TOKENS", "maxTokens": 8192}
 _PI_PROVIDER_SETTINGS = {
     **{"baseUrl": "$BASE_URL", "api": "openai-completions", "apiKey": "$API_KEY"},
@@ -231,7 +231,7 @@ HARNESSES: Mapping[str, HarnessProgram] = {
             "-p",
             "{task}",
         ),
-        files={".qwen/settings.json": _format_settings_json(_NO_STATISTICS)},
+        files={".qwen/settings.json": _format_settings_json(_QUIET_SETTINGS)},
     ),
     "opencode": HarnessProgram(
         "opencode-ai",

@@ -113,7 +113,7 @@ _NO_DATA_LOADER_REASON = "rows are read once, from the run directory"
 _LOGS_ALWAYS_WRITTEN_REASON = (
     "`metrics.jsonl` and `tensorboard/` are always written; nothing is sent anywhere"
 )
-_TRACKERS = ("wandb", "swanlab", "trackio")
+_UNSUPPORTED_TRACKERS = ("wandb", "swanlab", "trackio")
 
 RUN_RULES = (
     renamed_rule("experiment_name", "experiment_name"),
@@ -198,11 +198,11 @@ RUN_RULES = (
     *repeated_run_key_rules("stats_logger"),
     *(
         fixed_value_rule(f"stats_logger.{name}.mode", "disabled", _LOGS_ALWAYS_WRITTEN_REASON)
-        for name in _TRACKERS
+        for name in _UNSUPPORTED_TRACKERS
     ),
     *(
         unsupported_rule(f"stats_logger.{name}.*", _LOGS_ALWAYS_WRITTEN_REASON)
-        for name in _TRACKERS
+        for name in _UNSUPPORTED_TRACKERS
     ),
     ignored_rule("stats_logger.tensorboard.*", "`tensorboard/` of the run directory"),
     ignored_rule("perf_tracer.*", "`metrics.jsonl` has the time of every part of a step"),

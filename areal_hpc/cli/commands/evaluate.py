@@ -118,12 +118,12 @@ def _print_comparison_and_get_exit_code(before: EvaluationReport, report: Evalua
     from areal_hpc.view.evaluations.evaluation_report import (
         compare_reports,
         format_comparison,
-        list_left_out,
+        list_uncompared_metrics,
     )
 
     compared = compare_reports(before, report)
     print("\n" + "\n".join(format_comparison(before.name, report.name, compared)))
-    for line in list_left_out(before, report, compared):
+    for line in list_uncompared_metrics(before, report, compared):
         print(line)
     is_worse = any(one.verdict == "worse" for one in compared)
     return UNHEALTHY_EXIT_CODE if is_worse else 0

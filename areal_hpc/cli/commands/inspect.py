@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING
 from areal_hpc.cli.arguments import (
     UNHEALTHY_EXIT_CODE,
     CommandGroup,
-    parse_count,
+    parse_positive_int,
     parse_run_dir,
 )
 from areal_hpc.errors import RecipeError, ShardError, escape_controls
 from areal_hpc.rundir.paths import RunPaths
 
 if TYPE_CHECKING:
-    from areal_hpc.rundir.checkpoints import UntrainedRecord
+    from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 
 MAX_LISTED_FAULTS = 20
 """Tickets at fault, and parts of batches that were not trained on, listed without being asked."""
@@ -125,7 +125,7 @@ def _add_shards_show_command(verbs: CommandGroup) -> None:
     show.add_argument("--where", default="", metavar="EXPRESSION", help=where)
     show.add_argument("--sort", default="", metavar="FIELD", help="largest first; else as recorded")
     most = "print at most so many rows, the last ones unless sorted; default 5, all of a ticket"
-    show.add_argument("-n", "--rows", type=parse_count, metavar="COUNT", help=most)
+    show.add_argument("-n", "--rows", type=parse_positive_int, metavar="COUNT", help=most)
     show.add_argument("--tokens", action="store_true", help="one line per token")
 
 
@@ -225,7 +225,7 @@ def _show_logs(arguments: argparse.Namespace) -> int:
                 f"attempt {attempt} has no log of {' '.join(arguments.names) or 'any process'}",
                 hint=f"choose from {', '.join(known)}" if known else "the jobs have not started",
             )
-        show(read_last_lines(files, arguments.lines, has_routine=arguments.all))
+        show(read_last_lines(files, arguments.lines, keep_routine=arguments.all))
     try:
         while follower is not None:
             lines = follower.read_new_lines()
@@ -290,10 +290,10 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         counts = " and ".join(f"{count} {kind}" for kind, count in kinds)
         print(f"kept beside the tickets, never trained on: {counts} episodes")
     print(audit.summary_line)
-    return 0 if audit.is_clean else ShardError.exit_code
+    return 0 if audit.is_consistent else ShardError.exit_code
 
 
-def _describe_untrained_batch(record: UntrainedRecord) -> str:
+def _describe_untrained_batch(record: UntrainedBatchPart) -> str:
     tickets = "".join(f", ticket {ticket_id}" for ticket_id in record.tickets)
     how = f" is quarantined ({record.quarantine})" if record.quarantine else ""
     return f"untrained: batch {record.step}{tickets}{how}: {record.reason}"

@@ -86,7 +86,7 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
     from areal_hpc.launch.run import get_program_command
-    from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_any_submission_refused
+    from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_submission_refused_recently
 
     paths = parse_run_dir(path)
     if not os.access(paths.root, os.W_OK):
@@ -96,7 +96,9 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
             hint="log in as that user; status, why, logs and audit need no more than reading",
         )
     if not (
-        list_recorded_job_ids(paths) or was_any_submission_refused(paths) or find_live_jobs(paths)
+        list_recorded_job_ids(paths)
+        or was_submission_refused_recently(paths)
+        or find_live_jobs(paths)
     ):
         raise ClusterError(
             "this run has no Slurm jobs",
@@ -151,7 +153,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
     from areal_hpc.slurm.run_jobs import list_live_jobs
-    from areal_hpc.view.state.jobs import find_work_dir
+    from areal_hpc.view.state.jobs import find_job_work_dir
 
     paths = _require_own_slurm_run(arguments.run)
     if {one.job for one in read_submissions(paths.submissions)} == {EVALUATION_CELL}:
@@ -160,7 +162,7 @@ def _resume_run(arguments: argparse.Namespace) -> int:
             key=str(paths.root),
             hint="repeat the areal-hpc eval command: it plays what has no result yet",
         )
-    folder = find_work_dir(paths)
+    folder = find_job_work_dir(paths)
     if folder is not None:
         os.chdir(folder)  # agents are imported from there, and paths in the recipe begin there
     if arguments.overrides and (live := list_live_jobs(paths)):

@@ -44,10 +44,10 @@ def describe_plan(recipe: Recipe, *, on_this_machine: bool = True) -> Iterator[s
             yield f"  {title}: {described[0]}{under_slurm}"
             yield from (f"    {line}" for line in described[1:])
         if on_this_machine:
-            yield from (f"  {line}" for line in _describe_gpu_assignment(stage, recipe))
+            yield from (f"  {line}" for line in _describe_local_gpu_assignment(stage, recipe))
     if preset := list(describe_preset(recipe.model_dump(mode="json"))):
         yield from ["", *preset]
-    yield from ["", *_describe_environment(recipe), ""]
+    yield from ["", *_describe_environment_variables(recipe), ""]
     yield from [*build_gpu_memory_report(recipe), *build_host_memory_report(recipe)]
 
 
@@ -100,7 +100,7 @@ def _describe_successors(recipe: Recipe) -> str:
     return f"; {_format_count(successors, 'successor')} with areal-hpc submit" if successors else ""
 
 
-def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
+def _describe_local_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
     """Lines: how `areal-hpc run` would share this machine's GPUs out, if it shows any."""
     from areal_hpc.launch.resources.gpu_assignment import (
         assign_gpus,
@@ -118,7 +118,7 @@ def _describe_gpu_assignment(stage: JobStage, recipe: Recipe) -> Iterator[str]:
         yield f"areal-hpc run refuses on this machine: {error.problems[0].message}"
 
 
-def _describe_environment(recipe: Recipe) -> Iterator[str]:
+def _describe_environment_variables(recipe: Recipe) -> Iterator[str]:
     """Lines: variables that processes of each role get beside those of their job.
 
     Of the recipe's own only the names, as values may be secrets.

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from areal_hpc.cli.arguments import CommandGroup, parse_count
+from areal_hpc.cli.arguments import CommandGroup, parse_positive_int
 from areal_hpc.errors import RecipeError
 
 
@@ -24,7 +24,7 @@ def add_commands(commands: CommandGroup) -> None:
     tiny.add_argument("--seed", type=int, default=1, help="seed of the weights (%(default)s)")
     commands.add_command(
         "prefetch",
-        _prefetch_recipe,
+        _prefetch_files_and_install_harnesses,
         ["recipe", "overrides"],
         help="download the models, data sets and harnesses of a recipe",
         description="Put the models and data sets of a recipe into the Hugging Face cache, write "
@@ -58,7 +58,7 @@ def add_commands(commands: CommandGroup) -> None:
     help_ = "as AReaL takes them"
     migrate.add_argument("overrides", nargs="*", default=[], metavar="key=value", help=help_)
     rows = "number of training rows, to convert epochs to steps"
-    migrate.add_argument("--rows", type=parse_count, help=rows)
+    migrate.add_argument("--rows", type=parse_positive_int, help=rows)
     migrate.add_argument("--out", type=Path, help="write the recipe there instead of printing it")
 
 
@@ -103,7 +103,7 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
         ) from error
 
 
-def _prefetch_recipe(arguments: argparse.Namespace) -> int:
+def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:
     from areal_hpc.agents.harness.installation import (
         install_harness_if_outdated,
         list_recipe_harnesses,

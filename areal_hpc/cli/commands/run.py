@@ -132,7 +132,7 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
     recipe = load_recipe(arguments.recipe, arguments.overrides, arguments.site)
     paths = RunPaths(recipe.run_dir.resolve())
     if arguments.dry_run:
-        requests = slurm_requests.build_requests_of_run(recipe, Path.cwd(), arguments.after)
+        requests = slurm_requests.build_remaining_job_requests(recipe, Path.cwd(), arguments.after)
         print(format_dry_run(paths, requests), end="")
         return 0
     if arguments.write_only:

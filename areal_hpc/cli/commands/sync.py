@@ -39,7 +39,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.run import catch_stop_signals
-    from areal_hpc.view.trackers.sync import choose_tracker, run_tracker_on_new_rows
+    from areal_hpc.view.trackers.sync import choose_tracker, write_new_rows_for_tracker
 
     paths = parse_run_dir(arguments.run)
     tracker = choose_tracker(arguments.tracker, arguments.python, arguments.project)
@@ -47,7 +47,7 @@ def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
     def sync() -> bool:
         """Write a part; true if the run had been finished or cancelled before."""
         is_last = paths.finished_marker.exists() or paths.cancelled_marker.exists()
-        rows = run_tracker_on_new_rows(paths, tracker)
+        rows = write_new_rows_for_tracker(paths, tracker)
         if rows or not arguments.follow:
             print(f"{paths.tracker(tracker.name).root}: {rows} new rows", flush=True)
         return is_last

@@ -93,19 +93,19 @@ async def _check_tasks_and_count_unsound(
     rows: list[dict[str, Any]], arguments: argparse.Namespace
 ) -> int:
     """A line for each task; how many are not sound."""
-    from areal_hpc.dataset.harbor.task_check import judge_oracle_and_null_of_tasks
+    from areal_hpc.dataset.harbor.task_check import check_tasks_in_order
     from areal_hpc.sandbox.runtimes.choice import make_runtime
     from areal_hpc.sandbox.spec import SandboxSpec
 
     unsound = 0
     spec = SandboxSpec(arguments.root and arguments.root.resolve())
     runtime = make_runtime(arguments.isolation)
-    async for one in judge_oracle_and_null_of_tasks(rows, runtime, spec, max(1, arguments.at_once)):
-        unsound += not one.is_sound
+    async for one in check_tasks_in_order(rows, runtime, spec, max(1, arguments.at_once)):
+        unsound += not one.has_discriminating_tests
         oracle = "none" if one.oracle is None else f"{one.oracle.value:g}"
         note = (
             ""
-            if one.is_sound
+            if one.has_discriminating_tests
             else "  ".join(
                 reward.note for reward in (one.oracle, one.no_action_reward) if reward is not None
             )

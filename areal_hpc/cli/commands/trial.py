@@ -12,7 +12,7 @@ def add_commands(commands: CommandGroup) -> None:
     """Add this command to the command line."""
     trial = commands.add_command(
         "try",
-        _run_trial,
+        _run_trial_episodes,
         ["recipe", "overrides"],
         help="let a recipe's agent play some tasks, without a model",
         description="Play the first training tasks with the recipe's agent, through the real "
@@ -32,7 +32,7 @@ def add_commands(commands: CommandGroup) -> None:
     source.add_argument("--base-url", metavar="URL", help=server)
 
 
-def _run_trial(arguments: argparse.Namespace) -> int:
+def _run_trial_episodes(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.trial.start import run_trial
     from areal_hpc.recipe.loading import load_recipe
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from areal_hpc.dataset.harbor.container_file import read_container_file
-from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
+from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_supported_task_file
 from areal_hpc.dataset.harbor.task_folder import (
     IMAGE_FILE_NAME,
     ROOT_FILE_SYSTEM_NAMES,
@@ -37,7 +37,7 @@ def build_task_images_if_outdated(path: Path, key: str, print_line: Callable[[st
     problems = list[Problem]()
     for folder in list_task_folders(path, key):
         try:
-            task = read_task_file(folder / "task.toml")
+            task = read_supported_task_file(folder / "task.toml")
             if needs_image(folder, task) and (
                 source := _compute_source_digest_if_changed(folder, task)
             ):

@@ -56,7 +56,7 @@ def run_case_and_compare(folder: str, module: str, case: dict[str, Any]) -> bool
         except subprocess.TimeoutExpired:
             return False
         finally:
-            kill_children()
+            kill_all_descendants()
         printed.seek(0)
         try:
             told = json.loads(printed.read(MAX_PRINTED_BYTES).splitlines()[-1])
@@ -65,7 +65,7 @@ def run_case_and_compare(folder: str, module: str, case: dict[str, Any]) -> bool
     return bool(told == [case["expected"]])
 
 
-def kill_children() -> None:
+def kill_all_descendants() -> None:
     """Kill all that was started, also what left its session: orphans become this one's."""
     while True:
         below = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()

@@ -10,7 +10,7 @@ from typing import Any
 from areal_hpc.dataset.harbor.repair_task_code_samples import REPAIR_MODULES, RepairModule
 from areal_hpc.errors import RecipeError
 
-CASES_PER_TASK = 8
+MAX_CASES_PER_TASK = 8
 MAX_GENERATED_TASKS = 10_000
 _JUDGE_SCRIPT = Path(__file__).with_name("repair_judge.py")
 _WORK_DIR = "/app"
@@ -107,16 +107,14 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
     """Calls with what they should give; one at least shows the fault."""
     drawn = [module.draw_arguments(rng) for _ in range(_DRAWN_CALL_COUNT)]
     expected = [
-        exec_trusted_source_and_call_function(module.source, module.name, arguments)
-        for arguments in drawn
+        exec_result_or_error_name(module.source, module.name, arguments) for arguments in drawn
     ]
     shows = next(
         place
         for place in range(_DRAWN_CALL_COUNT)
-        if exec_trusted_source_and_call_function(faulty, module.name, drawn[place])
-        != expected[place]
+        if exec_result_or_error_name(faulty, module.name, drawn[place]) != expected[place]
     )
-    for place in dict.fromkeys([shows, *range(CASES_PER_TASK - 1)]):
+    for place in dict.fromkeys([shows, *range(MAX_CASES_PER_TASK - 1)]):
         yield {
             "function": module.name,
             "arguments": drawn[place],
@@ -124,9 +122,7 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
         }
 
 
-def exec_trusted_source_and_call_function(
-    module_source: str, function: str, arguments: list[Any]
-) -> Any:
+def exec_result_or_error_name(module_source: str, function: str, arguments: list[Any]) -> Any:
     """What a sample of `repair_task_code_samples.py` gives, as JSON keeps it; else why it fails."""
     names: dict[str, Any] = {}
     exec(module_source, names)  # our own sources, above

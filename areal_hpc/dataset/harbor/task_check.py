@@ -23,7 +23,7 @@ class TaskCheck:
     """Of doing nothing."""
 
     @property
-    def is_sound(self) -> bool:
+    def has_discriminating_tests(self) -> bool:
         """The tests tell the solution from nothing, and give a verdict on both."""
         if self.oracle is None:
             return (
@@ -34,7 +34,7 @@ class TaskCheck:
         return given and self.oracle.value > self.no_action_reward.value
 
 
-async def judge_oracle_and_null_of_tasks(
+async def check_tasks_in_order(
     rows: Sequence[dict[str, Any]], runtime: Runtime, spec: SandboxSpec, at_once: int
 ) -> AsyncIterator[TaskCheck]:
     """Check each of these rows, in their order.

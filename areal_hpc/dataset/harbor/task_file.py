@@ -167,7 +167,7 @@ class HarborTaskFile(BaseConfig):
         return schema_version
 
     @property
-    def has_network(self) -> bool:
+    def has_agent_network(self) -> bool:
         """Whether the agent's commands may reach more than the model."""
         mode = self.agent.network_mode or self.environment.network_mode
         if self.agent.network_mode is None and self.environment.allow_internet is False:
@@ -175,7 +175,7 @@ class HarborTaskFile(BaseConfig):
         return mode == "public"
 
 
-def read_task_file(path: Path) -> HarborTaskFile:
+def read_supported_task_file(path: Path) -> HarborTaskFile:
     """The task file at a path.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from areal_hpc.dataset.harbor.container_file import ContainerFile, read_container_file
-from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_task_file
+from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_supported_task_file
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_TASK_COLUMN, HarborTask
 from areal_hpc.sandbox.images.oci_image import read_image
@@ -69,7 +69,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
     Raises:
         RecipeError: It cannot be played; all problems at once.
     """
-    task, container = read_task_file(folder / "task.toml"), ContainerFile()
+    task, container = read_supported_task_file(folder / "task.toml"), ContainerFile()
     file, root = folder / "environment" / "Dockerfile", _find_root(folder)
     if file.is_file():
         container = read_container_file(file)
@@ -87,7 +87,7 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
     described = HarborTask(
         folder=str(folder),
         root=root,
-        has_network=task.has_network,
+        has_network=task.has_agent_network,
         work_dir=work_dir,
         variables=variables | environment.env,
         copies=tuple((f"environment/{source}", place) for source, place in copies),

@@ -26,7 +26,7 @@ from areal_hpc.inference.server.shared_memory import (
     remove_unused_files,
 )
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import responds_with_200
 
@@ -193,7 +193,7 @@ class SGLangServer:
 
     def read_log_tail(self, lines: int = 25) -> str:
         """The last lines of its log."""
-        text = read_tail(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
+        text = read_tail_lines(self.log_path, _LOG_TAIL_BYTES).decode(errors="replace")
         return "\n".join(text.splitlines()[-lines:])
 
     def request_stop(self) -> None:

@@ -15,7 +15,7 @@ from pathlib import Path
 SHARED_MEMORY_DIR = Path("/dev/shm")
 _SGLANG_PREFIXES = ("sglang_loads_", "sgl_shm_", "multi_tokenizer_args_")
 """Names that nothing but SGLang gives."""
-_SERVER_PREFIXES = (*_SGLANG_PREFIXES, "psm_", "torch_", "nccl-")
+_POSSIBLE_SERVER_PREFIXES = (*_SGLANG_PREFIXES, "psm_", "torch_", "nccl-")
 """A server has these, and other programs have such, too: they go with the server that used them."""
 _MIN_AGE_S = 30.0
 """A file so young may be between its creation by one process and its opening by another."""
@@ -64,7 +64,7 @@ def remove_files_of_dead_servers() -> list[Path]:
 def list_files_of_live_server_session(session: int) -> set[Path]:
     """Files of a server's own kinds that the living processes of its session use."""
     files = list_shared_memory_files_in_use(_list_user_pids(of_session=session))
-    return {path for path in files if path.name.startswith(_SERVER_PREFIXES)}
+    return {path for path in files if path.name.startswith(_POSSIBLE_SERVER_PREFIXES)}
 
 
 def _list_user_pids(

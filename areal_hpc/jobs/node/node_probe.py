@@ -49,7 +49,7 @@ def probe_node(
     findings = [
         *_find_free_space_problems(job_dir, least_free_bytes, is_shared=True),
         *_find_free_space_problems(local_dir, least_free_bytes, is_shared=False),
-        *_find_clock_problems_by_storage(job_dir),
+        *_find_storage_and_clock_problems(job_dir),
         *(_find_first_node_reachability_problems(first_address) if first_address else ()),
     ]
     asked = list(parse_visible_device_ids(environ) or ())
@@ -120,7 +120,7 @@ def _find_free_space_problems(
     return [NodeProblem(reason, is_fault_of_node=not is_shared)]
 
 
-def _find_clock_problems_by_storage(folder: Path) -> list[NodeProblem]:
+def _find_storage_and_clock_problems(folder: Path) -> list[NodeProblem]:
     """Compare this node's clock with the shared storage's, which may take long to answer."""
     try:
         before = time.time()

@@ -126,12 +126,12 @@ def _fork_at_requests(channel: socket.socket) -> bool:
     return False
 
 
-def _set_up_forked_process(command: Sequence[str], channel: socket.socket, server: int) -> None:
+def _set_up_forked_process(command: Sequence[str], channel: socket.socket, server_pid: int) -> None:
     """Make of a forked process what the supervisor would have started with `exec`."""
     os.setsid()
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_DFL)
-    os.environ[PARENT_VARIABLE] = str(server)
+    os.environ[PARENT_VARIABLE] = str(server_pid)
     sys.argv = list(command[2:])
     set_process_title(command)
     channel.send(msgspec.json.encode(ForkReply(os.getpid())))

@@ -21,7 +21,7 @@ from areal_hpc.jobs.processes.fork_server import (
 )
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN
 from areal_hpc.rundir.jobs import ProcessSpec
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.rundir.paths import get_process_error_path
 
 _MAX_REPLY_BYTES = 4096
@@ -229,7 +229,7 @@ class ManagedProcess:
         left = get_process_error_path(self.config_path)
         if left.exists():
             return left.read_text()
-        tail = read_tail(self.log_path, _LOG_TAIL_BYTES)
+        tail = read_tail_lines(self.log_path, _LOG_TAIL_BYTES)
         return "\n".join(tail.decode(errors="replace").splitlines()[-12:])
 
     def kill_fork_server(self) -> None:

@@ -103,7 +103,7 @@ def _call_entry_or_exit_with_its_code(
         module, _, function = entry.partition(":")
         getattr(importlib.import_module(module), function)(config)
     except Exception as caught:  # boundary: whatever is not ours to explain is raised again
-        error = find_explained_error(caught)
+        error = select_error_to_report(caught)
         if error is None:
             raise
         # The traceback of a collective that another rank broke would be taken for the cause, and an
@@ -113,7 +113,7 @@ def _call_entry_or_exit_with_its_code(
         sys.exit(_get_exit_code(error))
 
 
-def find_explained_error(caught: BaseException) -> ArealError | ValidationError | None:
+def select_error_to_report(caught: BaseException) -> ArealError | ValidationError | None:
     """The error that explains itself, or the one that decides in a group of nothing but such.
 
     Task groups wrap even a single failure, and several tasks may fail at once. The first of those
@@ -123,12 +123,12 @@ def find_explained_error(caught: BaseException) -> ArealError | ValidationError 
         return caught
     if not isinstance(caught, BaseExceptionGroup):
         return None
-    explained = [find_explained_error(one) for one in caught.exceptions]
+    explained = [select_error_to_report(one) for one in caught.exceptions]
     errors = [one for one in explained if one is not None]
-    return max(errors, key=_weigh_error) if len(errors) == len(explained) else None
+    return max(errors, key=_get_error_precedence) if len(errors) == len(explained) else None
 
 
-def _weigh_error(error: ArealError | ValidationError) -> int:
+def _get_error_precedence(error: ArealError | ValidationError) -> int:
     """Who was superseded leaves; what no start mends outweighs the rest; a lost peer is an echo."""
     code = _get_exit_code(error)
     if code == SupersededTrainerError.exit_code:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, build_tiny_config
+from areal_hpc.launch.tiny_model import TINY_MODEL_CONTEXT_TOKENS, build_tiny_architecture_config
 from areal_hpc.proxy.engine.model_call import require_max_position_embeddings
 from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.recipe import ModelConfig, Recipe
@@ -26,7 +26,9 @@ def find_model_problems(recipe: Recipe) -> Iterator[Problem]:
     """Problems of the recipe's model, where it lies now."""
     model = recipe.model
     if model.tiny is not None:
-        yield from _find_parallel_size_problems(build_tiny_config(model.tiny), "model.tiny", recipe)
+        yield from _find_parallel_size_problems(
+            build_tiny_architecture_config(model.tiny), "model.tiny", recipe
+        )
         most = recipe.inference.context_length or TINY_MODEL_CONTEXT_TOKENS
         yield from _find_reply_limit_problems(recipe, most)
     if model.path is not None:
@@ -180,7 +182,7 @@ def find_architecture_and_remark(model: ModelConfig) -> tuple[Architecture, str]
         RecipeError: Its configuration is not here, and it is none of the well-known models.
     """
     if model.tiny is not None:
-        return parse_architecture(build_tiny_config(model.tiny), "model.tiny"), ""
+        return parse_architecture(build_tiny_architecture_config(model.tiny), "model.tiny"), ""
     if model.hub is None:
         assert model.path is not None
         return read_architecture(model.path), ""

@@ -55,7 +55,7 @@ def ask_sglang_to_parse_options(python: str, lines: Sequence[Sequence[str]]) -> 
         return None
 
 
-def find_server_option_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
+def find_extra_args_problems(recipe: Recipe, python: str) -> Iterator[Problem]:
     """Problems of the recipe's further options for SGLang; takes seconds if there are any."""
     arguments = recipe.inference.extra_args
     if not arguments:

@@ -15,7 +15,7 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 USER_CODE_TIMEOUT_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
-AGENT_WORKER = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
+AGENT_WORKER_PATH = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
 """The program that runs agents of `rollout.agent.python`."""
 
 _LOAD_USER_CODE_SCRIPT = """
@@ -28,9 +28,9 @@ sys.path[:0] = request["sys_path"]
 environ = dict(os.environ)
 try:
     if request["mode"] == "subproc":
-        from areal_hpc.rollout.execution.subprocess_agent import select_agent_variables
+        from areal_hpc.rollout.execution.subprocess_agent import select_driver_python_variables
         os.environ.clear()
-        os.environ.update(select_agent_variables(environ, request["variables"]))
+        os.environ.update(select_driver_python_variables(environ, request["variables"]))
     for dotted, kwargs in request["agents"]:
         load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
     os.environ.update(environ)
@@ -106,7 +106,7 @@ def _build_agent_in_other_python(
     names = {"workflow": workflow, "kwargs": dict(kwargs), "sys_path": [*sys_path]}
     try:
         told = subprocess.run(
-            [python, str(AGENT_WORKER)],
+            [python, str(AGENT_WORKER_PATH)],
             input=json.dumps({"do": "build", **names}),
             capture_output=True,
             text=True,

@@ -10,7 +10,7 @@ from areal_hpc.launch.doctor.partition_checks import (
     get_options_by_sample_job,
     judge_preemption,
     parse_slurm_time_as_minutes,
-    parse_time_span_s,
+    parse_slurm_time_as_seconds,
     read_partition,
 )
 from areal_hpc.launch.doctor.subject import DoctorSubject
@@ -85,7 +85,7 @@ def check_preemption_of_qos_jobs(doctor_subject: DoctorSubject) -> Iterator[Chec
                 mode = settings.get("PreemptMode", "OFF")
             facts = {
                 "PreemptMode": mode,
-                "GraceTime": str(parse_time_span_s(row["gracetime"]) or 0),
+                "GraceTime": str(parse_slurm_time_as_seconds(row["gracetime"]) or 0),
             }
             yield judge_preemption(f"QOS {row['name']}", facts)
 

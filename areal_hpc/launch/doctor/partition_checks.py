@@ -50,7 +50,7 @@ def check_partitions(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
             continue
         yield _judge_partition(name, facts, time_limit_minutes)
         yield judge_preemption(name, facts)
-        yield judge_resubmission(
+        yield judge_submission_from_jobs(
             *(name, facts), is_requeued=slurm.requeue, successors=slurm.successors
         )
 
@@ -78,16 +78,16 @@ def _judge_partition(
     )
 
 
-def judge_preemption(partition_name: str, partition_facts: Mapping[str, str]) -> CheckResult:
+def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str]) -> CheckResult:
     """What happens to a job of the partition that a job of higher priority displaces.
 
-    `partition_facts` are those of `scontrol show partition`.
+    `preemption_facts` are those of `scontrol show partition`.
     """
     what, mode = (
-        f"preemption {partition_name}",
-        partition_facts.get("PreemptMode", "OFF").split(",")[0],
+        f"preemption {partition_or_qos}",
+        preemption_facts.get("PreemptMode", "OFF").split(",")[0],
     )
-    grace = partition_facts.get("GraceTime", "0")
+    grace = preemption_facts.get("GraceTime", "0")
     grace_s = int(grace) if grace.isdigit() else 0
     if mode in ("OFF", "DISABLED"):
         return ok(what, "jobs there are not preempted")
@@ -108,7 +108,7 @@ def judge_preemption(partition_name: str, partition_facts: Mapping[str, str]) ->
     )
 
 
-def judge_resubmission(
+def judge_submission_from_jobs(
     partition_name: str, partition_facts: Mapping[str, str], *, is_requeued: bool, successors: int
 ) -> CheckResult:
     """Whether jobs of the partition may submit jobs, and what else brings them back. Pure."""
@@ -161,11 +161,11 @@ def judge_requeue(*, is_requested: bool, default: str, successors: int) -> Check
 
 def parse_slurm_time_as_minutes(text: str) -> int | None:
     """Whole minutes of `days-hours:minutes:seconds`; None for UNLIMITED."""
-    seconds = parse_time_span_s(text)
+    seconds = parse_slurm_time_as_seconds(text)
     return None if seconds is None else seconds // 60
 
 
-def parse_time_span_s(text: str) -> int | None:
+def parse_slurm_time_as_seconds(text: str) -> int | None:
     """Seconds of `days-hours:minutes:seconds`; None for UNLIMITED."""
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
     if not found:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
 
-PACKAGES_BY_ROLE = {
+REQUIRED_PACKAGES_BY_ROLE = {
     "serve": ("sglang",),
     "train": ("areal-hpc", "torch", "megatron-core"),
     "agents": ("areal-hpc", "openai"),
@@ -41,7 +41,7 @@ def _check_interpreter(role: str, python: str) -> CheckResult:
         return fail(name, f"there is no interpreter at {python}", hint)
     try:
         asked = subprocess.run(
-            [python, "-c", _VERSIONS_SCRIPT, *PACKAGES_BY_ROLE[role]],
+            [python, "-c", _VERSIONS_SCRIPT, *REQUIRED_PACKAGES_BY_ROLE[role]],
             capture_output=True,
             text=True,
             timeout=INTERPRETER_TIMEOUT_S,
@@ -55,7 +55,7 @@ def _check_interpreter(role: str, python: str) -> CheckResult:
         hint = f"fix it, or set {key} to another interpreter"
         return fail(name, f"{python} does not start: {last}", hint)
     found = json.loads(asked.stdout)
-    missing = [package for package in PACKAGES_BY_ROLE[role] if not found[package]]
+    missing = [package for package in REQUIRED_PACKAGES_BY_ROLE[role] if not found[package]]
     if missing:
         hint = f"install them there, or set {key} to another interpreter"
         return fail(name, f"{python} lacks {', '.join(missing)}", hint)

@@ -10,7 +10,7 @@ from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import get_options_by_sample_job
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
-from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_job_of_cells_on_training_tasks
+from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit import render_script
 
@@ -51,7 +51,7 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
     """Would Slurm take the jobs? Asked with sbatch --test-only, which submits nothing."""
     asked: dict[str, tuple[str, ...]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for job, text in _render_scripts(doctor_subject).items():
+        for job, text in _render_sample_scripts(doctor_subject).items():
             path = Path(folder) / f"{job}.sbatch"
             path.write_text(text)
             asked[job] = (str(path),)
@@ -74,13 +74,13 @@ def check_sbatch_accepts(doctor_subject: DoctorSubject) -> Iterator[CheckResult]
                 yield ok(f"job {job}", "sbatch accepts the job (--test-only)")
 
 
-def _render_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
+def _render_sample_scripts(doctor_subject: DoctorSubject) -> dict[str, str]:
     """The script of one job of each kind; none without a recipe."""
     scripts: dict[str, str] = {}
     for request in doctor_subject.job_requests:
         # Of jobs that wait for others Slurm has no numbers yet; cells are alike.
-        is_first_cell = is_job_of_cells_on_training_tasks(request.job) and not any(
-            map(is_job_of_cells_on_training_tasks, scripts)
+        is_first_cell = is_training_cell_job(request.job) and not any(
+            map(is_training_cell_job, scripts)
         )
         if is_first_cell or request.job in ("sft", "trainer", EVALUATION_CELL):
             lines = render_script(request).splitlines(keepends=True)

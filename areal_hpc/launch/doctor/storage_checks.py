@@ -80,10 +80,10 @@ def check_nodes_see_file_root(doctor_subject: DoctorSubject) -> Iterator[CheckRe
             fileroot, doctor_subject.slurm.get_options_of_job("trainer"), doctor_subject.print_line
         )
     elif (doctor_subject.involves_slurm or is_answering) and fileroot.exists():
-        yield _check_file_system(fileroot)
+        yield _report_file_system_type(fileroot)
 
 
-def _check_file_system(fileroot: Path) -> CheckResult:
+def _report_file_system_type(fileroot: Path) -> CheckResult:
     """Kind of the file system. Only another node can tell whether it is shared."""
     asked = subprocess.run(
         ["stat", "--file-system", "--format=%T", str(fileroot)],

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.launch.doctor.gpu.examination import GpuExamination
-from areal_hpc.launch.slurm_requests import build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_remaining_job_requests
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.cluster import SlurmConfig
 from areal_hpc.slurm.batch_script.script import JobRequest
@@ -64,7 +64,9 @@ class DoctorSubject:
         Raises:
             RecipeError: They do not fit the nodes, or their time limits are too short.
         """
-        return build_requests_of_run(self.recipe, Path.cwd()) if self.recipe is not None else []
+        return (
+            build_remaining_job_requests(self.recipe, Path.cwd()) if self.recipe is not None else []
+        )
 
 
 def parse_scontrol_config(scontrol_output: str) -> dict[str, str]:

@@ -6,7 +6,7 @@ from msgspec.structs import replace
 
 from areal_hpc.evaluation.ticket_numbers import STEP_OF_LOADED_WEIGHTS
 from areal_hpc.launch.plan import (
-    MAX_SERVICE_RESTARTS,
+    MAX_CONSECUTIVE_SERVICE_RESTARTS,
     JobStage,
     PlanInputs,
     build_cell_job,
@@ -58,7 +58,7 @@ def plan_evaluation(
             one.name: min(one.tasks, plan_inputs.tasks_by_evaluation_set[one.name]) for one in sets
         },
         total_steps=1,
-    ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_SERVICE_RESTARTS)
+    ).build_process_spec(LEDGER_SERVICE, tasks="first", restarts=MAX_CONSECUTIVE_SERVICE_RESTARTS)
     cell = plan_cell_processes(
         recipe, paths, plan_inputs, EVALUATION_CELL, ("valid",), LOADED_VERSION
     )

@@ -107,7 +107,7 @@ def _find_target_in_run(
     recorded = load_recipe(run.recipe)
     version = choose_version(run, step)
     places = [
-        f"cluster.fileroot={json.dumps(str(run.separate_evaluations_dir))}",
+        f"cluster.fileroot={json.dumps(str(run.eval_command_runs_dir))}",
         f"trial_name={recorded.trial_name}-{version}",
     ]
     sited = []

@@ -35,7 +35,7 @@ from areal_hpc.slurm.allocation import Allocation
 from areal_hpc.slurm.batch_script.container import build_container_command
 from areal_hpc.slurm.step_placement import StepPlacement, place_steps
 from areal_hpc.slurm.steps import SrunStepJob, build_step_command
-from areal_hpc.slurm.submit import RunningJobHandle, write_launch_and_clear_old_exits
+from areal_hpc.slurm.submit import RunningJobHandle, reset_job_and_write_launch
 
 HEARTBEATS_PER_END_CHECK = 3
 """Heartbeats between two questions to Slurm about the allocation's end."""
@@ -157,7 +157,7 @@ def _build_step_command(
         recipe.cluster.slurm.container,
         spec.role,
         pythons[spec.role],
-        places=(paths.root, *((recipe.model.path.resolve(),) if recipe.model.path else ())),
+        mounted_paths=(paths.root, *((recipe.model.path.resolve(),) if recipe.model.path else ())),
         working_folder=Path.cwd(),
         with_gpus=bool(step.gpus_per_node),
     )
@@ -254,7 +254,7 @@ class HeldAllocation:
             gpus=None if placement.gpus_per_node else [[]] * placement.tasks,
             variables=build_role_variables(self._recipe, network.build_environment_variables()),
         )
-        write_launch_and_clear_old_exits(launch)
+        reset_job_and_write_launch(launch)
         command = _build_step_command(
             spec, placement, step_name, job_id, self._recipe, paths, self._prepared_run.pythons
         )

@@ -106,7 +106,7 @@ def _describe_shortage(
     )
 
 
-def _suggest_fitting_shape(recipe: Recipe, visible_gpus: int, *, with_cells: bool) -> str:
+def _suggest_fitting_shape(recipe: Recipe, num_visible_gpus: int, *, with_cells: bool) -> str:
     """The setting nearest to the recipe's that fits: as many GPUs as can be, by few changes."""
     parallel, inference = recipe.trainer.parallel, recipe.inference
     elsewhere = "or use several nodes with areal-hpc submit"
@@ -134,11 +134,11 @@ def _suggest_fitting_shape(recipe: Recipe, visible_gpus: int, *, with_cells: boo
             if is_needed
         ]
         used = dp * per_copy + serving
-        if used <= visible_gpus and (used, -len(changes)) > best[:2]:
+        if used <= num_visible_gpus and (used, -len(changes)) > best[:2]:
             best = (used, -len(changes), changes)
     if best[2]:
         return f"{' '.join(best[2])} takes {best[0]} GPUs, {elsewhere}"
-    return f"lower these keys to {visible_gpus} in all, {elsewhere}"
+    return f"lower these keys to {num_visible_gpus} in all, {elsewhere}"
 
 
 def _list_data_parallel_sizes(recipe: Recipe) -> list[int]:

@@ -56,7 +56,7 @@ class ProcessMemory:
     """Bytes that are held when a micro-batch, or the KV cache, is as full as the recipe allows."""
 
     @property
-    def total(self) -> int:
+    def bytes_per_process(self) -> int:
         """Bytes of one process."""
         return (
             BASE_BYTES[self.process]
@@ -86,7 +86,7 @@ def estimate_host_memory(
     )
 
 
-def get_requested_memory_bytes_by_job(recipe: Recipe) -> dict[str, int]:
+def get_node_bytes_by_job(recipe: Recipe) -> dict[str, int]:
     """Memory that Slurm gives each node of a job (`trainer`, `cell`), where the recipe says so."""
     slurm = recipe.cluster.slurm
     asked = {
@@ -107,7 +107,7 @@ def parse_slurm_memory_bytes(text: str) -> int:
 
 
 def find_host_memory_problems(
-    recipe: Recipe, node_bytes: Mapping[str, int], ranks_per_node: int | None = None
+    recipe: Recipe, node_bytes_by_job: Mapping[str, int], ranks_per_node: int | None = None
 ) -> list[Problem]:
     """What the recipe's sizes alone put on a node that has less memory, job by job.
 
@@ -120,20 +120,18 @@ def find_host_memory_problems(
     return [
         Problem(
             f"the {job} job needs {held / GIB:.1f} GiB of host memory a node "
-            f"({_format_held_memory(own)}), a node has {node_bytes[job] / GIB:.1f} GiB",
-            f"cluster.slurm.jobs.{job}.mem"
-            if job in get_requested_memory_bytes_by_job(recipe)
-            else "trainer",
+            f"({_format_held_memory(own)}), a node has {node_bytes_by_job[job] / GIB:.1f} GiB",
+            f"cluster.slurm.jobs.{job}.mem" if job in get_node_bytes_by_job(recipe) else "trainer",
             _suggest_memory_change(recipe, job),
         )
         for job, own in _group_by_job(processes)
-        if job in node_bytes
+        if job in node_bytes_by_job
         and (
             held := sum(
                 sum(one.fixed_bytes_by_use.values()) * one.processes_per_node for one in own
             )
         )
-        > node_bytes[job]
+        > node_bytes_by_job[job]
     ]
 
 
@@ -151,7 +149,7 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
         processes = estimate_host_memory(recipe)
     except RecipeError:  # the report of GPU memory says so
         return
-    node_bytes = get_requested_memory_bytes_by_job(recipe)
+    node_bytes = get_node_bytes_by_job(recipe)
     yield ""
     yield "host memory in GiB, estimated"
     for job, own in _group_by_job(processes):
@@ -161,10 +159,10 @@ def build_host_memory_report(recipe: Recipe) -> Iterator[str]:
                 for name, size in (one.fixed_bytes_by_use | one.peak_extra_bytes_by_use).items()
             )
             count = f"{one.processes_per_node} x " if one.processes_per_node > 1 else ""
-            yield f"  {job:<8} {one.process:<10} {count:>5}{one.total / GIB:8.2f}" + (
+            yield f"  {job:<8} {one.process:<10} {count:>5}{one.bytes_per_process / GIB:8.2f}" + (
                 f"  ({parts})" if parts else ""
             )
-        total = sum(one.total * one.processes_per_node for one in own)
+        total = sum(one.bytes_per_process * one.processes_per_node for one in own)
         of = f" of {node_bytes[job] / GIB:.1f}" if job in node_bytes else ""
         yield f"  {job:<8} {'a node':<10} {'':>5}{total / GIB:8.2f}{of}"
         if total > node_bytes.get(job, total):

@@ -152,7 +152,7 @@ def count_weight_update_groups(recipe: Recipe) -> int:
 
 
 def _format_trainer_lines(
-    memory: TrainerMemory, parallel: ParallelConfig, arch: Architecture, network_name: str
+    memory: TrainerMemory, parallel: ParallelConfig, arch: Architecture, gpu_size_text: str
 ) -> Iterator[str]:
     sizes = " ".join(f"{name}={getattr(parallel, name)}" for name in PARALLEL_NAMES)
     stage = f"highest use on pipeline stage {memory.stage}"
@@ -171,10 +171,12 @@ def _format_trainer_lines(
             f"frozen network takes {memory.scoring / GIB:.2f}"
         )
     yield f"    {'reserve':<13} {RESERVE_BYTES / GIB:8.2f}"
-    yield f"    {'total':<13} {memory.total / GIB:8.2f}{network_name}"
+    yield f"    {'total':<13} {memory.total / GIB:8.2f}{gpu_size_text}"
 
 
-def _format_serving_lines(memory: ServingMemory, recipe: Recipe, model_name: str) -> Iterator[str]:
+def _format_serving_lines(
+    memory: ServingMemory, recipe: Recipe, gpu_size_text: str
+) -> Iterator[str]:
     config = recipe.inference
     cells = config.cells + recipe.evaluation.separate_cell
     replicas = cells * config.replicas_per_cell
@@ -185,4 +187,4 @@ def _format_serving_lines(memory: ServingMemory, recipe: Recipe, model_name: str
         return
     cache = memory.total - memory.weights
     yield f"    {'KV cache':<13} {cache / GIB:8.2f} ({memory.kv_tokens:,} tokens)"
-    yield f"    {'total':<13} {memory.total / GIB:8.2f}{model_name}"
+    yield f"    {'total':<13} {memory.total / GIB:8.2f}{gpu_size_text}"

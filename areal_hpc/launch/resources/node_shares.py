@@ -33,7 +33,7 @@ CPUS_PER_CELL_NODE = 4
 """Proxy, control proxy, driver, and one for the agents."""
 HOST_BYTES_PER_GPU_PROCESS = 8 * GIB
 """A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
-HOST_BYTES_PER_NODE_WITHOUT_GPU_USERS = 8 * GIB
+HOST_BYTES_FOR_CPU_PROCESSES = 8 * GIB
 """Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
 _FLAGS_THAT_SET_CPUS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
 _FLAGS_THAT_SET_MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
@@ -88,7 +88,7 @@ def _derive_cpu_and_memory_options(
         tasks_per_node = compute_resources(job, options).tasks_per_node
         size = (
             tasks_per_node * job.gpus_per_task * HOST_BYTES_PER_GPU_PROCESS
-            + HOST_BYTES_PER_NODE_WITHOUT_GPU_USERS
+            + HOST_BYTES_FOR_CPU_PROCESSES
         )
         if not job.is_task_a_node:
             size += _estimate_trainer_host_bytes_per_node(recipe, tasks_per_node, kind)

@@ -58,7 +58,7 @@ async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell
     key = ensure_service_key(paths.service_key)
     proxy = ServiceClient(paths.rendezvous_dir, format_proxy_name(job.cell), key)
     http_client: Any = make_http_client(job.rollout.episode_timeout_s)
-    tasks = TaskSet.read(paths.dataset("train"))
+    tasks = TaskSet.read_or_empty(paths.dataset("train"))
     sandboxes = None
     if not isinstance(agent, SubprocessAgent):
         sandboxes = make_agent_sandboxes(job.rollout.agent, warm=0)

@@ -113,7 +113,9 @@ def _format_rows(session: Session) -> Iterator[str]:
         )
     # A stand-in leaves no token out: what a run would record is taken as recorded.
     is_recorded = session.request.records_sampling_mask
-    for reasons, tokens in count_untrainable_tokens(rows, is_recorded=is_recorded).items():
+    for reasons, tokens in count_untrainable_tokens(
+        rows, assumes_sampling_mask=is_recorded
+    ).items():
         yield _format_labeled_line(
             "", f"{tokens} tokens of replies leave the loss: they were sampled with {reasons}"
         )

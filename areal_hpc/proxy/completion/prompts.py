@@ -12,14 +12,14 @@ import msgspec
 from areal_hpc.errors import ChatTemplateError, PromptTooLongError, ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
     bound_top_k_if_mask_is_recorded,
-    replace_greedy_temperature_by_zero,
+    zero_tiny_temperature,
 )
 from areal_hpc.proxy.engine.episode_limits import (
     refuse_call_beyond_limits,
-    reserve_reply_tokens,
+    reserve_reply_tokens_per_choice,
 )
 from areal_hpc.proxy.engine.generation import ReplicaAnswer, SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
+from areal_hpc.proxy.engine.grammar_limits import refuse_costly_sampling
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
@@ -36,9 +36,9 @@ from areal_hpc.session.tree import (
     pack_ids,
 )
 
-MAX_CHARS_PER_TOKEN = 32
+MAX_MEAN_CHARS_PER_TOKEN = 32
 """On average over a text longer than a context: of real text it is 3 to 6, and each costs time."""
-MAX_RECORDED_SAMPLING_BYTES = 1000
+MAX_UNHASHED_SAMPLING_BYTES = 1000
 """A grammar of tools comes with every call, and can be as long as their schemas."""
 
 
@@ -60,7 +60,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Unix time."""
     tools_to_parse_calls_of: Sequence[dict[str, Any]] | None
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
-    reasons_first: bool
+    reasons_before_grammar: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
     ignored_params_and_dropped_tools: Sequence[str]
     prefill: str
@@ -79,7 +79,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             self.prompt_ids_json_inside,
             self._get_choice_sampling(choice_index),
             self.top_logprobs,
-            self.reasons_first,
+            self.reasons_before_grammar,
             self.records_sampling_mask,
         )
 
@@ -125,7 +125,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
 def encode_recorded_sampling(sampling: SamplingParams) -> bytes:
     """Sampling parameters as they are recorded: JSON, a long grammar by its hash."""
     encoded = msgspec.json.encode(sampling)
-    if len(encoded) <= MAX_RECORDED_SAMPLING_BYTES:
+    if len(encoded) <= MAX_UNHASHED_SAMPLING_BYTES:
         return encoded
     for name in sampling.active_grammar_names:
         digest = hashlib.blake2b(getattr(sampling, name).encode(), digest_size=8).hexdigest()
@@ -167,7 +167,7 @@ class PromptBuilder:
         if turn.differing_field is not None:
             self._metrics.rewritten_histories.labels(turn.differing_field).inc()
         sampling = self._fit_reply_limit(session, call, prompt_tokens)
-        sampling = replace_greedy_temperature_by_zero(sampling)
+        sampling = zero_tiny_temperature(sampling)
         number, session.calls = session.calls, session.calls + 1
         if sampling.sampling_seed is None:
             # One that differs between calls, episodes and tickets, and repeats with the run's seed.
@@ -175,12 +175,12 @@ class PromptBuilder:
             text = f"{asked.seed}/{asked.task_id}/{asked.episode}/{number}"
             seed = int.from_bytes(hashlib.blake2b(text.encode(), digest_size=4).digest())
             sampling = msgspec.structs.replace(sampling, sampling_seed=seed & 0x3FFFFFFF)
-        sampling, reasons_first = await self._add_tool_choice_grammar(call, turn, sampling)
-        refuse_costly_grammars_and_stops(sampling)
+        sampling, reasons_first = await self._prepare_sampling_for_parsers(call, turn, sampling)
+        refuse_costly_sampling(sampling)
         sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
             sampling, session.request, self._model.encoder.vocab_size
         )
-        sampling, reserved_tokens = await reserve_reply_tokens(
+        sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
             session, sampling, call.n, give_up_at
         )
         new_ids_json_inside = format_ids_as_json_inside(new_ids)
@@ -201,7 +201,7 @@ class PromptBuilder:
             tools_to_parse_calls_of=[*(call.tools or ())]
             if self._model.must_parse_reply(call)
             else None,
-            reasons_first=reasons_first,
+            reasons_before_grammar=reasons_first,
             ignored_params_and_dropped_tools=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",
             records_sampling_mask=records_sampling_mask,
@@ -209,7 +209,7 @@ class PromptBuilder:
             is_retrievable=call.is_retrievable,
         )
 
-    async def _add_tool_choice_grammar(
+    async def _prepare_sampling_for_parsers(
         self, call: ModelCall, turn: OpenTurn, sampling: SamplingParams
     ) -> tuple[SamplingParams, bool]:
         """Add the grammar of the tool choice; also whether the model reasons before a grammar."""
@@ -278,7 +278,7 @@ class PromptBuilder:
         Raises:
             PromptTooLongError: Its length alone tells that no context holds it.
         """
-        least_tokens = len(text) // MAX_CHARS_PER_TOKEN
+        least_tokens = len(text) // MAX_MEAN_CHARS_PER_TOKEN
         if least_tokens > self._model.context_tokens:
             raise PromptTooLongError(least_tokens, self._model.context_tokens, key)
         encoder = self._model.encoder

@@ -12,10 +12,10 @@ from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
-_SGLANG_DEFAULTS = {"top_p": 1.0, "top_k": -1}
+_SGLANG_TRUNCATION_DEFAULTS = {"top_p": 1.0, "top_k": -1}
 
 
-def enforce_run_sampling_and_note_ignored(
+def enforce_sampling_and_note_ignored(
     call: ModelCall, session: StartSessionRequest, unknown_params: Sequence[str]
 ) -> ModelCall:
     """The call with the run's sampling parameters, if its session is bound to them.
@@ -23,12 +23,12 @@ def enforce_run_sampling_and_note_ignored(
     Those of the request that are replaced are named as without effect, and so are
     `unknown_params`.
     """
-    sampling, replaced = enforce_run_sampling(call.sampling, session)
+    sampling, replaced = apply_enforced_sampling(call.sampling, session)
     ignored = [*call.ignored, *unknown_params, *replaced]
     return msgspec.structs.replace(call, sampling=sampling, ignored=ignored)
 
 
-def enforce_run_sampling(
+def apply_enforced_sampling(
     sampling: SamplingParams, session: StartSessionRequest
 ) -> tuple[SamplingParams, list[str]]:
     """The run's sampling parameters, if the session is bound to them, and whose they replaced."""
@@ -37,11 +37,11 @@ def enforce_run_sampling(
     return (msgspec.structs.replace(sampling, **ours) if replaced else sampling), replaced
 
 
-def enforce_run_sampling_on_record(call: Interaction, session: StartSessionRequest) -> Interaction:
+def correct_recorded_sampling(call: Interaction, session: StartSessionRequest) -> Interaction:
     """A call as it was sampled, which its client recorded with the parameters that it asked for."""
     ours = _get_enforced_sampling(session)
     told = decode_sampling_params_json(call.sampling)
-    asked = {**_SGLANG_DEFAULTS, **told, "temperature": call.temperature}
+    asked = {**_SGLANG_TRUNCATION_DEFAULTS, **told, "temperature": call.temperature}
     replaced = [name for name, value in ours.items() if asked[name] != value]
     temperature = ours["temperature"] if replaced else call.temperature
     if is_greedy := 0 < temperature < GREEDY_TEMPERATURE_BOUND:
@@ -56,7 +56,7 @@ def enforce_run_sampling_on_record(call: Interaction, session: StartSessionReque
     )
 
 
-def replace_greedy_temperature_by_zero(sampling: SamplingParams) -> SamplingParams:
+def zero_tiny_temperature(sampling: SamplingParams) -> SamplingParams:
     """The parameters with temperature 0, which trainers know, where the engine takes theirs so.
 
     Else rows would say that logits were divided by next to nothing, and they were not.
@@ -73,7 +73,7 @@ def bound_top_k_if_mask_is_recorded(
 
     For that SGLang needs a bound on their number.
     """
-    if not (session.records_sampling_mask and sampling.can_record_sampling_mask):
+    if not (session.records_sampling_mask and sampling.has_recordable_sampling_mask):
         return sampling, False
     if 0 < sampling.top_k <= MAX_MASK_TOKENS_PER_POSITION:
         return sampling, True

@@ -249,7 +249,7 @@ class CompletionService:
             except UnfinishedEngineCallError as error:
                 log.warning("replica %d lost a call: %s", replica.index, error)
                 record_call_span("lost call", session, began_at, time.time(), replica.index)
-                self._router.stop_routing_to_lost_replica(replica, error)
+                self._router.on_call_lost(replica, error)
                 pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error

@@ -38,17 +38,17 @@ class BlockSplitter:
         self._held = ""
         """White space before any text."""
 
-    def add_delta(self, reply: ReplyContent) -> Iterator[BlockChange]:
+    def add_delta(self, delta: ReplyContent) -> Iterator[BlockChange]:
         """What the next part changes."""
-        if reply.reasoning:
-            yield from self._extend_block("reasoning", reply.reasoning)
-        if reply.text:
-            text, self._held = self._held + reply.text, ""
+        if delta.reasoning:
+            yield from self._extend_block("reasoning", delta.reasoning)
+        if delta.text:
+            text, self._held = self._held + delta.text, ""
             if text.strip() or (self._open is not None and self._open.kind == "text"):
                 yield from self._extend_block("text", text)
             else:
                 self._held = text
-        for call in reply.calls:
+        for call in delta.calls:
             self._held = ""
             yield from self._extend_block("call", call.arguments, call.name, call.call_id)
 

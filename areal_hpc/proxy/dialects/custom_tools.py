@@ -17,18 +17,18 @@ class CustomFormat(Struct):
 
 
 def build_custom_tool_schema(
-    tool_name: str, description: str | None, input_format: CustomFormat, hints: set[str]
+    tool_name: str, description: str | None, input_format: CustomFormat, ignored: set[str]
 ) -> dict[str, Any]:
     """A function that takes the tool's input; a regular expression holds that to its form.
 
     The engine has no other grammar inside a call's JSON: the model is told of it in words, and it
-    is added to `hints`.
+    is added to `ignored`.
     """
     text: dict[str, Any] = {"type": "string"}
     if input_format.type == "grammar" and input_format.syntax == "regex":
         text["pattern"] = input_format.definition
     elif input_format.type == "grammar":
-        hints.add("tools[].format")
+        ignored.add("tools[].format")
         told = f"Its input follows this {input_format.syntax} grammar:\n{input_format.definition}"
         description = f"{description}\n{told}" if description else told
     schema = {

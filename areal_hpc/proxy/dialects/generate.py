@@ -21,7 +21,7 @@ from areal_hpc.proxy.dialects.validation import (
     check_token_ids,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
+from areal_hpc.proxy.engine.grammar_limits import refuse_costly_sampling
 from areal_hpc.proxy.engine.model_call import ServedModel
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest
 from areal_hpc.proxy.random_ids import make_random_id
@@ -94,7 +94,7 @@ def build_generate_request(body: GenerateBody, model: ServedModel) -> GenerateRe
     if len(sampling.active_grammar_names) > 1:
         names = " and ".join(sampling.active_grammar_names)
         raise ProxyRequestError(400, f"{names} cannot be combined", key="sampling_params")
-    refuse_costly_grammars_and_stops(sampling)
+    refuse_costly_sampling(sampling)
     return GenerateRequest(
         rid=make_random_id(16),
         prompt_ids_json_inside=format_ids_as_json_inside(body.input_ids),

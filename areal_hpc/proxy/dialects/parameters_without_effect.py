@@ -20,7 +20,7 @@ _type_info = cache(inspect.type_info)
 
 def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
     """Names of the hints in a request, or in the object within it that stands under `prefix`."""
-    for name, encode_name, is_hint in _list_fields_of_hints(type(request)):
+    for name, encode_name, is_hint in _list_ignored_or_struct_fields(type(request)):
         value = getattr(request, name)
         if value is None:
             continue
@@ -31,7 +31,7 @@ def list_ignored_params(request: Struct, prefix: str = "") -> Iterator[str]:
 
 
 @cache
-def _list_fields_of_hints(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
+def _list_ignored_or_struct_fields(struct_type: type[Struct]) -> list[tuple[str, str, bool]]:
     """Of each field that is a hint, or may be an object with hints: both names, whether a hint."""
     declared = inspect.type_info(struct_type)
     assert isinstance(declared, inspect.StructType)
@@ -58,7 +58,7 @@ def list_element_types_in_unions(*types: inspect.Type) -> tuple[inspect.Type, ..
     return tuple(one.item_type for one in _unwrap_types(types) if isinstance(one, inspect.ListType))
 
 
-def drop_nulls(body: bytes, request_type: Any) -> bytes:
+def drop_null_params(body: bytes, request_type: Any) -> bytes:
     """A request without the members that are null, down to where a client's own data begins.
 
     SDKs write null for what they do not ask for, whether or not the server knows the name. Schemas

@@ -10,7 +10,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.parameters_without_effect import drop_nulls
+from areal_hpc.proxy.dialects.parameters_without_effect import drop_null_params
 from areal_hpc.proxy.dialects.undeclared_parameters import drop_or_refuse_undeclared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
@@ -57,7 +57,7 @@ def decode_request_json(
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:  # perhaps of a null, which few requests hold
-            body = drop_nulls(bytes(body), json_type)
+            body = drop_null_params(bytes(body), json_type)
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:

@@ -30,7 +30,7 @@ class ConcurrentReplyLimiter:
             raise ProxyRequestError(
                 429, f"too many model calls of this session in flight (limit {most})"
             )
-        refuse_full_session(session, limits)
+        refuse_oversized_session(session, limits)
         self._replies += replies
         session.in_flight += replies
 
@@ -51,7 +51,7 @@ class ConcurrentReplyLimiter:
             self.release(session, replies)
 
 
-def refuse_full_session(session: Session, limits: ProxyConfig) -> None:
+def refuse_oversized_session(session: Session, limits: ProxyConfig) -> None:
     """Demand that the session has room for more records.
 
     Raises:

@@ -6,15 +6,15 @@ of times, and carries what engines die of to every replica of the cell.
 
 from areal_hpc.errors import RepeatedlyFailedCallError
 from areal_hpc.proxy.engine.generation import (
-    BadEngineAnswerError,
     EngineHungUpError,
+    EngineResponseError,
     UnfinishedEngineCallError,
 )
 from areal_hpc.wire.replicas import ReplicaView
 
-MAX_FAILED_TRIES = 3
+MAX_ENGINE_FAILURES_PER_CALL = 3
 """Tries that an engine has received and answered with an error, or hung up on."""
-MAX_REPLICAS_LOST_TO_ONE_CALL = 2
+MAX_REPLICA_HANGUPS_PER_CALL = 2
 """Replicas that may hang up on a call. Dying under two in turn is hardly a coincidence."""
 RETRY_PAUSE_S = 0.2
 RETRY_PAUSE_AFTER_ENGINE_ERROR_S = 1.0
@@ -45,13 +45,13 @@ class CallTries:
         self.lost.add(replica.index)
         if isinstance(error, EngineHungUpError):
             self._dead.add((replica.index, replica.incarnation))
-        if isinstance(error, EngineHungUpError | BadEngineAnswerError):
+        if isinstance(error, EngineHungUpError | EngineResponseError):
             self._failed += 1
-        if len(self._dead) >= MAX_REPLICAS_LOST_TO_ONE_CALL:
+        if len(self._dead) >= MAX_REPLICA_HANGUPS_PER_CALL:
             raise RepeatedlyFailedCallError(
                 f"{len(self._dead)} replicas hung up on this call, so no other is asked: {error}"
             ) from error
-        if self._failed >= MAX_FAILED_TRIES:
+        if self._failed >= MAX_ENGINE_FAILURES_PER_CALL:
             raise RepeatedlyFailedCallError(
                 f"{self._failed} tries of this call failed: {error}"
             ) from error
@@ -60,6 +60,6 @@ class CallTries:
         """How long to wait before the next try."""
         return (
             RETRY_PAUSE_AFTER_ENGINE_ERROR_S
-            if isinstance(error, BadEngineAnswerError)
+            if isinstance(error, EngineResponseError)
             else RETRY_PAUSE_S
         )

@@ -29,7 +29,7 @@ def refuse_call_beyond_limits(session: Session, choices: int) -> None:
         raise _build_tokens_spent_error(session)
 
 
-async def reserve_reply_tokens(
+async def reserve_reply_tokens_per_choice(
     session: Session, sampling: SamplingParams, choices: int, give_up_at: float
 ) -> tuple[SamplingParams, int]:
     """The parameters with a reply limit that the session has tokens for; how many each choice got.

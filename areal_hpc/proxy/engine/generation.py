@@ -43,7 +43,7 @@ class UnfinishedEngineCallError(Exception):
     """What a stream had said by then; None if it was not sound, or nobody knows."""
 
 
-class BadEngineAnswerError(UnfinishedEngineCallError):
+class EngineResponseError(UnfinishedEngineCallError):
     """The server received the call and answered with an error or unsoundly; it may be well."""
 
 
@@ -81,7 +81,7 @@ class SamplingParams(Struct, frozen=True, omit_defaults=True):
         return [name for name in names if getattr(self, name) is not None]
 
     @property
-    def can_record_sampling_mask(self) -> bool:
+    def has_recordable_sampling_mask(self) -> bool:
         """True if only some tokens can be sampled, with the odds that the softmax gives them."""
         penalties = (self.frequency_penalty, self.presence_penalty, self.repetition_penalty)
         is_random = self.temperature > 0 and self.top_k != 1
@@ -214,7 +214,7 @@ class ChunkReader:
         self._cached_tokens = 0
         self._is_sound = True
 
-    def build_partial_generation(self) -> Generation | None:
+    def build_partial_generation_if_sound(self) -> Generation | None:
         """All that has been read, as of a call that its server ended, if it fits together.
 
         Of a stream that was cut the spans of versions are missing: all of it counts as sampled from
@@ -311,22 +311,20 @@ def _decode_reply(
     try:
         return decoder.decode(answer)
     except msgspec.DecodeError as error:
-        raise BadEngineAnswerError(f"{server_url} sent an unexpected reply: {error}") from error
+        raise EngineResponseError(f"{server_url} sent an unexpected reply: {error}") from error
 
 
 def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaInfo) -> Generation:
     reason = meta.finish_reason
     if reason is None:
-        raise BadEngineAnswerError(f"{server_url} ended the reply without a finish reason")
+        raise EngineResponseError(f"{server_url} ended the reply without a finish reason")
     if reason.type == ABORT_FINISH_REASON and reason.status_code is not None:
         if 400 <= reason.status_code < 500:
             raise ProxyRequestError(400, f"SGLang rejected the request: {reason.message}")
         raise _build_abort_exception(server_url, reason.status_code, reason.message)
     output_ids = [entry[1] for entry in meta.output_token_logprobs]
     if msgspec.json.encode(output_ids) != ids_json.translate(None, JSON_WHITESPACE_BYTES):
-        raise BadEngineAnswerError(
-            f"{server_url}: token ids and log-probabilities differ in length"
-        )
+        raise EngineResponseError(f"{server_url}: token ids and log-probabilities differ in length")
     spans = [
         VersionSpan(_pack_version(server_url, s.version), s.start, s.end)
         for s in meta.weight_versions
@@ -337,7 +335,7 @@ def _build_generation(server_url: str, text: str, ids_json: bytes, meta: _MetaIn
             break
         covered = span.end
     if covered != len(output_ids):
-        raise BadEngineAnswerError(
+        raise EngineResponseError(
             f"{server_url}: weight versions cover only {covered} tokens of the reply"
         )
     return Generation(
@@ -377,7 +375,7 @@ def _pack_version(server_url: str, version: str) -> int:
             0 if version == SGLANG_DEFAULT_WEIGHT_VERSION else WeightVersion.parse(version).packed
         )
     except ValueError as error:
-        raise BadEngineAnswerError(f"{server_url}: {error}") from error
+        raise EngineResponseError(f"{server_url}: {error}") from error
 
 
 def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
@@ -385,7 +383,7 @@ def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
     try:
         error = _error_decoder.decode(data).error
     except msgspec.DecodeError as broken:
-        return BadEngineAnswerError(f"{server_url} sent an unexpected reply: {broken}")
+        return EngineResponseError(f"{server_url} sent an unexpected reply: {broken}")
     code, message = error.get("code", 400), error.get("message")
     if code == 400:
         return ProxyRequestError(400, f"SGLang rejected the request: {message}")
@@ -394,7 +392,7 @@ def _build_error_event_exception(server_url: str, data: bytes) -> Exception:
 
 def _build_abort_exception(server_url: str, status_code: object, message: object) -> Exception:
     """The exception for a generation that SGLang broke off; 503 says nothing of the call."""
-    kind = UnfinishedEngineCallError if status_code == 503 else BadEngineAnswerError
+    kind = UnfinishedEngineCallError if status_code == 503 else EngineResponseError
     return kind(f"{server_url} aborted the generation: {message}")
 
 

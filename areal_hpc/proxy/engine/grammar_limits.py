@@ -44,7 +44,7 @@ _REPEAT_COUNT_PATTERN = re.compile(r"\{(\d+)(?:,(\d*))?\}")
 _STRING_CONSTRAINT_KEYS = ("minLength", "maxLength", "pattern")
 
 
-def refuse_costly_grammars_and_stops(sampling: SamplingParams) -> None:
+def refuse_costly_sampling(sampling: SamplingParams) -> None:
     """Refuse grammars, stops and biases beyond the bounds.
 
     Raises:
@@ -158,7 +158,7 @@ class _SchemaMeasure:
         if self.problem:
             return
         if isinstance(value, Mapping):
-            self._count_string_constraints(value)
+            self._check_string_constraints(value)
             self._add_reference(value.get("$ref"), depth)
             below = [one for key, one in value.items() if key not in ("$defs", "definitions")]
         else:
@@ -166,7 +166,7 @@ class _SchemaMeasure:
         for one in below:
             self.add(one, depth + 1)  # nothing once there is a problem
 
-    def _count_string_constraints(self, value: Mapping[str, Any]) -> None:
+    def _check_string_constraints(self, value: Mapping[str, Any]) -> None:
         is_counted = any(isinstance(value.get(key), int | str) for key in _STRING_CONSTRAINT_KEYS)
         self._counted_strings += is_counted
         if self._counted_strings > MAX_CONSTRAINED_STRINGS:

@@ -36,11 +36,11 @@ class _ConnectionTimeouts:
         self._timer_at = math.inf
         """Kept here: what uvloop gives for a time that is over already cannot be asked for it."""
 
-    def add(self, connection: Connection, limit: float) -> None:
+    def add(self, connection: Connection, deadline: float) -> None:
         """The connection's call fails at that time of the loop's clock."""
-        self._limits[connection] = limit
-        if limit < self._timer_at:
-            self._set_timer(limit)
+        self._limits[connection] = deadline
+        if deadline < self._timer_at:
+            self._set_timer(deadline)
 
     def drop(self, connection: Connection) -> None:
         """Its call has ended."""
@@ -64,7 +64,7 @@ class _ConnectionTimeouts:
         for connection, limit in [*self._limits.items()]:
             if limit <= now:
                 self.drop(connection)
-                connection.fail(TimeoutError())
+                connection.fail_call(TimeoutError())
         if self._limits:
             self._set_timer(min(self._limits.values()))
 

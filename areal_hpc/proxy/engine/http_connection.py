@@ -86,7 +86,7 @@ class Connection(asyncio.Protocol):
         if self._change is not None and not self._change.done():
             self._change.set_result(None)
 
-    def fail(self, error: Exception) -> None:
+    def fail_call(self, error: Exception) -> None:
         """End the call, and the connection with it."""
         self._is_reusable = False
         self._trouble = error
@@ -107,14 +107,14 @@ class Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except (HttpParserError, HttpParserUpgrade) as error:
-            self.fail(ConnectionError(f"the server does not speak HTTP: {error}"))
+            self.fail_call(ConnectionError(f"the server does not speak HTTP: {error}"))
             return
         if self._is_whole or self._reads_parts:
             self._wake_reader()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The server has left, or was hung up on."""
-        self.fail(ConnectionError(f"the server closed the connection: {exc or 'early'}"))
+        self.fail_call(ConnectionError(f"the server closed the connection: {exc or 'early'}"))
 
     # What the parser tells -----------------------------------------------------------------
 

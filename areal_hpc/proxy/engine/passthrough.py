@@ -8,7 +8,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.call_quota import ConcurrentReplyLimiter
 from areal_hpc.proxy.engine.episode_limits import (
     refuse_call_beyond_limits,
-    reserve_reply_tokens,
+    reserve_reply_tokens_per_choice,
 )
 from areal_hpc.proxy.engine.generation import (
     Generation,
@@ -56,12 +56,12 @@ class GeneratePassthrough:
         give_up_at = time.monotonic() + self._timeout_s
         with self._quota.hold_slots(session, 1), grammar:
             refuse_call_beyond_limits(session, 1)
-            sampling, reserved_tokens = await reserve_reply_tokens(
+            sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
                 session, request.sampling, 1, give_up_at
             )
             request = msgspec.structs.replace(request, sampling=sampling)
             try:
-                answer = await self._send(session, request, give_up_at)
+                answer = await self._send_once(session, request, give_up_at)
             finally:
                 session.reserved_tokens -= reserved_tokens
         try:
@@ -71,14 +71,16 @@ class GeneratePassthrough:
         self._record_sampled_reply(session, request, reply)
         return answer
 
-    async def _send(self, session: Session, request: GenerateRequest, give_up_at: float) -> bytes:
+    async def _send_once(
+        self, session: Session, request: GenerateRequest, give_up_at: float
+    ) -> bytes:
         replica = await self._router.pick_replica(session, give_up_at)
         left_s = max(1.0, give_up_at - time.monotonic())
         self._router.on_call_started(replica)
         try:
             return await self._upstream.generate_raw(replica, request, left_s)
         except UnfinishedEngineCallError as lost:
-            self._router.stop_routing_to_lost_replica(replica, lost)
+            self._router.on_call_lost(replica, lost)
             raise ProxyRequestError(502, f"the replica was lost: {lost}") from lost
         finally:
             self._router.on_call_finished(session, replica)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 from areal_hpc.errors import ClusterError, ProxyRequestError
-from areal_hpc.proxy.engine.generation import BadEngineAnswerError, UnfinishedEngineCallError
+from areal_hpc.proxy.engine.generation import EngineResponseError, UnfinishedEngineCallError
 from areal_hpc.proxy.engine.replicas import ReplicaSource
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.wire.replicas import ReplicaView
@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 REPLICA_POLL_S = 1.0
 NO_REPLICA_POLL_S = 0.2
 SESSION_HOME_LIFETIME_S = 60.0
-LOAD_TOLERANCE = 1.2
+MAX_LOAD_RATIO = 1.2
 """Load of a replica that a session prefers, as a multiple of the least."""
 OWN_CACHE_WEIGHT = 1_000_000
 """A session's own past is worth more to it than the prompts of its ticket."""
@@ -56,7 +56,7 @@ def choose_home_replica(
     """
     least = min(replicas, key=lambda index: (load.get(index, 0), index))
     known = max(replicas, key=lambda index: (affinity_by_replica.get(index, 0), -index))
-    is_even = load.get(known, 0) <= LOAD_TOLERANCE * load.get(least, 0)
+    is_even = load.get(known, 0) <= MAX_LOAD_RATIO * load.get(least, 0)
     return known if is_even and affinity_by_replica.get(known, 0) else least
 
 
@@ -169,16 +169,14 @@ class Router:
         if home := self._homes.get(session):
             home.used_at = time.monotonic()
 
-    def stop_routing_to_lost_replica(
-        self, replica: ReplicaView, error: UnfinishedEngineCallError
-    ) -> None:
+    def on_call_lost(self, replica: ReplicaView, error: UnfinishedEngineCallError) -> None:
         """Route nothing to the replica until it is said again that it serves.
 
         One that answered with an error keeps the sessions of others, unless it is not well.
         """
         current = self._serving.get(replica.index)
         is_same = current is not None and current.incarnation == replica.incarnation
-        if is_same and not isinstance(error, BadEngineAnswerError):
+        if is_same and not isinstance(error, EngineResponseError):
             del self._serving[replica.index]
         self._refresh_now.set()
 

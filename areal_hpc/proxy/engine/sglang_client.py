@@ -10,9 +10,9 @@ import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import (
-    BadEngineAnswerError,
     ChunkReader,
     EngineHungUpError,
+    EngineResponseError,
     Generation,
     SamplingParams,
     TokenChunk,
@@ -123,7 +123,7 @@ class SGLangClient:
         try:
             return await self._await_or_abort(replica, request.rid, timeout_s, read())
         except UnfinishedEngineCallError as lost:
-            lost.partial = reader.build_partial_generation()
+            lost.partial = reader.build_partial_generation_if_sound()
             raise
 
     async def generate_raw(
@@ -210,7 +210,7 @@ def _raise_for_status(base_url: str, status_code: int, answer: bytes) -> None:
     if status_code == 503:  # it starts, pauses or has its hands full: no fault of the call
         raise UnfinishedEngineCallError(f"{base_url} answered {status_code}: {answer[:300]!r}")
     if status_code >= 500:
-        raise BadEngineAnswerError(
+        raise EngineResponseError(
             f"{base_url} answered {status_code}: {extract_error_text(answer)}"
         )
     if status_code >= 400:

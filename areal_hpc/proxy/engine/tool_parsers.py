@@ -163,7 +163,9 @@ class ParserProcessClient:
         self._count += 1
         return self._count
 
-    async def send_request(self, request: ParseChunkRequest | ToolGrammarRequest) -> ParserReply:
+    async def start_and_send_request(
+        self, request: ParseChunkRequest | ToolGrammarRequest
+    ) -> ParserReply:
         """Send a request and wait for its reply.
 
         Raises:
@@ -199,7 +201,7 @@ class ParserProcessClient:
             number, [*tools], end, must_call, tool_choice.name, tool_choice.parallel
         )
         try:
-            reply = await self.send_request(request)
+            reply = await self.start_and_send_request(request)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
         if reply.error:
@@ -241,7 +243,7 @@ class RemoteReplyParser:
         )
         try:
             try:
-                reply = await self._parsers.send_request(request)
+                reply = await self._parsers.start_and_send_request(request)
             except ParserLostError as error:
                 is_stuck = isinstance(error, ParserStuckError)
                 if is_stuck and is_last and self._opening is not None:
@@ -250,7 +252,7 @@ class RemoteReplyParser:
                     raise
                 # Of a reply's first text the lost process has nothing that the next will not have.
                 again = msgspec.structs.replace(request, call=self._parsers.allocate_id())
-                reply = await self._parsers.send_request(again)
+                reply = await self._parsers.start_and_send_request(again)
         except ParserLostError as error:
             raise ProxyRequestError(503, str(error)) from error
         if reply.is_unknown:  # what the lost process held back of it is gone

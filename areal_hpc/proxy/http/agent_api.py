@@ -9,10 +9,10 @@ import msgspec
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.completion.sampling_rule import (
+    apply_enforced_sampling,
     bound_top_k_if_mask_is_recorded,
-    enforce_run_sampling,
-    enforce_run_sampling_and_note_ignored,
-    replace_greedy_temperature_by_zero,
+    enforce_sampling_and_note_ignored,
+    zero_tiny_temperature,
 )
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects import tokenize
@@ -35,7 +35,7 @@ DIALECT_BY_ROUTE = {
     "/messages": MESSAGES_DIALECT,
     "/responses": RESPONSES_DIALECT,
 }
-TOKEN_COUNT_ROUTE_BY_PATH = {"/messages": "count_tokens", "/responses": "input_tokens"}
+TOKEN_COUNT_SUFFIX_BY_PATH = {"/messages": "count_tokens", "/responses": "input_tokens"}
 """Last parts of the paths that tell how many tokens a request has."""
 Handler = Callable[..., Coroutine[Any, Any, RouteResult]]
 
@@ -80,8 +80,8 @@ class AgentApi:
                 said, error_formatter=dialect.error_formatter, passes_unknown_params=True
             )
             yield replace(tolerant, streams=True)
-            if path in TOKEN_COUNT_ROUTE_BY_PATH:
-                below = f"{path}/{TOKEN_COUNT_ROUTE_BY_PATH[path]}"
+            if path in TOKEN_COUNT_SUFFIX_BY_PATH:
+                below = f"{path}/{TOKEN_COUNT_SUFFIX_BY_PATH[path]}"
                 yield replace(
                     tolerant, path=below, answer=self._build_token_counter(below, dialect)
                 )
@@ -106,10 +106,10 @@ class AgentApi:
         if self._passthrough is None:
             raise ProxyRequestError(404, "there is no route /generate")
         request = build_generate_request(body, self._model)
-        sampling, replaced = enforce_run_sampling(request.sampling, session.request)
+        sampling, replaced = apply_enforced_sampling(request.sampling, session.request)
         self._completions.metrics.count_ignored_parameters("/generate", session.client, replaced)
         sampling, records_sampling_mask = bound_top_k_if_mask_is_recorded(
-            replace_greedy_temperature_by_zero(sampling),
+            zero_tiny_temperature(sampling),
             session.request,
             self._model.encoder.vocab_size,
         )
@@ -151,7 +151,7 @@ class AgentApi:
     ) -> Exchange:
         """What a request asks for; what it asks for in vain is counted."""
         exchange = dialect.read(request, session, self._model)
-        exchange.call = enforce_run_sampling_and_note_ignored(
+        exchange.call = enforce_sampling_and_note_ignored(
             exchange.call, session.request, unknown_params
         )
         names = exchange.call.ignored_names_and_dropped_tools

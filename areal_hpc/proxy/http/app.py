@@ -137,7 +137,9 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
-            session, digest = self._authenticate(route, key, scope)  # before memory for a body
+            session, digest = self._authenticate_and_get_digest(
+                route, key, scope
+            )  # before memory for a body
             if session is not None:
                 session.client = client
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
@@ -219,7 +221,7 @@ class ProxyApp:
             if session is not None:
                 session.receiving_bytes -= count
 
-    def _authenticate(
+    def _authenticate_and_get_digest(
         self, route: Route, key: str, asgi_scope: Scope
     ) -> tuple[Session | None, str]:
         """The session that a key opens, or the digest of a signed request's body; or neither."""
@@ -230,17 +232,17 @@ class ProxyApp:
         ):
             return None, ""
         if route.opened_by in ("admin", "driver"):
-            return None, self._verify_signature(route, asgi_scope)
+            return None, self._verify_signature_and_get_digest(route, asgi_scope)
         return self._require_session_and_touch(route, key), ""
 
-    def _verify_signature(self, route: Route, asgi_scope: Scope) -> str:
+    def _verify_signature_and_get_digest(self, route: Route, asgi_scope: Scope) -> str:
         if self._verifier is None and route.opened_by == "driver":
             raise ProxyRequestError(401, "this route is for a run's driver; there is no run here")
         if self._verifier is None or (
             route.opened_by == "admin" and not claims_to_be_signed(asgi_scope)
         ):
             raise ProxyRequestError(401, "this route requires the admin key")
-        return self._verifier.verify_head_and_get_body_digest(asgi_scope)
+        return self._verifier.verify_head_once_get_digest(asgi_scope)
 
     def _require_session_and_touch(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":
@@ -305,13 +307,13 @@ def _list_driver_routes(driver_api: DriverApi) -> tuple[Route, ...]:
         admin("/rl/start_session", driver_api.start_session, wire.StartSessionRequest),
         driver("/rl/offer_episode", driver_api.offer_episode, wire.OfferEpisodeRequest),
         driver("/rl/await_session", driver_api.await_session_end, wire.AwaitSessionEndRequest),
-        driver("/rl/finish_ticket", driver_api.finish_ticket, wire.FinishTicketRequest),
+        driver("/rl/finish_ticket", driver_api.finish_or_discard_ticket, wire.FinishTicketRequest),
         driver("/rl/keep_failed", driver_api.keep_failed, wire.KeepFailedSessionRequest),
         driver(
             "/rl/list_conversations", driver_api.list_conversations, wire.ListConversationsRequest
         ),
         driver("/rl/mark_auxiliary", driver_api.mark_auxiliary, wire.MarkAuxiliaryRequest),
-        driver("/rl/seal", driver_api.seal_tickets),
+        driver("/rl/seal", driver_api.seal_training_tickets),
         admin("/export_trajectories", driver_api.export_trajectories, wire.ExportRequest),
         admin("/grant_capacity", driver_api.grant_capacity),
         Route("POST", "/rl/set_reward", "control", driver_api.set_reward, wire.SetRewardRequest),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from areal_hpc.errors import InvalidRewardError, ProxyRequestError, UntrainableCallError
-from areal_hpc.proxy.completion.sampling_rule import enforce_run_sampling_on_record
-from areal_hpc.proxy.engine.call_quota import refuse_full_session
+from areal_hpc.proxy.completion.sampling_rule import correct_recorded_sampling
+from areal_hpc.proxy.engine.call_quota import refuse_oversized_session
 from areal_hpc.proxy.engine.router import Router
 from areal_hpc.proxy.sessions import events
 from areal_hpc.proxy.sessions.recorder import JournaledRecorder
@@ -169,7 +169,7 @@ class DriverApi:
             if session.ended:
                 break
             await asyncio.sleep(SESSION_END_POLL_S)
-        rows = export_interactions(session.tree, request)
+        rows = build_export_rows(session.tree, request)
         self._mark_exported_and_drop_oldest(session)
         return wire.ExportReply(
             rows, session.count_uses_of_ignored_params(), dict(session.tree.auxiliary)
@@ -221,14 +221,14 @@ class DriverApi:
                 one = msgspec.json.decode(raw, type=Interaction)
             except (msgspec.DecodeError, UnicodeDecodeError) as error:
                 raise ProxyRequestError(400, str(error)) from error
-            refuse_full_session(session, self._limits)
+            refuse_oversized_session(session, self._limits)
             if one.interaction_id in session.tree:
                 continue
             if defect := find_client_reported_field_defect(one):
                 problem = f"interaction {one.interaction_id!r:.300}: {defect}"
                 raise ProxyRequestError(400, problem, key="interactions")
             self._refuse_unknown_version(one)
-            one = enforce_run_sampling_on_record(one, session.request)
+            one = correct_recorded_sampling(one, session.request)
             try:
                 self._recorder.record_client_call(session, one)
             except UntrainableCallError as error:
@@ -256,7 +256,7 @@ class DriverApi:
             "ended", len(session.tree), session.reward, self._router.serving_count
         )
 
-    def finish_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
+    def finish_or_discard_ticket(self, request: wire.FinishTicketRequest) -> wire.FinishTicketReply:
         """Hand the ticket's sessions to the sealer. Repeating it is harmless."""
         sealer = self._require_sealer()
         ref, rows = request.ref, self._store.count_rows_of_ticket(request.ref)
@@ -334,7 +334,7 @@ class DriverApi:
         )
         return wire.MarkAuxiliaryReply(len(session.tree.auxiliary))
 
-    async def seal_tickets(self) -> wire.SealTicketsReply:
+    async def seal_training_tickets(self) -> wire.SealTicketsReply:
         """Seal and settle what is finished."""
         return wire.SealTicketsReply(
             await self._require_sealer().seal_training_tickets_and_settle()
@@ -355,7 +355,7 @@ class DriverApi:
         )
 
 
-def export_interactions(
+def build_export_rows(
     tree: InteractionTree, request: wire.ExportRequest
 ) -> dict[str, wire.ExportedInteraction]:
     """Rows by the id of the interaction they end with.

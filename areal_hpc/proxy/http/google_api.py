@@ -8,7 +8,7 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import enforce_run_sampling_and_note_ignored
+from areal_hpc.proxy.completion.sampling_rule import enforce_sampling_and_note_ignored
 from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects.google.reply import (
     Delivery,
@@ -110,7 +110,7 @@ class GoogleApi:
     ) -> RouteResult:
         _read_delivery(query)
         exchange = GenerateContentExchange(request, session, self._model, "whole")
-        call = exchange.call = self._enforce_run_sampling_and_count_ignored(
+        call = exchange.call = self._enforce_sampling_and_count_ignored(
             _GENERATE, session, exchange.call, unknown_params
         )
         answers = await self._completions.answer(session, call, exchange.answer_id)
@@ -124,7 +124,7 @@ class GoogleApi:
         unknown_params: Sequence[str],
     ) -> RouteResult:
         exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
-        call = exchange.call = self._enforce_run_sampling_and_count_ignored(
+        call = exchange.call = self._enforce_sampling_and_count_ignored(
             _STREAM, session, exchange.call, unknown_params
         )
         live = await self._completions.stream(session, call, exchange.answer_id)
@@ -139,7 +139,7 @@ class GoogleApi:
     ) -> bytes:
         whole = request.build_whole_request()
         requested_call = build_model_call(whole, session.request.sampling, self._model)
-        call = self._enforce_run_sampling_and_count_ignored(
+        call = self._enforce_sampling_and_count_ignored(
             _COUNT, session, requested_call, unknown_params
         )
         _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
@@ -147,13 +147,11 @@ class GoogleApi:
         )
         return msgspec.json.encode({"totalTokens": count})
 
-    def _enforce_run_sampling_and_count_ignored(
+    def _enforce_sampling_and_count_ignored(
         self, verb: str, session: Session, requested_call: ModelCall, unknown_params: Sequence[str]
     ) -> ModelCall:
         """A call as its session allows it; what it asks for in vain is counted."""
-        call = enforce_run_sampling_and_note_ignored(
-            requested_call, session.request, unknown_params
-        )
+        call = enforce_sampling_and_note_ignored(requested_call, session.request, unknown_params)
         route, names = f"/models/{{model}}:{verb}", call.ignored_names_and_dropped_tools
         self._completions.metrics.count_ignored_parameters(route, session.client, names)
         return call

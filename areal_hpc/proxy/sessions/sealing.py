@@ -74,7 +74,7 @@ class TicketSealer:
         self._wake_up = asyncio.Event()
         self._not_before = 0.0
 
-    def repair_index_and_record_sealed(self) -> None:
+    def recover_interrupted_seals(self) -> None:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index_and_remove_partial_shards(self._paths, self._cell)
         shards = read_index(self._paths.shard_index_dir, self._cell)
@@ -104,7 +104,7 @@ class TicketSealer:
                 continue
             try:
                 if self._is_seal_due():
-                    await self._seal_finished()
+                    await self._seal_training_tickets()
                 await self._untrained.seal_if_due()
                 await self._report_to_ledger()
                 pauses = iter(BACKOFF)
@@ -119,7 +119,7 @@ class TicketSealer:
         Raises:
             ClusterError: The storage refused.
         """
-        count = await self._seal_finished()
+        count = await self._seal_training_tickets()
         await self._report_to_ledger_or_log()
         return count
 
@@ -143,7 +143,7 @@ class TicketSealer:
         Raises:
             ClusterError: The storage refused.
         """
-        await self._seal_finished()
+        await self._seal_training_tickets()
         await self._untrained.seal_now()
         await self._report_to_ledger_or_log()
 
@@ -161,12 +161,12 @@ class TicketSealer:
             or time.time() - oldest_at >= self._config.seal_after_s
         )
 
-    async def _seal_finished(self) -> int:
+    async def _seal_training_tickets(self) -> int:
         """Seal what is finished; a cancellation leaves a seal that is under way to end."""
-        self._seal_task = asyncio.ensure_future(self._seal_or_drop_finished_under_lock())
+        self._seal_task = asyncio.ensure_future(self._seal_or_drop_training_tickets())
         return await asyncio.shield(self._seal_task)
 
-    async def _seal_or_drop_finished_under_lock(self) -> int:
+    async def _seal_or_drop_training_tickets(self) -> int:
         async with self._sealing:
             tickets = self._list_finished_training_tickets()
             if not tickets:

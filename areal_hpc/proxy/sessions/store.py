@@ -26,7 +26,7 @@ from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
 ROW_BYTES_PER_TOKEN = 17
 """int32 id, uint8 mask, float32 log-probability, int64 version."""
-ENDED_RETENTION_S = 60.0
+SPENT_SESSION_RETENTION_S = 60.0
 MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 18
 """Of a session's kept Responses: each has its request's tools and instructions once more."""
 MAX_REMEMBERED_TICKETS = 4096
@@ -315,7 +315,7 @@ class SessionStore:
             if known.get(digest) is session:  # not if it was given on
                 del known[digest]
 
-    def list_idle_sessions(self, older_than_s: float) -> list[Session]:
+    def list_droppable_sessions(self, older_than_s: float) -> list[Session]:
         """Sessions that nobody used for so long, apart from those of finished tickets.
 
         A ticket's sessions wait for one another: none of them is idle while one is used. An ended
@@ -335,6 +335,6 @@ class SessionStore:
                 return False
             is_kept = not session.is_exported and (session.must_persist or not session.ended)
             last_used = session.touched_at if ref is None else used_at[ref]
-            return now - last_used > (older_than_s if is_kept else ENDED_RETENTION_S)
+            return now - last_used > (older_than_s if is_kept else SPENT_SESSION_RETENTION_S)
 
         return [session for session in self.sessions.values() if is_idle(session)]

@@ -204,7 +204,7 @@ class ClusterConfig(BaseConfig):
 
     @field_validator("gpus")
     @classmethod
-    def _check_gpu_names(cls, gpus: WantedGpus) -> WantedGpus:
+    def _check_gpus_are_distinct(cls, gpus: WantedGpus) -> WantedGpus:
         if isinstance(gpus, tuple) and len(set(map(str, gpus))) < len(gpus):
             raise ValueError("it names a GPU twice")
         return gpus

@@ -35,7 +35,7 @@ class TaskSetConfig(BaseConfig):
     """Keys of which a source has exactly one."""
 
     @model_validator(mode="after")
-    def _check_one_source(self) -> Self:
+    def _check_source_keys(self) -> Self:
         if sum(bool(getattr(self, name)) for name in self.source_keys) != 1:
             raise ValueError(f"give exactly one of {', '.join(f'`{n}`' for n in self.source_keys)}")
         if bool(self.hub) != bool(self.files):

@@ -11,7 +11,7 @@ from areal_hpc.evaluation.set_metrics import (
     format_metric_name,
     list_computed_metric_names,
 )
-from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import TICKETS_PER_SET, VALIDATION_SET_NAME
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.recipe.sections.rollout import SamplingConfig
@@ -138,9 +138,9 @@ def resolve_evaluation_sets(
     """Every set: `valid` has number 0, the others follow by name, however they are written down."""
     configs = dict(evaluation.sets)
     if valid_dataset is not None:
-        configs[VALID_SET_NAME] = EvaluationSetConfig(dataset=valid_dataset)
-    others = sorted(configs.keys() - {VALID_SET_NAME})
-    numbers = {VALID_SET_NAME: 0} | {name: place for place, name in enumerate(others, 1)}
+        configs[VALIDATION_SET_NAME] = EvaluationSetConfig(dataset=valid_dataset)
+    others = sorted(configs.keys() - {VALIDATION_SET_NAME})
+    numbers = {VALIDATION_SET_NAME: 0} | {name: place for place, name in enumerate(others, 1)}
     return tuple(
         _resolve_set(
             evaluation,
@@ -148,7 +148,7 @@ def resolve_evaluation_sets(
             number,
             configs[name],
             "valid_dataset"
-            if name == VALID_SET_NAME and valid_dataset is not None
+            if name == VALIDATION_SET_NAME and valid_dataset is not None
             else f"evaluation.sets.{name}.dataset",
         )
         for name, number in numbers.items()

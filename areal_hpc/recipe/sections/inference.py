@@ -69,7 +69,7 @@ class InferenceConfig(BaseConfig):
         return extra_args
 
     @model_validator(mode="after")
-    def _check_cells_per_job(self) -> Self:
+    def _check_cells_fill_a_job(self) -> Self:
         if self.cells_per_job > self.cells:
             raise ValueError(
                 f"a job cannot have more cells than the run: inference.cells={self.cells}, got "
@@ -78,7 +78,7 @@ class InferenceConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_ranks_fill_nodes(self) -> Self:
+    def _check_nodes_per_replica(self) -> Self:
         nodes = self.nodes_per_replica
         if self.tp % nodes:
             raise ValueError(

@@ -135,7 +135,7 @@ class KlConfig(BaseConfig):
     """Allow k3 in the loss, whose expected gradient is not that of the divergence."""
 
     @model_validator(mode="after")
-    def _check_estimator(self) -> KlConfig:
+    def _check_kl_keys(self) -> KlConfig:
         if self.coef == 0 and self != KlConfig.model_construct():
             raise ValueError("without coef there is no penalty: set coef, or leave the others out")
         if self.placement == "reward" and self.estimator != "k1":
@@ -313,7 +313,7 @@ class ObjectiveConfig(BaseConfig):
         return (self.kl.coef > 0 and self.kl.placement == "reward") or self.teacher.coef > 0
 
     @model_validator(mode="after")
-    def _check_credit_keys(self) -> ObjectiveConfig:
+    def _check_credit_and_scaling_keys(self) -> ObjectiveConfig:
         if self.credit == "episode" and self.turn_discount != 1:
             raise ValueError(
                 "with credit=episode all replies earn the same, and no turn is discounted by "
@@ -361,7 +361,7 @@ class ObjectiveConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
-    def _check_surrogate_keys(self) -> ObjectiveConfig:
+    def _check_surrogate_and_loss_keys(self) -> ObjectiveConfig:
         if self.clip_dual is not None and self.surrogate != "clip":
             raise ValueError(
                 f"clip_dual bounds the terms of surrogate=clip, got surrogate={self.surrogate}: "

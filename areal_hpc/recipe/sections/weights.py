@@ -32,7 +32,7 @@ class WeightsConfig(BaseConfig):
     """Compare the checksums of the replica's tensors with the trainer's after each update."""
 
     @model_validator(mode="after")
-    def _check_groups_need_broadcast(self) -> Self:
+    def _check_broadcast_only_keys(self) -> Self:
         if (self.senders or 1) > 1 and self.transport == "disk":
             raise ValueError(
                 "weights.senders is for weights.transport=broadcast: from disk every replica loads "

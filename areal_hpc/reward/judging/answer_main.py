@@ -16,7 +16,7 @@ else:  # it lies beside this file, of a sandbox that has no package
     sys.path.insert(0, str(Path(__file__).parent))
     literals = importlib.import_module("literals")
 
-MAX_ITEMS = 100_000
+MAX_ITERATED_ITEMS = 100_000
 """Of an iterator that the tests go through."""
 
 
@@ -58,7 +58,7 @@ class AnswerProgram:
             case "length":
                 value = len(found)
             case "items":
-                value = list(itertools.islice(found, MAX_ITEMS))
+                value = list(itertools.islice(found, MAX_ITERATED_ITEMS))
             case _:
                 raise TypeError("there is no such operation")
         # An argument may have been changed in place, as sorting does.

@@ -53,7 +53,7 @@ def run_tests(answer: str, tests: str, limits: ProgramLimits) -> ProgramResult:
             )
             answers_end.close()  # each process alone holds its end now
             tests_end.close()
-            outcome = judge.communicate(other_processes=[judged])
+            outcome = judge.communicate(watched_processes=[judged])
         finally:
             judged.kill()
     judged.require_begun()

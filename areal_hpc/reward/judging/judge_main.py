@@ -71,7 +71,7 @@ class AnswerClient:
         started = channel.receive()
         self._raise_if_failed(started)
         self.names = {
-            name: self._resolve_answer_name(name)
+            name: self._make_remote_unless_stdlib(name)
             for name in map(str, started["names"])
             # What Python itself looks up, such as `__builtins__`, is never the answer's.
             if not (name.startswith("__") or hasattr(builtins, name))
@@ -102,12 +102,12 @@ class AnswerClient:
             self._update_in_place(mine, literals.decode(changed, self._make_remote))
         return literals.decode(reply["value"], self._make_remote)
 
-    def _resolve_answer_name(self, module_name: str) -> Any:
+    def _make_remote_unless_stdlib(self, name: str) -> Any:
         """The library's own module for a name of it: an answer's `math` judges nothing."""
-        if module_name in sys.stdlib_module_names:
+        if name in sys.stdlib_module_names:
             with contextlib.suppress(ImportError):  # one of another system, as `winreg`
-                return importlib.import_module(module_name)
-        return RemoteObject(self, module_name)
+                return importlib.import_module(name)
+        return RemoteObject(self, name)
 
     @staticmethod
     def _update_in_place(own_value: Any, changed_value: Any) -> None:

@@ -112,5 +112,5 @@ async def mark_auxiliary_conversations(
             await proxy.call_until_answered("/rl/mark_auxiliary", request, MarkAuxiliaryReply)
     except HttpStatusError as refusal:
         raise AgentError(
-            f"the proxy refused to mark auxiliary conversations: {refusal.reason}"
+            f"the proxy refused to mark auxiliary conversations: {refusal.peer_message}"
         ) from refusal

@@ -130,7 +130,7 @@ async def run_episode(
             acquire_episode_agent(agent) as one,
             acquire_sandbox(sandboxes, spec.data) as free,
         ):
-            return await _play_in_session(spec, one, proxy, http_client, free)
+            return await _play_in_new_session(spec, one, proxy, http_client, free)
     except (
         _POSSIBLE_SHORTAGE_EXCEPTIONS
     ) as error:  # a worker, a sandbox or a thread could not be started
@@ -145,7 +145,7 @@ def _build_shortage_outcome(
     return EpisodeOutcome("interrupted", session_id, reason=str(shortage), is_node_short=True)
 
 
-async def _play_in_session(
+async def _play_in_new_session(
     spec: EpisodeSpec,
     agent: Agent,
     proxy: ServiceClient,
@@ -388,7 +388,8 @@ async def _send_rewards_and_end_session(
         )
     except HttpStatusError as refusal:
         raise AgentError(
-            f"the proxy refused the agent's rewards: {refusal.reason}", kind=REFUSED_REWARD_KIND
+            f"the proxy refused the agent's rewards: {refusal.peer_message}",
+            kind=REFUSED_REWARD_KIND,
         ) from refusal
     if ended.reward is None:
         return next(reversed(rewards.values())).value

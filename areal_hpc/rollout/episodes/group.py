@@ -46,7 +46,9 @@ async def run_group_until_enough_succeed(
     try:
         while pending and len(tasks) - len(pending) - len(failed) < wanted_successes:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            failed += [_get_agent_error(task) for task in done if task.exception() is not None]
+            failed += [
+                _get_agent_error_or_raise(task) for task in done if task.exception() is not None
+            ]
             if len(tasks) - len(failed) < min_successes:
                 raise failed[-1]
     finally:
@@ -71,7 +73,7 @@ async def _cancel_and_await_all(tasks: Iterable[asyncio.Task[EpisodeOutcome]]) -
         raise interruption
 
 
-def _get_agent_error(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
+def _get_agent_error_or_raise(task: asyncio.Task[EpisodeOutcome]) -> AgentError:
     error = task.exception()
     if isinstance(error, AgentError):
         return error

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from areal_hpc.errors import ClusterError, NodeResourceShortageError, UnplayableEpisodeError
+from areal_hpc.errors import ClusterError, NodeResourceShortageError, PersistentNodeShortageError
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
 from areal_hpc.wire.ledger import TicketRef
 
@@ -65,7 +65,7 @@ class ShortageTracker:
         Raises:
             ClusterError: Neither this one nor another could be played for `MAX_SHORTAGE_S`, and
                 none is being played.
-            UnplayableEpisodeError: This one could not, and others could, or are not tried.
+            PersistentNodeShortageError: This one could not, and others could, or are not tried.
         """
         now = time.monotonic()
         begun_at = self._tries_begun_at.pop(episode, now)
@@ -80,7 +80,7 @@ class ShortageTracker:
         for_long = f"could be played for {MAX_SHORTAGE_S:g} s, the last time because of"
         are_others_played = self._played_at >= shortage.since
         shortage.were_others_played |= are_others_played
-        if shortage.were_others_played or self._is_last_held_out_task(shortage):
+        if shortage.were_others_played or self._is_only_task_short(shortage):
             shortage.times_found_own_fault += 1
             if (
                 held_out_ticket is not None
@@ -94,14 +94,14 @@ class ShortageTracker:
                 if are_others_played
                 else "nothing else is left, and this one never"
             )
-            raise UnplayableEpisodeError(
+            raise PersistentNodeShortageError(
                 f"{who} {for_long}: {outcome.reason}", kind=NodeResourceShortageError.__name__
             )
         if not self._has_try_outlasting_shortages(now):
             raise ClusterError(f"no episode {for_long}: {outcome.reason}")
         shortage.since = now  # what those leave at their ends may be all that it needs
 
-    def _is_last_held_out_task(self, shortage: _Shortage) -> bool:
+    def _is_only_task_short(self, shortage: _Shortage) -> bool:
         """True if all else that is short is of the same held-out task, or was so beside others."""
         return shortage.held_out_ticket is not None and all(
             one.were_others_played or one.held_out_ticket == shortage.held_out_ticket

@@ -52,12 +52,13 @@ def save_agent_as_module(
     kwargs: Mapping[str, Any],
     folder: Path,
     sys_path: Sequence[str],
-    alias: bool,
+    imports_areal_names: bool,
     module: str = PICKLED_AGENT_MODULE,
 ) -> str:
     """The dotted path, for `rollout.workflow`, of an agent that is put into a folder as `module`.
 
-    Modules that it refers to are imported from `sys_path`; with `alias` they import AReaL's names.
+    Modules that it refers to are imported from `sys_path`; with `imports_areal_names` they import
+    AReaL's names.
 
     Raises:
         RecipeError: It cannot be pickled.
@@ -65,7 +66,7 @@ def save_agent_as_module(
     data = pickle_agent((workflow, dict(kwargs)))
     source = _AGENT_MODULE_TEMPLATE.format(
         folders=list(sys_path),
-        alias="import areal_hpc.areal.import_hook  # noqa: F401" if alias else "",
+        alias="import areal_hpc.areal.import_hook  # noqa: F401" if imports_areal_names else "",
     )
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in ((f"{module}.pkl", data), (f"{module}.py", source.encode())):
@@ -96,7 +97,7 @@ def load_agent_pickle(module_file: str) -> Agent:
     return load_agent(workflow, kwargs, extra_kwargs=())
 
 
-def is_json_serializable(kwargs: Mapping[str, Any]) -> bool:
+def is_unchanged_by_json(kwargs: Mapping[str, Any]) -> bool:
     """Whether a recipe can hold these arguments as they are."""
     try:
         return bool(json.loads(json.dumps(kwargs)) == kwargs)

@@ -30,9 +30,11 @@ _NO_PROGRAM_ERRNOS = (
 process, memory or descriptor left, or the storage does not answer."""
 
 
-def select_passed_variables(environ: Mapping[str, str], patterns: Sequence[str]) -> dict[str, str]:
+def select_passed_variables(
+    environ: Mapping[str, str], extra_patterns: Sequence[str]
+) -> dict[str, str]:
     """The variables of an environment that `PASSED_VARIABLE_PATTERNS` or further patterns name."""
-    allowed = (*PASSED_VARIABLE_PATTERNS, *patterns)
+    allowed = (*PASSED_VARIABLE_PATTERNS, *extra_patterns)
     return {
         name: value
         for name, value in environ.items()

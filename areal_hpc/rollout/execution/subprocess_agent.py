@@ -25,7 +25,7 @@ from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
 from areal_hpc.rollout.execution.line_process import select_passed_variables
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 
-DRIVER_PYTHON_VARIABLES = (
+SAME_PYTHON_PASSED_VARIABLES = (
     *("PYTHONPATH", "PYTHONHASHSEED", "PYTHONWARNINGS", "VIRTUAL_ENV"),
     ISOLATION_VARIABLE,
     *("HF_HOME", "HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "TRANSFORMERS_OFFLINE"),
@@ -33,9 +33,11 @@ DRIVER_PYTHON_VARIABLES = (
 """Seen besides by agents that run with the driver's Python; none of them holds a secret."""
 
 
-def select_agent_variables(environ: Mapping[str, str], named: Sequence[str]) -> dict[str, str]:
+def select_driver_python_variables(
+    environ: Mapping[str, str], extra_patterns: Sequence[str]
+) -> dict[str, str]:
     """The variables that an agent sees which runs with the driver's Python in another process."""
-    return select_passed_variables(environ, (*DRIVER_PYTHON_VARIABLES, *named))
+    return select_passed_variables(environ, (*SAME_PYTHON_PASSED_VARIABLES, *extra_patterns))
 
 
 class SubprocessAgent:
@@ -52,7 +54,7 @@ class SubprocessAgent:
         self._kwargs = dict(kwargs)
         self._how = execution_config
         named = execution_config.variables if execution_config is not None else ()
-        self._pool = ProcessPool(size, select_agent_variables(os.environ, named))
+        self._pool = ProcessPool(size, select_driver_python_variables(os.environ, named))
         self._foreign = (
             OtherPythonAgentPool(
                 execution_config.python, workflow, kwargs, size, execution_config.variables

@@ -13,7 +13,7 @@ from areal_hpc.rundir.jsonl import (
     append_line,
     decode_readable_records,
     read_readable_records,
-    read_tail,
+    read_tail_lines,
 )
 
 log = logging.getLogger(__name__)
@@ -82,7 +82,7 @@ class BackgroundEventLog(EventLog):
 def read_recent_events(path: Path) -> list[dict[str, Any]]:
     """The events at the end of the log, oldest first; none if there is no log."""
     try:
-        content = read_tail(path, RECENT_BYTES)
+        content = read_tail_lines(path, RECENT_BYTES)
     except FileNotFoundError:
         return []
     return _select_events(decode_readable_records(content, dict[str, Any], f"the end of {path},"))

@@ -134,7 +134,7 @@ class SpanLog:
             else:
                 self._lost += 1
 
-    def enter_state(self, state_name: str) -> None:
+    def record_state_entry(self, state_name: str) -> None:
         """The process is in this state from now on; an empty name ends the one before."""
         now = time.time()
         with self._lock:
@@ -159,7 +159,7 @@ class SpanLog:
 
     def close(self, timeout_s: float = 1.0) -> None:
         """End the state, and write what is left, for at most so long."""
-        self.enter_state("")
+        self.record_state_entry("")
         self._is_over.set()
         self._writer.join(timeout_s)
 
@@ -293,7 +293,7 @@ def time_span(span_name: str, lane: str = "", **span_fields: Any) -> Iterator[di
 def record_state_entry(state_name: str) -> None:
     """Note that this process is in a state from now on."""
     if _active is not None:
-        _active.enter_state(state_name)
+        _active.record_state_entry(state_name)
 
 
 def record_clock_sample(offset_s: float, error_s: float) -> None:

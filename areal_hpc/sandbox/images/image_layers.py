@@ -66,7 +66,7 @@ class RootTree:
             self._modes[path] = tar_member.mode
             return
         if tar_member.islnk():
-            self._link_member(tar_member, path)
+            self._hard_link_member(tar_member, path)
             return
         _remove(path)
         if not (tar_member.isfile() or tar_member.issym()):
@@ -82,7 +82,7 @@ class RootTree:
             Path(path).chmod(tar_member.mode & _FILE_MODE_BITS)
         os.utime(path, (tar_member.mtime, tar_member.mtime), follow_symlinks=False)
 
-    def _link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
+    def _hard_link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
         """Make a hard link, unless what it links to was left out."""
         *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:]
         source = f"{self._resolve_and_make_folder(folders)}/{name}"

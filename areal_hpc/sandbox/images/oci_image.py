@@ -28,7 +28,7 @@ class OciImage:
     """An image: its digest, what commands in it expect, where its files are."""
 
     archive: Path
-    digest: str
+    manifest_digest: str
     """Of its manifest."""
     layers: tuple[Mapping[str, Any], ...]
     """Their descriptors, the lowest first."""

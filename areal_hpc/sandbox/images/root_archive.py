@@ -35,17 +35,17 @@ _LOCK_SUFFIX, _PARTIAL_SUFFIX = ".lock", ".partial"
 async def unpack_root_if_archive(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
     """The same sandbox with a folder as its root, where that is an archive.
 
-    Raises: see `get_or_unpack_root`.
+    Raises: see `get_or_unpack_cached_root`.
     """
     if spec.root is None or not spec.root.is_file():
         return spec
-    return replace(spec, root=await asyncio.to_thread(get_or_unpack_root, spec.root, owner))
+    return replace(spec, root=await asyncio.to_thread(get_or_unpack_cached_root, spec.root, owner))
 
 
-def get_or_unpack_root(archive: Path, owner: int | None = None) -> Path:
+def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Path:
     """The folder of an archive's content on this node; the first who asks unpacks it.
 
-    `owner` is whom the files are given to; None: who runs this.
+    `owner_uid` is whom the files are given to; None: who runs this.
 
     Raises:
         RecipeError: It is no archive that tar(1) reads, and no image.
@@ -53,9 +53,9 @@ def get_or_unpack_root(archive: Path, owner: int | None = None) -> Path:
     """
     cache = make_cache_folder()
     image, state = read_image(archive), archive.stat()
-    identity = f"{archive.resolve()} {state.st_size} {state.st_mtime_ns} {owner}"
+    identity = f"{archive.resolve()} {state.st_size} {state.st_mtime_ns} {owner_uid}"
     if image is not None:  # tasks may share it, each with an archive of its own
-        identity = f"{image.digest} {owner}"
+        identity = f"{image.manifest_digest} {owner_uid}"
     folder = cache / hashlib.sha256(identity.encode()).hexdigest()[:32]
     with _hold_file_lock(folder) as lock:
         os.utime(lock)  # tells that it is used
@@ -65,7 +65,7 @@ def get_or_unpack_root(archive: Path, owner: int | None = None) -> Path:
             partial.mkdir(mode=0o700)
             try:
                 _unpack(archive, image, partial, lock)
-                _chmod_root_and_chown_tree(partial, owner)
+                _chmod_root_and_chown_tree(partial, owner_uid)
                 partial.rename(folder)
             except BaseException:  # boundary: whatever it is, nothing half-done stays
                 _remove_partial(folder)

@@ -87,7 +87,7 @@ def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:
     for source, place in list_writable_binds(spec):
         yield f"{scratch}/{source}", place, ""
     yield f"{scratch}/guest", GUEST_DIR, ":ro"
-    for source, place in setup.binds:
+    for source, place in setup.readonly_binds:
         yield source, place, ":ro"
     if spec.root is not None:
         yield str(spec.root), LOWER_DIR, ":ro"

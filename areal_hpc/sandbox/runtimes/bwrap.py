@@ -23,7 +23,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_environment import (
-    GUEST_ACCOUNT_FILES,
+    GUEST_ETC_FILES,
     GUEST_VARIABLES,
     WORK_DIR,
 )
@@ -35,7 +35,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
+from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec
@@ -80,7 +80,13 @@ class BwrapRuntime:
         with _hold_content_descriptors() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
-                *("sh", "-c", _PREPARE_SCRATCH_SCRIPT, "sh", scratch := choose_scratch_dir(taken)),
+                *(
+                    "sh",
+                    "-c",
+                    _PREPARE_SCRATCH_SCRIPT,
+                    "sh",
+                    scratch := choose_scratch_mount_point(taken),
+                ),
                 *(str(spec.limits.disk_bytes), str(spec.limits.files), str(bwrap.parent)),
                 " ".join(map(str, range(len(spec.writable_folders)))),
                 *build_bwrap_arguments(spec, python, scratch, contents),
@@ -194,7 +200,7 @@ def _list_system_options(
     shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
     for name in (*SYSTEM_FILES, *shared):
         yield from ("--ro-bind-try", name, name)
-    for name, content in GUEST_ACCOUNT_FILES.items():
+    for name, content in GUEST_ETC_FILES.items():
         yield from ("--perms", "0644")
         yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
     yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")

@@ -9,7 +9,7 @@ from areal_hpc.sandbox.runtimes.bwrap import BwrapRuntime
 from areal_hpc.sandbox.runtimes.enroot import EnrootRuntime, find_enroot
 from areal_hpc.sandbox.runtimes.gvisor import GvisorRuntime, find_runsc
 from areal_hpc.sandbox.runtimes.host import HostRuntime
-from areal_hpc.sandbox.runtimes.podman import PodmanRuntime, find_podman
+from areal_hpc.sandbox.runtimes.podman import PodmanRuntime, find_podman_with_crun
 
 _RUNTIMES: dict[str, Callable[[], Runtime]] = {
     "bwrap": BwrapRuntime,
@@ -30,7 +30,7 @@ def find_installed_runtimes() -> list[str]:
     """Names of the runtimes whose programs are on this machine."""
     found = {
         "bwrap": find_bubblewrap() is not None,
-        "podman": find_podman() is not None,
+        "podman": find_podman_with_crun() is not None,
         "gvisor": find_runsc() is not None,
         "apptainer": find_apptainer() is not None,
         "enroot": find_enroot() is not None,

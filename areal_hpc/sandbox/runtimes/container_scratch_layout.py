@@ -14,7 +14,7 @@ from pathlib import Path
 from areal_hpc.errors import RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import SYSTEM_FILES, SYSTEM_LINKS
 from areal_hpc.sandbox.runtime import ISOLATION_RECIPE_KEY
-from areal_hpc.sandbox.runtimes.guest_environment import GUEST_ACCOUNT_FILES, WORK_DIR
+from areal_hpc.sandbox.runtimes.guest_environment import GUEST_ETC_FILES, WORK_DIR
 from areal_hpc.sandbox.runtimes.guest_python import GUEST_DIR, SERVER_SCRIPTS, GuestPython
 from areal_hpc.sandbox.spec import SandboxSpec
 
@@ -92,12 +92,12 @@ def build_scratch_archive(
             "workspace",
             *(f"folder{n}" for n in range(len(spec.writable_folders))),
         ):
-            _add_member(archive, name, mode=0o1777)
+            _add_member(archive, name, folder_mode=0o1777)
         shown_in = "rootfs" if spec.root is None else "places"
         for place in ("/proc", "/sys", "/dev"):
             _add_member(archive, f"{shown_in}{place}")
         for place in (GUEST_DIR, WORK_DIR, "/tmp", *spec.writable_folders):
-            _add_member(archive, f"{shown_in}{place}", mode=0o1777)
+            _add_member(archive, f"{shown_in}{place}", folder_mode=0o1777)
         for source, place in binds:
             is_guests = place.startswith(f"{GUEST_DIR}/")
             name = place.replace(GUEST_DIR, "guest", 1) if is_guests else f"{shown_in}{place}"
@@ -107,7 +107,7 @@ def build_scratch_archive(
                 _add_member(archive, f"rootfs{path}", target=str(path.readlink()))
         for script in SERVER_SCRIPTS:
             _add_member(archive, f"guest/{script.name}", script.read_bytes())
-        for name, content in GUEST_ACCOUNT_FILES.items() if spec.root is None else ():
+        for name, content in GUEST_ETC_FILES.items() if spec.root is None else ():
             _add_member(archive, f"rootfs/etc/{name}", content.encode())
         for name, data in files.items():
             _add_member(archive, name, data)
@@ -121,12 +121,12 @@ def _add_member(
     member_path: str,
     content: bytes | None = None,
     *,
-    mode: int = 0o755,
+    folder_mode: int = 0o755,
     target: str = "",
 ) -> None:
     """Add a file, a link, or a folder if it has neither content nor target."""
     member = tarfile.TarInfo(member_path)
-    member.mode = mode if content is None else 0o644
+    member.mode = folder_mode if content is None else 0o644
     member.type = tarfile.SYMTYPE if target else tarfile.DIRTYPE
     member.linkname = target
     if content is not None:

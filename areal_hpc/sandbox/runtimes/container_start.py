@@ -29,7 +29,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.scratch import choose_scratch_dir
+from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import SandboxSpec
 
@@ -71,7 +71,7 @@ class ContainerSetup:
 
     spec: SandboxSpec
     python: GuestPython
-    binds: Sequence[tuple[str, str]]
+    readonly_binds: Sequence[tuple[str, str]]
     """What it shows of this machine, read-only, and where."""
     scratch: str
     """The scratch folder."""
@@ -101,7 +101,7 @@ async def start_container(
     spec = await unpack_root_if_archive(spec, user)
     python = find_guest_python(by_anybody=user is not None)
     binds = [*list_machine_binds(spec, python)]
-    scratch = choose_scratch_dir([str(spec.root or ""), *(source for source, _ in binds)])
+    scratch = choose_scratch_mount_point([str(spec.root or ""), *(source for source, _ in binds)])
     archive = os.memfd_create("sandbox")
     try:
         how = plan_container(ContainerSetup(spec, python, binds, scratch, archive))
@@ -147,7 +147,7 @@ def build_container_command_prefix(
         *("sh", "-c", _PREPARE_SCRIPT + script, "sh", setup.scratch),
         *(str(spec.limits.disk_bytes + _OTHER_SCRATCH_BYTES), str(files)),
         *(str(setup.archive_fd), str(spec.root or "")),
-        *_list_mounts_below([source for source, _ in setup.binds]),
+        *_list_mounts_below([source for source, _ in setup.readonly_binds]),
         "--",
     ]
 

@@ -107,7 +107,7 @@ def _list_mounts(setup: ContainerSetup) -> Iterator[str]:
         yield f"{scratch}/{source} {_escape(place)} none x-create=dir,bind,rw,nosuid,nodev"
     yield "none /dev none remount,bind,ro,nosuid,noexec"
     yield f"{scratch}/guest {GUEST_DIR} none x-create=dir,rbind,ro,nosuid,nodev"
-    for source, place in setup.binds:
+    for source, place in setup.readonly_binds:
         how = "bind" if Path(source).is_file() else "rbind"
         yield f"{_escape(source)} {_escape(place)} none {how},ro,nosuid,nodev"
     if spec.network == "open" and Path("/etc/resolv.conf").exists():

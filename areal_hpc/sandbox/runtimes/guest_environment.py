@@ -11,7 +11,7 @@ GUEST_VARIABLES = {
     "TMPDIR": "/tmp",
     "USER": "nobody",
 }
-GUEST_ACCOUNT_FILES = {
+GUEST_ETC_FILES = {
     "passwd": f"nobody:x:{NOBODY_UID}:{NOBODY_UID}:nobody:{WORK_DIR}:/bin/sh\n",
     "group": f"nogroup:x:{NOBODY_UID}:\n",
     "hosts": "127.0.0.1 localhost\n",

@@ -21,7 +21,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
 )
 from areal_hpc.sandbox.runtime import build_isolation_error
 from areal_hpc.sandbox.runtimes.guest_environment import (
-    GUEST_ACCOUNT_FILES,
+    GUEST_ETC_FILES,
     GUEST_VARIABLES,
     WORK_DIR,
 )
@@ -70,7 +70,7 @@ class GvisorRuntime:
             spec.limits,
             GUEST_VARIABLES,
             user=NOBODY_UID if as_nobody else None,
-            keeps_memory_in_files=True,
+            counts_memfd_memory=True,
             on_stop=functools.partial(shutil.rmtree, bundle, ignore_errors=True),
         )
         try:
@@ -90,7 +90,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
     """Fill the folder from which a container of the Open Container Initiative (OCI) starts."""
     for name in ("rootfs", "state", "files"):
         (bundle / name).mkdir()
-    for name, content in GUEST_ACCOUNT_FILES.items():
+    for name, content in GUEST_ETC_FILES.items():
         (bundle / "files" / name).write_text(content)
     mounts = [
         *_list_kernel_mounts(),
@@ -99,7 +99,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
     ]
     mounts += [
         _build_readonly_bind_mount(f"{bundle}/files/{name}", f"/etc/{name}")
-        for name in GUEST_ACCOUNT_FILES
+        for name in GUEST_ETC_FILES
     ]
     writable = [WORK_DIR, "/tmp"]
     mounts += [_build_tmpfs_mount(place, spec.limits.disk_bytes) for place in writable]

@@ -78,12 +78,12 @@ class PodmanRuntime:
 
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
-        if find_podman() is None:
+        if find_podman_with_crun() is None:
             raise _build_isolation_error("the programs podman and crun are not both here")
         return await start_container(spec, _plan_container, _build_isolation_error)
 
 
-def find_podman() -> str | None:
+def find_podman_with_crun() -> str | None:
     """The program `podman`, where crun is too: runc cannot do without control groups."""
     path = build_runtime_program_search_path()
     return shutil.which("crun", path=path) and shutil.which("podman", path=path)
@@ -143,7 +143,7 @@ def _list_binds(setup: ContainerSetup) -> Iterator[tuple[str, str, str]]:
     for source, place in list_writable_binds(spec):
         yield f"{scratch}/{source}", place, "rw"
     yield f"{scratch}/guest", GUEST_DIR, "ro"
-    for source, place in setup.binds:
+    for source, place in setup.readonly_binds:
         yield source, place, "ro"
     if spec.root is not None:
         yield f"{scratch}/guest/root", f"{GUEST_DIR}/root", "ro"

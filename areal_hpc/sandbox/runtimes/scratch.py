@@ -9,7 +9,7 @@ _CANDIDATES = ("/media", "/srv", "/mnt", "/opt")
 """Folders that every distribution has (FHS 3.0); what covers one is seen by the runtime alone."""
 
 
-def choose_scratch_dir(used_paths: Sequence[str]) -> str:
+def choose_scratch_mount_point(used_paths: Sequence[str]) -> str:
     """A folder that may be covered: nothing that the sandbox is made of lies in it."""
     for place in _CANDIDATES:
         if Path(place).is_dir() and not any(Path(one).is_relative_to(place) for one in used_paths):

@@ -26,19 +26,19 @@ def build_container_command(
     role: str,
     python: str,
     *,
-    places: Sequence[Path],
+    mounted_paths: Sequence[Path],
     working_folder: Path,
     with_gpus: bool,
 ) -> ContainerCommand:
     """Python as the site's containers start it; `python` is the interpreter within them.
 
-    Role `train` gets its image, every other that of `serve`. Inside, `places` and the working
-    folder have the same names.
+    Role `train` gets its image, every other that of `serve`. Inside, `mounted_paths` and the
+    working folder have the same names.
     """
     if container.kind == "none":
         return ContainerCommand(shlex.quote(python))
     image = container.train if role == "train" else container.serve
-    here = sorted({str(place) for place in (*places, working_folder)})
+    here = sorted({str(place) for place in (*mounted_paths, working_folder)})
     mounts = [*here, *container.mounts]
     if container.kind == "pyxis":
         pairs = [mount if ":" in mount else f"{mount}:{mount}" for mount in mounts]

@@ -12,7 +12,7 @@ from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
-from areal_hpc.rundir.rendezvous import is_job_of_cells_on_training_tasks
+from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.slurm.batch_script.container import build_container_command
 
 DEFAULT_TIME_LIMIT_MINUTES = 24 * 60
@@ -143,7 +143,7 @@ def compute_resources(job: JobSpec, options: JobOptions) -> JobResources:
     Raises:
         RecipeError: They do not fit.
     """
-    kind = "cell" if is_job_of_cells_on_training_tasks(job.name) else job.name
+    kind = "cell" if is_training_cell_job(job.name) else job.name
     offered, each = options.gpus_per_node, job.gpus_per_task
     key = f"cluster.slurm.jobs.{kind}"
     if job.is_task_a_node:
@@ -191,7 +191,7 @@ def _build_job_request(
         slurm.container,
         job.role,
         run_context.pythons[job.role],
-        places=(run_context.run_dir, *run_context.mounted),
+        mounted_paths=(run_context.run_dir, *run_context.mounted),
         working_folder=run_context.working_folder,
         with_gpus=bool(shape.gpus_per_node),
     )

@@ -42,7 +42,7 @@ def start_cluster(
         RecipeError: Commands are missing, or a cluster with other settings exists.
         ClusterError: Something did not come up; its last words are in the message.
     """
-    _prepare_state_dir(paths)
+    _create_or_check_state_dir(paths)
     with host.lock_host(), _lock_state(paths):
         began = time.monotonic()
         deadline = began + timeout_s
@@ -58,7 +58,7 @@ def start_cluster(
         print_line(f"{f'{len(made.nodes)} nodes':<10} up at {time.monotonic() - began:5.1f} s")
 
 
-def _prepare_state_dir(paths: DevclusterPaths) -> None:
+def _create_or_check_state_dir(paths: DevclusterPaths) -> None:
     """Make the state directory, or see that it may be used."""
     paths.root.mkdir(mode=0o755, parents=True, exist_ok=True)
     if paths.root.is_symlink() or paths.root.stat().st_uid != os.geteuid():
@@ -163,10 +163,12 @@ def _cancel_all_jobs(plan: DevclusterPlan) -> None:
         return  # scancel would ask a slurmctld that is gone, again and again
     with contextlib.suppress(subprocess.TimeoutExpired):
         for partition in ("scavenger", "priority"):
-            processes.run_command(("scancel", f"--partition={partition}"), plan.environ)
+            processes.run_command_unchecked(("scancel", f"--partition={partition}"), plan.environ)
         deadline = time.monotonic() + MAX_CANCEL_S
         while time.monotonic() < deadline:
-            if not processes.run_command(("squeue", "-h", "-t", "R,CG,S"), plan.environ).stdout:
+            if not processes.run_command_unchecked(
+                ("squeue", "-h", "-t", "R,CG,S"), plan.environ
+            ).stdout:
                 return
             time.sleep(CANCEL_POLL_S)
 

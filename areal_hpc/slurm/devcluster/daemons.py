@@ -23,7 +23,10 @@ def is_running(plan: DevclusterPlan, daemon: Daemon) -> bool:
 def is_responding(plan: DevclusterPlan, daemon: Daemon) -> bool:
     """Whether it does its work: it is asked for some."""
     try:
-        return processes.run_command(daemon.ready_check_command, plan.environ).returncode == 0
+        return (
+            processes.run_command_unchecked(daemon.ready_check_command, plan.environ).returncode
+            == 0
+        )
     except subprocess.TimeoutExpired:
         return False
 
@@ -37,7 +40,7 @@ def start_daemon(plan: DevclusterPlan, daemon: Daemon, deadline: float) -> None:
     paths = plan.paths
     if not is_running(plan, daemon):
         if daemon.prerequisite_path is not None and not daemon.prerequisite_path.exists():
-            done = processes.run_command(daemon.prerequisite_command, plan.environ)
+            done = processes.run_command_unchecked(daemon.prerequisite_command, plan.environ)
             with paths.output_file(daemon.name).open("a") as sink:
                 sink.write(done.stdout + done.stderr)
             if done.returncode:

@@ -50,7 +50,7 @@ def can_create_namespaces() -> bool:
     """True if this user may make namespaces and bridges."""
     if os.geteuid() != 0 or shutil.which("ip", path=processes.get_search_path()) is None:
         return False
-    return processes.run_command(_NAMESPACE_TRIAL_COMMAND, {}).returncode == 0
+    return processes.run_command_unchecked(_NAMESPACE_TRIAL_COMMAND, {}).returncode == 0
 
 
 def lock_host() -> AbstractContextManager[None]:
@@ -96,7 +96,7 @@ def _is_port_free(port: int) -> bool:
 
 def _find_free_subnet_number() -> int:
     """The lowest N whose subnet 10.77.N.0/24 nothing on this machine is routed to."""
-    listed = processes.run_command(("ip", "-4", "-json", "route", "show"), {})
+    listed = processes.run_command_unchecked(("ip", "-4", "-json", "route", "show"), {})
     listed.check_returncode()
     destinations = {route["dst"] for route in json.loads(listed.stdout)} - {"default"}
     routed = [ipaddress.IPv4Network(destination) for destination in destinations]

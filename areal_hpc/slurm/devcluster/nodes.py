@@ -70,7 +70,7 @@ def find_slurmd_process(paths: DevclusterPaths, node: DevclusterNode) -> psutil.
 def read_node_states(plan: DevclusterPlan) -> dict[str, str]:
     """Node -> its state in sinfo's long words; empty while slurmctld does not answer."""
     try:
-        listed = processes.run_command(("sinfo", "-h", "-N", "-o", "%N %T"), plan.environ)
+        listed = processes.run_command_unchecked(("sinfo", "-h", "-N", "-o", "%N %T"), plan.environ)
     except subprocess.TimeoutExpired:
         return {}
     return dict(line.split() for line in listed.stdout.splitlines())
@@ -85,7 +85,7 @@ def restart_node(plan: DevclusterPlan, node: DevclusterNode) -> None:
     # A machine takes longer to start than Slurm takes to miss it; one that is back at once keeps
     # jobs that no longer exist.
     lost = ("scontrol", "update", f"NodeName={node.name}", "State=DOWN", "Reason=lost power")
-    processes.run_command(lost, plan.environ)
+    processes.run_command_unchecked(lost, plan.environ)
     files = plan.paths.output_file(node.name), plan.paths.process_record_file(node.name)
     process = processes.spawn_and_record(node.command, plan.environ, *files, stdin=subprocess.PIPE)
     assert process.stdin is not None
@@ -172,7 +172,7 @@ def _link_exists(link: str) -> bool:
 
 
 def _call_ip(*arguments: str, may_fail: bool = False) -> None:
-    done = processes.run_command(("ip", *arguments), {})
+    done = processes.run_command_unchecked(("ip", *arguments), {})
     if done.returncode and not may_fail:
         raise ClusterError(
             f"ip {' '.join(arguments)} ended with {done.returncode}: {done.stderr.strip()}",

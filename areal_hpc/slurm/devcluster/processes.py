@@ -55,7 +55,7 @@ def spawn_and_record(
     return process
 
 
-def run_command(
+def run_command_unchecked(
     command: Sequence[str], environ: Mapping[str, str]
 ) -> subprocess.CompletedProcess[str]:
     """Run a short command to its end, whatever its exit code.

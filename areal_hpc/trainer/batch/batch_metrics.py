@@ -18,20 +18,20 @@ _NGRAM_HASH_FACTORS = np.array(
 )
 _REPLY_HASH_FACTOR = 0xD6E8FEB86659FD93
 """Odd numbers that spread four tokens in a row, and the number of their reply, over 64 bits."""
-REPETITION_WINDOW_TOKENS = 256
+REPETITION_TAIL_TOKENS = 256
 """Tokens at the end of a reply in which repetition is looked for: loops go on to the end."""
 
 IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 
-def summarize_token_staleness(
+def summarize_tokens_and_staleness(
     batch: Sequence[TrajectoryRow],
     current_version: WeightVersion,
     generation_forks: Sequence[GenerationFork],
 ) -> dict[str, float]:
     """Number of the batch's tokens, and how old the weights are that sampled them."""
-    tokens_of = [count_tokens_by_version(trajectory.versions_T) for trajectory in batch]
+    tokens_of = [count_sampled_tokens_by_version(trajectory.versions_T) for trajectory in batch]
     sampled = sum(tokens_of, Counter[int]())
     ages = [
         compute_staleness_steps(current_version, WeightVersion.unpack(version), generation_forks)
@@ -46,7 +46,7 @@ def summarize_token_staleness(
     }
 
 
-def count_tokens_by_version(versions_T: IntArray) -> Counter[int]:
+def count_sampled_tokens_by_version(versions_T: IntArray) -> Counter[int]:
     """Tokens by the version they were sampled from; versions come in few, long stretches."""
     turns = np.flatnonzero(versions_T[1:] != versions_T[:-1]) + 1
     tokens = Counter[int]()
@@ -146,7 +146,7 @@ def compute_repeated_ngram_fraction(replies: Sequence[npt.NDArray[np.int32]]) ->
     """Runs of tokens that came before in the same reply, as a share of all; 0 for short replies."""
     keys = []
     for number, reply in enumerate(replies):
-        ids = reply[-REPETITION_WINDOW_TOKENS:].astype(np.uint64)
+        ids = reply[-REPETITION_TAIL_TOKENS:].astype(np.uint64)
         runs = len(ids) - len(_NGRAM_HASH_FACTORS) + 1
         if runs > 0:
             hashes = np.full(runs, number * _REPLY_HASH_FACTOR % 2**64, np.uint64)

@@ -55,15 +55,17 @@ def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """Turns, times, ends of replies, speed of generation, and numbers of the agents' own."""
     told = [episode for episode in episodes if episode.calls]
     return {
-        **_summarize_turns(told),
+        **_summarize_turns_and_cut_replies(told),
         **_summarize_durations(told),
-        **_summarize_generation([call for episode in told for call in episode.calls.values()]),
-        **_measure_slowest_to_fastest_speed_ratio(told),
+        **_summarize_throughput_and_caching(
+            [call for episode in told for call in episode.calls.values()]
+        ),
+        **_measure_slowest_cell_ratio(told),
         **_summarize_reward_parts_and_metrics(told),
     }
 
 
-def _summarize_turns(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _summarize_turns_and_cut_replies(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     if not episodes:
         return {}
     turns = [len(episode.calls) for episode in episodes]
@@ -118,7 +120,7 @@ def measure_covered_s(spans: Iterable[tuple[float, float]]) -> float:
     return sum(end - begin for begin, end in merge_spans(spans))
 
 
-def _summarize_generation(calls: Sequence[CallRecord]) -> dict[str, float]:
+def _summarize_throughput_and_caching(calls: Sequence[CallRecord]) -> dict[str, float]:
     metrics: dict[str, float] = {}
     timed = [call for call in calls if call.asked_at and call.answered_at]
     if timed:
@@ -132,7 +134,7 @@ def _summarize_generation(calls: Sequence[CallRecord]) -> dict[str, float]:
     return metrics
 
 
-def _measure_slowest_to_fastest_speed_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
+def _measure_slowest_cell_ratio(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
     """How much slower the slowest cell's calls are than the fastest one's."""
     speeds = [speed for _, speed in _measure_cell_tokens_per_s(episodes)]
     if len(speeds) < 2:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.telemetry.token_annotations import UNTRAINED_TOKEN_REASONS, RowAnnotation
 from areal_hpc.trainer.batch.packing import TrainingRow
 from areal_hpc.trainer.batch.training_rows import (
@@ -59,7 +59,7 @@ def choose_rows_to_annotate(
 
 
 def split_trained_and_left_out_rows(
-    manifest: BatchManifest, untrained: Sequence[UntrainedRecord]
+    manifest: BatchManifest, untrained: Sequence[UntrainedBatchPart]
 ) -> tuple[list[tuple[str, int]], list[RowAnnotation]]:
     """Shard and number of each row that is trained, in the batch's order, and of the others. Pure.
 
@@ -101,11 +101,13 @@ class TokenAnnotator:
         for place in chosen_row_indices:
             self._starts[place] = self._size
             self._size += len(rows[place].input_ids_T)
-        self._places = [self._map_part_tokens_to_columns(part) for part in range(minibatch_count)]
+        self._places = [
+            self._map_minibatch_tokens_to_columns(part) for part in range(minibatch_count)
+        ]
         self._found: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
         self._entropies: list[tuple[npt.NDArray[np.int64], torch.Tensor]] = []
 
-    def _map_part_tokens_to_columns(self, minibatch_index: int) -> npt.NDArray[np.int64]:
+    def _map_minibatch_tokens_to_columns(self, minibatch_index: int) -> npt.NDArray[np.int64]:
         """For each token of a part, where it goes; -1 for those of rows that are not chosen."""
         targets = []
         for place in range(minibatch_index, len(self._rows), self._parts):

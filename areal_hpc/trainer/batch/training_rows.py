@@ -8,12 +8,15 @@ import numpy.typing as npt
 
 from areal_hpc.errors import ShardError
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.shards.digest_checked_reader import CheckedShards
-from areal_hpc.trainer.batch.batch_metrics import count_tokens_by_version
+from areal_hpc.trainer.batch.batch_metrics import count_sampled_tokens_by_version
 from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
-from areal_hpc.trainer.batch.untrainable import drop_untrainable_from_loss_mask, get_reply_span
+from areal_hpc.trainer.batch.untrainable import (
+    drop_distorted_replies_from_loss_mask,
+    get_reply_span,
+)
 from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
@@ -75,7 +78,7 @@ NO_SCORES = BatchScores()
 
 def read_sound_rows_on_all_ranks(
     manifest: BatchManifest, shards: CheckedShards, vocab_size: int
-) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
+) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
     """The sound rows of a batch, and what is left out. A collective: all ranks get it, or none.
 
     Raises:
@@ -84,7 +87,7 @@ def read_sound_rows_on_all_ranks(
         OtherRankError: The other way round.
     """
 
-    def read() -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
+    def read() -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
         with shards.check_digests_in_background({ticket.shard for ticket in manifest.tickets}):
             return set_rewards_and_drop_unsound_tickets(
                 read_rows_by_ticket(manifest, shards), manifest, vocab_size
@@ -129,7 +132,7 @@ def _replace_record(row: TrajectoryRow, record: RowRecord) -> TrajectoryRow:
 
 def set_rewards_and_drop_unsound_tickets(
     tickets: Sequence[Sequence[TrajectoryRow]], manifest: BatchManifest, vocab_size: int
-) -> tuple[list[TrajectoryRow], list[UntrainedRecord]]:
+) -> tuple[list[TrajectoryRow], list[UntrainedBatchPart]]:
     """The sound tickets' trajectories with the rewards of the manifest, and what was left out.
 
     A group is left out whole: its advantages are relative to all of it. Every rank reads the same
@@ -145,7 +148,7 @@ def set_rewards_and_drop_unsound_tickets(
         else:
             defect = _describe_first_defect(rows, ticket, vocab_size)
         if defect:
-            left_out.append(UntrainedRecord(manifest.step, defect, [ticket.ref.ticket_id]))
+            left_out.append(UntrainedBatchPart(manifest.step, defect, [ticket.ref.ticket_id]))
         else:
             sound += rows
     return sound, left_out
@@ -237,7 +240,7 @@ def _build_masks(
         build_loss_mask_without_cut_replies(one) if objective.overlong.mask else one.loss_mask_T
         for one in batch
     ]
-    return [drop_untrainable_from_loss_mask(*both) for both in zip(batch, masks, strict=True)]
+    return [drop_distorted_replies_from_loss_mask(*both) for both in zip(batch, masks, strict=True)]
 
 
 def _build_temperatures(
@@ -333,7 +336,7 @@ def _compute_token_staleness(
 ) -> npt.NDArray[np.float32]:
     """The staleness of each token; 0 where nobody sampled."""
     ages_T = np.zeros(len(versions_T), dtype=np.float32)
-    for packed in count_tokens_by_version(versions_T):
+    for packed in count_sampled_tokens_by_version(versions_T):
         ages_T[versions_T == packed] = compute_staleness_steps(
             current_version, WeightVersion.unpack(packed), generation_forks
         )

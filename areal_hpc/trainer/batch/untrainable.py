@@ -72,7 +72,7 @@ def _list_reply_distortions(
     return list(list_sampling_distortions(call.sampling, is_recorded=is_recorded))
 
 
-def drop_untrainable_from_loss_mask(
+def drop_distorted_replies_from_loss_mask(
     row: TrajectoryRow, mask_T: npt.NDArray[np.uint8]
 ) -> npt.NDArray[np.uint8]:
     """A loss mask of the row without the replies that were not sampled from the plain softmax."""
@@ -86,16 +86,16 @@ def drop_untrainable_from_loss_mask(
 
 
 def count_untrainable_tokens(
-    batch: Sequence[TrajectoryRow], *, is_recorded: bool = False
+    batch: Sequence[TrajectoryRow], *, assumes_sampling_mask: bool = False
 ) -> Counter[str]:
     """Tokens of such replies, of those that the rows train, by all the reasons of their reply.
 
-    With `is_recorded` sampling masks are taken to be there.
+    With `assumes_sampling_mask` sampling masks are taken to be there.
     """
     tokens = Counter[str]()
     for row in batch:
         for call in row.record.calls:
-            if reasons := " and ".join(_list_reply_distortions(row, call, is_recorded)):
+            if reasons := " and ".join(_list_reply_distortions(row, call, assumes_sampling_mask)):
                 tokens[reasons] += int(np.count_nonzero(row.loss_mask_T[get_reply_span(call)]))
     return +tokens
 

@@ -11,7 +11,7 @@ from areal_hpc.rundir.checkpoints import Checkpoint, list_checkpoints
 from areal_hpc.trainer.checkpoints.stored_tensors import open_stored_tensors
 from areal_hpc.trainer.checkpoints.weights_reader import CheckpointWeights
 from areal_hpc.trainer.model.families.architecture import read_architecture
-from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, write_hf_model_dir
+from areal_hpc.trainer.model.hf_files import MAX_FILE_BYTES, write_or_replace_hf_model_dir
 
 
 def choose_checkpoint(directory: Path, step: int | None) -> Checkpoint:
@@ -62,7 +62,7 @@ def export_checkpoint(
     try:
         with open_stored_tensors(checkpoint.path) as stored:
             weights = CheckpointWeights(stored, read_architecture(model_path), checkpoint.path)
-            write_hf_model_dir(
+            write_or_replace_hf_model_dir(
                 weights.read_tensors(), weights.list_tensor_specs(), model_path, target_dir,
                 file_bytes=file_bytes, on_file=progress,
             )  # fmt: skip

@@ -151,7 +151,7 @@ class CheckpointStore:
 
     # Writing ---------------------------------------------------------------------------------
 
-    def begin_save(
+    def finish_earlier_and_begin_save(
         self,
         policy: Policy,
         optimizer: Any,
@@ -187,7 +187,7 @@ class CheckpointStore:
         self._copied_s = time.monotonic() - began
         return target
 
-    def publish_if_written(self, timeout_s: float = 0.0) -> bool:
+    def publish_and_prune_if_written(self, timeout_s: float = 0.0) -> bool:
         """Make the checkpoint being written visible if all of it is on disk. A collective.
 
         True on every rank when it became visible and durable in this call.
@@ -223,7 +223,7 @@ class CheckpointStore:
         """Wait for the checkpoint being written; false when there was none. A collective."""
         if self._begun is None:
             return False
-        while not self.publish_if_written(POLL_S):
+        while not self.publish_and_prune_if_written(POLL_S):
             pass
         return True
 
@@ -245,7 +245,7 @@ class CheckpointStore:
             fsync_path(partial)
             self._check_generation()
             fault_point("checkpoint.before_rename")
-            self._rename_into_place(partial, checkpoint)
+            self._replace_unless_superseded(partial, checkpoint)
             fault_point("checkpoint.after_rename")
             fsync_path(self._directory)
             for old in self._list_superfluous():
@@ -262,7 +262,7 @@ class CheckpointStore:
         best = self._find_best_step([one.state.step for one in found])
         return [one for one in found[: -self._keep] if one.state.step != best]
 
-    def _rename_into_place(self, partial: Path, checkpoint: Checkpoint) -> None:
+    def _replace_unless_superseded(self, partial: Path, checkpoint: Checkpoint) -> None:
         target, own = checkpoint.path, checkpoint.state.generation
         if target.exists():  # of an abandoned generation, or of the one that replaced this
             generation = (

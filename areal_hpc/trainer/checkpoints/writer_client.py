@@ -61,12 +61,12 @@ class WriterClient:
         assert self._request is None
         return self._memory.reuse_or_grow(size_bytes, device)
 
-    def begin_write(self, path: Path, size_bytes: int, neighbors: list[str]) -> None:
+    def begin_write(self, path: Path, size_bytes: int, files_to_fsync: list[str]) -> None:
         """Begin to write what was copied into a new file.
 
-        Files beside it with the names `neighbors` are to become durable with it.
+        Files beside it with the names `files_to_fsync` are to become durable with it.
         """
-        self._request = WriteRequest(str(path), size_bytes, neighbors)
+        self._request = WriteRequest(str(path), size_bytes, files_to_fsync)
         self._tries = 1
         self._send_request(self._request)
 

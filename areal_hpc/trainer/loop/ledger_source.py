@@ -101,7 +101,7 @@ class LedgerSource(BatchSource):
             counts = msgspec.structs.asdict(reply.manifest.counts)
             self._ticket_counts = {f"tickets/{name}": count for name, count in counts.items()}
             self._ticket_counts[CELL_IDLE_S_METRIC] = round(reply.idle_cell_s, 3)
-            failures = self._episode_failures.count_new_failures()
+            failures = self._episode_failures.count_new_failed_tries()
             self._ticket_counts["episode/failures"] = failures.failed_tries
             self._ticket_counts["episode/rewarded_failures"] = failures.rewarded
         return reply.manifest
@@ -220,13 +220,13 @@ class LedgerSource(BatchSource):
         with self._record.time_files():
             self._events.record(event_name, **facts)
 
-    def get_weight_update_metrics(self) -> JsonMetricRow:
+    def get_update_pause_metrics(self) -> JsonMetricRow:
         """Cost of the newest update to those who generate."""
         return summarize_newest_weight_update_pause(self._publisher.pauses)
 
     # Evaluation ------------------------------------------------------------------------------
 
-    def request_due_evaluation_and_poll(self) -> bool:
+    def poll_due_evaluation_done(self) -> bool:
         """The weights have their reward, need none or get it from the evaluation cell. Waits.
 
         Raises:
@@ -277,7 +277,7 @@ class LedgerSource(BatchSource):
             evaluation.mark_judged()
             self._record.add_metrics(version.step, dict(reply.metrics))
 
-    def wait_briefly_for_async_evaluation(self) -> bool:
+    def wait_briefly_until_evaluated(self) -> bool:
         """The evaluation cell owes nothing. Waits a little for what it owes."""
         evaluation = self._async_evaluation
         if evaluation is None or not evaluation.has_unjudged_up_to(self._record.version.step):

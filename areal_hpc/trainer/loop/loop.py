@@ -50,7 +50,7 @@ from areal_hpc.errors import (
     UntrainableBatchError,
 )
 from areal_hpc.jobs.processes.signals import StopRequest
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.telemetry.spans import time_span
 from areal_hpc.trainer.collectives import broadcast_object, is_true_on_any_rank
@@ -69,7 +69,7 @@ class TrainOnBatchCommand(Struct, frozen=True, tag=True):
     """Take one step on this batch."""
 
     manifest: BatchManifest
-    quarantine: UntrainedRecord | None = None
+    quarantine: UntrainedBatchPart | None = None
     """Why the batch is consumed without being trained; None if it is trained."""
 
 
@@ -154,11 +154,11 @@ class BatchSource(ABC):
         """Send the weights to these replicas, rank 0's share of them itself."""
         return  # a source may leave it out
 
-    def request_due_evaluation_and_poll(self) -> bool:
+    def poll_due_evaluation_done(self) -> bool:
         """The weights have their reward, need none or get it while training goes on. Waits."""
         return True
 
-    def get_weight_update_metrics(self) -> JsonMetricRow:
+    def get_update_pause_metrics(self) -> JsonMetricRow:
         """Cost of sending the weights to those who generate."""
         return {}
 
@@ -166,7 +166,7 @@ class BatchSource(ABC):
         """There is nobody to work with, and has not been for long."""
         return False
 
-    def wait_briefly_for_async_evaluation(self) -> bool:
+    def wait_briefly_until_evaluated(self) -> bool:
         """Nothing is left to wait for after the last step. Waits a little."""
         return True
 
@@ -292,7 +292,9 @@ def _publish_checkpoint_if_written(
     """Poll the checkpoint being written; notify the coordinator once it is durable."""
     began = time.perf_counter()
     is_durable = (
-        learner.checkpoints.finish_save() if wait else learner.checkpoints.publish_if_written()
+        learner.checkpoints.finish_save()
+        if wait
+        else learner.checkpoints.publish_and_prune_if_written()
     )
     if is_durable and coordinator:
         coordinator.on_checkpoint_saved(time.perf_counter() - began)
@@ -317,7 +319,7 @@ class Coordinator:
         batch_source: BatchSource,
         stop: StopRequest,
         check_generation: Callable[[], None] = lambda: None,
-        read_quarantine: Callable[[int], UntrainedRecord | None] = lambda step: None,
+        read_quarantine: Callable[[int], UntrainedBatchPart | None] = lambda step: None,
         must_end_unsaved: Callable[[], bool] = lambda: False,
     ) -> None:
         self._schedule = schedule
@@ -364,12 +366,12 @@ class Coordinator:
         if self._schedule.saves_checkpoint(step) and self._saved_step < step:
             self._check_ownership()
             return SaveCheckpointCommand(self._record.row)
-        if not self.source.request_due_evaluation_and_poll():
+        if not self.source.poll_due_evaluation_done():
             return WaitCommand()
         if self._schedule.exports_model(step) and self._exported_step < step:
             self._check_ownership()
             return ExportModelCommand()
-        self._record.write_row_once(self.source.get_weight_update_metrics())
+        self._record.write_row_once(self.source.get_update_pause_metrics())
         if step < self._schedule.total_steps:
             manifest = self.source.poll_next_batch(step + 1)
             if manifest is None:
@@ -378,7 +380,7 @@ class Coordinator:
                 return TrainOnBatchCommand(manifest, self._read_quarantine(manifest.step))
         return (
             StopCommand(finished=True)
-            if self.source.wait_briefly_for_async_evaluation()
+            if self.source.wait_briefly_until_evaluated()
             else WaitCommand()
         )
 
@@ -395,7 +397,7 @@ class Coordinator:
                 return StopCommand(finished=False)
             self._check_ownership()
             return SaveCheckpointCommand(self._record.row)
-        self._record.write_row_once(self.source.get_weight_update_metrics())
+        self._record.write_row_once(self.source.get_update_pause_metrics())
         return StopCommand(finished=self._schedule.is_finished_once_saved(step))
 
     def on_trained(self, version: WeightVersion, row: JsonMetricRow) -> None:

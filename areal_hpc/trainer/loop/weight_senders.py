@@ -76,7 +76,7 @@ class WeightSenders:
         shares: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> UpdateReport:
-        """Send each share from its rank; see `WeightSender.send`. A collective.
+        """Send each share from its rank; see `WeightSender.update_replicas`. A collective.
 
         Returns:
             On rank 0 the outcome at all replicas, elsewhere at this rank's own.
@@ -85,7 +85,7 @@ class WeightSenders:
         if own is not None and shares[own]:
             if self._sender is None:
                 self._sender = self._make_sender()
-            report = self._sender.send(version, self._specs, parameters, shares[own])
+            report = self._sender.update_replicas(version, self._specs, parameters, shares[own])
         for _ in parameters:  # exporting is a collective: who sends nothing drains it
             pass
         if not any(shares[1:]):
@@ -109,7 +109,7 @@ def _describe_outcome(
         sender,
         [place_of[key] for key in report.ok],
         {place: (problem.message, problem.hint) for place, problem in problems.items()},
-        report.size_bytes,
+        report.parameter_bytes,
         report.seconds,
     )
 
@@ -130,6 +130,6 @@ def _merge_outcomes(
             for one in outcomes
             for place, (message, hint) in one.failed.items()
         },
-        size_bytes=max(one.size_bytes for one in outcomes),
+        parameter_bytes=max(one.size_bytes for one in outcomes),
         seconds=seconds,
     )

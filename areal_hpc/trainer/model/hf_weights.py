@@ -28,7 +28,7 @@ from areal_hpc.trainer.model.families.weight_map import (
 from areal_hpc.trainer.model.hf_files import (
     MAX_FILE_BYTES,
     HfTensorSpecWithDtype,
-    write_hf_model_dir,
+    write_or_replace_hf_model_dir,
 )
 from areal_hpc.trainer.model.policy import Network, Policy
 
@@ -168,13 +168,13 @@ def _gather_shards(
 def save_hf_model(
     policy: Policy, source_dir: Path, target_dir: Path, *, file_bytes: int = MAX_FILE_BYTES
 ) -> None:
-    """Write a model directory (`write_hf_model_dir`) from the weights of all ranks.
+    """Write a model directory (`write_or_replace_hf_model_dir`) from the weights of all ranks.
 
     A collective. Parameters are gathered one by one, and rank 0 writes each as it comes.
     """
     tensors = stream_hf_tensors(policy)
     if dist.get_rank() == 0:
-        write_hf_model_dir(
+        write_or_replace_hf_model_dir(
             tensors, list_hf_specs(policy), source_dir, target_dir, file_bytes=file_bytes
         )
     for _ in tensors:  # the other ranks take part in gathering

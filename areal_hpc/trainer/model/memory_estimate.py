@@ -211,7 +211,7 @@ def estimate_stage_memory(
         optimizer=min(optimizer, state * OPTIMIZER_CHUNK_ELEMENTS) if host_optimizer else optimizer,
         activations=kept - host + whole * is_thrifty,
         logits=logits if stage == parallel.pp - 1 else 0,
-        communicators=count_trainer_communicators(arch, parallel) * COMMUNICATOR_BYTES,
+        communicators=count_rank_communicators(arch, parallel) * COMMUNICATOR_BYTES,
         host_activations=host,
         host_optimizer=host_optimizer,
         scoring=max(scoring, default=0),
@@ -245,7 +245,7 @@ def _count_critic_stage_parameters(
     return dense, experts
 
 
-def count_trainer_communicators(arch: Architecture, parallel: ParallelConfig) -> int:
+def count_rank_communicators(arch: Architecture, parallel: ParallelConfig) -> int:
     """NCCL communicators of a trainer rank with the others: of the groups that reduce or send.
 
     They are made in the first collective of a group; those of a single rank keep no buffers.

@@ -69,14 +69,14 @@ def find_peak_flops_per_s(device_name: str) -> float | None:
 
 def count_training_flops(arch: Architecture, lengths: Sequence[int], scored_tokens: int) -> float:
     """Floating-point operations of one update on rows of these lengths."""
-    matrices = 2 * _count_active_weights(arch) * sum(lengths)
+    matrices = 2 * _count_active_layer_weights(arch) * sum(lengths)
     logits = 2 * arch.vocab * arch.hidden * scored_tokens
     # Scores, and sums of values by them: two operations each, on half of the square.
     attention = 2 * arch.layers * arch.heads * arch.head_dim * sum(n * n for n in lengths)
     return float(TRAINING_COST_IN_FORWARD_PASSES * (matrices + logits + attention))
 
 
-def _count_active_weights(arch: Architecture) -> float:
+def _count_active_layer_weights(arch: Architecture) -> float:
     """Weights of the layers' matrices that a token is multiplied by."""
     total = 0.0
     for parameter in list_parameter_maps(arch):

@@ -47,7 +47,7 @@ def compute_advantages(credit: BatchCredit, objective: ObjectiveConfig) -> Float
             advantages_K[members] = 0.0
         elif objective.scale_rewards != "none":
             advantages_K[members] /= spread
-    return advantages_K * credit.weights_K
+    return advantages_K * credit.branch_weights_K
 
 
 def _measure_spread(differences: FloatArray, degrees_of_freedom: int) -> float:

@@ -52,9 +52,9 @@ def estimate_advantages(
     starts: dict[int, _ReplyStart] = {}
     found = [ReplyEstimate(np.zeros(len(one)), one.copy()) for one in values]
     following = {
-        place: [one for one in reply.followers if replies[one].is_rewarded]
+        place: [one for one in reply.followers if replies[one].is_reached_by_reward]
         for place, reply in enumerate(replies)
-        if reply.is_rewarded
+        if reply.is_reached_by_reward
     }
     for place in TopologicalSorter(following).static_order():
         reply, values_t = replies[place], values[place]
@@ -133,4 +133,4 @@ def scale_and_weigh_advantages(
                 scaled[place][:] = 0.0
             elif objective.scale_rewards != "none":
                 scaled[place] /= spread
-    return [one * reply.weight for one, reply in zip(scaled, replies, strict=True)]
+    return [one * reply.branch_weight for one, reply in zip(scaled, replies, strict=True)]

@@ -21,7 +21,7 @@ log pi - log reference."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Surrogate:
+class SurrogateObjective:
     """Terms of the objective at some tokens."""
 
     terms_N: torch.Tensor
@@ -64,7 +64,7 @@ def compute_policy_loss(
         log_ratio_N = logprobs_N - proximal_N
         if config.ratio_level == "sequence":
             log_ratio_N = rows.compute_row_means(log_ratio_N)
-        surrogate = compute_surrogate(logprobs_N, log_ratio_N.exp(), advantages_N, config)
+        surrogate = compute_surrogate_objective(logprobs_N, log_ratio_N.exp(), advantages_N, config)
     terms_N = surrogate.terms_N * weight_N
     gap = logprobs_N.new_zeros(())
     if reference_N is not None:
@@ -87,20 +87,20 @@ def compute_policy_loss(
     return total, sums, raw_N.max() if raw_N.numel() else raw_N.new_zeros(())
 
 
-def _call_custom_loss(custom: CustomLoss, inputs: LossInputs) -> Surrogate:
+def _call_custom_loss(custom: CustomLoss, inputs: LossInputs) -> SurrogateObjective:
     outputs = custom(inputs)
     clipped_N = outputs.clipped_N
     if clipped_N is None:
         clipped_N = torch.zeros_like(inputs.logprobs_N) != 0
-    return Surrogate(outputs.terms_N, clipped_N)
+    return SurrogateObjective(outputs.terms_N, clipped_N)
 
 
-def compute_surrogate(
+def compute_surrogate_objective(
     logprobs_N: torch.Tensor,
     ratio_N: torch.Tensor,
     advantages_N: torch.Tensor,
     config: ObjectiveConfig,
-) -> Surrogate:
+) -> SurrogateObjective:
     """What `surrogate` makes of ratio and advantage.
 
     `clip`: min(r A, clip(r) A) (PPO, arXiv:1707.06347, equation 7); with `clip_dual` c, where
@@ -110,16 +110,18 @@ def compute_surrogate(
     """
     bounded_N = ratio_N.clamp(1 - config.clip_low, 1 + config.clip_high)
     if config.surrogate == "none":
-        return Surrogate(advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0)
+        return SurrogateObjective(advantages_N * logprobs_N, torch.zeros_like(ratio_N) != 0)
     if config.surrogate == "cispo":
-        return Surrogate(bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N)
+        return SurrogateObjective(
+            bounded_N.detach() * advantages_N * logprobs_N, bounded_N != ratio_N
+        )
     free_N, bound_N = ratio_N * advantages_N, bounded_N * advantages_N
     terms_N, clipped_N = torch.minimum(free_N, bound_N), bound_N < free_N
     if config.clip_dual is not None:
         floor_N = config.clip_dual * advantages_N
         is_raised_N = (advantages_N < 0) & (terms_N < floor_N)
         terms_N, clipped_N = torch.where(is_raised_N, floor_N, terms_N), clipped_N | is_raised_N
-    return Surrogate(terms_N, clipped_N)
+    return SurrogateObjective(terms_N, clipped_N)
 
 
 def interpolate_logprobs(

@@ -35,7 +35,7 @@ class BatchCredit:
     """Ticket of each."""
     episodes_K: npt.NDArray[np.int64]
     """Episode of each within its ticket."""
-    weights_K: npt.NDArray[np.float64]
+    branch_weights_K: npt.NDArray[np.float64]
     """Share of the episode's return that it stands for: below 1 where an episode branched."""
     spans: list[list[SpanWithCreditIndex]]
     """Of each row, where its numbers apply. Elsewhere nothing was earned."""
@@ -46,7 +46,7 @@ class _EarnedCredit:
     """A number, its weight, and where it applies: rows of the batch with tokens from and to."""
 
     earned: float
-    weight: float
+    branch_weight: float
     row_spans: list[tuple[int, int, int]]
 
 
@@ -64,14 +64,14 @@ class ReplyReward:
     """Taken off at each, for its divergence from the reference."""
     followers: list[int]
     """Their places among the replies of the batch."""
-    weight: float
-    is_rewarded: bool
+    branch_weight: float
+    is_reached_by_reward: bool
     """A reward reaches it, its own or that of one that comes later."""
 
 
 FloatRows = Sequence[npt.NDArray[np.float32]]
 MaskRows = Sequence[npt.NDArray[np.uint8]]
-MeasureSpanPenalty = Callable[[int, int, int], float]
+MeasureSpanKlPenalty = Callable[[int, int, int], float]
 """What tokens of a row, from and to, lose for their divergence from the reference."""
 
 
@@ -108,7 +108,7 @@ def compute_reply_credits(
         np.array([one.earned for _, _, one in numbers], np.float64),
         np.array([ticket for ticket, _, _ in numbers], np.int64),
         np.array([episode for _, episode, _ in numbers], np.int64),
-        np.array([one.weight for _, _, one in numbers], np.float64),
+        np.array([one.branch_weight for _, _, one in numbers], np.float64),
         spans,
     )
 
@@ -193,7 +193,7 @@ def _build_reply_reward(
 
 
 def _credit_episode(
-    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpanPenalty
+    rows: dict[int, TrajectoryRow], objective: ObjectiveConfig, measure: MeasureSpanKlPenalty
 ) -> Iterator[_EarnedCredit]:
     """The numbers of an episode, from its rows by their place in the batch."""
     is_credited = any(row.record.is_credited for row in rows.values())
@@ -219,7 +219,7 @@ def _credit_replies(
     discount: float,
     is_credited: bool,
     overlong: OverlongConfig,
-    measure: MeasureSpanPenalty,
+    measure: MeasureSpanKlPenalty,
 ) -> Iterator[_EarnedCredit]:
     calls, trained = _list_calls_and_trained_spans(rows)
     own = {name: None if call.reward is None else call.reward.value for name, call in calls.items()}

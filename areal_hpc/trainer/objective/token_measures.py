@@ -6,7 +6,7 @@ import torch
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap, compute_importance_weights
-from areal_hpc.trainer.objective.policy_loss import compute_surrogate
+from areal_hpc.trainer.objective.policy_loss import compute_surrogate_objective
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -38,5 +38,5 @@ def measure_token_ratios_and_bounds(
     ratios_N = log_ratio_N.exp()
     if config.custom:
         return TokenMeasures(ratios_N, torch.zeros_like(outside_N), outside_N)
-    clipped_N = compute_surrogate(logprobs_N, ratios_N, advantages_N, config).clipped_N
+    clipped_N = compute_surrogate_objective(logprobs_N, ratios_N, advantages_N, config).clipped_N
     return TokenMeasures(ratios_N, clipped_N, outside_N)

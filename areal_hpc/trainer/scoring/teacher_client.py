@@ -38,9 +38,9 @@ MAX_REPLY_BYTES, MAX_REPLY_BYTES_PER_TOKEN = 1 << 20, 1 << 10
 """What surrounds a reply's entries, and one of them, a tenth of which is usual."""
 MAX_LOGPROB = 1e-3
 """A log-probability is 0 at most, but for rounding."""
-MIN_LOGPROB = -1e4
+MIN_PLAUSIBLE_LOGPROB = -1e4
 """Softmaxes give more; the advantage of such a token would drown all others."""
-PROBED_TOKENS = 512
+PROBED_PLAIN_TOKENS = 512
 """Plain tokens whose texts are compared, besides all special ones."""
 TOKENS_PER_PROBE = 64
 _BACKOFF = Backoff(0.5, 10.0)
@@ -165,7 +165,7 @@ class TeacherClient:
         first = len(ids) - len(entries)
         for place in places.tolist():
             logprob, *_ = entries[place - first]
-            if logprob is None or not MIN_LOGPROB <= logprob <= MAX_LOGPROB:
+            if logprob is None or not MIN_PLAUSIBLE_LOGPROB <= logprob <= MAX_LOGPROB:
                 raise ClusterError(
                     f"batch {step}: {self._url} gave {logprob} for the log-probability of token "
                     f"{place} of {len(ids)}",
@@ -194,7 +194,7 @@ class TeacherClient:
             **request_fields,
         }
         max_bytes = MAX_REPLY_BYTES + MAX_REPLY_BYTES_PER_TOKEN * len(ids)
-        status, content = await self._post_until_answered(msgspec.json.encode(body), max_bytes)
+        status, content = await self._post_with_retries(msgspec.json.encode(body), max_bytes)
         if status != httpx.codes.OK:
             raise self._build_refusal(status, content, step)
         try:
@@ -217,7 +217,7 @@ class TeacherClient:
             )
         return entries
 
-    async def _post_until_answered(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
+    async def _post_with_retries(self, body: bytes, max_bytes: int) -> tuple[int, bytes]:
         """Status and content of an answer that repeating would not change."""
         give_up_at, trouble = None, ""
         for pause_s in _BACKOFF:
@@ -304,7 +304,7 @@ def _find_trained_places(row: TrainingRow) -> npt.NDArray[np.int64]:
 def _choose_probed_ids(encoder: TokenEncoder) -> list[int]:
     """Ids of all special tokens, and of so many others, evenly apart."""
     plain = encoder.list_plain_text_token_ids()
-    chosen = plain[:: max(1, len(plain) // PROBED_TOKENS)]
+    chosen = plain[:: max(1, len(plain) // PROBED_PLAIN_TOKENS)]
     return sorted({*chosen, *encoder.list_special_token_ids()})
 
 

@@ -26,7 +26,7 @@ WARM_UP_ROUNDS = 2
 PATTERN_PERIOD = 251
 
 
-def measure_collective_rates(
+def measure_and_verify_collectives(
     device: torch.device, collectives_request: CollectivesRequest
 ) -> CollectiveRates:
     """Rates on this group of ranks, the same on all of them. A collective."""
@@ -96,7 +96,7 @@ def main() -> None:
     task = get_task_position()
     parallel = ParallelConfig(dp=task.num_tasks)
     device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
-    rates = measure_collective_rates(device, order)
+    rates = measure_and_verify_collectives(device, order)
     if task.is_first:
         write_atomic(Path(order.report), msgspec.json.encode(rates))
     destroy_process_groups()

@@ -148,7 +148,7 @@ def publish_to_replica(
     ]
     try:
         replicas = publisher.discover_outdated_training_replicas(version)
-        return publisher.publish(version, specs, stream_hf_tensors(policy), replicas)
+        return publisher.publish_from_this_rank(version, specs, stream_hf_tensors(policy), replicas)
     finally:
         publisher.close()
 
@@ -188,7 +188,7 @@ def compare_engine_around_update(
             for ones, others in zip(before, after, strict=True)
             for one, other in zip(ones, others, strict=True)
         ),
-        sent_bytes=update.size_bytes,
+        sent_bytes=update.parameter_bytes,
         update_s={name: float(value) for name, value in update.seconds.items()},
         update_error=trouble,
     )

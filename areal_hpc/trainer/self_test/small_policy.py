@@ -35,13 +35,13 @@ def join_self_test_ranks(
     device: Device, parallel: ParallelConfig, rendezvous_dir: Path
 ) -> torch.device:
     """The trainer's process groups, with this process where the environment says; its device."""
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     return init_process_groups_and_device(get_task_position(), parallel, device, rendezvous_dir)
 
 
 def init_single_rank_groups(device: Device) -> torch.device:
     """The trainer's process groups with this process alone in them; its device."""
-    megatron_cpu.patch_megatron_for_cpu()
+    megatron_cpu.patch_torch_megatron_without_gpu()
     with tempfile.TemporaryDirectory() as folder:
         return init_process_groups_and_device(
             TaskPosition(0, 1, 0, 0), ParallelConfig(), device, Path(folder)

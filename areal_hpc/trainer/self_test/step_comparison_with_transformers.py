@@ -40,7 +40,7 @@ MIN_TOKEN_ID = 3
 """Smallest token: the padding token, 0 in tiny models, has no gradient as an input there."""
 
 
-class TransformersReference:
+class TransformersLogprobsAndGradient:
     """Log-probabilities and the gradient's norm, as transformers has them on the CPU.
 
     To be made before the process groups: transformers 5.19, first used in a process that has them,
@@ -111,7 +111,9 @@ def compute_loss_and_gap(
 
 
 def take_and_compare_step(
-    policy: Policy, exact_reference: TransformersReference, rounded_reference: TransformersReference
+    policy: Policy,
+    exact_reference: TransformersLogprobsAndGradient,
+    rounded_reference: TransformersLogprobsAndGradient,
 ) -> StepComparison:
     """A step, what the policy makes of the rows before and after it, and transformers.
 
@@ -165,8 +167,10 @@ def main() -> None:
     """Compare as ordered, as the rank that the environment names."""
     order = msgspec.json.decode(Path(sys.argv[1]).read_bytes(), type=StepRequest)
     model_dir, dtype = Path(order.model_dir), getattr(torch, order.dtype)
-    exact = TransformersReference(model_dir, torch.float32)
-    rounded = exact if order.dtype == "float32" else TransformersReference(model_dir, dtype)
+    exact = TransformersLogprobsAndGradient(model_dir, torch.float32)
+    rounded = (
+        exact if order.dtype == "float32" else TransformersLogprobsAndGradient(model_dir, dtype)
+    )
     parallel = ParallelConfig.model_validate(order.parallel)
     device = join_self_test_ranks(order.device, parallel, Path(order.rendezvous_dir))
     policy = load_policy(model_dir, order.dtype, device, parallel)

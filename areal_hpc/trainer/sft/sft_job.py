@@ -105,7 +105,7 @@ class SftTrainer:
                 self.checkpoints.finish_save()
                 return False
             self._train_step()
-            self.checkpoints.publish_if_written()
+            self.checkpoints.publish_and_prune_if_written()
             step = self.state.step
             if step % sft.checkpoint_every_steps == 0 or step == sft.total_steps:
                 self._begin_checkpoint_and_update_state()
@@ -158,7 +158,9 @@ class SftTrainer:
             )
 
     def _begin_checkpoint_and_update_state(self) -> None:
-        path = self.checkpoints.begin_save(self._policy, self._optimizer, self.state)
+        path = self.checkpoints.finish_earlier_and_begin_save(
+            self._policy, self._optimizer, self.state
+        )
         self.state = msgspec.structs.replace(self.state, parent=path.name)
         self._saved_step = self.state.step
 

@@ -31,7 +31,7 @@ MAX_READ_STEPS = 8
 """Steps, spread over the run, whose replies are compared with one another."""
 MIN_REWARD_FALL_SHARE_OF_RANGE = 0.2
 """Of the range of the run's mean rewards, from which the reward has fallen from its best."""
-MIN_SOLVED_SHARE = 0.5
+MIN_ALL_BEST_SHARE = 0.5
 """Of the groups, from which the tasks are solved if so many have nothing but the best reward."""
 DISTINCT_REPLIES_NAME = "distinct replies"
 """Name of the share of a group's replies that differ, which is no metric of a step."""
@@ -51,7 +51,7 @@ class Trend:
         """The last of the first; large if that was nothing."""
         return self.end_mean / self.start_mean if abs(self.start_mean) > 1e-12 else float("inf")
 
-    def find_half_way_step(self) -> int:
+    def find_lasting_halfway_step(self) -> int:
         """The first step at which the number had gone half of the way, and never went back."""
         middle, falls = (self.start_mean + self.end_mean) / 2, self.end_mean < self.start_mean
         found = max(self.by_step)
@@ -161,7 +161,7 @@ def judge_collapse(
     if len(rows) < MIN_STEPS_FOR_TREND:
         return Answer(f"trained steps: {len(rows)}; at least {MIN_STEPS_FOR_TREND} show a trend")
     window = min(MAX_WINDOW_STEPS, len(rows) // 3)
-    trends = {one.name: one for one in _list_trends(rows, distinct_share_by_step, window)}
+    trends = {one.name: one for one in _list_shown_trends(rows, distinct_share_by_step, window)}
     signs = [
         (rule, trends[rule.trend_name])
         for rule in COLLAPSE_SIGN_RULES
@@ -174,10 +174,10 @@ def judge_collapse(
     ]
     is_degenerate = any(rule.trend_name not in SIGNS_OF_HARD_TASKS_ALONE for rule, _ in serious)
     has_collapsed = is_degenerate and (reward.has_fallen or len(serious) >= 3)
-    since = min((trend.find_half_way_step() for _, trend in serious), default=0)
+    since = min((trend.find_lasting_halfway_step() for _, trend in serious), default=0)
     findings = [Finding(reward.text, build_page_url_fragment("metrics", run, text="reward/"))]
     findings += [_describe_trend(run, trend, rows, window, signs) for trend in trends.values()]
-    findings += list(_suggest_worst_episode_to_read(run, episodes, distinct_share_by_step))
+    findings += list(_suggest_last_step_worst_episode(run, episodes, distinct_share_by_step))
     findings += [Finding(f"not read: {one}") for one in problems[:3]]
     return Answer(
         _build_headline(reward, signs, since if has_collapsed else None, is_solved=is_solved),
@@ -187,7 +187,7 @@ def judge_collapse(
     )
 
 
-def _list_trends(
+def _list_shown_trends(
     rows: Sequence[MetricRow], distinct_share_by_step: Mapping[int, float], window: int
 ) -> Iterator[Trend]:
     for name in SHOWN_TREND_NAMES:
@@ -209,7 +209,7 @@ def _list_trends(
 
 
 def _are_tasks_solved(rows: Sequence[MetricRow]) -> bool:
-    return statistics.fmean(list_numbers(rows, "groups/all_best") or [0.0]) >= MIN_SOLVED_SHARE
+    return statistics.fmean(list_numbers(rows, "groups/all_best") or [0.0]) >= MIN_ALL_BEST_SHARE
 
 
 def _format_trend_value(metric_name: str, value: float) -> str:
@@ -241,7 +241,7 @@ def _describe_trend(
         text += f"({format_step_range(rows[-window:])})"
         page = build_page_url_fragment("metrics", run, text=trend.name)
     if meaning:
-        text += f": {meaning}, half of the way at step {trend.find_half_way_step()}"
+        text += f": {meaning}, half of the way at step {trend.find_lasting_halfway_step()}"
     return Finding(text, page)
 
 
@@ -294,7 +294,7 @@ class RewardSummary:
             means[-1],
             last_step,
             fall > least,
-            course.find_half_way_step(),
+            course.find_lasting_halfway_step(),
             held_out,
         )
 
@@ -345,7 +345,7 @@ def _list_hints(reward: RewardSummary, since: int) -> tuple[str, ...]:
     )
 
 
-def _suggest_worst_episode_to_read(
+def _suggest_last_step_worst_episode(
     run: str, episodes: Sequence[BatchEpisode], distinct_share_by_step: Mapping[int, float]
 ) -> Iterator[Finding]:
     """An episode of the last step whose replies were compared, to read."""
@@ -353,6 +353,6 @@ def _suggest_worst_episode_to_read(
         return
     last = [one for one in episodes if one.step == max(distinct_share_by_step)]
     if last:
-        worst = min(last, key=lambda one: one.reward)
-        text = f"to read: {worst.title}, reward {worst.reward:g}"
+        worst = min(last, key=lambda one: one.mean_row_reward)
+        text = f"to read: {worst.title}, reward {worst.mean_row_reward:g}"
         yield Finding(text, build_page_url_fragment("trajectory", run, row=worst.first_row_name))

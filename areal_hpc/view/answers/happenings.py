@@ -51,11 +51,11 @@ def describe_recipe_changes(
     recipes = [read_run_recipe(paths.replaced_recipe(attempt)) for attempt, _ in changed]
     for (attempt, at), old, new in zip(changed, recipes, [*recipes, recipe][1:], strict=True):
         if from_time <= at <= to_time:
-            for key, was, now in list_recipe_changes(old, new):
+            for key, was, now in list_recipe_changes_hiding_secrets(old, new):
                 yield f"launch {attempt} changed {key} from {was} to {now}"
 
 
-def list_recipe_changes(
+def list_recipe_changes_hiding_secrets(
     old: Mapping[str, Any], new: Mapping[str, Any]
 ) -> Iterator[tuple[str, Any, Any]]:
     """The keys whose values differ, with both values; those that may be secrets are not shown."""

@@ -32,7 +32,7 @@ MIN_DEVIATIONS = 3.0
 MIN_RELATIVE_CHANGE = 0.05
 """Relative change below which a number that hardly varies does not differ."""
 MAX_SHOWN_METRICS = 8
-MAX_SAMPLING_VALUES = 8
+MAX_DISTINCT_SAMPLING_VALUES = 8
 """Of a parameter of calls, in all steps together; with more it is told of none."""
 ROUTINE_METRICS = frozenset(
     {
@@ -150,7 +150,7 @@ def judge_step(evidence: StepComparisonInputs) -> Answer:
     recipe_changes = [
         Finding(one, build_page_url_fragment("overview", run)) for one in evidence.recipe_changes
     ]
-    calls = list(_describe_new_call_settings(run, step, now, earlier))
+    calls = list(_describe_new_sampling_and_tools(run, step, now, earlier))
     metrics = list(find_metric_changes(row, before))
     told = [
         Finding(one.text, build_page_url_fragment("metrics", run, text=one.name)) for one in metrics
@@ -218,7 +218,7 @@ def _describe_restart(run: str, row: JsonRow, last_row: JsonRow) -> Iterator[Fin
         yield Finding(text, build_page_url_fragment("overview", run))
 
 
-def _describe_new_call_settings(
+def _describe_new_sampling_and_tools(
     run: str, step: int, now: Iterable[BatchEpisode], earlier_episodes: Iterable[BatchEpisode]
 ) -> Iterator[Finding]:
     """Sampling parameters and tools of calls that are new at this step."""
@@ -226,7 +226,7 @@ def _describe_new_call_settings(
     sampling, before = _collect_sampling_values(now), _collect_sampling_values(earlier_episodes)
     for name in sorted(sampling):
         earlier_values = before.get(name, set())
-        if len(sampling[name] | earlier_values) > MAX_SAMPLING_VALUES:
+        if len(sampling[name] | earlier_values) > MAX_DISTINCT_SAMPLING_VALUES:
             continue  # each request's own, such as the room that is left for it
         if before and (new := sampling[name] - earlier_values):
             old = ", ".join(sorted(earlier_values)) or "not given"

@@ -70,7 +70,7 @@ def compare_tasks(
         usual_now, usual_before
     )
     is_cause = is_new >= MIN_SOURCE_SHARE_CHANGE and bool(usual_before)
-    fallen = list(_describe_tasks_with_fallen_reward(run, now, rewards, before))
+    fallen = list(_describe_no_longer_solved_tasks(run, now, rewards, before))
     return TaskFindings(
         (*causes, *([news] if is_cause else []), *fallen), () if is_cause else (news,)
     )
@@ -87,7 +87,7 @@ def _group_rewards_by_task(episodes: Iterable[BatchEpisode]) -> dict[int, list[f
     found: dict[int, list[float]] = defaultdict(list)
     for one in episodes:
         if one.task >= 0:
-            found[one.task].append(one.reward)
+            found[one.task].append(one.mean_row_reward)
     return found
 
 
@@ -159,7 +159,7 @@ def _compute_mean(rewards: Mapping[int, Sequence[float]], tasks: Sequence[int]) 
     return statistics.fmean(statistics.fmean(rewards[task]) for task in tasks)
 
 
-def _describe_tasks_with_fallen_reward(
+def _describe_no_longer_solved_tasks(
     run: str,
     now: Sequence[BatchEpisode],
     rewards: Mapping[int, list[float]],
@@ -183,9 +183,10 @@ def _describe_tasks_with_fallen_reward(
         return
     yield Finding(f"{len(fallen)} of {len(falls)} tasks that were right before are not now")
     for task in fallen[:MAX_SHOWN_TASKS]:
-        worst = min((one for one in now if one.task == task), key=lambda one: one.reward)
+        worst = min((one for one in now if one.task == task), key=lambda one: one.mean_row_reward)
         yield Finding(
             f"task {task}: {statistics.fmean(rewards[task]):.3f}, before "
-            f"{statistics.fmean(rewards_before[task]):.3f}; {worst.title} has {worst.reward:g}",
+            f"{statistics.fmean(rewards_before[task]):.3f}; "
+            f"{worst.title} has {worst.mean_row_reward:g}",
             build_page_url_fragment("trajectory", run, row=worst.first_row_name),
         )

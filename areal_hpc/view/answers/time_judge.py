@@ -119,7 +119,7 @@ class TimeJudge:
 
     def _explain_generation(self, share_text: str) -> PartVerdict:
         text = f"{share_text}: model calls of the batch were under way"
-        slow, late = self._find_slow_replica(), self._find_long_awaited_episode()
+        slow, late = self._find_slow_replica(), self._find_longest_awaited_episode()
         if slow is not None and (late is None or late.record.cell == slow.cell_and_replica[0]):
             hint = f"look at {self._name_replica_and_place(slow)}; exclude its node if it lasts"
             return PartVerdict(text, f"{self._name_replica_and_place(slow)} is slow", hint)
@@ -153,7 +153,7 @@ class TimeJudge:
             for kind in kinds[:3]
         )
         cause = f"{kinds[0].name} takes {kinds[0].mean_s:.2f} s on average"
-        if (late := self._find_long_awaited_episode()) is not None:
+        if (late := self._find_longest_awaited_episode()) is not None:
             cause += f"; {self._describe_long_awaited_episode(late)}"
             page = build_page_url_fragment("trajectory", self.evidence.run, row=late.first_row_name)
             return PartVerdict(f"{text}: {told}", cause, f"make {kinds[0].name} faster", page)
@@ -166,7 +166,7 @@ class TimeJudge:
             recipe, "rollout.max_concurrent_rollouts", "rollout.max_head_offpolicyness"
         )
         text = f"{share_text}: no episode of the awaited batch was under way"
-        idle = self._measure_idle_share()
+        idle = self._measure_cell_idle_share()
         if idle is not None:
             text += f"; cells had no ticket for {idle:.0%} of their time"
         return PartVerdict(
@@ -253,7 +253,7 @@ class TimeJudge:
                 f"for an update, the others {receiver.others:.2f} s",
                 build_page_url_fragment("metrics", run, text="weights/"),
             )
-        idle = self._measure_idle_share()
+        idle = self._measure_cell_idle_share()
         if idle is not None and idle >= MIN_IDLE_SHARE:
             keys = format_keys_with_values(self.evidence.recipe, "rollout.max_head_offpolicyness")
             yield Finding(
@@ -261,7 +261,7 @@ class TimeJudge:
                 build_page_url_fragment("metrics", run, text=CELL_IDLE_S_METRIC),
             )
 
-    def _find_long_awaited_episode(self) -> BatchEpisode | None:
+    def _find_longest_awaited_episode(self) -> BatchEpisode | None:
         """The longest of the episodes that batches waited for last, if they did so for long."""
         split = self.split
         if split is None or split.last_episodes_s < MIN_LAST_EPISODES_WAIT_SHARE * split.total_s:
@@ -299,7 +299,7 @@ class TimeJudge:
             return None
         return split.summed_call_s / split.any_call_s / len(replicas)
 
-    def _measure_idle_share(self) -> float | None:
+    def _measure_cell_idle_share(self) -> float | None:
         """Of the cells' time. A step's idle time may begin before it: the start of the run does."""
         cells = int(get_recipe_value(self.evidence.recipe, "inference.cells") or 1)
         pairs = [

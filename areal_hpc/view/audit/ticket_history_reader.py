@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.errors import Problem, ShardError
-from areal_hpc.rundir.checkpoints import TrainerState, UntrainedRecord, list_checkpoints
+from areal_hpc.rundir.checkpoints import TrainerState, UntrainedBatchPart, list_checkpoints
 from areal_hpc.rundir.manifests import list_manifest_steps, read_drops, read_manifest
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import read_quarantine_files
@@ -29,7 +29,7 @@ class TicketRecords:
     """Ticket id -> reason, of tickets given up on."""
     filtered: Mapping[int, str] = field(default_factory=dict)
     """Ticket id -> reason, of tickets whose group was not accepted."""
-    quarantine_by_step: Mapping[int, UntrainedRecord] = field(default_factory=dict)
+    quarantine_request_by_step: Mapping[int, UntrainedBatchPart] = field(default_factory=dict)
     """By step, the files that ask for a batch to be consumed untrained."""
     requeued: Collection[tuple[int, int]] = ()
     """(ticket id, attempt) whose rows were too old and are never trained."""

@@ -44,7 +44,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from areal_hpc.errors import Problem
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import merge_quarantines
 from areal_hpc.view.audit.ticket_history_reader import TicketRecords, read_ticket_records
@@ -81,7 +81,7 @@ class AuditReport:
     tickets: list[AuditedTicket]
     problems: list[Problem]
     """Files that cannot be believed, whatever they mean for tickets."""
-    untrained: list[UntrainedRecord]
+    untrained: list[UntrainedBatchPart]
     """What consumed batches did not teach, and batches that are not to be trained, and why: no
     fault of the accounts, but worth knowing."""
     checkpoint_step: int
@@ -94,7 +94,7 @@ class AuditReport:
         return [ticket for ticket in self.tickets if ticket.status is status]
 
     @property
-    def is_clean(self) -> bool:
+    def is_consistent(self) -> bool:
         """True if nothing was trained twice, nothing is lost and every file is believed."""
         return not (
             self.list_tickets_with_status(TicketStatus.DUPLICATE)
@@ -113,7 +113,7 @@ class AuditReport:
         )
 
 
-MAX_TRACELESS_IDS = 1_000_000
+MAX_TRACELESS_ID_GAP = 1_000_000
 """Between two ids that left a trace."""
 _BatchUse = tuple[int, SealedTicket]
 """A step, and a ticket in its batch."""
@@ -139,10 +139,12 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     doubtful = _explain_doubtful_steps(evidence)
     traceless = set(range(position)) - uses.keys() - sealed.keys() - given_up.keys() - again
     strays = _find_lost_traceless_ids(evidence, sorted(traceless), max(uses, default=-1))
-    rows = _ShardRowChecker(evidence)
-    quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantine_by_step)
+    rows = _ShardIndexChecker(evidence)
+    quarantined = merge_quarantines(evidence.checkpoint, evidence.quarantine_request_by_step)
     # Looked up for every ticket: lists of the checkpoint grow with the run.
-    consumed: dict[int, list[UntrainedRecord]] = {step: [] for step in evidence.checkpoint.consumed}
+    consumed: dict[int, list[UntrainedBatchPart]] = {
+        step: [] for step in evidence.checkpoint.consumed
+    }
     for part in evidence.checkpoint.untrained:
         if part.step in consumed:
             consumed[part.step].append(part)
@@ -177,16 +179,18 @@ def classify_tickets(evidence: TicketRecords) -> AuditReport:
     return AuditReport(tickets, problems, untrained, newest.step, evidence.is_finished, episodes)
 
 
-def _pop_never_issued_ids(shard_by_sealed_id: dict[int, str], next_ticket_id: int) -> list[Problem]:
+def _pop_never_issued_ids(
+    shard_by_sealed_id: dict[int, str], first_unseen_id: int
+) -> list[Problem]:
     """Take out the ids that no ledger can have issued, and name them.
 
-    `next_ticket_id` is above all known ids, which are positions of the task stream. Nobody plays a
+    `first_unseen_id` is above all known ids, which are positions of the task stream. Nobody plays a
     million of them without a trace.
     """
     problems = []
     for ticket_id in sorted(shard_by_sealed_id):
-        if 0 <= ticket_id < next_ticket_id + MAX_TRACELESS_IDS:
-            next_ticket_id = max(next_ticket_id, ticket_id + 1)
+        if 0 <= ticket_id < first_unseen_id + MAX_TRACELESS_ID_GAP:
+            first_unseen_id = max(first_unseen_id, ticket_id + 1)
         else:
             message = f"holds ticket {ticket_id}, which was never issued"
             problems.append(Problem(message, shard_by_sealed_id.pop(ticket_id)))
@@ -251,9 +255,9 @@ def _find_lost_traceless_ids(
 
 def _judge_and_explain_batched(
     evidence: TicketRecords,
-    rows: _ShardRowChecker,
-    consumed: Mapping[int, Sequence[UntrainedRecord]],
-    quarantined: Mapping[int, UntrainedRecord],
+    rows: _ShardIndexChecker,
+    consumed: Mapping[int, Sequence[UntrainedBatchPart]],
+    quarantined: Mapping[int, UntrainedBatchPart],
     batch_uses: list[_BatchUse],
     shares_with: int | None,
 ) -> tuple[TicketStatus, str]:
@@ -286,7 +290,7 @@ def _judge_and_explain_batched(
 
 
 def _judge_consumed(
-    untrained: Sequence[UntrainedRecord], ticket: SealedTicket, step: int, location: str
+    untrained: Sequence[UntrainedBatchPart], ticket: SealedTicket, step: int, location: str
 ) -> tuple[TicketStatus, str]:
     """What a checkpoint says of a ticket in a batch that it consumed and that was read."""
     for one in untrained:
@@ -298,7 +302,7 @@ def _judge_consumed(
 
 
 def _judge_sealed(
-    rows: _ShardRowChecker, file: str, doubt_by_step: dict[int, str]
+    rows: _ShardIndexChecker, file: str, doubt_by_step: dict[int, str]
 ) -> tuple[TicketStatus, str]:
     if fault := rows.find_shard_fault(file):
         return TicketStatus.LOST, f"sealed in {file}: {fault}"
@@ -308,7 +312,7 @@ def _judge_sealed(
     return TicketStatus.OPEN, f"sealed in {file}, in no batch yet"
 
 
-class _ShardRowChecker:
+class _ShardIndexChecker:
     """Which rows of which ticket are there, by the index and the sizes of files."""
 
     def __init__(self, evidence: TicketRecords) -> None:

@@ -25,8 +25,8 @@ from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.view.dashboard import run_pages
 from areal_hpc.view.dashboard.evaluation_page import describe_evaluations
 from areal_hpc.view.dashboard.evaluation_set_names import (
-    add_set_names_to_rows,
     build_set_filters,
+    label_evaluation_rows,
     list_set_names,
 )
 from areal_hpc.view.dashboard.page_errors import explain_page_error
@@ -173,7 +173,7 @@ class DashboardApp:
             offset=_parse_count(query, "offset", 0, 10**9),
             count=_parse_count(query, "count", 100, MAX_ROWS_PER_PAGE),
         )
-        add_set_names_to_rows(page.rows, sets)
+        label_evaluation_rows(page.rows, sets)
         return {
             "rows": page.rows,
             "sets": build_set_filters(sets),
@@ -190,7 +190,7 @@ class DashboardApp:
         shard, row = run_pages.parse_row_name(query.get("row", ""))
         related = self._open_refreshed_index(run).select_group_and_task_rows(shard, row)
         found = run_pages.describe_trajectory(run, shard, row) | related
-        add_set_names_to_rows(
+        label_evaluation_rows(
             [found, *related["group"], *related["task_rows"]], list_set_names(run, [])
         )
         return found | {"annotation": describe_annotation(run, found)}

@@ -16,7 +16,7 @@ from areal_hpc.view.dashboard.app import (
     read_static_file,
 )
 from areal_hpc.view.dashboard.evaluation_page import describe_evaluations
-from areal_hpc.view.dashboard.evaluation_set_names import add_set_names_to_rows, list_set_names
+from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows, list_set_names
 from areal_hpc.view.dashboard.page_errors import explain_page_error
 from areal_hpc.view.dashboard.row_annotation import describe_annotation
 from areal_hpc.view.dashboard.row_index import RowIndex
@@ -41,7 +41,7 @@ def write_bundle(run: RunPaths, folder: Path, cache_dir: Path) -> int:
     unfinished.mkdir(parents=True)
     try:
         count, pages = _write_example_trajectories(run, unfinished / "rows", cache_dir)
-        _write_pages(_describe_pages_without_rows(run) | pages, unfinished)
+        _write_pages_and_static_files(_describe_pages_without_rows(run) | pages, unfinished)
         unfinished.rename(folder)
     except BaseException:  # boundary: raised again, without a folder that looks whole
         shutil.rmtree(unfinished)
@@ -57,7 +57,7 @@ def _write_example_trajectories(
     sets = list_set_names(run, [])
     try:
         index.index_new_rows()
-        rows = index.choose_example_rows(MAX_BUNDLED_ROWS)
+        rows = index.select_rows_of_each_kind(MAX_BUNDLED_ROWS)
         total = index.find_page(offset=0, count=0).total
         failures = index.count_failure_causes()
         folder.mkdir()
@@ -68,7 +68,7 @@ def _write_example_trajectories(
             _write_json_as_script(folder / f"{row['shard']}-{row['row']}.js", name, content)
     finally:
         index.close()
-    add_set_names_to_rows(rows, sets)
+    label_evaluation_rows(rows, sets)
     pages = {
         "rows": {"rows": rows, "matching": len(rows), "total": total},
         "failures": failures,
@@ -81,7 +81,7 @@ def _describe_trajectory(
 ) -> dict[str, Any]:
     content = run_pages.describe_trajectory(run, row["shard"], row["row"])
     content |= index.select_group_and_task_rows(row["shard"], row["row"])
-    add_set_names_to_rows([content, *content["group"], *content["task_rows"]], set_names)
+    label_evaluation_rows([content, *content["group"], *content["task_rows"]], set_names)
     return content | {"annotation": describe_annotation(run, content)}
 
 
@@ -101,7 +101,7 @@ def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
     }
 
 
-def _write_pages(pages: Mapping[str, Any], folder: Path) -> None:
+def _write_pages_and_static_files(pages: Mapping[str, Any], folder: Path) -> None:
     """Write their data, and what shows it."""
     for name in pages:
         _write_json_as_script(folder / f"{name}.data.js", name, pages[name])
@@ -129,11 +129,11 @@ def _describe_or_explain(
         return {key: explain_page_error(page, error)}
 
 
-def _write_json_as_script(path: Path, variable_name: str, content: Any) -> None:
+def _write_json_as_script(path: Path, bundle_key: str, content: Any) -> None:
     """Data as a script, because a page that was opened from a disk may load nothing else."""
     path.write_bytes(
         b"bundled("
-        + encode_browser_json(variable_name)
+        + encode_browser_json(bundle_key)
         + b","
         + encode_browser_json(content)
         + b");\n"

@@ -9,10 +9,10 @@ from areal_hpc.evaluation.set_metrics import (
     estimate_metrics,
 )
 from areal_hpc.evaluation.statistics import compare_paired, estimate_mean
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME, get_ticket_id_in_evaluation
-from areal_hpc.rundir.manifests import EvaluationResult, read_evaluations_by_set
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME, get_ticket_id_in_evaluation
+from areal_hpc.rundir.manifests import EvaluationResult, read_kept_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
-from areal_hpc.view.dashboard.evaluation_set_names import read_set_configs, sort_set_names
+from areal_hpc.view.dashboard.evaluation_set_names import prepend_valid_and_sort, read_set_configs
 
 MAX_SHOWN_EVALUATIONS = 100
 """Of a set, the newest ones."""
@@ -23,11 +23,11 @@ JsonObject = dict[str, Any]
 def describe_evaluations(paths: RunPaths) -> JsonObject:
     """Every evaluation set of a run with its results by step; why some cannot be read."""
     problems: list[str] = []
-    results = read_evaluations_by_set(paths, VALID_SET_NAME, problems)
+    results = read_kept_evaluations_by_set(paths, VALIDATION_SET_NAME, problems)
     configs = read_set_configs(paths, problems)
     first_tickets = {
         name: get_ticket_id_in_evaluation(number, 0)
-        for number, name in enumerate(sort_set_names(configs))
+        for number, name in enumerate(prepend_valid_and_sort(configs))
     }
     sets = []
     for name, found in results.items():

@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.evaluation.ticket_numbers import (
-    VALID_SET_NAME,
+    VALIDATION_SET_NAME,
     get_ticket_id_in_evaluation,
     split_ticket_id,
 )
@@ -21,12 +21,12 @@ def list_set_names(paths: RunPaths, problems: list[str]) -> list[str]:
 
     A damaged recipe is told in `problems`: what else there is of the run is shown all the same.
     """
-    return sort_set_names(read_set_configs(paths, problems))
+    return prepend_valid_and_sort(read_set_configs(paths, problems))
 
 
-def sort_set_names(names: Iterable[str]) -> list[str]:
+def prepend_valid_and_sort(names: Iterable[str]) -> list[str]:
     """Names of evaluation sets by their numbers; `valid`, which a run may lack, is the first."""
-    return [VALID_SET_NAME, *sorted(name for name in names if name != VALID_SET_NAME)]
+    return [VALIDATION_SET_NAME, *sorted(name for name in names if name != VALIDATION_SET_NAME)]
 
 
 def read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
@@ -47,7 +47,7 @@ def read_set_configs(paths: RunPaths, problems: list[str]) -> JsonObject:
     return {str(name): one if isinstance(one, dict) else {} for name, one in sets.items()}
 
 
-def add_set_names_to_rows(rows: Sequence[JsonObject], names: Sequence[str]) -> None:
+def label_evaluation_rows(rows: Sequence[JsonObject], names: Sequence[str]) -> None:
     """Put into evaluation rows what their set is called and which of its tasks they played."""
     for row in rows:
         if row["kind"] == RowKind.EVALUATION.label:

@@ -109,7 +109,7 @@ class RowIndex:
                 known = {}
             added = sum(self._index_shard_rows(one) for one in sealed if one.file not in known)
             if self._index_new_batches() or added:
-                self._fill_in_row_steps()
+                self._fill_train_row_steps()
             return added
 
     def list_read_problems(self) -> list[str]:
@@ -168,7 +168,7 @@ class RowIndex:
         found = {row.pop("id"): row for row in self._select_as_dicts(query, ids)}
         return [found[id_] for id_ in ids]
 
-    def choose_example_rows(self, count: int) -> list[JsonObject]:
+    def select_rows_of_each_kind(self, count: int) -> list[JsonObject]:
         """Rows of a whole run: failed ones, held-out ones, and groups of up to eight steps."""
         steps = "SELECT DISTINCT step FROM rows WHERE kind = 'train' ORDER BY step"
         with self._lock:
@@ -309,7 +309,7 @@ class RowIndex:
             added += 1
         return added
 
-    def _fill_in_row_steps(self) -> None:
+    def _fill_train_row_steps(self) -> None:
         """Give training rows the steps of their tickets."""
         with self._database:
             self._database.execute(

@@ -46,9 +46,8 @@ def serve_dashboard(
     host = socket.gethostname()
     print_line(f"{dir_with_runs}: open {address.url}")
     print_line("from another machine, first:")
-    print_line(
-        f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {_get_user_name()}@{host}"
-    )
+    login = f"{_get_user_name_or_placeholder()}@{host}"
+    print_line(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {login}")
     print_line("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
@@ -56,7 +55,7 @@ def serve_dashboard(
         server.run(sockets=[listener])
 
 
-def _get_user_name() -> str:
+def _get_user_name_or_placeholder() -> str:
     """The name of this user, or `USER` where the user id has no name, as in a container."""
     try:
         return getpass.getuser()

@@ -246,7 +246,7 @@ def _find_same_metric(metric: str, other_set: EvaluatedSet) -> str | None:
     return means[0] if means and metric.startswith(MEAN_METRIC_PREFIX) else None
 
 
-def list_left_out(
+def list_uncompared_metrics(
     report_before: EvaluationReport,
     report_after: EvaluationReport,
     compared_metrics: Sequence[ComparedMetric],

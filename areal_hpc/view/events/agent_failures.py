@@ -66,7 +66,7 @@ class AgentFailures:
         """Those that events tell of."""
         failures = cls()
         for event in events:
-            failures.add_event(event)
+            failures.add_event_returning_new_cause(event)
         return failures
 
     @property
@@ -94,7 +94,7 @@ class AgentFailures:
         """`in 3 of 12 episodes`."""
         return f"in {self.failed} of {self.ended} episode{'s' if self.ended != 1 else ''}"
 
-    def add_event(self, event: dict[str, Any]) -> FailureCause | None:
+    def add_event_returning_new_cause(self, event: dict[str, Any]) -> FailureCause | None:
         """Take an event of any kind in; its cause if none failed by that before."""
         if event["event"] not in (*AGENT_FAILURE_EVENTS, EPISODES_COUNTED_EVENT):
             return None

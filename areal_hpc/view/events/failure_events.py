@@ -22,7 +22,7 @@ _MEANING_BY_EXIT_CODE = {
     ShardError.exit_code: "recorded data is damaged",
     AgentError.exit_code: "an error in code",
 }
-_RESTART_PHRASE_BY_EVENT = {
+_RECOVERY_PHRASE_BY_EVENT = {
     "job_requeued": "requested another start from Slurm",
     "job_resubmitted": "submitted itself again",
     "job_ended_by_Slurm": "was ended by Slurm",
@@ -50,7 +50,7 @@ class FailureEvent:
     hint: str = ""
 
 
-def collect_failure_events(
+def collect_failure_and_recovery_events(
     events: Sequence[dict[str, Any]], first_traceback_at: float | None
 ) -> Iterator[FailureEvent]:
     """Failures of processes, servers and jobs; a traceback, if there is one, began then."""
@@ -64,9 +64,9 @@ def collect_failure_events(
                 yield FailureEvent(row["time"], f"the agent {describe_blocked_loop(row)}", 7)
             case "episode_slow":
                 yield FailureEvent(row["time"], f"the agent {describe_slow_episode(row)}", 7)
-            case event if event in _RESTART_PHRASE_BY_EVENT:
+            case event if event in _RECOVERY_PHRASE_BY_EVENT:
                 why = f": {row['reason'].splitlines()[-1]}" if row.get("reason") else ""
-                text = f"{row['role']} {_RESTART_PHRASE_BY_EVENT[event]}{why}"
+                text = f"{row['role']} {_RECOVERY_PHRASE_BY_EVENT[event]}{why}"
                 yield FailureEvent(row["time"], text, distance_from_cause=8)
 
 
@@ -92,7 +92,7 @@ def _build_server_event(row: dict[str, Any]) -> FailureEvent:
     )
 
 
-def collect_agent_failures(
+def build_agent_failure_events(
     failures: AgentFailures, end_reasons: Sequence[str]
 ) -> Iterator[FailureEvent]:
     """Failures of the user's agent; they are the cause where they ended the run, or never cease.

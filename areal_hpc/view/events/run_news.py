@@ -22,7 +22,7 @@ class NewEventLineFormatter:
 
     def describe_if_new(self, event: dict[str, Any]) -> list[str]:
         """Lines about an event; none if it is no news."""
-        if (cause := self.failures.add_event(event)) is not None:
+        if (cause := self.failures.add_event_returning_new_cause(event)) is not None:
             return list(
                 self._format_failure_lines(cause, str(event.get("then", "it is tried again")))
             )

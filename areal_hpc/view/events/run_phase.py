@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.view.tables import format_duration
 from areal_hpc.wire.ledger import LedgerStatus
 
@@ -103,7 +103,7 @@ class RunPhaseTracker:
 def read_server_phase(log: Path) -> str:
     """What an SGLang server does, by the end of its log."""
     try:
-        text = read_tail(log, SERVER_LOG_TAIL_BYTES).decode(errors="replace")
+        text = read_tail_lines(log, SERVER_LOG_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return "starts"
     found = [(text.rfind(sign), words) for sign, words in _SERVER_PHASES]

@@ -68,7 +68,7 @@ def draw_curves(
     points = [point for one in finite for point in one.points]
     if not points:
         return None
-    ticks = choose_ticks(min(y for _, y in points), max(y for _, y in points))
+    ticks = choose_enclosing_ticks(min(y for _, y in points), max(y for _, y in points))
     frame = _AxisRanges(
         min(x for x, _ in points), max(x for x, _ in points), min(ticks), max(ticks)
     )
@@ -90,7 +90,7 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
         for one in layers
     ]
     highest = max(sum(column) for column in zip(*heights, strict=True))
-    ticks = choose_ticks(0.0, highest)
+    ticks = choose_enclosing_ticks(0.0, highest)
     frame = _AxisRanges(steps[0] - 0.5, steps[-1] + 0.5, 0.0, max(ticks))
     parts = list(_draw_axes(frame, ticks))
     for place, first in enumerate(stretches):
@@ -108,7 +108,7 @@ def draw_bars(title: str, unit: str, layers: Sequence[Series]) -> Chart | None:
     return Chart(title, unit, _wrap_in_svg(title, parts), _make_legend(layers))
 
 
-def choose_ticks(low: float, high: float, count: int = 4) -> list[float]:
+def choose_enclosing_ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from below the lowest value to above the highest."""
     if high - low <= MIN_RELATIVE_RANGE * max(abs(low), abs(high)):
         low, high = low - (abs(low) / 2 or 0.5), high + (abs(high) / 2 or 0.5)

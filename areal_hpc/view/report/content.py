@@ -10,19 +10,19 @@ import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import ArealError
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.metrics.alert_rules import Alert
 from areal_hpc.metrics.step_line import MetricRow, format_metric
 from areal_hpc.recipe.loading import flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_arguments
-from areal_hpc.rundir.manifests import read_evaluations_by_set
+from areal_hpc.rundir.manifests import read_kept_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import Answer
 from areal_hpc.view.answers.collapse import diagnose_collapse
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.audit.ticket_status import audit_run
-from areal_hpc.view.compare import find_differing_keys
+from areal_hpc.view.compare import label_differing_keys
 from areal_hpc.view.metric_values import format_value, list_numbers, select_trained_rows
 from areal_hpc.view.report.charts import Chart
 from areal_hpc.view.report.curves import (
@@ -73,7 +73,7 @@ class RunReport:
     launches: tuple[Mapping[str, str], ...]
     recipe: tuple[tuple[str, str], ...]
     """Every key and its value."""
-    problems: tuple[str, ...]
+    episode_problems: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +87,7 @@ class Report:
     """Key, and its value in each run."""
     curves: tuple[Chart, ...]
     evaluations: tuple[PairedDifference, ...]
-    problems: tuple[str, ...]
+    evaluation_problems: tuple[str, ...]
     """Evaluations that could not be read."""
 
 
@@ -104,7 +104,7 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
     evaluations = [
         (
             name,
-            read_evaluations_by_set(paths, VALID_SET_NAME, problems),
+            read_kept_evaluations_by_set(paths, VALIDATION_SET_NAME, problems),
             _get_held_out_sections(recipe),
         )
         for name, paths, recipe in zip(names, runs, recipes, strict=True)
@@ -123,11 +123,11 @@ def build_report(runs: Sequence[RunPaths]) -> Report:
         ),
         differing_keys=tuple(
             (key, tuple(format_setting(one[key]) if key in one else "-" for one in flat))
-            for key, _ in find_differing_keys([dict(one) for one in flat] if len(flat) > 1 else [])
+            for key, _ in label_differing_keys([dict(one) for one in flat] if len(flat) > 1 else [])
         ),
         curves=tuple(draw_run_curves(curves)),
         evaluations=tuple(compare_evaluations(evaluations)),
-        problems=tuple(problems),
+        evaluation_problems=tuple(problems),
     )
 
 
@@ -166,7 +166,7 @@ def _describe_run(run_name: str, paths: RunPaths, progress: RunProgress) -> RunR
             (key, format_setting(value))
             for key, value in flatten_keys_hiding_private_values(recipe).items()
         ),
-        problems=tuple(problems),
+        episode_problems=tuple(problems),
     )
 
 

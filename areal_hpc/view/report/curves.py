@@ -6,13 +6,13 @@ from itertools import pairwise
 
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_line import MetricRow
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.view.metric_values import get_number
 from areal_hpc.view.report.charts import Chart, Series, draw_bars, draw_curves
 
 CURVE_TITLE_BY_METRIC = {
     "reward/mean": "training reward",
-    EVAL_REWARD_METRIC: "held-out reward",
+    VALIDATION_REWARD_METRIC: "held-out reward",
     "entropy/mean": "entropy",
     "reply/tokens_mean": "reply length",
     "reply/cut_fraction": "cut replies",
@@ -71,7 +71,7 @@ def iterate_rows_with_value(
 ) -> Iterator[tuple[MetricRow, float]]:
     """The rows that have a metric, with its value; of the start of a run its evaluation alone."""
     for row in rows:
-        is_told = row["step"] > 0 or metric_name == EVAL_REWARD_METRIC
+        is_told = row["step"] > 0 or metric_name == VALIDATION_REWARD_METRIC
         if is_told and (value := get_number(row, metric_name)) is not None:
             yield row, value
 

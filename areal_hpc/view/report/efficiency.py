@@ -26,7 +26,7 @@ class Efficiency:
     facts: tuple[tuple[str, str], ...]
     step_time_shares: tuple[tuple[str, float], ...]
     """Share of the mean step's time by what it was spent on."""
-    events: tuple[tuple[str, str, int], ...]
+    unusual_events: tuple[tuple[str, str, int], ...]
     """Events that are not routine: what, by whom, how often."""
 
 

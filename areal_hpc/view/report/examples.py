@@ -78,11 +78,11 @@ def pick_good_bad_and_typical(
     episodes: Sequence[BatchEpisode],
 ) -> Iterator[tuple[str, BatchEpisode]]:
     """The best, the worst, and those nearest to the median reward, each of two groups. Pure."""
-    middle = statistics.median(one.reward for one in episodes)
+    middle = statistics.median(one.mean_row_reward for one in episodes)
     orders: dict[str, Callable[[BatchEpisode], float]] = {
-        "good": lambda one: -one.reward,
-        "bad": lambda one: one.reward,
-        "typical": lambda one: abs(one.reward - middle),
+        "good": lambda one: -one.mean_row_reward,
+        "bad": lambda one: one.mean_row_reward,
+        "typical": lambda one: abs(one.mean_row_reward - middle),
     }
     used: set[str] = set()
     for sort, order in orders.items():
@@ -117,7 +117,7 @@ def _build_shown_episode(
         left_out = ShownMessage("", f"({len(messages) - MAX_MESSAGES} messages are left out)")
         half = MAX_MESSAGES // 2
         messages = [*messages[:half], left_out, *messages[-half:]]
-    facts = [f"reward {episode.reward:g}", f"{int(row.loss_mask_T.sum())} tokens sampled"]
+    facts = [f"reward {episode.mean_row_reward:g}", f"{int(row.loss_mask_T.sum())} tokens sampled"]
     if episode.is_timed:
         facts.append(f"{episode.record.duration_s:.1f} s")
     if episode.task >= 0:

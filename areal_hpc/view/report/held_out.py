@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from areal_hpc.evaluation.statistics import Estimate, compare_paired
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.rundir.manifests import EvaluationResult
 
 MIN_COMPARED_TASKS = 2
@@ -53,7 +53,7 @@ def compare_evaluations(
 
 
 def _name_set(run_name: str, set_name: str) -> str:
-    return run_name if set_name == VALID_SET_NAME else f"{run_name}, {set_name}"
+    return run_name if set_name == VALIDATION_SET_NAME else f"{run_name}, {set_name}"
 
 
 def _compare_if_equally_many_tasks(

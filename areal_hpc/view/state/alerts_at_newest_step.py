@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from areal_hpc.errors import RecipeError, escape_controls
 from areal_hpc.metrics.alert_rules import MIN_FAILED_TRIES_IN_STEP, Alert
 from areal_hpc.metrics.alerts import find_alerts
-from areal_hpc.metrics.episode_failures import is_training_episode_failure
+from areal_hpc.metrics.episode_failures import is_failed_training_try
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.recipe.sections.alerts import AlertsConfig
 from areal_hpc.rundir.paths import RunPaths
@@ -27,15 +27,15 @@ def find_run_alerts(paths: RunPaths) -> list[Alert]:
         return find_alerts(rows, config)
     since = read_last_launch_time(paths)
     events = [event for event in read_recent_events(paths.events) if event.get("time", 0) >= since]
-    failing = find_alert_if_too_many_episodes_failed(events, config.max_failed_episodes)
+    failing = find_alert_before_first_step(events, config.max_failed_episodes)
     return [failing] if failing else []
 
 
-def find_alert_if_too_many_episodes_failed(
+def find_alert_before_first_step(
     events: Sequence[dict[str, Any]], max_failed_share: float
 ) -> Alert | None:
     """The alert of agents whose episodes have only failed so far; None if enough ended well."""
-    failures = [event for event in events if is_training_episode_failure(event)]
+    failures = [event for event in events if is_failed_training_try(event)]
     if len(failures) < MIN_FAILED_TRIES_IN_STEP:
         return None
     ended_well = _count_good_ends_since_first_failure(events)
@@ -64,7 +64,7 @@ def _count_good_ends_since_first_failure(events: Sequence[dict[str, Any]]) -> in
         role, failed, ended = event["role"], event.get("failed"), event.get("ended")
         if not (isinstance(failed, int) and isinstance(ended, int)):
             continue
-        if role in first or is_training_episode_failure(event):
+        if role in first or is_failed_training_try(event):
             first.setdefault(role, ended - failed)
             newest[role] = max(newest.get(role, 0), ended - failed)
     return sum(newest[role] - first[role] for role in first)

@@ -24,7 +24,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import is_cell_job
 from areal_hpc.slurm.commands import has_slurm
 from areal_hpc.slurm.queue import QueuePoller, QueueSnapshot, SlurmJobRecord, is_live_state
-from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReason, explain_reason
+from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, PendingReasonExplanation, explain_reason
 from areal_hpc.slurm.run_jobs import (
     LiveJob,
     get_experiment_label,
@@ -82,7 +82,7 @@ class JobView:
         return list(ends.values())
 
     @property
-    def pending_reason(self) -> PendingReason | None:
+    def pending_reason(self) -> PendingReasonExplanation | None:
         """Why it waits; None if it does not, or is held by somebody and its state says so."""
         if self.slurm_record is None or self.slurm_record.state.phase is not JobPhase.WAITING:
             return None
@@ -346,7 +346,7 @@ def _format_job_times(queued_job: SlurmJobRecord) -> str:
     return "-"
 
 
-def find_work_dir(paths: RunPaths) -> Path | None:
+def find_job_work_dir(paths: RunPaths) -> Path | None:
     """The folder in which a run's jobs start, by their scripts; None if no script says so."""
     for script in sorted(path for path in paths.jobs_dir.glob("*/*.sbatch")):
         if found := re.search(r"^#SBATCH --chdir=(.+)$", script.read_text(), re.MULTILINE):

@@ -19,7 +19,7 @@ from areal_hpc.evaluation.set_metrics import (
     compute_task_values,
 )
 from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
-from areal_hpc.evaluation.ticket_numbers import VALID_SET_NAME
+from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.manifests import (
     list_evaluations_of_kept_weights,
@@ -183,7 +183,7 @@ class RunData:
                 "reward": reward,
                 "answer": result.answers[task][sample] if result.answers else "",
             }
-            for name, result in list_evaluations_of_kept_weights(self._paths, VALID_SET_NAME)
+            for name, result in list_evaluations_of_kept_weights(self._paths, VALIDATION_SET_NAME)
             for task, rewards in enumerate(result.list_sample_rewards())
             for sample, reward in enumerate(rewards)
         ]
@@ -244,7 +244,7 @@ class RunData:
             first, *others = rows
             first.shard.expect_search()
             yield from (first, *others)
-            first.shard.forget_read_rows()
+            first.shard.end_search()
 
 
 def open_run(path: str | Path) -> RunData:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import ClusterError
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
@@ -31,7 +31,7 @@ class RunSnapshot:
     @property
     def evaluations(self) -> list[tuple[int, float]]:
         """(step, held-out reward) of every evaluated step; one that is not finite is left out."""
-        rows = [(row["step"], row.get(EVAL_REWARD_METRIC)) for row in self.steps]
+        rows = [(row["step"], row.get(VALIDATION_REWARD_METRIC)) for row in self.steps]
         return [(step, reward) for step, reward in rows if reward is not None]
 
 

@@ -108,16 +108,16 @@ def describe_phase_and_agent_failures(paths: RunPaths, *, is_running: bool) -> l
 
 
 def format_run_progress(
-    advance: RunProgress, paths: RunPaths, *, is_running: bool = False
+    progress: RunProgress, paths: RunPaths, *, is_running: bool = False
 ) -> list[str]:
     """Step, time left, speed, staleness, checkpoint, idle time, quarantined batches, for people."""
-    rows = [row for row in advance.snapshot.steps if "reward/mean" in row]
-    asked = f" of {advance.total_steps}" if advance.total_steps else ""
-    lines = [f"  step              {advance.step}{asked}"]
+    rows = [row for row in progress.snapshot.steps if "reward/mean" in row]
+    asked = f" of {progress.total_steps}" if progress.total_steps else ""
+    lines = [f"  step              {progress.step}{asked}"]
     if rows:
         last = rows[-1]
-        lines[0] += f", {format_duration(advance.metrics_s_ago)} ago"
-        if is_running and (left_s := estimate_remaining_s(rows, advance.total_steps)):
+        lines[0] += f", {format_duration(progress.metrics_s_ago)} ago"
+        if is_running and (left_s := estimate_remaining_s(rows, progress.total_steps)):
             lines[0] += f", about {format_duration(left_s)} left"
         lines += [
             f"  reward            {format_metric(last['reward/mean'], '.3f')}",
@@ -127,31 +127,31 @@ def format_run_progress(
         if "staleness/mean" in last:
             mean = format_metric(last["staleness/mean"], ".1f")
             lines.append(f"  staleness         {mean} mean, {last.get('staleness/max')} max")
-    elif advance.snapshot.sft:
-        lines.append(f"  SFT               step {advance.snapshot.sft[-1]['step']}")
-    if advance.checkpoint_step is None:
+    elif progress.snapshot.sft:
+        lines.append(f"  SFT               step {progress.snapshot.sft[-1]['step']}")
+    if progress.checkpoint_step is None:
         lines.append("  last checkpoint   none yet")
     else:
         lines.append(
-            f"  last checkpoint   step {advance.checkpoint_step}, "
-            f"{format_duration(advance.checkpoint_s_ago)} ago"
+            f"  last checkpoint   step {progress.checkpoint_step}, "
+            f"{format_duration(progress.checkpoint_s_ago)} ago"
         )
-    if not advance.isolates_model_programs:
+    if not progress.isolates_model_programs:
         lines.append("  isolation         none: programs of the model can do all that you can")
-    if advance.agent_isolation == "none":
+    if progress.agent_isolation == "none":
         lines.append("  agent's sandbox   none: its commands can do all that you can")
-    elif advance.agent_isolation:
-        lines.append(f"  agent's sandbox   {advance.agent_isolation}")
-    lines += [f"  idle              {one}" for one in _describe_idle_time(advance, paths)]
+    elif progress.agent_isolation:
+        lines.append(f"  agent's sandbox   {progress.agent_isolation}")
+    lines += [f"  idle              {one}" for one in _describe_idle_time(progress, paths)]
     return [*lines, *(f"  quarantined       {one}" for one in describe_quarantined_batches(paths))]
 
 
-def _describe_idle_time(advance: RunProgress, paths: RunPaths) -> list[str]:
+def _describe_idle_time(progress: RunProgress, paths: RunPaths) -> list[str]:
     """Lines on the time that trainer and cells waited for one another."""
-    size = read_held_gpus_or_nodes(paths, advance.cell_count)
+    size = read_held_gpus_or_nodes(paths, progress.cell_count)
     lines = []
-    if size is not None and advance.snapshot.steps:
-        lines += describe_idle_time(advance.snapshot.steps, size)
+    if size is not None and progress.snapshot.steps:
+        lines += describe_idle_time(progress.snapshot.steps, size)
     missing_s = measure_wait_without_cells_s(read_recent_events(paths.events), time.time())
     if missing_s is not None and not paths.finished_marker.exists():
         lines.append(f"no cell has been there for {format_duration(missing_s)}")

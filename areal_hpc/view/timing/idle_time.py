@@ -10,7 +10,7 @@ import msgspec
 from areal_hpc.metrics.step_metrics import BATCH_WAIT_PHASE, CELL_IDLE_S_METRIC, CELL_WAIT_PHASE
 from areal_hpc.rundir.jobs import LaunchFile
 from areal_hpc.rundir.paths import JobPaths, RunPaths
-from areal_hpc.rundir.rendezvous import is_job_of_cells_on_training_tasks
+from areal_hpc.rundir.rendezvous import is_training_cell_job
 from areal_hpc.rundir.telemetry.events import CELL_FOUND_EVENT, NO_CELL_EVENT
 
 TRAINER_WAIT_METRICS = tuple(f"time/{phase}_s" for phase in (CELL_WAIT_PHASE, BATCH_WAIT_PHASE))
@@ -40,7 +40,7 @@ def read_held_gpus_or_nodes(paths: RunPaths, cell_count: int) -> HeldGpusOrNodes
             spec = msgspec.json.decode(job.launch.read_bytes(), type=LaunchFile).job
             if spec.name == "trainer":
                 trainer_gpus, trainer_nodes = spec.tasks * spec.gpus_per_task, _count_nodes(job)
-            elif is_job_of_cells_on_training_tasks(spec.name):
+            elif is_training_cell_job(spec.name):
                 names = [cell.name for cell in spec.cells] or [spec.name]
                 gpus = spec.tasks * spec.gpus_per_task // len(names)
                 cells |= dict.fromkeys(names, (gpus, _count_nodes(job) // len(names)))

@@ -93,13 +93,13 @@ def read_timeline(
     processes = read_spans(paths, from_time, to_time)
     names = {one.name for one in processes}
     tracks = [track for one in processes for track in build_tracks(one)]
-    notes = list(describe_clocks(processes))
+    notes = list(describe_clocks_and_lost_spans(processes))
     if not any(name.startswith(TRAINER_PROCESS) for name in names):
         phases = [phase for row in rows for phase in place_step_and_phases(row)[1]]
         tracks.insert(0, Track(TRAINER_PROCESS, "", phases))
         notes.append(PLACED_PHASES_NOTE)
     trained = read_batch_episodes(paths, [row["step"] for row in rows if row["step"] > 0], problems)
-    tracks = add_rewards_and_call_times(tracks, trained)
+    tracks = annotate_episode_tracks(tracks, trained)
     told = {cell for cell, role in map(split_process_name, names) if role == DRIVER_ROLE}
     recorded = [
         _convert_trained_episode(one)
@@ -112,7 +112,7 @@ def read_timeline(
     return Timeline(from_time, to_time, steps, tracks, notes)
 
 
-def describe_clocks(processes: Sequence[ProcessSpans]) -> Iterator[str]:
+def describe_clocks_and_lost_spans(processes: Sequence[ProcessSpans]) -> Iterator[str]:
     """How far the nodes' clocks were off, and whose are not known; what was lost."""
     nodes = {one.node: one.offset_s for one in processes if one.offset_s is not None}
     if off := {node: offset_s for node, offset_s in nodes.items() if abs(offset_s) >= 0.001}:
@@ -141,14 +141,14 @@ def get_episode_key(span_fields: Mapping[str, Any]) -> EpisodeKey:
     )
 
 
-def add_rewards_and_call_times(
+def annotate_episode_tracks(
     tracks: Sequence[Track], episodes: Sequence[BatchEpisode]
 ) -> list[Track]:
     """Tracks whose episodes say their reward and row, and when calls of theirs were under way."""
     rows: dict[EpisodeKey, dict[str, Any]] = {
         (one.ticket_id, one.attempt, -1, one.episode): {
             "step": one.step,
-            "reward": one.reward,
+            "reward": one.mean_row_reward,
             "row": one.first_row_name,
         }
         for one in episodes
@@ -193,7 +193,7 @@ class RecordedEpisode:
 def _convert_trained_episode(episode: BatchEpisode) -> RecordedEpisode:
     facts = {
         "step": episode.step,
-        "reward": episode.reward,
+        "reward": episode.mean_row_reward,
         "task": episode.task,
         "row": episode.first_row_name,
     }
@@ -235,12 +235,12 @@ def read_untrained_episodes(
 
 
 def _build_untrained_episode(
-    kind: str, shard_name: str, records: Sequence[RowRecord]
+    kind: str, first_row_name: str, records: Sequence[RowRecord]
 ) -> RecordedEpisode:
     first = records[0]
     calls = {call.id: call for record in records for call in record.calls}
     timed = [one for one in calls.values() if 0 < one.asked_at <= one.answered_at]
-    facts = {"task": first.task_index, "row": shard_name, "cause": first.cause}
+    facts = {"task": first.task_index, "row": first_row_name, "cause": first.cause}
     span = Slice(f"{kind} task {first.task_index}", first.started_at, first.ended_at, facts)
     return RecordedEpisode(first.cell, span, tuple(timed))
 

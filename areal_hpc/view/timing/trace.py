@@ -87,7 +87,7 @@ def build_trace(timeline: Timeline, events: Sequence[JsonRow]) -> dict[str, Any]
         writer.name_thread(EVENTS_PID, place, role or "?")
         for one in events:
             if str(one["role"]) == role:
-                _add_event(writer, place, one)
+                _add_instant_or_slice(writer, place, one)
     note = " ".join(timeline.notes)
     return {
         "traceEvents": writer.events,
@@ -117,7 +117,7 @@ def _add_tracks(writer: TraceEventCollector, pid: int, tracks: Sequence[Track]) 
         first_tid += count
 
 
-def _add_event(writer: TraceEventCollector, tid: int, row: JsonRow) -> None:
+def _add_instant_or_slice(writer: TraceEventCollector, tid: int, row: JsonRow) -> None:
     """An event; one that tells how long it took is a stretch that ends with it."""
     facts = {name: value for name, value in row.items() if name not in ("time", "role", "event")}
     name, at, took = str(row["event"]), float(row["time"]), facts.get("pause_s")

@@ -75,7 +75,7 @@ def choose_tracker(tracker_name_or_path: str, python: str, project: str) -> Trac
     )
 
 
-def run_tracker_on_new_rows(paths: RunPaths, tracker: TrackerChoice) -> int:
+def write_new_rows_for_tracker(paths: RunPaths, tracker: TrackerChoice) -> int:
     """Write what is settled and new as one more part; the number of its rows.
 
     Raises:
@@ -85,7 +85,7 @@ def run_tracker_on_new_rows(paths: RunPaths, tracker: TrackerChoice) -> int:
     """
     place = paths.tracker(tracker.name)
     with hold_lock_or_raise(place.lock):
-        rows = list(find_new_rows(list_settled_rows(paths), read_written_rows(place)))
+        rows = list(find_unwritten_metrics(list_settled_rows(paths), read_written_rows(place)))
         if not rows:
             return 0
         write_once(place.run_id, secrets.token_hex(4).encode())
@@ -123,7 +123,7 @@ def read_written_rows(tracker_paths: TrackerPaths) -> Iterator[dict[str, Any]]:
         yield from read_readable_records(tracker_paths.get_rows_file(part))
 
 
-def find_new_rows(
+def find_unwritten_metrics(
     settled: list[dict[str, Any]], written: Iterator[dict[str, Any]]
 ) -> Iterator[JsonMetricRow]:
     """Of each step the metrics that no part holds yet. Pure."""

@@ -56,7 +56,7 @@ def build_atif_trajectory(
         },
         "extra": {
             "kind": row.kind.label,
-            "step": found_row.step,
+            "step": found_row.trained_or_evaluated_step,
             "ticket": row.ticket_id,
             "attempt": row.attempt,
             "episode": row.episode,

@@ -34,7 +34,7 @@ def format_groups(rows: Sequence[FoundRow], width: int) -> str:
 def _format_group(found_rows: Sequence[FoundRow], width: int) -> Iterator[str]:
     yield _format_group_title(found_rows)
     rows = [one.read() for one in found_rows]
-    shared = _count_shared_messages(rows) if len(rows) > 1 else 0
+    shared = _count_shared_prompt_messages(rows) if len(rows) > 1 else 0
     for message in get_messages(rows[0])[:shared]:
         yield from _format_message(message, width)
     columns = max(
@@ -56,15 +56,15 @@ def _format_group_title(found_rows: Sequence[FoundRow]) -> str:
     if eval_step >= 0 and set_number:
         facts.append(f"evaluation set {set_number}")
     facts.append(f"attempt {attempt}")
-    if first.step is not None:
-        facts.append(f"step {first.step}")
+    if first.trained_or_evaluated_step is not None:
+        facts.append(f"step {first.trained_or_evaluated_step}")
     if eval_step < 0 and first.record.task_index >= 0:
         facts.append(f"task {first.record.task_index}")
     rewards = " ".join(f"{one.get_field('reward'):g}" for one in found_rows)
     return f"{', '.join(facts)}: reward {rewards}"
 
 
-def _count_shared_messages(rows: Sequence[TrajectoryRow]) -> int:
+def _count_shared_prompt_messages(rows: Sequence[TrajectoryRow]) -> int:
     """Messages that all rows begin with, up to the first reply: the prompt of the group."""
     together = zip(*map(get_messages, rows), strict=False)
     alike = takewhile(

@@ -10,7 +10,7 @@ import msgspec
 
 from areal_hpc import __version__
 from areal_hpc.errors import RecipeError
-from areal_hpc.rundir.atomic import fsync_path, open_temporary_to_rename_later
+from areal_hpc.rundir.atomic import fsync_path, open_temporary_beside
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import get_recipe_value, read_run_recipe
 from areal_hpc.view.transcripts.atif import build_atif_trajectory
@@ -60,7 +60,7 @@ def export_rows(
             report_row(number)
 
     # As private as what the rows hold.
-    with open_temporary_to_rename_later(out, mode=0o600) as stream:
+    with open_temporary_beside(out, mode=0o600) as stream:
         (_write_parquet if file_format == "parquet" else _write_lines)(stream, build_all())
     Path(stream.name).rename(out)
     fsync_path(out.parent)
@@ -98,7 +98,7 @@ def _build_full_record(found_row: FoundRow) -> JsonObject:
         "number": found_row.number,
         "shard": found_row.shard.path.name,
         "kind": row.kind.label,
-        "step": found_row.step,
+        "step": found_row.trained_or_evaluated_step,
         "ticket": row.ticket_id,
         "attempt": row.attempt,
         "episode": row.episode,

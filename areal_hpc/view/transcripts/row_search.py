@@ -55,7 +55,7 @@ class SearchedShard:
         self._records: list[RowRecord] = []
         self._is_searched = True
 
-    def forget_read_rows(self) -> None:
+    def end_search(self) -> None:
         """Forget what was read of all rows: few of them are shown."""
         self._columns, self._records, self._is_searched = {}, [], False
 
@@ -117,7 +117,7 @@ class FoundRow:
         return step, ticket, attempt
 
     @property
-    def step(self) -> int | None:
+    def trained_or_evaluated_step(self) -> int | None:
         """The step that it was trained in, or whose weights were evaluated."""
         eval_step, ticket_id, attempt = self.group
         if eval_step >= 0:
@@ -187,7 +187,9 @@ def _count_tokens(found_row: FoundRow) -> float:
 ROW_FIELDS: dict[str, RowField] = {
     "kind": RowField(str, "train, evaluation, failed or auxiliary", lambda one: one.kind.label),
     "step": RowField(
-        float, "the step that trained it, or whose weights were evaluated", lambda one: one.step
+        float,
+        "the step that trained it, or whose weights were evaluated",
+        lambda one: one.trained_or_evaluated_step,
     ),
     "ticket": RowField(float, "the ticket", _make_column_reader("ticket_id")),
     "attempt": RowField(float, "which issue of the ticket", _make_column_reader("attempt")),
@@ -236,7 +238,7 @@ class RowQuery:
     """All training rows and failed episodes of one ticket."""
     row_number: int | None = None
     """One row, counted over all shards."""
-    sort_by: str = ""
+    sort_descending_by: str = ""
     """A field, largest first; as recorded when empty."""
     max_rows: int | None = None
 
@@ -253,9 +255,9 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     wanted = (
         parse_filter(query.where, get_field_type, FIELD_NAMES_FOR_HELP) if query.where else None
     )
-    if query.sort_by and get_field_type(query.sort_by) is None:
+    if query.sort_descending_by and get_field_type(query.sort_descending_by) is None:
         raise RecipeError(
-            f"there is no field {query.sort_by!r}",
+            f"there is no field {query.sort_descending_by!r}",
             key="--sort",
             hint=f"sort by one of {', '.join(FIELD_NAMES_FOR_HELP)}",
         )
@@ -264,12 +266,19 @@ def find_rows(path: Path, query: RowQuery) -> tuple[list[FoundRow], int]:
     for shard in _iterate_shards(path):
         for row in _list_rows_of_number_or_ticket(shard, query):
             if wanted is None or wanted.holds(row):
-                found.append((row.get_field(query.sort_by) if query.sort_by else None, row))
-        shard.forget_read_rows()
+                found.append(
+                    (
+                        row.get_field(query.sort_descending_by)
+                        if query.sort_descending_by
+                        else None,
+                        row,
+                    )
+                )
+        shard.end_search()
         total += shard.reader.num_rows
     if not found:
         _raise_if_number_or_ticket_was_asked(path, query, total)
-    if query.sort_by:
+    if query.sort_descending_by:
         with_key = [one for one in found if one[0] is not None]
         without = [one for one in found if one[0] is None]
         # All keys of one field have one type.

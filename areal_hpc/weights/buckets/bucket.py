@@ -41,7 +41,7 @@ class OpenBucket:
         """True when every parameter has been placed."""
         return not self._missing
 
-    def place(self, parameter_name: str, tensor: torch.Tensor) -> None:
+    def copy_or_hold_parameter(self, parameter_name: str, tensor: torch.Tensor) -> None:
         """Put one parameter in its place.
 
         Raises:
@@ -79,7 +79,7 @@ class PackingBuffers:
     def __init__(self, device: torch.device) -> None:
         self._flats = [torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2)]
 
-    def open_bucket(self, bucket: BucketPlan) -> OpenBucket:
+    def open_bucket_in_older_buffer(self, bucket: BucketPlan) -> OpenBucket:
         """Start packing; the bucket opened before the last one is overwritten."""
         free, last = self._flats
         if free.numel() < bucket.size_bytes:
@@ -119,7 +119,7 @@ def fill_and_send_buckets(
             arrival = next(named_tensors, None)
             if arrival is None:
                 raise WeightSyncError("the parameters ended before their specs did")
-            filling.place(*arrival)
+            filling.copy_or_hold_parameter(*arrival)
         if wait_sent is not None:
             wait_sent()
         wait_sent = send_bucket(filling)

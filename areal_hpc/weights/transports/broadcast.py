@@ -200,7 +200,7 @@ class BroadcastTransport(Transport[BroadcastSession]):
         self._open_bucket = (
             OpenBucket
             if sends_tensors_unpacked(backend, config.replicas_per_group or 1)
-            else PackingBuffers(device).open_bucket
+            else PackingBuffers(device).open_bucket_in_older_buffer
         )
         self._sessions: dict[tuple[ReplicaKey, ...], BroadcastSession] = {}
         self._suspects: set[tuple[str, int]] = set()

@@ -173,7 +173,7 @@ class DiskTransport(Transport[DiskSession]):
             fill_and_send_buckets(
                 update_request.buckets,
                 update_request.arrivals,
-                self._buffers.open_bucket,
+                self._buffers.open_bucket_in_older_buffer,
                 ship,
                 inspect_bucket,
             )

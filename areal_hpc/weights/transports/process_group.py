@@ -8,7 +8,7 @@ pointless because a receiver refused, is given up and the group is void.
 
 Over NCCL the constructor joins nobody: the first broadcast makes the communicator, in a call that
 lasts until every member has made the same call. So broadcasts begin in a thread of their own. And
-torch must not watch these groups: see `WEIGHT_UPDATE_GROUP_VARIABLES`.
+torch must not watch these groups: see `TRAINER_WEIGHT_UPDATE_VARIABLES`.
 """
 
 import logging
@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.errors import WeightSyncError
-from areal_hpc.jobs.environment import WEIGHT_UPDATE_GROUP_VARIABLES
+from areal_hpc.jobs.environment import TRAINER_WEIGHT_UPDATE_VARIABLES
 from areal_hpc.jobs.processes.native_call_threads import start_native_call
 from areal_hpc.weights.transports.completion import (
     CollectiveWorkPoller,
@@ -49,7 +49,7 @@ def exempt_later_groups_from_nccl_watchdog() -> None:
     It reads these variables as it makes a group. Those of the trainer's world exist by now, and
     stay watched.
     """
-    os.environ.update(WEIGHT_UPDATE_GROUP_VARIABLES)
+    os.environ.update(TRAINER_WEIGHT_UPDATE_VARIABLES)
 
 
 def get_torch_group_timeout_s(backend: str, timeout_s: float) -> float:

@@ -15,7 +15,7 @@ from areal_hpc.weights.buckets.bucket import OpenBucket
 from areal_hpc.weights.buckets.plan import BucketPlan
 from areal_hpc.weights.digester import BucketDigester, DigestsByTpSizeAndRank
 from areal_hpc.weights.discovery import ReplicaKey
-from areal_hpc.weights.replica_client import ReplicaClient, get_update_step_timeout_s
+from areal_hpc.weights.replica_client import ReplicaClient, get_group_step_timeout_s
 from areal_hpc.weights.update_session import SessionT, UpdateInProgress
 from areal_hpc.wire.weight_version import WeightVersion
 
@@ -37,14 +37,14 @@ class UpdateRequest:
 
 @dataclass(frozen=True, slots=True)
 class UpdateReport:
-    """The outcome of one `Publisher.publish`."""
+    """The outcome of one `Publisher.publish_from_this_rank`."""
 
     version: WeightVersion
     ok: tuple[ReplicaKey, ...]
     """Verified and open to agents."""
     failed: dict[ReplicaKey, WeightSyncError]
     """Left out of service; `discover_outdated_training_replicas` names them for a full resend."""
-    size_bytes: int
+    parameter_bytes: int
     """Bytes of all parameters (sent once to each group)."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Wall time of the phases, see docs/weights.md; sampling stands still from `pause_call` on."""
@@ -63,10 +63,10 @@ class Transport(ABC, Generic[SessionT]):
         self._pool = ThreadPoolExecutor(_MAX_CONCURRENT_GROUPS, thread_name_prefix="publisher")
 
     def update(self, update_request: UpdateRequest) -> UpdateReport:
-        """Send, verify and put into service; see `Publisher.publish`."""
+        """Send, verify and put into service; see `Publisher.publish_from_this_rank`."""
         timer = PhaseTimer()
         update: UpdateInProgress[SessionT] = UpdateInProgress(
-            self._pool, get_update_step_timeout_s(self._config.update_timeout_s)
+            self._pool, get_group_step_timeout_s(self._config.update_timeout_s)
         )
         digester = (
             BucketDigester(
@@ -100,7 +100,7 @@ class Transport(ABC, Generic[SessionT]):
             update_request.version,
             ok=tuple(key for session in update.live for key in session.keys),
             failed=update.failed,
-            size_bytes=sum(bucket.size_bytes for bucket in update_request.buckets),
+            parameter_bytes=sum(bucket.size_bytes for bucket in update_request.buckets),
             seconds={name: round(spent, 6) for name, spent in timer.seconds.items()},
         )
 

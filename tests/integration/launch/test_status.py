@@ -11,7 +11,7 @@ import pytest
 import yaml
 
 from areal_hpc.recipe.loading import load_recipe
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, TaskExit
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
@@ -115,7 +115,7 @@ def test_idle_time_and_batches_set_aside_are_named(
     append_line(paths.events, {"time": time.time(), "event": "no_cell", "waited_s": 240.0})
     for step in (7, 9):
         quarantine_batch_or_read_earlier_record(
-            paths, UntrainedRecord(step, "damaged", quarantine="damaged")
+            paths, UntrainedBatchPart(step, "damaged", quarantine="damaged")
         )
     said = status()
     assert "idle              trainer waiting for cells 0.50 of 1.00 node-hours\n" in said

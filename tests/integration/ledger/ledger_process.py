@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 import msgspec
 
 from areal_hpc.ledger.job import run
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import get_number_path
 from areal_hpc.rundir.paths import RunPaths
@@ -240,7 +240,7 @@ class LedgerProcess:
     def get_reward(self, step: int, n_tasks: int, generation: int = 1) -> float | None:
         """Mean reward of the set `valid`; None while some of its tasks are not done."""
         row = self.evaluate(step, n_tasks, generation).metrics
-        return None if row is None else row[EVAL_REWARD_METRIC]
+        return None if row is None else row[VALIDATION_REWARD_METRIC]
 
     def publish(self, step: int, generation: int = 1) -> None:
         self.order("/publish", WeightsPublishedRequest(generation, step))

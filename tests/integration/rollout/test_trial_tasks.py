@@ -70,7 +70,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
         tasks = TaskSet(Path("tasks.jsonl"), [json.dumps(task).encode() for task in TASKS])
         events = EventLog(paths.events, "driver-cell-0")
         try:
-            await trial_episodes.raise_if_all_trial_tasks_fail_alike(
+            await trial_episodes.play_trial_tasks_or_raise(
                 config.driver.rollout, agent, tasks, proxy, http_client, events
             )
         finally:

@@ -12,7 +12,7 @@ import torch
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
-from areal_hpc.metrics.step_metrics import EVAL_REWARD_METRIC, read_metrics
+from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.trainer.loop.async_evaluation import AsyncEvaluationTracker
@@ -64,7 +64,7 @@ class Court:
                 if step not in [known for known, _ in court.asked]:
                     court.asked.append((step, court.served()))
                 reward = court.rewards.get(step)
-                row = None if reward is None else {EVAL_REWARD_METRIC: reward}
+                row = None if reward is None else {VALIDATION_REWARD_METRIC: reward}
                 return EvaluateReply(0, TASKS, row)
 
         start_ledger(stack, directory, Judge)

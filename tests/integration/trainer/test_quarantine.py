@@ -57,7 +57,7 @@ def quarantine(paths: RunPaths, step: int, *options: str) -> int:
 def tickets_by_status(paths: RunPaths) -> dict[str, list[int]]:
     """Of a run whose audit is clean; those trained once are left out."""
     audit = audit_run(paths)
-    assert audit.is_clean, audit
+    assert audit.is_consistent, audit
     assert len(audit.tickets) == STEPS * TICKETS
     found: dict[str, list[int]] = {}
     for one in audit.tickets:

@@ -120,7 +120,7 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
         5,
     ]
     assert audit.summary_line == "trained_once=9 duplicates=0 lost=0 open=0"
-    assert audit.is_clean
+    assert audit.is_consistent
 
 
 # Steps without a gradient ------------------------------------------------------------------------

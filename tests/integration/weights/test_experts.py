@@ -66,9 +66,9 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
     ) as publisher:
         (key,) = publisher.discover_outdated_training_replicas(version)
         buckets = plan_buckets(specs_of(weights), 1 << 30)
-        packed = PackingBuffers(torch.device("cpu")).open_bucket(buckets[0])
+        packed = PackingBuffers(torch.device("cpu")).open_bucket_in_older_buffer(buckets[0])
         for name, tensor in weights.items():
-            packed.place(name, tensor)
+            packed.copy_or_hold_parameter(name, tensor)
         digester = BucketDigester(buckets, {1}, "cpu")
         digester.add(packed)
         sent: Future[DigestsByTpSizeAndRank] = Future()

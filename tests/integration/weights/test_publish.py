@@ -76,7 +76,7 @@ def update(cell: Cell, publisher: Publisher, step: int, model: Qwen3ForCausalLM)
     """One that succeeds, after which both replicas serve the new weights."""
     report = send(cell, publisher, step, model)
     raise_if_failed(report)
-    assert report.size_bytes == sum(spec.size_bytes for spec in specs_of(model.state_dict()))
+    assert report.parameter_bytes == sum(spec.size_bytes for spec in specs_of(model.state_dict()))
     assert all(spent >= 0 for spent in report.seconds.values())
     for index in range(2):
         assert_serves(cell, index, model, report.version)
@@ -266,9 +266,9 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
     model = tiny_qwen3(4)
     weights = model.state_dict()
     (bucket,) = plan_buckets(specs_of(weights), 1 << 30)
-    packed = PackingBuffers(torch.device("cpu")).open_bucket(bucket)
+    packed = PackingBuffers(torch.device("cpu")).open_bucket_in_older_buffer(bucket)
     for name, tensor in weights.items():
-        packed.place(name, tensor)
+        packed.copy_or_hold_parameter(name, tensor)
     expected = {(1, 0): compute_non_expert_rank_digests(packed.tensors, 0, 1, "cpu")}
     packed.tensors["model.layers.1.self_attn.k_proj.weight"].view(torch.uint8)[0, 0] ^= 1
     with trainer(cell) as publisher:

@@ -137,7 +137,9 @@ def test_replicas_lost_together_cost_as_much_as_one(lost: list[ReplicaKey], tmp_
     exported = iter(weights.items())
     with publishing(tmp_path, cells=LOST, update_timeout_s=UPDATE_TIMEOUT_S) as publisher:
         began = time.monotonic()
-        report = publisher.publish(WeightVersion(1, 0), specs_of(weights), exported, lost)
+        report = publisher.publish_from_this_rank(
+            WeightVersion(1, 0), specs_of(weights), exported, lost
+        )
         took_s = time.monotonic() - began
     assert [*report.failed] == lost
     assert next(exported, None) is None, "exporting is a collective: always drained"
@@ -249,7 +251,9 @@ def test_the_next_bucket_is_gathered_while_one_is_loaded_and_no_third(tmp_path: 
         replicas = await_outdated(publisher, version)
         assert len(replicas) == 1
         threading.Thread(target=let_go, daemon=True).start()
-        raise_if_failed(publisher.publish(version, specs_of(WEIGHTS), gathered(), replicas))
+        raise_if_failed(
+            publisher.publish_from_this_rank(version, specs_of(WEIGHTS), gathered(), replicas)
+        )
         assert publisher.discover_outdated_training_replicas(version) == []
 
 

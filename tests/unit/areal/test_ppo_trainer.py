@@ -122,7 +122,7 @@ def test_agents_are_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.M
         """Nobody could import this."""
 
     assert get_import_path(Local) is None
-    path = save_agent_as_module(Local, {"said": 3.0}, tmp_path, (), alias=False)
+    path = save_agent_as_module(Local, {"said": 3.0}, tmp_path, (), imports_areal_names=False)
     module, _, name = path.rpartition(".")
     monkeypatch.syspath_prepend(tmp_path)
     agent = getattr(importlib.import_module(module), name)
@@ -133,7 +133,9 @@ def test_agents_are_found_by_a_dotted_path(tmp_path: Path, monkeypatch: pytest.M
 
 def test_an_agent_that_cannot_travel_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="cannot be pickled"):
-        save_agent_as_module(Answerer(), {"said": threading.Lock()}, tmp_path, (), alias=False)
+        save_agent_as_module(
+            Answerer(), {"said": threading.Lock()}, tmp_path, (), imports_areal_names=False
+        )
 
 
 def test_a_function_without_a_name_is_called_in_a_process() -> None:

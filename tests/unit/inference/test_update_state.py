@@ -20,9 +20,9 @@ def call(state: WeightUpdateState, route: str, now: float, deadline_s: float = 1
 
 
 def test_fencing_and_pausing_again_do_not_put_off_the_end(state: WeightUpdateState) -> None:
-    state.mark_fenced(0, 10, stays=False)
+    state.mark_fenced(0, 10, stays_if_sender_lost=False)
     assert (state.served_version, state.has_sender) == ("", True)
-    state.mark_fenced(5, 10, stays=False)
+    state.mark_fenced(5, 10, stays_if_sender_lost=False)
     call(state, "pause_generation", 6)
     assert not state.is_sender_overdue(9.9)
     assert state.is_sender_overdue(10)
@@ -53,9 +53,9 @@ def test_time_of_an_update_is_that_of_its_calls(state: WeightUpdateState) -> Non
     """Not that of waiting for the sender and for other replicas."""
     call(state, "pause_generation", 0)
     for step in (5, 6):
-        state.mark_fenced(100 * step, 10, stays=False)
+        state.mark_fenced(100 * step, 10, stays_if_sender_lost=False)
         state.on_call_started("update_weights_from_distributed", 100 * step, 10)
-        state.mark_fenced(100 * step + 1, 10, stays=False)
+        state.mark_fenced(100 * step + 1, 10, stays_if_sender_lost=False)
         state.on_call_started("update_weights_from_distributed", 100 * step + 1, 10)
         for now in (100 * step + 2, 100 * step + 3):
             state.on_call_finished("update_weights_from_distributed", now, 10, accepted=True)
@@ -70,8 +70,8 @@ def test_a_sender_that_changed_nothing_leaves_the_replica_as_it_said(
     state: WeightUpdateState, stays: bool, version: str
 ) -> None:
     """One that gave the replica up keeps it out of service."""
-    state.mark_fenced(0, 10, stays=False)
+    state.mark_fenced(0, 10, stays_if_sender_lost=False)
     call(state, "pause_generation", 1)
-    state.mark_fenced(2, 10, stays=stays)
+    state.mark_fenced(2, 10, stays_if_sender_lost=stays)
     state.drop_lost_sender()
     assert (state.served_version, state.is_paused, state.has_sender) == (version, False, False)

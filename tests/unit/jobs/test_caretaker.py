@@ -153,7 +153,7 @@ def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
 ) -> None:
     slurm.answer("sbatch", 'case "$*" in *cell-0*) echo No partition >&2; exit 1;; esac; echo 12')
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     newest = get_latest_submissions(read_submissions(paths.submissions))
     assert {name: one.job_id for name, one in newest.items()} == {
         "trainer": "1",
@@ -161,7 +161,7 @@ def test_a_job_that_slurm_refuses_keeps_no_other_one_away(
         "cell-1": "12",
     }
     slurm.list_running("1", "12")
-    caretaker.resubmit_missing_and_release_held_jobs()
+    caretaker.resubmit_missing_and_release_leader()
     assert list_events(paths) == [
         ("submission_refused", "cell-0", False),
         ("job_submitted_again", "cell-1", False),
@@ -174,10 +174,10 @@ def test_submissions_that_slurm_did_not_take_are_no_tries_of_the_job(
 ) -> None:
     slurm.answer("sbatch", "echo AssocMaxSubmitJobLimit >&2; exit 1")
     for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 2):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     slurm.answer("sbatch", "echo 12")
     for _ in range(MAX_SUBMISSIONS_WITHOUT_PROGRESS + 1):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     submitted = [event for event in list_events(paths) if event[0] == "job_submitted_again"]
     assert submitted == [
         ("job_submitted_again", name, number == MAX_SUBMISSIONS_WITHOUT_PROGRESS)
@@ -195,15 +195,15 @@ def test_what_a_person_cancelled_stays_away_when_slurm_has_forgotten_it(
     slurm.answer(
         "squeue", f'case "$*" in *--jobs*) echo "{RUNNING_TRAINER}"; echo "{ended}";; esac'
     )
-    caretaker.resubmit_missing_and_release_held_jobs()
+    caretaker.resubmit_missing_and_release_leader()
     slurm.list_running("1", "12")
     for looks in (caretaker, Caretaker(caretaker._config)):
         for _ in range(3):
-            looks.resubmit_missing_and_release_held_jobs()
+            looks.resubmit_missing_and_release_leader()
     assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
     record_submission(paths.submissions, Submission("cell-0", "20", 1, 0.0, "job.sbatch"))
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     assert list_events(paths)[1:] == [("job_submitted_again", "cell-0", False)], "it came back once"
 
 
@@ -213,10 +213,10 @@ def test_what_a_launcher_is_submitting_is_left_to_it(
     slurm.answer("sbatch", "echo 12")
     with hold_lock_or_raise(paths.lock):
         for _ in range(3):
-            caretaker.resubmit_missing_and_release_held_jobs()
+            caretaker.resubmit_missing_and_release_leader()
     assert slurm.list_calls("sbatch") == []
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     assert len(slurm.list_calls("sbatch")) == len(NAMES)
 
 
@@ -233,7 +233,7 @@ def test_what_somebody_submitted_during_the_look_is_not_submitted_again(
         f' *) echo "{record}" >> {paths.submissions};; esac',
     )
     for _ in range(3):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     assert {event[1] for event in list_events(paths)} == {"cell-1"}
 
 
@@ -246,7 +246,7 @@ def test_a_job_of_which_an_older_submission_runs_is_not_missing(
     slurm.answer("sbatch", "echo 12")
     slurm.answer("squeue", f'echo "{RUNNING_TRAINER}"; echo "{running_cell}"')
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     assert list_events(paths) == [("job_submitted_again", "cell-1", False)]
 
 
@@ -260,5 +260,5 @@ def test_an_array_of_one_job_that_gave_up_is_left_alone(
         end = TaskExit(78, "driver", "no such key", incarnation=f"{number}.0", gave_up=True)
         write_task_exit(paths.job(name), 0, end)
     for _ in range(2):
-        caretaker.resubmit_missing_and_release_held_jobs()
+        caretaker.resubmit_missing_and_release_leader()
     assert slurm.list_calls("sbatch") == []

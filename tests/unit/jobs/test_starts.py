@@ -61,7 +61,7 @@ def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = JobPaths(tmp_path)
-    assert time_limit.read_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
+    assert time_limit.get_or_query_end_time({"SLURM_JOB_END_TIME": "1795318302"}) == 1795318302.0
     assert time_limit.read_checkpoint_duration_s(job) == 0.0
     monkeypatch.setenv(time_limit.CHECKPOINT_DURATION_FILE_VARIABLE, str(job.checkpoint_duration))
     time_limit.record_checkpoint_duration(21.5)

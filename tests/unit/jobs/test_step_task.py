@@ -39,7 +39,7 @@ class Step:
 
     def look_after(self, seconds: float) -> TaskExit | None:
         self.now += seconds
-        return self.task.find_stop_reason(is_leading=False)
+        return self.task.find_stop_reason(can_end_job=False)
 
 
 @pytest.fixture

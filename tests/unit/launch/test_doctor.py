@@ -14,9 +14,9 @@ from areal_hpc.launch.doctor.limit_checks import judge_job_limit
 from areal_hpc.launch.doctor.partition_checks import (
     judge_preemption,
     judge_requeue,
-    judge_resubmission,
+    judge_submission_from_jobs,
     parse_slurm_time_as_minutes,
-    parse_time_span_s,
+    parse_slurm_time_as_seconds,
 )
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
@@ -77,7 +77,7 @@ def test_interpreters_tell_their_versions_or_what_they_lack(tmp_path: Path) -> N
 )
 def test_time_limits_are_read_as_slurm_writes_them(text: str, minutes: int | None) -> None:
     assert parse_slurm_time_as_minutes(text) == minutes
-    assert parse_time_span_s(text) == (None if minutes is None else 60 * minutes)
+    assert parse_slurm_time_as_seconds(text) == (None if minutes is None else 60 * minutes)
 
 
 def test_every_finding_that_is_not_well_says_what_to_try() -> None:
@@ -125,7 +125,7 @@ def test_what_a_preemption_does_is_foretold(
 def test_who_may_submit_is_foretold(
     nodes: str, is_requeued: bool, successors: int, status: CheckStatus
 ) -> None:
-    found = judge_resubmission(
+    found = judge_submission_from_jobs(
         "p", {"AllocNodes": nodes}, is_requeued=is_requeued, successors=successors
     )
     assert found.verdict is status

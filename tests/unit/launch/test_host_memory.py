@@ -40,7 +40,7 @@ def test_each_rank_copies_its_part_of_a_checkpoint() -> None:
     assert trainer.fixed_bytes_by_use == {"checkpoint": 14 * PARAMETERS // 16}
     assert trainer.processes_per_node == 8
     assert (
-        trainer.total
+        trainer.bytes_per_process
         == trainer.fixed_bytes_by_use["checkpoint"] + host_memory.BASE_BYTES["trainer"]
     )
 
@@ -81,9 +81,7 @@ def find_problems(*overrides: str, **environment: Any) -> list[Problem]:
     recipe = load(*overrides)
     if environment:
         return host_memory.find_allocation_memory_problems(recipe, environment)
-    return host_memory.find_host_memory_problems(
-        recipe, host_memory.get_requested_memory_bytes_by_job(recipe)
-    )
+    return host_memory.find_host_memory_problems(recipe, host_memory.get_node_bytes_by_job(recipe))
 
 
 def test_a_node_with_too_little_memory_is_refused() -> None:

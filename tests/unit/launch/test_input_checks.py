@@ -71,9 +71,7 @@ def test_a_model_of_the_cache_is_linked_into_the_run(recipe: Recipe, tmp_path: P
     assert model_problems(recipe) == []
     paths = RunPaths(recipe.run_dir)
     for _ in range(2):  # the second time, as a run that continues
-        run_dir_setup.put_task_sets_and_model_into_run_dir(
-            recipe, paths, lambda line: None, "/no", ()
-        )
+        run_dir_setup.write_run_inputs_and_keys(recipe, paths, lambda line: None, "/no", ())
     assert get_base_model_path(recipe, paths).resolve() == folder
 
 

@@ -236,7 +236,7 @@ def test_every_group_of_several_ranks_has_a_communicator() -> None:
     arch = architecture("Qwen3-32B")  # the head is a matrix of its own
 
     def count(**split: int) -> int:
-        return memory_estimate.count_trainer_communicators(arch, ParallelConfig(**split))
+        return memory_estimate.count_rank_communicators(arch, ParallelConfig(**split))
 
     assert count() == 0
     assert count(dp=2) == 2  # the group of gradients, all ranks

@@ -7,7 +7,7 @@ import pytest
 from areal_hpc.errors import RecipeError
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.resources.node_shares import add_cpu_and_memory_options
-from areal_hpc.launch.slurm_requests import build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_remaining_job_requests
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -28,7 +28,7 @@ def jobs_of(recipe: Recipe) -> list[JobSpec]:
 
 
 def lines_of(recipe: Recipe, job: str) -> list[str]:
-    requests = {one.job: one for one in build_requests_of_run(recipe, Path("/home/ada"))}
+    requests = {one.job: one for one in build_remaining_job_requests(recipe, Path("/home/ada"))}
     return render_script(requests[job]).splitlines()
 
 
@@ -62,9 +62,9 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
 def test_memory_that_cannot_be_known_is_a_problem_of_the_plan() -> None:
     unknown = ("model.hub=someone/unheard-of",)
     with pytest.raises(RecipeError, match="the memory that the trainer job needs") as refusal:
-        build_requests_of_run(recipe_of(*unknown), Path("/home/ada"))
+        build_remaining_job_requests(recipe_of(*unknown), Path("/home/ada"))
     assert "at: cluster.slurm.jobs.trainer.mem" in str(refusal.value)
     assert "try: set it (as in 200G)" in str(refusal.value)
-    assert build_requests_of_run(
+    assert build_remaining_job_requests(
         recipe_of(*unknown, "cluster.slurm.jobs.trainer.mem=900G"), Path("/")
     )

@@ -10,7 +10,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.slurm_requests import build_launch_file, build_requests_of_run
+from areal_hpc.launch.slurm_requests import build_launch_file, build_remaining_job_requests
 from areal_hpc.launch.sweep import build_array_requests, parse_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -31,7 +31,7 @@ def recipe(fileroot: Path, *overrides: str) -> Recipe:
 def dependencies(found: Recipe, after: Sequence[str] = ()) -> dict[str, str]:
     return {
         request.job: request.parameters.get("dependency", "")
-        for request in build_requests_of_run(found, HERE, after)
+        for request in build_remaining_job_requests(found, HERE, after)
     }
 
 
@@ -52,7 +52,7 @@ def test_one_of_the_successors_of_sft_is_enough_for_those_that_wait_for_it(tmp_p
             ("trainer", "cell-0", "cell-1"), "afterok:SFT_JOBID?afterok:SFT_SUCCESSOR_1_JOBID"
         ),
     }
-    shown = format_dry_run(RunPaths(tmp_path), build_requests_of_run(found, HERE, ["7"]))
+    shown = format_dry_run(RunPaths(tmp_path), build_remaining_job_requests(found, HERE, ["7"]))
     own = "sbatch --dependency=afterok:7,afternotok:SFT_JOBID --kill-on-invalid-dep=yes"
     assert f"{own} {tmp_path}/jobs/sft/job.sbatch\n" in shown
     assert "sbatch --dependency=afternotok:TRAINER_JOBID " in shown
@@ -70,7 +70,7 @@ def test_a_sweep_has_no_successors(tmp_path: Path) -> None:
 def test_cells_that_share_a_job_are_one_request_for_their_nodes(tmp_path: Path) -> None:
     sharing = ("inference.cells=4", "inference.cells_per_job=2", "cluster.slurm.jobs.cell.qos=low")
     found = recipe(tmp_path, *sharing)
-    requests = {request.job: request for request in build_requests_of_run(found, HERE)}
+    requests = {request.job: request for request in build_remaining_job_requests(found, HERE)}
     assert list(requests) == ["sft", "trainer", "cells-0-1", "cells-2-3"]
     script = render_script(requests["cells-2-3"])
     for option in ("--nodes=2", "--ntasks-per-node=1", "--qos=low"):
@@ -85,7 +85,9 @@ def test_the_caretaker_of_a_shared_job_is_no_part_of_its_cells(tmp_path: Path) -
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 1, get_interpreters(found), stages)
-    request = next(one for one in build_requests_of_run(found, HERE) if one.job == "cells-0-1")
+    request = next(
+        one for one in build_remaining_job_requests(found, HERE) if one.job == "cells-0-1"
+    )
     launch = build_launch_file(stages[-1].others[0], stages[-1], request, found, ready)
     assert [process.name for process in launch.job.processes] == ["caretaker"]
     assert launch.job.processes[0].config["others"] == ["cells-0-1"]
@@ -108,7 +110,9 @@ def test_nodes_that_failed_are_excluded_for_a_day(tmp_path: Path) -> None:
     append_line(nodes, long_ago)
     for node in ("n4", "n2", "n4"):
         add_excluded_node(nodes, node, "no GPU", "7")
-    assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(build_requests_of_run(found, HERE)[0])
+    assert "#SBATCH --exclude=n9,n2,n4\n" in render_script(
+        build_remaining_job_requests(found, HERE)[0]
+    )
 
 
 def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
@@ -117,7 +121,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     paths = RunPaths(found.run_dir)
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 3, get_interpreters(found), stages)
-    request = next(one for one in build_requests_of_run(found, HERE) if one.job == "trainer")
+    request = next(one for one in build_remaining_job_requests(found, HERE) if one.job == "trainer")
     launch = build_launch_file(stages[-1].leader, stages[-1], request, found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
@@ -136,7 +140,7 @@ def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     assert get_interpreters(found)["train"] == "/opt/areal_hpc/.venvs/train/bin/python"
     assert get_interpreters(found)["agents"] == "/mine/python"
     scripts = {
-        request.job: render_script(request) for request in build_requests_of_run(found, HERE)
+        request.job: render_script(request) for request in build_remaining_job_requests(found, HERE)
     }
     assert "a.sif /opt/areal_hpc/.venvs/train/bin/python -u" in scripts["trainer"]
     assert "b.sif /mine/python -u" in scripts["cell-1"]

@@ -22,7 +22,7 @@ def tickets_of(
 def too_old(
     tickets: TicketTable, generation: int = 1, forks: Sequence[GenerationFork] = ()
 ) -> list[DroppedTicket]:
-    return StalenessCheck().find_too_old_tickets(tickets, generation, forks)
+    return StalenessCheck().find_stale_tickets_to_drop(tickets, generation, forks)
 
 
 def train(tickets: TicketTable, steps: int) -> None:
@@ -149,12 +149,12 @@ def test_the_age_of_a_ticket_is_looked_at_once_a_batch() -> None:
     for ref in tickets.lease_tickets("a", 20, 0.0):
         tickets.settle(settled(ref, WeightVersion(1, 0)))
         for _ in range(3):
-            assert ages.find_too_old_tickets(tickets, 1, forks) == []
+            assert ages.find_stale_tickets_to_drop(tickets, 1, forks) == []
     assert forks.looks == 20
     form_batch(tickets)
-    ages.find_too_old_tickets(tickets, 1, forks)
+    ages.find_stale_tickets_to_drop(tickets, 1, forks)
     assert forks.looks == 20 + 18
-    ages.find_too_old_tickets(tickets, 2, forks)
+    ages.find_stale_tickets_to_drop(tickets, 2, forks)
     assert forks.looks == 20 + 2 * 18, "another trainer, so other ages"
 
 
@@ -177,7 +177,7 @@ def test_one_look_finds_what_looking_always_does(
             forks.append(GenerationFork(generation, max(0, tickets.version_step - 1)))
         found = too_old(tickets, generation, forks)
         if event in ("look", "batch"):
-            assert ages.find_too_old_tickets(tickets, generation, forks) == found
+            assert ages.find_stale_tickets_to_drop(tickets, generation, forks) == found
             for drop in found:
                 tickets.drop_or_requeue_settled_ticket(drop)
         if event == "batch" and (manifest := build_next_batch_manifest(tickets, generation, forks)):

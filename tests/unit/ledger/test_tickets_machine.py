@@ -54,7 +54,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.ledger.reconcile_cell_report(cell.name, cell.held, cell.finished, self.now_s)
         durable = {ticket.ref.ticket_id for ticket in self.disk.index}
         durable |= {drop.ref.ticket_id for drop in self.disk.drops}
-        for ref in self.ledger.select_settled_or_dropped(cell.finished):
+        for ref in self.ledger.select_released_from_cell(cell.finished):
             assert ref.ticket_id in durable, "a ticket is forgotten that a crash would lose"
 
     def take(self, cell: Cell, count: int, *, reply_arrives: bool = True) -> None:
@@ -140,7 +140,7 @@ class TicketHistories(RuleBasedStateMachine):
 
     @rule(crash=st.sampled_from(["no", "before write", "after write"]))
     def form_batch(self, crash: str) -> None:
-        for drop in self.ages.find_too_old_tickets(self.ledger, self.generation, self.forks):
+        for drop in self.ages.find_stale_tickets_to_drop(self.ledger, self.generation, self.forks):
             self.disk.drops.append(drop)
             if crash == "after write":
                 return self.restart_ledger()
@@ -260,7 +260,9 @@ class TicketHistories(RuleBasedStateMachine):
     @invariant()
     def the_audit_finds_nothing_at_fault(self) -> None:
         audit = self.disk.audited(self.policy)
-        assert audit.is_clean, [one for one in audit.tickets if one.status is TicketStatus.LOST]
+        assert audit.is_consistent, [
+            one for one in audit.tickets if one.status is TicketStatus.LOST
+        ]
 
     @invariant()
     def no_ticket_is_issued_twice_as_the_same_attempt(self) -> None:
@@ -278,7 +280,7 @@ class TicketHistories(RuleBasedStateMachine):
         assert self.ledger.count_leasable() <= 0
         self.write_checkpoint()
         audit = self.disk.audited(self.policy, is_finished=True)
-        assert audit.is_clean, audit.summary_line
+        assert audit.is_consistent, audit.summary_line
         assert self.policy.total_steps * self.policy.batch_size == len(
             audit.list_tickets_with_status(TicketStatus.TRAINED)
         )

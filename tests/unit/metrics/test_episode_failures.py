@@ -5,7 +5,7 @@ from typing import Any
 
 from areal_hpc.metrics.episode_failures import EpisodeFailureCounter, FailureCounts
 from areal_hpc.rundir.jsonl import append_line
-from areal_hpc.view.state.alerts_at_newest_step import find_alert_if_too_many_episodes_failed
+from areal_hpc.view.state.alerts_at_newest_step import find_alert_before_first_step
 
 
 def failure(event: str = "episode_failed", **facts: Any) -> dict[str, Any]:
@@ -16,30 +16,30 @@ def test_new_failures_of_training_episodes_are_counted_once(tmp_path: Path) -> N
     path = tmp_path / "events.jsonl"
     append_line(path, failure())
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new_failures() == FailureCounts(), "what was there before is no news"
+    assert counter.count_new_failed_tries() == FailureCounts(), "what was there before is no news"
     earning = failure("episode_timed_out", reward=-0.5)
     for event in (failure(), earning, failure("episode_unserved"), failure(eval_step=5),
                   {"event": "alert"}):  # fmt: skip
         append_line(path, event)
-    assert counter.count_new_failures() == FailureCounts(failed_tries=2, rewarded=1)
-    assert counter.count_new_failures() == FailureCounts()
+    assert counter.count_new_failed_tries() == FailureCounts(failed_tries=2, rewarded=1)
+    assert counter.count_new_failed_tries() == FailureCounts()
 
 
 def test_a_line_in_the_writing_is_counted_when_it_is_whole(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     counter = EpisodeFailureCounter(path)
-    assert counter.count_new_failures().failed_tries == 0, "there is no log yet"
+    assert counter.count_new_failed_tries().failed_tries == 0, "there is no log yet"
     append_line(path, failure())
     whole = path.read_bytes()
     path.write_bytes(whole + whole[:30])
-    assert counter.count_new_failures().failed_tries == 1
+    assert counter.count_new_failed_tries().failed_tries == 1
     path.write_bytes(whole + whole)
-    assert counter.count_new_failures().failed_tries == 1
+    assert counter.count_new_failed_tries().failed_tries == 1
 
 
 def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
-    assert find_alert_if_too_many_episodes_failed([failure()] * 7, 0.5) is None
-    alert = find_alert_if_too_many_episodes_failed(
+    assert find_alert_before_first_step([failure()] * 7, 0.5) is None
+    alert = find_alert_before_first_step(
         [failure(reason="in agent.py\nKeyError: 'anwser'")] * 8, 0.5
     )
     assert alert is not None
@@ -49,13 +49,13 @@ def test_agents_that_only_fail_are_told_before_the_first_step() -> None:
 
 def test_a_few_failures_among_many_good_episodes_before_the_first_step_are_no_alert() -> None:
     few = [failure(failed=n, ended=60 * n) for n in range(1, 13)]
-    assert find_alert_if_too_many_episodes_failed(few, 0.5) is None
+    assert find_alert_before_first_step(few, 0.5) is None
 
 
 def test_good_held_out_episodes_do_not_hide_that_all_training_episodes_fail() -> None:
     all_of_training = [failure(failed=n, ended=256 + n) for n in range(1, 13)]
-    alert = find_alert_if_too_many_episodes_failed(all_of_training, 0.5)
+    alert = find_alert_before_first_step(all_of_training, 0.5)
     assert alert is not None
     assert alert.message.startswith("12 tries of episodes failed")
     counted = {"event": "episodes_counted", "role": "driver-cell-0", "failed": 12, "ended": 900}
-    assert find_alert_if_too_many_episodes_failed([*all_of_training, counted], 0.5) is None
+    assert find_alert_before_first_step([*all_of_training, counted], 0.5) is None

@@ -3,10 +3,10 @@
 import pytest
 
 from areal_hpc.errors import RepeatedlyFailedCallError
-from areal_hpc.proxy.engine.call_tries import MAX_FAILED_TRIES, CallTries
+from areal_hpc.proxy.engine.call_tries import MAX_ENGINE_FAILURES_PER_CALL, CallTries
 from areal_hpc.proxy.engine.generation import (
-    BadEngineAnswerError,
     EngineHungUpError,
+    EngineResponseError,
     UnfinishedEngineCallError,
 )
 from areal_hpc.wire.replicas import ReplicaView
@@ -18,10 +18,10 @@ def replica(index: int, incarnation: int = 1) -> ReplicaView:
 
 def test_errors_of_engines_end_a_call_at_the_third() -> None:
     tries = CallTries()
-    for index in range(MAX_FAILED_TRIES - 1):
-        tries.count_lost_try_or_raise(replica(index), BadEngineAnswerError("500"))
+    for index in range(MAX_ENGINE_FAILURES_PER_CALL - 1):
+        tries.count_lost_try_or_raise(replica(index), EngineResponseError("500"))
     with pytest.raises(RepeatedlyFailedCallError, match="3 tries of this call failed: 500"):
-        tries.count_lost_try_or_raise(replica(0), BadEngineAnswerError("500"))
+        tries.count_lost_try_or_raise(replica(0), EngineResponseError("500"))
 
 
 @pytest.mark.parametrize("second", [replica(1), replica(0, incarnation=2)])

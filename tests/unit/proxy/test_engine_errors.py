@@ -7,8 +7,8 @@ import pytest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import (
-    BadEngineAnswerError,
     ChunkReader,
+    EngineResponseError,
     UnfinishedEngineCallError,
     decode_generation,
 )
@@ -16,7 +16,7 @@ from areal_hpc.proxy.engine.generation import (
 SERVER = "http://engine"
 OUTCOMES = pytest.mark.parametrize(
     ("code", "expected"),
-    [(400, ProxyRequestError), (500, BadEngineAnswerError), (503, UnfinishedEngineCallError)],
+    [(400, ProxyRequestError), (500, EngineResponseError), (503, UnfinishedEngineCallError)],
 )
 
 

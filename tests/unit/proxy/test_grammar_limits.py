@@ -8,7 +8,7 @@ import pytest
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.grammar_limits import refuse_costly_grammars_and_stops
+from areal_hpc.proxy.engine.grammar_limits import refuse_costly_sampling
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
@@ -73,7 +73,7 @@ USUAL: list[tuple[str, str]] = [
 def test_heavy_grammars_are_refused_at_once(name: str, text: str, problem: str) -> None:
     began, grammar = time.monotonic(), dict[str, Any]({name: text})
     with pytest.raises(ProxyRequestError, match=problem) as refused:
-        refuse_costly_grammars_and_stops(SamplingParams(1.0, 16, **grammar))
+        refuse_costly_sampling(SamplingParams(1.0, 16, **grammar))
     assert refused.value.status == 400
     assert time.monotonic() - began < 1
 
@@ -81,7 +81,7 @@ def test_heavy_grammars_are_refused_at_once(name: str, text: str, problem: str) 
 @pytest.mark.parametrize(("name", "text"), USUAL, ids=range(len(USUAL)))
 def test_usual_grammars_are_not(name: str, text: str) -> None:
     grammar: dict[str, Any] = {name: text}
-    refuse_costly_grammars_and_stops(SamplingParams(1.0, 16, **grammar))
+    refuse_costly_sampling(SamplingParams(1.0, 16, **grammar))
 
 
 @pytest.mark.parametrize(
@@ -95,5 +95,5 @@ def test_usual_grammars_are_not(name: str, text: str) -> None:
 )
 def test_lists_without_end_are_refused_by_name(key: str, value: Any) -> None:
     with pytest.raises(ProxyRequestError, match=f"{key} is too large") as refused:
-        refuse_costly_grammars_and_stops(SamplingParams(1.0, 16, **{key: value}))
+        refuse_costly_sampling(SamplingParams(1.0, 16, **{key: value}))
     assert refused.value.param == key

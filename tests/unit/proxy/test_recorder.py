@@ -237,11 +237,11 @@ def test_only_what_nobody_needs_is_idle(ref: TicketRef | None, ended: bool, drop
     session = store.sessions["s"]
     session.ended = ended
     session.touched_at -= 61.0
-    assert bool(store.list_idle_sessions(3600.0)) is dropped
+    assert bool(store.list_droppable_sessions(3600.0)) is dropped
     session.touched_at -= 3600.0
-    assert store.list_idle_sessions(3600.0) == [session]
+    assert store.list_droppable_sessions(3600.0) == [session]
     session.in_flight = 1
-    assert store.list_idle_sessions(3600.0) == []
+    assert store.list_droppable_sessions(3600.0) == []
 
 
 def test_an_exported_session_is_idle_after_a_minute() -> None:
@@ -250,11 +250,11 @@ def test_an_exported_session_is_idle_after_a_minute() -> None:
     session = store.sessions["s"]
     session.ended = True
     session.touched_at -= 61.0
-    assert store.list_idle_sessions(3600.0) == []
+    assert store.list_droppable_sessions(3600.0) == []
     session.is_exported = True
-    assert store.list_idle_sessions(3600.0) == [session]
+    assert store.list_droppable_sessions(3600.0) == [session]
     session.touch()
-    assert store.list_idle_sessions(3600.0) == []
+    assert store.list_droppable_sessions(3600.0) == []
 
 
 def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -> None:
@@ -266,9 +266,9 @@ def test_an_episode_that_ended_is_kept_while_others_of_its_ticket_are_played() -
         store.sessions[name].touched_at -= 3601.0
     good, tried, other = store.sessions.values()
     good.ended = True
-    assert store.list_idle_sessions(3600.0) == [good, tried, other]
+    assert store.list_droppable_sessions(3600.0) == [good, tried, other]
     tried.in_flight = 1
-    assert store.list_idle_sessions(3600.0) == [other]
+    assert store.list_droppable_sessions(3600.0) == [other]
     tried.in_flight = 0
     tried.touch()
-    assert store.list_idle_sessions(3600.0) == [other]
+    assert store.list_droppable_sessions(3600.0) == [other]

@@ -12,7 +12,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
-from areal_hpc.reward.judging.answer_main import MAX_ITEMS
+from areal_hpc.reward.judging.answer_main import MAX_ITERATED_ITEMS
 from areal_hpc.reward.judging.judge import passes_tests
 from areal_hpc.sandbox import process
 from areal_hpc.sandbox.bubblewrap_command_line import (
@@ -302,9 +302,11 @@ def test_the_watch_of_memory_reads_nothing_of_other_processes() -> None:
 
 def test_many_objects_of_an_answer_are_numbered_in_no_time() -> None:
     """30 000 of them took as many seconds as an answer has, when each was compared with all."""
-    nodes = f"class Node: pass\ndef build(): return [Node() for _ in range({MAX_ITEMS})]"
+    nodes = f"class Node: pass\ndef build(): return [Node() for _ in range({MAX_ITERATED_ITEMS})]"
     assert passes_tests(
-        nodes, f"assert len({{id(one) for one in build()}}) == {MAX_ITEMS}", ProgramLimits()
+        nodes,
+        f"assert len({{id(one) for one in build()}}) == {MAX_ITERATED_ITEMS}",
+        ProgramLimits(),
     )
 
 

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from areal_hpc.errors import AgentError, ClusterError, UnplayableEpisodeError
+from areal_hpc.errors import AgentError, ClusterError, PersistentNodeShortageError
 from areal_hpc.jobs.restart_policy import RestartPolicy
 from areal_hpc.rollout.episodes import shortages
 from areal_hpc.rollout.episodes.episode import EpisodeOutcome
@@ -63,7 +63,7 @@ def test_a_held_out_episode_that_is_never_played_ends_its_ticket_late_and_never_
         if is_another_played
         else "nothing else is left, and this one never"
     )
-    with pytest.raises(UnplayableEpisodeError, match=f"{said} could be played"):
+    with pytest.raises(PersistentNodeShortageError, match=f"{said} could be played"):
         patience.record_try_end_and_raise_if_stuck("a", SHORT, held_out_ticket=A)
 
 
@@ -85,7 +85,7 @@ def test_several_samples_of_one_held_out_task_are_no_sign_of_the_node(
     monkeypatch.setattr(shortages, "MAX_SHORTAGE_S", 0.0)
     for _ in range(shortages.MAX_HELD_OUT_SHORTAGES - 1):
         patience.record_try_end_and_raise_if_stuck("a-2", SHORT, held_out_ticket=A)
-    with pytest.raises(UnplayableEpisodeError):
+    with pytest.raises(PersistentNodeShortageError):
         patience.record_try_end_and_raise_if_stuck("a-2", SHORT, held_out_ticket=A)
 
 
@@ -103,7 +103,7 @@ def test_held_out_tasks_that_were_short_while_others_were_played_end_no_driver_a
             patience.record_try_end_and_raise_if_stuck(name, SHORT, held_out_ticket=ticket)
     patience.record_try_end_and_raise_if_stuck("d", SHORT, held_out_ticket=TicketRef(3, 0, 5))
     for name, ticket in held_out.items():
-        with pytest.raises(UnplayableEpisodeError, match="nothing else is left"):
+        with pytest.raises(PersistentNodeShortageError, match="nothing else is left"):
             patience.record_try_end_and_raise_if_stuck(name, SHORT, held_out_ticket=ticket)
 
 

@@ -21,13 +21,13 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, index: int, complaint
     path = tmp_path / "tasks.jsonl"
     path.write_text(text)
     with pytest.raises(RecipeError, match=complaint):
-        TaskSet.read(path)[index]
+        TaskSet.read_or_empty(path)[index]
 
 
 def test_tasks_are_fresh_copies_and_no_file_is_none(tmp_path: Path) -> None:
     path = tmp_path / "train.jsonl"
     path.write_text('{"a": [1]}\n{"a": "\u2028"}\n', encoding="utf-8")
-    tasks = TaskSet.read(path)
+    tasks = TaskSet.read_or_empty(path)
     tasks[0]["a"].append(2)
     assert [tasks[index] for index in range(len(tasks))] == [{"a": [1]}, {"a": "\u2028"}]
-    assert len(TaskSet.read(tmp_path / "valid.jsonl")) == 0
+    assert len(TaskSet.read_or_empty(tmp_path / "valid.jsonl")) == 0

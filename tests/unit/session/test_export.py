@@ -83,7 +83,7 @@ def test_conversations_that_follow_one_another_share_the_reward() -> None:
     say(tree, [user("b")], "two", during=(1, 2))
     say(tree, [user("c")], "three", during=(2, 3)).reward = 0.75
     for style in ("concat", "individual"):
-        rows = build_training_rows(tree, KEY, rule=ExportSettings(style))
+        rows = build_training_rows(tree, KEY, settings=ExportSettings(style))
         assert [row.reward for row in rows] == [1.0] * 3
         calls = [row.record.calls[-1] for row in rows]
         assert [call.followers for call in calls] == [[calls[1].id], [calls[2].id], []]
@@ -95,7 +95,7 @@ def test_every_row_has_the_rewards_of_its_whole_episode() -> None:
     said[0].reward, said[1].reward = -0.25, 1.0
     (row,) = build_training_rows(tree, KEY)
     assert row.reward == 0.75
-    rows = build_training_rows(tree, KEY, rule=ExportSettings("individual"))
+    rows = build_training_rows(tree, KEY, settings=ExportSettings("individual"))
     assert [row.reward for row in rows] == [0.75] * 3
     for row, one in zip(rows, said, strict=True):
         assert row.num_tokens == one.num_sequence_tokens
@@ -196,7 +196,7 @@ def test_what_comes_before_a_reply_that_its_client_left_is_followed_by_what_come
     left.finish_reason, last.reward = "abort", 1.0
     for style in ("concat", "individual"):
         for credit in ("tree", "chronological"):
-            rows = build_training_rows(tree, KEY, rule=ExportSettings(style, credit))
+            rows = build_training_rows(tree, KEY, settings=ExportSettings(style, credit))
             calls = {call.id: call for row in rows for call in row.record.calls}
             assert calls.keys() == {first.interaction_id, last.interaction_id}
             assert calls[first.interaction_id].followers == [last.interaction_id]
@@ -207,7 +207,7 @@ def test_a_reward_that_a_client_passed_back_elsewhere_is_no_replys_own() -> None
     first, last = chain(tree, "one", "two")
     give_reward(first, Reward(1.0, parts={"format": 0.5}))
     first.reward, last.reward = None, 0.0
-    (row,) = build_training_rows(tree, KEY, rule=ExportSettings(is_credited=True))
+    (row,) = build_training_rows(tree, KEY, settings=ExportSettings(is_credited=True))
     assert [call.reward for call in row.record.calls] == [None, Reward(0.0)]
 
 
@@ -215,9 +215,9 @@ def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
     tree = InteractionTree()
     for one, earned in zip(chain(tree, "one", "two"), (0.9, 1.0), strict=True):
         one.reward = earned
-    rows = build_training_rows(tree, KEY, rule=ExportSettings("individual", is_credited=True))
+    rows = build_training_rows(tree, KEY, settings=ExportSettings("individual", is_credited=True))
     assert [(row.reward, row.record.is_credited) for row in rows] == [(0.9, True), (1.0, True)]
-    (row,) = build_training_rows(tree, KEY, rule=ExportSettings(is_credited=True))
+    (row,) = build_training_rows(tree, KEY, settings=ExportSettings(is_credited=True))
     assert row.reward == 1.0
 
 
@@ -249,7 +249,7 @@ def test_each_sampled_token_is_trained_once_wherever_the_tree_branches(
         reply = f"r{number}"
         say(tree, messages, reply, temperature=temperature, version=number).reward = 1.0
         histories.append([*messages, assistant(reply)])
-    rows = build_training_rows(tree, KEY, rule=ExportSettings(style))
+    rows = build_training_rows(tree, KEY, settings=ExportSettings(style))
     trained = [int(v) for row in rows for v in row.versions_T[row.loss_mask_T == 1]]
     said = [number for number, one in enumerate(tree) for _ in range(one.num_output_tokens)]
     assert sorted(trained) == said
@@ -279,7 +279,7 @@ def test_what_could_be_sampled_is_kept_of_the_replies_that_a_row_trains() -> Non
         said.kept_counts = pack_counts_as_uint16([2] * len(ids))
         said.kept_ids = pack_ids([one for pair in ids for one in pair])
     second.reward = plain.reward = 1.0
-    row, other = build_training_rows(tree, KEY, rule=ExportSettings("individual"))[1:]
+    row, other = build_training_rows(tree, KEY, settings=ExportSettings("individual"))[1:]
     assert other.sampling_mask is None
     mask = row.sampling_mask
     assert mask is not None

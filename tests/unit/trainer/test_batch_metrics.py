@@ -8,7 +8,7 @@ import pytest
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.rundir.checkpoints import RewardRange
 from areal_hpc.trainer.batch.batch_metrics import (
-    REPETITION_WINDOW_TOKENS,
+    REPETITION_TAIL_TOKENS,
     compute_repeated_ngram_fraction,
     extend_reward_range,
     group_episode_rewards,
@@ -108,7 +108,7 @@ def test_replies_are_the_stretches_that_the_model_sampled() -> None:
 def test_a_loop_at_the_end_of_a_reply_is_repetition_and_two_equal_replies_are_not() -> None:
     fresh = np.arange(600, dtype=np.int32)
     assert compute_repeated_ngram_fraction([fresh, fresh]) == 0.0
-    loop = np.concatenate([fresh, np.resize(np.array([7, 8], np.int32), REPETITION_WINDOW_TOKENS)])
+    loop = np.concatenate([fresh, np.resize(np.array([7, 8], np.int32), REPETITION_TAIL_TOKENS)])
     assert compute_repeated_ngram_fraction([loop]) == pytest.approx(1 - 2 / 253)
     assert compute_repeated_ngram_fraction([loop[:600]]) == 0.0
     assert compute_repeated_ngram_fraction([fresh[:3]]) == 0.0

@@ -4,8 +4,8 @@ import subprocess
 import sys
 
 PROBE = """
-from areal_hpc.trainer.model.cpu.megatron_cpu import patch_megatron_for_cpu
-patch_megatron_for_cpu()
+from areal_hpc.trainer.model.cpu.megatron_cpu import patch_torch_megatron_without_gpu
+patch_torch_megatron_without_gpu()
 import torch
 with torch.device("meta"):
     made = torch.empty(2), torch.zeros(2), torch.tensor([1.0]), torch.ones(2)

@@ -21,7 +21,7 @@ from areal_hpc.trainer.model.families.weight_map import HfTensorSpec
 from areal_hpc.trainer.model.hf_files import (
     HfTensorSpecWithDtype,
     split_into_files,
-    write_hf_model_dir,
+    write_or_replace_hf_model_dir,
 )
 from areal_hpc.trainer.model.hf_weights import HfModelReader
 
@@ -49,7 +49,7 @@ def source(tmp_path: Path) -> Path:
 def test_what_is_written_is_read_back(source: Path, tmp_path: Path, file_bytes: int) -> None:
     told: list[tuple[int, int]] = []
     target = tmp_path / "model"
-    write_hf_model_dir(
+    write_or_replace_hf_model_dir(
         TENSORS.items(), SPECS, source, target,
         file_bytes=file_bytes, on_file=lambda *progress: told.append(progress),
     )  # fmt: skip
@@ -75,7 +75,7 @@ def test_leftovers_of_killed_writers_alone_are_removed(source: Path, tmp_path: P
     restored = f".step_3.replaced_{host}_{gone}"
     for name in (*swept, *kept, restored):
         (models / name).mkdir(parents=True)
-    write_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
+    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
     assert {path.name for path in models.iterdir()} == {*kept, "step_3", "step_4"}
 
 
@@ -93,12 +93,12 @@ def test_leftovers_of_writers_killed_on_other_hosts_are_removed(
         os.utime(models / name, (a_day_ago, a_day_ago))
     (models / alive / "model-00002.safetensors").touch()
     os.utime(models / alive, (a_day_ago, a_day_ago))
-    write_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
+    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, models / "step_4")
     assert {path.name for path in models.iterdir()} == {alive, "step_2", "step_3", "step_4"}
 
 
 def test_the_configuration_names_the_dtype_of_the_weights(source: Path, tmp_path: Path) -> None:
-    write_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model")
+    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model")
     config = json.loads((tmp_path / "model" / "config.json").read_text())
     assert config == {"model_type": "qwen3", "dtype": "float32"}
     assert (tmp_path / "model" / "tokenizer.json").exists()
@@ -107,7 +107,7 @@ def test_the_configuration_names_the_dtype_of_the_weights(source: Path, tmp_path
 
 def test_a_stream_that_breaks_leaves_the_earlier_model(source: Path, tmp_path: Path) -> None:
     target = tmp_path / "model"
-    write_hf_model_dir(TENSORS.items(), SPECS, source, target)
+    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, target)
     before = (target / "model.safetensors").read_bytes()
 
     def broken() -> Iterator[tuple[str, torch.Tensor]]:
@@ -115,18 +115,18 @@ def test_a_stream_that_breaks_leaves_the_earlier_model(source: Path, tmp_path: P
         raise OSError("the storage is gone")
 
     with pytest.raises(OSError, match="gone"):
-        write_hf_model_dir(broken(), SPECS, source, target)
+        write_or_replace_hf_model_dir(broken(), SPECS, source, target)
     assert (target / "model.safetensors").read_bytes() == before
 
 
 def test_a_tensor_that_is_not_as_announced_is_refused(source: Path, tmp_path: Path) -> None:
     wrong = {**TENSORS, "b": torch.zeros(5, dtype=torch.bfloat16)}
     with pytest.raises(AssertionError, match="expected"):
-        write_hf_model_dir(wrong.items(), SPECS, source, tmp_path / "model")
+        write_or_replace_hf_model_dir(wrong.items(), SPECS, source, tmp_path / "model")
 
 
 def test_part_of_a_tensor_is_read_and_its_shape_is_checked(source: Path, tmp_path: Path) -> None:
-    write_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model", file_bytes=1)
+    write_or_replace_hf_model_dir(TENSORS.items(), SPECS, source, tmp_path / "model", file_bytes=1)
     checkpoint = HfModelReader(tmp_path / "model")
     rows = checkpoint.read_tensor(HfTensorSpec("a", (3, 4)), (slice(1, 3),))
     columns = checkpoint.read_tensor(HfTensorSpec("c", (5, 6)), (slice(None), slice(3, 6)))

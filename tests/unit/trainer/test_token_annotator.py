@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.token_annotations import (
     AnnotationWriter,
@@ -50,7 +50,7 @@ def test_rows_are_named_by_the_manifest_and_those_left_out_say_why() -> None:
         SealedTicket(TicketRef(number, 1), f"cell-0-00000{number}.h5", [4, 5], [0.0, 1.0], 0)
         for number in range(3)
     ]
-    unsound = UntrainedRecord(1, "a reward is not finite", [1])
+    unsound = UntrainedBatchPart(1, "a reward is not finite", [1])
     trained, left_out = split_trained_and_left_out_rows(BatchManifest(1, 1, tickets), [unsound])
     assert trained == [(f"cell-0-00000{number}.h5", row) for number in (0, 2) for row in (4, 5)]
     assert [(one.row, one.outcome) for one in left_out] == [

@@ -4,7 +4,7 @@ from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
-from areal_hpc.trainer.batch.batch_metrics import summarize_token_staleness
+from areal_hpc.trainer.batch.batch_metrics import summarize_tokens_and_staleness
 from areal_hpc.trainer.batch.training_rows import (
     ADVANTAGE_CHANNEL,
     CURRENT_WEIGHTS_CHANNEL,
@@ -48,7 +48,7 @@ def row(
 @given(st.lists(STRETCHES, min_size=1, max_size=5))
 def test_a_batch_is_described_as_its_tokens_say(rows: list[list[tuple[int | None, int]]]) -> None:
     rows[0].append((3, 1))  # a batch has at least one sampled token
-    found = summarize_token_staleness([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
+    found = summarize_tokens_and_staleness([row(i, one) for i, one in enumerate(rows)], NOW, FORKS)
     steps = [[step for step, tokens in one for _ in range(tokens) if step] for one in rows]
     ages = [9 - step for one in steps for step in one]
     assert found["tokens/sampled"] == len(ages)
@@ -135,6 +135,6 @@ def test_a_ticket_without_a_reward_for_every_row_is_left_out() -> None:
 
 def test_a_batch_of_which_nothing_is_left_can_be_described() -> None:
     assert build_rows([], NOW, FORKS, ObjectiveConfig()) == []
-    assert {*summarize_token_staleness([], NOW, FORKS).values()} == {0}
-    found = summarize_token_staleness([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
+    assert {*summarize_tokens_and_staleness([], NOW, FORKS).values()} == {0}
+    found = summarize_tokens_and_staleness([row(0, [(None, 3)], reward=0.5)], NOW, FORKS)
     assert (found["tokens/sampled"], found["staleness/mean"]) == (0, 0.0)

@@ -5,7 +5,7 @@ from typing import Literal
 import pytest
 
 from areal_hpc.errors import NonFiniteGradientError, ShardError
-from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedRecord
+from areal_hpc.rundir.checkpoints import QuarantineCause, UntrainedBatchPart
 from areal_hpc.trainer.untrained import (
     build_damaged_batch_record_or_raise,
     build_nonfinite_records_or_raise,
@@ -17,18 +17,18 @@ from areal_hpc.trainer.untrained import (
 def judge(
     norms: list[float],
     step: int,
-    earlier: list[UntrainedRecord],
+    earlier: list[UntrainedBatchPart],
     on_nonfinite: Literal["skip", "stop"] = "skip",
-) -> list[UntrainedRecord]:
+) -> list[UntrainedBatchPart]:
     return build_nonfinite_records_or_raise(
         norms, step, earlier, on_nonfinite,
         section="trainer.optimizer", name_step="batch {}".format, hint="try something",
     )  # fmt: skip
 
 
-def streak(norms: list[float]) -> list[UntrainedRecord]:
+def streak(norms: list[float]) -> list[UntrainedBatchPart]:
     """What a run of batches of one optimizer step leaves untrained."""
-    found: list[UntrainedRecord] = []
+    found: list[UntrainedBatchPart] = []
     for step, norm in enumerate(norms, 1):
         found += judge([norm], step, found)
     return found
@@ -51,20 +51,20 @@ def test_two_odd_batches_in_a_row_are_passed_over_and_a_third_is_not() -> None:
 
 
 def test_tickets_left_out_of_earlier_batches_are_no_part_of_a_streak() -> None:
-    earlier = [UntrainedRecord(1, "unsound", [4]), UntrainedRecord(2, "unsound", [5])]
+    earlier = [UntrainedBatchPart(1, "unsound", [4]), UntrainedBatchPart(2, "unsound", [5])]
     assert [one.step for one in judge([math.nan], 3, earlier)] == [3]
 
 
 RUN = Path("/my runs/a")
 
 
-def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedRecord:
-    return UntrainedRecord(step, "reason", quarantine=cause)
+def quarantined(step: int, cause: QuarantineCause = "damaged") -> UntrainedBatchPart:
+    return UntrainedBatchPart(step, "reason", quarantine=cause)
 
 
 def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
     earlier = [quarantined(2), quarantined(4), quarantined(5)]
-    assert build_damaged_batch_record_or_raise(1, [], "gone", RUN) == UntrainedRecord(
+    assert build_damaged_batch_record_or_raise(1, [], "gone", RUN) == UntrainedBatchPart(
         1, "gone", [], "damaged"
     )
     assert build_damaged_batch_record_or_raise(7, earlier, "gone", RUN).step == 7
@@ -77,12 +77,12 @@ def test_a_third_batch_in_a_row_that_cannot_be_read_ends_the_run() -> None:
 
 
 def test_streaks_of_gradients_of_damage_and_of_requests_are_apart() -> None:
-    odd, asked = UntrainedRecord(5, "the gradient norm is nan"), quarantined(5, "requested")
+    odd, asked = UntrainedBatchPart(5, "the gradient norm is nan"), quarantined(5, "requested")
     for between in (odd, asked):
         assert (
             build_damaged_batch_record_or_raise(6, [quarantined(4), between], "gone", RUN).step == 6
         )
-    assert judge([math.nan], 6, [UntrainedRecord(4, "nan"), quarantined(5)])[0].step == 6
+    assert judge([math.nan], 6, [UntrainedBatchPart(4, "nan"), quarantined(5)])[0].step == 6
 
 
 def test_a_batch_of_several_optimizer_steps_says_how_many_were_odd() -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import msgspec
 
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.manifests import DroppedTicket, append_drop, write_or_read_manifest
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
 from areal_hpc.shards.index import SealedShard, ShardTicket, append_to_index
@@ -68,7 +68,7 @@ class RunDirectory:
         step: int,
         generation: int,
         consumed: list[int] | None = None,
-        untrained: Sequence[UntrainedRecord] = (),
+        untrained: Sequence[UntrainedBatchPart] = (),
     ) -> Path:
         """A complete checkpoint with what the trainer's state says of batches."""
         path = self.paths.checkpoints_dir / format_step_dir(step)

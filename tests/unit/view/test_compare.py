@@ -6,9 +6,9 @@ import yaml
 
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths, list_runs
-from areal_hpc.rundir.run_recipe import UNREADABLE_RECIPE
+from areal_hpc.rundir.run_recipe import PRIVATE_RECIPE_PLACEHOLDER
 from areal_hpc.slurm.queue import QueuePoller
-from areal_hpc.view.compare import compare_runs, find_differing_keys
+from areal_hpc.view.compare import compare_runs, label_differing_keys
 from areal_hpc.view.tables import format_duration
 
 
@@ -17,21 +17,21 @@ def test_only_keys_that_differ_are_columns_by_their_shortest_name() -> None:
         {"trial_name": "a", "trainer": {"lr": 1e-3, "seed": 1}, "proxy": {"seed": 1}},
         {"trial_name": "b", "trainer": {"lr": 2e-3, "seed": 1}, "proxy": {"seed": 2}},
     ]
-    assert find_differing_keys(recipes) == [("proxy.seed", "seed"), ("trainer.lr", "lr")]
-    assert find_differing_keys(recipes[:1]) == []
+    assert label_differing_keys(recipes) == [("proxy.seed", "seed"), ("trainer.lr", "lr")]
+    assert label_differing_keys(recipes[:1]) == []
 
 
 def test_a_recipe_of_another_user_makes_no_key_differ() -> None:
     """Its keys are not to be read: every key of the others would be a column."""
-    recipes = [{"trainer": {"lr": 1e-3, "seed": 1}}, UNREADABLE_RECIPE]
-    assert find_differing_keys(recipes) == []
+    recipes = [{"trainer": {"lr": 1e-3, "seed": 1}}, PRIVATE_RECIPE_PLACEHOLDER]
+    assert label_differing_keys(recipes) == []
     recipes.append({"trainer": {"lr": 2e-3, "seed": 1}})
-    assert find_differing_keys(recipes) == [("trainer.lr", "lr")]
+    assert label_differing_keys(recipes) == [("trainer.lr", "lr")]
 
 
 def test_two_keys_of_one_name_are_told_apart() -> None:
     recipes = [{"a": {"lr": 1}, "b": {"lr": 1}}, {"a": {"lr": 2}, "b": {"lr": 2}}]
-    assert [short for _, short in find_differing_keys(recipes)] == ["a.lr", "b.lr"]
+    assert [short for _, short in label_differing_keys(recipes)] == ["a.lr", "b.lr"]
 
 
 def make_run(root: Path, trial: str, lr: float) -> RunPaths:

@@ -9,8 +9,8 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.queue import QueueSnapshot, SlurmJobRecord
 from areal_hpc.slurm.states import parse_state
 from areal_hpc.view.diagnosis import (
-    CASCADE_WINDOW_S,
-    RUNNING_CASCADE_WINDOW_S,
+    MAX_CASCADE_GAP_S,
+    MAX_RUNNING_CASCADE_GAP_S,
     diagnose,
     find_last_failure_chain,
 )
@@ -172,8 +172,8 @@ def test_a_recipe_error_is_the_cause_whatever_else_broke() -> None:
 
 def test_failures_of_long_ago_are_not_the_last_one() -> None:
     old, new, newest = (FailureEvent(at, "x", 5) for at in (NOW - 1000, NOW, NOW + 60))
-    assert find_last_failure_chain([old, new, newest], CASCADE_WINDOW_S) == (new, newest)
-    assert find_last_failure_chain([old, new, newest], RUNNING_CASCADE_WINDOW_S) == (newest,)
+    assert find_last_failure_chain([old, new, newest], MAX_CASCADE_GAP_S) == (new, newest)
+    assert find_last_failure_chain([old, new, newest], MAX_RUNNING_CASCADE_GAP_S) == (newest,)
 
 
 def test_of_chained_tracebacks_the_cause_is_taken() -> None:

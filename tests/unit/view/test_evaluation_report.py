@@ -16,7 +16,7 @@ from areal_hpc.view.evaluations.evaluation_report import (
     compare_reports,
     format_comparison,
     format_report,
-    list_left_out,
+    list_uncompared_metrics,
     read_report,
     write_report,
 )
@@ -109,12 +109,12 @@ def test_means_of_other_numbers_of_samples_are_compared_and_what_is_not_is_told(
     (mean,) = compared = compare_reports(before, after)
     assert (mean.metric, mean.before, mean.after) == ("avg@4 (avg@8 before)", 1.0, 0.0)
     assert mean.verdict == "worse"
-    assert list(list_left_out(before, after, compared)) == [
+    assert list(list_uncompared_metrics(before, after, compared)) == [
         "not compared: pass@4 of aime; of 8 has avg@8, pass@8"
     ]
     alike = compare_reports(after, after)
-    assert list(list_left_out(after, after, alike)) == []
-    assert list(list_left_out(msgspec.structs.replace(after, sets={}), after, [])) == [
+    assert list(list_uncompared_metrics(after, after, alike)) == []
+    assert list(list_uncompared_metrics(msgspec.structs.replace(after, sets={}), after, [])) == [
         "not compared: avg@4, pass@4 of aime; of 4 was not evaluated on it"
     ]
 

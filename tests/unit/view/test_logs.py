@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.logs import LogFollower, list_log_files, parse_log_records, read_last_lines
 
@@ -49,7 +49,7 @@ def test_lines_of_every_batch_and_request_are_left_out_unless_asked_for(tmp_path
     )
     log.write_text(f"{log.read_text()}{routine * 50}[2026-11-22 10:00:07] Scheduler hit an error\n")
     files = list_log_files(paths, 1)
-    shown = [line for _, line in read_last_lines(files, 2, has_routine=False)]
+    shown = [line for _, line in read_last_lines(files, 2, keep_routine=False)]
     assert shown == [
         "2026-11-22 10:00:05,000 INFO e",
         "[2026-11-22 10:00:07] Scheduler hit an error",
@@ -111,8 +111,8 @@ def test_a_run_that_is_removed_and_begun_anew_is_followed_on(tmp_path: Path) -> 
 def test_the_end_of_a_long_file_begins_with_a_whole_line(tmp_path: Path) -> None:
     path = tmp_path / "long.log"
     path.write_text("".join(f"line {number}\n" for number in range(1000)))
-    assert read_tail(path, 25) == b"line 998\nline 999\n"
-    assert read_tail(path, 1 << 20) == path.read_bytes()
+    assert read_tail_lines(path, 25) == b"line 998\nline 999\n"
+    assert read_tail_lines(path, 1 << 20) == path.read_bytes()
 
 
 @given(st.text(max_size=300))

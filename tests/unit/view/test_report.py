@@ -16,7 +16,7 @@ from areal_hpc.rundir.manifests import EvaluationResult, write_evaluation
 from areal_hpc.view.audit.ticket_status import audit_run
 from areal_hpc.view.report.charts import (
     Series,
-    choose_ticks,
+    choose_enclosing_ticks,
     draw_bars,
     draw_curves,
     thin_out_to_extremes,
@@ -203,8 +203,8 @@ def test_paired_differences_of_the_same_tasks() -> None:
 
 
 def test_charts_have_round_ticks_and_keep_the_extremes() -> None:
-    assert choose_ticks(0.13, 0.98) == pytest.approx([0.0, 0.5, 1.0])
-    assert choose_ticks(3.0, 3.0)[0] < 3.0 < choose_ticks(3.0, 3.0)[-1]
+    assert choose_enclosing_ticks(0.13, 0.98) == pytest.approx([0.0, 0.5, 1.0])
+    assert choose_enclosing_ticks(3.0, 3.0)[0] < 3.0 < choose_enclosing_ticks(3.0, 3.0)[-1]
     points = [(float(x), 9.0 if x == 777 else 0.0) for x in range(5000)]
     thin = thin_out_to_extremes(points)
     assert len(thin) <= 400
@@ -234,6 +234,6 @@ def test_the_start_of_a_run_has_an_evaluation_and_no_step(tmp_path: Path) -> Non
     charts = {chart.title: chart.svg for chart in report.curves}
     assert charts["held-out reward"].count("<circle") == 1
     assert charts["time of a step"].count("<circle") == 3
-    (problem,) = report.problems
+    (problem,) = report.evaluation_problems
     assert "is not a EvaluationResult" in problem
     assert f"not read: {problem[:20]}" in Page(render_report(report)).text

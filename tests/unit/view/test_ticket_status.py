@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from areal_hpc.rundir.checkpoints import UntrainedRecord
+from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.manifests import DropKind, DroppedTicket, append_drop
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import quarantine_batch_or_read_earlier_record
@@ -26,10 +26,10 @@ Fates = dict[str, list[int]]
 Case = tuple[Change, Fates] | tuple[Change, Fates, str]
 """What happens, what becomes of tickets, part of what is said of it."""
 
-LEFT_OUT = UntrainedRecord(2, "cell-0-000001.h5 row 0: expected finite log-probabilities", [3])
-NOT_TAKEN = UntrainedRecord(3, "the gradient norm is nan: 1 of 1 optimizer steps are not taken")
-DAMAGED = UntrainedRecord(2, "cell-0-000001.h5: bytes have changed", quarantine="damaged")
-REQUESTED = UntrainedRecord(4, "areal-hpc quarantine asked for it", quarantine="requested")
+LEFT_OUT = UntrainedBatchPart(2, "cell-0-000001.h5 row 0: expected finite log-probabilities", [3])
+NOT_TAKEN = UntrainedBatchPart(3, "the gradient norm is nan: 1 of 1 optimizer steps are not taken")
+DAMAGED = UntrainedBatchPart(2, "cell-0-000001.h5: bytes have changed", quarantine="damaged")
+REQUESTED = UntrainedBatchPart(4, "areal-hpc quarantine asked for it", quarantine="requested")
 
 
 @pytest.fixture
@@ -64,7 +64,9 @@ def delete_shard(run: RunDirectory, step: int = 2) -> None:
     run.shard_of(step).unlink()
 
 
-def save(run: RunDirectory, *untrained: UntrainedRecord, consumed: list[int] | None = None) -> Path:
+def save(
+    run: RunDirectory, *untrained: UntrainedBatchPart, consumed: list[int] | None = None
+) -> Path:
     """The checkpoint of step 3 anew."""
     return run.write_checkpoint(3, generation=1, consumed=consumed, untrained=untrained)
 
@@ -73,7 +75,7 @@ def all_of(*changes: Change) -> Change:
     return lambda run: [change(run) for change in changes]
 
 
-def order(record: UntrainedRecord) -> Change:
+def order(record: UntrainedBatchPart) -> Change:
     """Somebody, or the trainer, sets a batch aside."""
     return lambda run: quarantine_batch_or_read_earlier_record(run.paths, record)
 
@@ -115,7 +117,7 @@ FAULTLESS: dict[str, Case] = {
         f"step 2, {LEFT_OUT.reason}",
     ),
     "the batch of an unsound ticket was skipped": (
-        lambda run: save(run, LEFT_OUT, UntrainedRecord(2, NOT_TAKEN.reason)),
+        lambda run: save(run, LEFT_OUT, UntrainedBatchPart(2, NOT_TAKEN.reason)),
         {"unsound": [3], "skipped": [4]},
         NOT_TAKEN.reason,
     ),
@@ -214,7 +216,7 @@ FAULTS: dict[str, Case] = {
     "a damaged quarantine file": (
         all_of(UNDER_WAY, order(REQUESTED), lambda run: run.paths.quarantine(4).write_text("{")),
         {"open": [7, 8, 9, 10]},
-        "is not a UntrainedRecord",
+        "is not a UntrainedBatchPart",
     ),
     "a ticket in a trained batch and in one set aside": (
         all_of(put_a_trained_ticket_into(2), lambda run: save(run, DAMAGED)),
@@ -259,7 +261,7 @@ def test_what_became_of_every_ticket_is_told(run: RunDirectory, case: str) -> No
     change, expected, *said = (FAULTLESS | FAULTS)[case]
     change(run)
     audit = audit_run(run.paths)
-    assert audit.is_clean == (case in FAULTLESS)
+    assert audit.is_consistent == (case in FAULTLESS)
     assert fates(audit) == {"dropped": [2], **expected}
     assert all(text in whys(audit) for text in said)
 
@@ -285,7 +287,7 @@ def test_a_ticket_that_cells_may_hold_is_not_lost_before_the_end(tmp_path: Path)
     run.hand_out(4, run.seal(9, 10))
     assert fates(audit_run(run.paths)) == {"lost": [2], "open": [7, 8, 9, 10]}
     append_drop(run.paths, DroppedTicket(TicketRef(2, 1), "KeyError"))
-    assert audit_run(run.paths).is_clean
+    assert audit_run(run.paths).is_consistent
     run.finish()
     assert fates(audit_run(run.paths))["lost"] == [7, 8]
 
@@ -296,7 +298,7 @@ def test_a_gap_is_no_loss_to_who_may_not_read_the_recipe(run: RunDirectory) -> N
     run.paths.recipe.write_text("trainer: {}\n")
     audit = audit_run(run.paths)
     assert fates(audit) == {"open": [2]}
-    assert audit.is_clean
+    assert audit.is_consistent
 
 
 def audited(run: RunDirectory, *options: str) -> tuple[int, list[str]]:

@@ -158,7 +158,7 @@ def run(paths: RunPaths) -> RunPaths:
 
 
 def found(run: RunPaths, where: str = "", sort_by: str = "", **query: Any) -> list[int]:
-    rows, _ = find_rows(run.root, RowQuery(where, sort_by=sort_by, **query))
+    rows, _ = find_rows(run.root, RowQuery(where, sort_descending_by=sort_by, **query))
     return [row.number for row in rows]
 
 

@@ -22,10 +22,10 @@ def only_bucket() -> BucketPlan:
 
 def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
     bucket = only_bucket()
-    packed = PackingBuffers(CPU).open_bucket(bucket)
+    packed = PackingBuffers(CPU).open_bucket_in_older_buffer(bucket)
     for name in reversed(TENSORS):  # in any order of arrival
         assert not packed.is_full
-        packed.place(name, TENSORS[name])
+        packed.copy_or_hold_parameter(name, TENSORS[name])
     assert packed.is_full
     named = [TENSORS[slot.spec.name].reshape(-1).view(torch.uint8) for slot in bucket.slots]
     assert torch.equal(packed.tensors_to_send[0], torch.cat(named))
@@ -36,7 +36,10 @@ def test_the_bytes_are_the_tensors_end_to_end_in_the_order_named() -> None:
 
 def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
     bucket, buffers = only_bucket(), PackingBuffers(CPU)
-    held = [buffers.open_bucket(bucket).tensors_to_send[0].fill_(number) for number in (1, 2, 3)]
+    held = [
+        buffers.open_bucket_in_older_buffer(bucket).tensors_to_send[0].fill_(number)
+        for number in (1, 2, 3)
+    ]
     assert held[0].data_ptr() == held[2].data_ptr(), "two buffers, used in turn"
     assert held[1].unique().tolist() == [2]
 
@@ -44,7 +47,7 @@ def test_the_last_bucket_stays_whole_while_the_next_is_packed() -> None:
 def test_in_place_every_parameter_is_a_message_in_the_order_named() -> None:
     full = OpenBucket(only_bucket())
     for name, tensor in reversed(TENSORS.items()):
-        full.place(name, tensor)
+        full.copy_or_hold_parameter(name, tensor)
     assert full.is_full
     for slot, message in zip(full.bucket.slots, full.tensors_to_send, strict=True):
         assert message.data_ptr() == TENSORS[slot.spec.name].data_ptr(), "without a copy"
@@ -55,7 +58,7 @@ def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
     (bucket,) = plan_buckets(specs_of({"w": torch.zeros(3, 2)}), 1)
     full = OpenBucket(bucket)
     scattered = torch.arange(6.0).reshape(2, 3).T
-    full.place("w", scattered)
+    full.copy_or_hold_parameter("w", scattered)
     (message,) = full.tensors_to_send
     assert message.is_contiguous()
     assert torch.equal(message, scattered)
@@ -70,6 +73,6 @@ def test_in_place_a_parameter_that_is_scattered_in_memory_is_copied() -> None:
     ],
 )
 def test_a_false_parameter_is_refused(name: str, tensor: torch.Tensor, message: str) -> None:
-    packed = PackingBuffers(CPU).open_bucket(only_bucket())
+    packed = PackingBuffers(CPU).open_bucket_in_older_buffer(only_bucket())
     with pytest.raises(WeightSyncError, match=message):
-        packed.place(name, tensor)
+        packed.copy_or_hold_parameter(name, tensor)

@@ -34,9 +34,9 @@ def fill_buckets(*, packed: bool) -> Iterator[OpenBucket]:
     specs = [TensorSpec(name, (256,), "float32") for name in WEIGHTS]
     buffers = PackingBuffers(torch.device("cpu"))
     for plan in plan_buckets(specs, BUCKET_BYTES):
-        bucket = buffers.open_bucket(plan) if packed else OpenBucket(plan)
+        bucket = buffers.open_bucket_in_older_buffer(plan) if packed else OpenBucket(plan)
         for slot in plan.slots:
-            bucket.place(slot.spec.name, WEIGHTS[slot.spec.name])
+            bucket.copy_or_hold_parameter(slot.spec.name, WEIGHTS[slot.spec.name])
         yield bucket
 
 

@@ -29,9 +29,9 @@ def test_what_safetensors_reads_is_what_was_packed(tmp_path: Path) -> None:
     buckets = plan_buckets(specs_of(WEIGHTS), 256)
     buffers = PackingBuffers(torch.device("cpu"))
     for bucket in buckets:
-        packed = buffers.open_bucket(bucket)
+        packed = buffers.open_bucket_in_older_buffer(bucket)
         for slot in bucket.slots:
-            packed.place(slot.spec.name, WEIGHTS[slot.spec.name])
+            packed.copy_or_hold_parameter(slot.spec.name, WEIGHTS[slot.spec.name])
         folder.write_bucket(packed)
     assert [path.name for path in tmp_path.iterdir()] == [".1.2.0.partial"], "until it is complete"
     folder.rename_into_place()
@@ -73,7 +73,9 @@ def test_a_full_disk_leaves_replicas_alone_is_said_of_each_and_gets_back_what_it
     ) as publisher:
         resource.setrlimit(resource.RLIMIT_FSIZE, (8192, limits[1]))
         try:
-            report = publisher.publish(WeightVersion(1, 0), specs_of(weights), drained, keys)
+            report = publisher.publish_from_this_rank(
+                WeightVersion(1, 0), specs_of(weights), drained, keys
+            )
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert next(drained, None) is None

@@ -29,9 +29,9 @@ def test_the_export_is_drained_even_when_nobody_listens(publisher: Publisher) ->
             exported.append(spec.name)
             yield spec.name, torch.zeros(4)
 
-    report = publisher.publish(WeightVersion(1, 0), SPECS, parameters(), [])
+    report = publisher.publish_from_this_rank(WeightVersion(1, 0), SPECS, parameters(), [])
     assert exported == [spec.name for spec in SPECS]
-    assert (report.ok, report.failed, report.size_bytes) == ((), {}, 80)
+    assert (report.ok, report.failed, report.parameter_bytes) == ((), {}, 80)
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_an_export_that_is_not_as_promised_is_drained_and_refused(
 ) -> None:
     arrivals = ((name, torch.zeros(4)) for name in names)
     with pytest.raises(WeightSyncError, match=message):
-        publisher.publish(WeightVersion(1, 0), SPECS, arrivals, [])
+        publisher.publish_from_this_rank(WeightVersion(1, 0), SPECS, arrivals, [])
     assert next(arrivals, None) is None
 
 

@@ -34,7 +34,7 @@ from areal_hpc.trainer.self_test.messages import (
     StepRequest,
 )
 
-COLLECTIVE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
+COLLECTIVE_BYTES_BY_DEVICE = {"cuda": 256 << 20, "cpu": 4 << 20}
 COLLECTIVE_ROUNDS = 5
 COLLECTIVES_TIMEOUT_S = 300.0
 STEP_TIMEOUT_S = 300.0
@@ -53,7 +53,7 @@ class RankPlace:
     first_rank: int = 0
     world_size: int | None = None
     """Of all nodes; None: those of this one."""
-    host: str = LOOPBACK_ADDRESS
+    node_address: str = LOOPBACK_ADDRESS
 
 
 def list_rank_gpus(plan: GpuCheckPlan, visible_gpu_ids: Sequence[str]) -> tuple[str, ...]:
@@ -70,7 +70,7 @@ def measure_collectives(
         return Unmeasured("one GPU has nobody to exchange with", is_failure=False)
     order = CollectivesRequest(
         device=plan.device,
-        size_bytes=COLLECTIVE_BYTES[plan.device],
+        size_bytes=COLLECTIVE_BYTES_BY_DEVICE[plan.device],
         rounds=COLLECTIVE_ROUNDS,
         rendezvous_dir=str(folder / "stores"),
         report=str(folder / "rates.json"),
@@ -126,7 +126,7 @@ def _run_ranks(
             position = {"RANK": rank, "NUM_TASKS": rank_place.world_size or len(gpus)}
             position |= {"LOCAL_RANK": local_rank, "NODE_RANK": rank_place.node}
             variables = {f"AREAL_HPC_{name}": str(value) for name, value in position.items()}
-            variables |= {"AREAL_HPC_HOST": rank_place.host, VISIBLE_DEVICES_VARIABLE: gpu}
+            variables |= {"AREAL_HPC_HOST": rank_place.node_address, VISIBLE_DEVICES_VARIABLE: gpu}
             workers.append(
                 Worker(
                     f"rank {rank}",

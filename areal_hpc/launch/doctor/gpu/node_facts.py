@@ -28,7 +28,7 @@ GPU_ROLES = ("train", "serve")
 PYTHON_TIMEOUT_S = 180.0
 """To import torch from cold storage, and to wake every GPU."""
 DRIVER_TIMEOUT_S = 30.0
-INFINIBAND_DIR = Path("/dev/infiniband")
+DEV_INFINIBAND_DIR = Path("/dev/infiniband")
 IBVERBS_LIBRARY = "libibverbs.so.1"
 CUDA_DIRS = (Path("/usr/local/cuda"),)
 """Where CUDA's compiler lies if neither PATH nor CUDA_HOME names it."""
@@ -64,7 +64,7 @@ def gather_node_facts(plan: GpuCheckPlan) -> NodeFacts:
         gpus=gpus,
         has_nvlink=_query_nvlink(),
         has_ibverbs=_can_load_library(IBVERBS_LIBRARY),
-        rdma_devices=tuple(sorted(one.name for one in INFINIBAND_DIR.glob("uverbs*"))),
+        rdma_devices=tuple(sorted(one.name for one in DEV_INFINIBAND_DIR.glob("uverbs*"))),
         memlock_bytes=None if soft == resource.RLIM_INFINITY else soft,
         nvcc=find_nvcc(os.environ, CUDA_DIRS),
         pythons=tuple(

@@ -72,7 +72,7 @@ def _measure_network(
         node=task.rank,
         first_rank=sum(map(len, gpus[: task.rank])),
         world_size=sum(map(len, gpus)),
-        host=find_own_address(node_request.plan.interface, os.environ),
+        node_address=find_own_address(node_request.plan.interface, os.environ),
     )
     return measure_collectives(
         node_request.plan, gpus[task.rank], Path(node_request.folder, "network"), place

@@ -15,7 +15,7 @@ from msgspec import Struct
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport, Unmeasured
 from areal_hpc.recipe.sections.cluster import JobOptions
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.queue import QueuePoller, is_live_state
@@ -24,7 +24,7 @@ from areal_hpc.slurm.reasons import explain_reason
 NODE_TASK_MODULE = "areal_hpc.launch.doctor.gpu.node_task"
 TIME_LIMIT_MINUTES = 30
 POLL_S = 2.0
-REPORT_TIMEOUT_S = 1800.0
+QUEUE_AND_RUN_TIMEOUT_S = 1800.0
 """For the job to wait and run."""
 FILE_VISIBLE_TIMEOUT_S = 60.0
 """After the job's end, for its last file to be seen here."""
@@ -134,7 +134,7 @@ def build_examination_script(plan: GpuCheckPlan, options: JobOptions, request_fi
 
 def _await_report(folder: Path, job_id: str) -> GpuReport:
     queue, waits_for = QueuePoller(), "it did not start"
-    give_up_at, ended_at = time.monotonic() + REPORT_TIMEOUT_S, None
+    give_up_at, ended_at = time.monotonic() + QUEUE_AND_RUN_TIMEOUT_S, None
     while time.monotonic() < give_up_at:
         if get_report_path(folder).exists():
             return add_failures_of_other_nodes(
@@ -146,7 +146,7 @@ def _await_report(folder: Path, job_id: str) -> GpuReport:
         if found and not is_live_state(found.state):
             ended_at = ended_at or time.monotonic()
             if time.monotonic() - ended_at > FILE_VISIBLE_TIMEOUT_S:
-                said = read_tail(folder / "output", LOG_TAIL_BYTES).decode(errors="replace")
+                said = read_tail_lines(folder / "output", LOG_TAIL_BYTES).decode(errors="replace")
                 raise ClusterError(
                     f"job {job_id} ended without a report ({found.state.name}): {said.strip()}",
                     hint="areal-hpc doctor --check-node finds out whether nodes see the file root",
@@ -155,7 +155,7 @@ def _await_report(folder: Path, job_id: str) -> GpuReport:
             waits_for = explain_reason(found.reason).meaning
         time.sleep(max(POLL_S, queue.pause_s if look.outage else 0.0))
     raise ClusterError(
-        f"job {job_id} gave no report within {REPORT_TIMEOUT_S / 60:.0f} min: {waits_for}",
+        f"job {job_id} gave no report within {QUEUE_AND_RUN_TIMEOUT_S / 60:.0f} min: {waits_for}",
         hint="try again when nodes are free",
     )
 

@@ -12,7 +12,7 @@ from typing import IO
 
 from areal_hpc.errors import ClusterError
 from areal_hpc.inference.server.sglang_server import find_error_line
-from areal_hpc.rundir.jsonl import read_tail
+from areal_hpc.rundir.jsonl import read_tail_lines
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 30.0
@@ -51,7 +51,7 @@ class Worker:
 
     def describe_end(self) -> str:
         """Its exit code, and the line of its log that says most about it."""
-        line = find_error_line(read_tail(self.log, LOG_TAIL_BYTES).decode(errors="replace"))
+        line = find_error_line(read_tail_lines(self.log, LOG_TAIL_BYTES).decode(errors="replace"))
         return f"{self.name} exited with code {self.poll()}: {line or 'no output'}"
 
     def stop(self) -> None:

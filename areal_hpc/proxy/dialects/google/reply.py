@@ -62,7 +62,7 @@ class GenerateContentExchange(Exchange):
         for answer in answers:
             reader = BlockSplitter()
             parts = self._build_parts((*reader.add_delta(answer.said), *reader.finish()))
-            said = self._build_candidate(answer.choice, parts, answer.generation)
+            said = self._build_candidate_content(answer.choice, parts, answer.generation)
             candidates.append(said | self._build_candidate_end(answer))
         return msgspec.json.encode(self._build_response(candidates, self._format_usage(answers)))
 
@@ -75,14 +75,14 @@ class GenerateContentExchange(Exchange):
             if isinstance(happened, ReplyChunk):
                 parts = self._build_parts(reader.add_delta(happened.said))
                 if parts or (self._with_logprobs and happened.piece.output_ids):
-                    said = self._build_candidate(happened.choice, parts, happened.piece)
+                    said = self._build_candidate_content(happened.choice, parts, happened.piece)
                     yield self._format_stream_element(self._build_response([said]))
                 continue
             answers.append(happened)
             parts = self._build_parts(reader.finish())
-            said = self._build_candidate(happened.choice, parts) | self._build_candidate_end(
-                happened
-            )
+            said = self._build_candidate_content(
+                happened.choice, parts
+            ) | self._build_candidate_end(happened)
             usage = self._format_usage(answers) if len(answers) == reply_stream.choices else None
             yield self._format_stream_element(self._build_response([said], usage))
         if self._is_array:
@@ -113,14 +113,14 @@ class GenerateContentExchange(Exchange):
         parts: list[dict[str, Any]] = []
         for kind, block, text in changes:
             if kind == "end" and block.kind == "call":
-                parts.append(_build_call_part(block))
+                parts.append(_build_call_or_text_part(block))
             elif kind == "add" and block.kind == "text":
                 parts.append({"text": text})
             elif kind == "add" and block.kind == "reasoning" and self._shows_thoughts:
                 parts.append({"text": text, "thought": True})
         return parts
 
-    def _build_candidate(
+    def _build_candidate_content(
         self,
         choice_index: int,
         parts: list[dict[str, Any]],
@@ -176,7 +176,7 @@ class GenerateContentExchange(Exchange):
         return min(tokens, len(answer.generation.output_ids))
 
 
-def _build_call_part(block: ContentBlock) -> dict[str, Any]:
+def _build_call_or_text_part(block: ContentBlock) -> dict[str, Any]:
     """A call; one whose arguments are no object, which Google has no form for, as text."""
     try:
         is_object = isinstance(msgspec.json.decode(block.text or "{}"), dict)

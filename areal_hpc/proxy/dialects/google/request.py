@@ -32,7 +32,7 @@ from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.wire.proxy import SamplingDefaults
 
 _CONFIG_KEY = "generationConfig"
-_ANY_JSON_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array"}]}
+_OBJECT_OR_ARRAY_SCHEMA = {"anyOf": [{"type": "object"}, {"type": "array"}]}
 
 
 class _ThinkingConfig(Struct, rename="camel", forbid_unknown_fields=True):
@@ -231,7 +231,9 @@ def _build_grammar(config: GenerationConfig, tool_choice: ToolChoice) -> dict[st
         return {} if tool_choice.must_call else {"ebnf": f"root ::= {terms}"}
     if kind == "application/json":
         return {
-            "json_schema": encode_schema_unless_must_call(built or _ANY_JSON_SCHEMA, tool_choice)
+            "json_schema": encode_schema_unless_must_call(
+                built or _OBJECT_OR_ARRAY_SCHEMA, tool_choice
+            )
         }
     if kind != "text/plain" or schema is not None:
         problem = f"{kind!r} cannot hold here; a schema needs 'application/json', or 'text/x.enum'"

@@ -10,7 +10,9 @@ from typing import Any
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.engine.grammar_limits import MAX_SCHEMA_DEPTH
 
-_TYPE_NAMES = frozenset({"object", "array", "string", "number", "integer", "boolean", "null"})
+_JSON_SCHEMA_TYPES = frozenset(
+    {"object", "array", "string", "number", "integer", "boolean", "null"}
+)
 _CAMEL_CASE_BY_SNAKE: dict[str, str] = {
     "any_of": "anyOf",
     "min_items": "minItems",
@@ -72,7 +74,7 @@ def convert_to_json_schema(schema: Any, key: str, depth: int = 0) -> Any:
 
 def _lower_type_name(kind: Any) -> Any:
     lower = kind.lower() if isinstance(kind, str) else ""
-    return lower if lower in _TYPE_NAMES else kind
+    return lower if lower in _JSON_SCHEMA_TYPES else kind
 
 
 def _replace_keys_only_google_has(schema: dict[str, Any]) -> dict[str, Any]:

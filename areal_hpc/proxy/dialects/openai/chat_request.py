@@ -16,7 +16,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
     check_shared_params,
-    list_ignored_shared_params,
+    list_all_ignored_params,
 )
 from areal_hpc.proxy.dialects.parameters_without_effect import IgnoredParam
 from areal_hpc.proxy.dialects.reasoning import build_reasoning_variables
@@ -226,7 +226,7 @@ def build_model_call(
     if request.top_logprobs and not request.logprobs:
         raise ProxyRequestError(400, "top_logprobs needs logprobs", key="top_logprobs")
     prefill, messages = _split_prefill(request)
-    ignored, dropped = list_ignored_shared_params(request), list[str]()
+    ignored, dropped = list_all_ignored_params(request), list[str]()
     tools, choice = _read_tools_and_choice(request, model, ignored, dropped)
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
@@ -383,11 +383,11 @@ def build_tool_schemas(
     return schemas
 
 
-def _build_custom_schema(tool: _CustomToolSchema, hints: set[str]) -> dict[str, Any]:
+def _build_custom_schema(tool: _CustomToolSchema, ignored: set[str]) -> dict[str, Any]:
     grammar, form = tool.format.grammar, CustomFormat()
     if grammar is not None:
         form = CustomFormat("grammar", grammar.syntax, grammar.definition)
-    return build_custom_tool_schema(tool.name, tool.description, form, hints)
+    return build_custom_tool_schema(tool.name, tool.description, form, ignored)
 
 
 def _build_thinking_variables(

@@ -18,7 +18,7 @@ from areal_hpc.proxy.dialects.openai.sampling import (
     SharedCompletionParams,
     build_sampling_params,
     check_shared_params,
-    list_ignored_shared_params,
+    list_all_ignored_params,
 )
 from areal_hpc.proxy.dialects.refused_parameters import EMPTY_VALUES, RefusedParamRule
 from areal_hpc.proxy.dialects.validation import MAX_TOP_LOGPROBS, check_token_ids
@@ -65,7 +65,7 @@ def _build_model_call(
         raw_prompt=_read_prompt(request.prompt, model),
         n=request.n or 1,
         top_logprobs=request.logprobs or 0,
-        ignored=list_ignored_shared_params(request),
+        ignored=list_all_ignored_params(request),
     )
 
 

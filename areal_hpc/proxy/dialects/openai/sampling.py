@@ -114,7 +114,7 @@ def check_shared_params(request: SharedCompletionParams, model: ServedModel) -> 
     check_token_ids(model, "logit_bias", request.logit_bias)
 
 
-def list_ignored_shared_params(request: SharedCompletionParams) -> list[str]:
+def list_all_ignored_params(request: SharedCompletionParams) -> list[str]:
     """Names of the parameters without effect."""
     pointless = ["stream_options"] if request.stream_options and not request.stream else []
     return [*list_ignored_params(request), *pointless]

@@ -28,7 +28,7 @@ with warnings.catch_warnings(record=True):
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
 
 
-def patch_megatron_for_cpu() -> None:
+def patch_torch_megatron_without_gpu() -> None:
     """Put the CPU names in place, unless there is a GPU. Safe to repeat."""
     # torch 2.13 renames collectives that megatron-core 0.16 still calls by the old name.
     warnings.filterwarnings("ignore", message=r".*(reduce_scatter_tensor|_all_gather_base)")

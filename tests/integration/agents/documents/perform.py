@@ -87,7 +87,7 @@ class Reader:
         """The same in a process of its own."""
         folder = RunPaths(Path(self._order.run_dir)).agent_dir
         sys.path.insert(0, str(folder))
-        saved = save_agent_as_module(workflow, {}, folder, (), alias=True)
+        saved = save_agent_as_module(workflow, {}, folder, (), imports_areal_names=True)
         return await self._play(SubprocessAgent(saved, {}, 1))
 
     async def _play(self, agent: Any) -> float:

@@ -18,7 +18,7 @@ from areal_hpc.errors import (
     ShardError,
     SupersededTrainerError,
 )
-from areal_hpc.jobs.processes.process_main import find_explained_error
+from areal_hpc.jobs.processes.process_main import select_error_to_report
 from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE
 from tests.support.commands import run_program, said_by
 
@@ -79,5 +79,5 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
 def test_tasks_that_failed_at_once_are_told_as_one_error(
     caught: Exception, told: str | None
 ) -> None:
-    found = find_explained_error(caught)
+    found = select_error_to_report(caught)
     assert (str(found) if isinstance(found, ArealError) else None) == told
