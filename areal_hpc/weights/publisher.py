@@ -88,7 +88,7 @@ class Publisher:
         parameters: Iterable[tuple[str, torch.Tensor]],
         replicas: Sequence[ReplicaKey],
     ) -> UpdateReport:
-        """Send `version` to `replicas`, from this rank alone; see `WeightSender.update_replicas`."""
+        """Send `version` to `replicas` from this rank alone; see `WeightSender.update_replicas`."""
         return self.sender.update_replicas(version, specs, parameters, replicas)
 
     def close(self) -> None:
