@@ -253,10 +253,10 @@ class ForegroundLauncher:
             failure = self._find_job_failure(job)
             if failure is not None and not stage.done_marker.exists():
                 self._place.raise_if_place_is_lost()
-                self._resubmit_or_give_up_job(stage, job, failure)
+                self._kill_and_restart_or_drop_job(stage, job, failure)
         return False
 
-    def _resubmit_or_give_up_job(
+    def _kill_and_restart_or_drop_job(
         self, stage: JobStage, job: _JobInProgress, failure: JobFailedError
     ) -> None:
         """Give a job another try while that helps; do without a cell while there are others."""

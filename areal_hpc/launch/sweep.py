@@ -144,13 +144,13 @@ def submit_sweep(
             stack.enter_context(prepare_and_lock_run(run, print_line=print_line, fresh=fresh))
             for run in sweep.runs
         ]
-        submitted = _submit_arrays_of_all_jobs(
+        submitted = _submit_held_arrays_of_all_jobs(
             sweep, ready, build_afterok_dependency(after), print_line
         )
         release_submitted_jobs(submitted, *(one.paths for one in ready))
 
 
-def _submit_arrays_of_all_jobs(
+def _submit_held_arrays_of_all_jobs(
     sweep: Sweep,
     prepared_runs: Sequence[PreparedRun],
     dependency: str,

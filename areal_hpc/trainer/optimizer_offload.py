@@ -27,7 +27,7 @@ class HostAdamW(AdamW):
     only moments are offloaded.
     """
 
-    device: torch.device
+    step_device: torch.device
     """Where gradients are, and steps are computed."""
     chunk_elements: int
     _host: dict[torch.Tensor, dict[str, torch.Tensor]]
@@ -41,7 +41,7 @@ class HostAdamW(AdamW):
         # Not built anew: Megatron gave it tensors that are no leaves, which AdamW would refuse.
         adam.__class__ = cls
         assert isinstance(adam, cls)
-        adam.device, adam.chunk_elements, adam._host = device, chunk_elements, {}
+        adam.step_device, adam.chunk_elements, adam._host = device, chunk_elements, {}
         with_masters = set(masters)
         everything = [one for group in adam.param_groups for one in group["params"]]
         names = {
@@ -73,7 +73,7 @@ class HostAdamW(AdamW):
         """
         for parameter, places in self._host.items():
             if MASTER_NAME in places:
-                parameter.data = torch.zeros((), device=self.device).expand(parameter.shape)
+                parameter.data = torch.zeros((), device=self.step_device).expand(parameter.shape)
 
     def restore_masters_and_drop_gradients(self) -> None:
         """Undo `put_master_stand_ins_on_device`, and forget the gradients."""
@@ -89,8 +89,8 @@ class HostAdamW(AdamW):
             for parameter in group["params"]:
                 self._step_parameter(parameter, group)
         self.restore_masters_and_drop_gradients()
-        if self.device.type == "cuda":  # whoever reads the host's tensors waits for no stream
-            torch.cuda.current_stream(self.device).synchronize()
+        if self.step_device.type == "cuda":  # whoever reads the host's tensors waits for no stream
+            torch.cuda.current_stream(self.step_device).synchronize()
 
     def _step_parameter(self, parameter: torch.Tensor, group: dict[str, Any]) -> None:
         assert parameter.grad is not None

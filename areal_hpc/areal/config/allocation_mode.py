@@ -7,7 +7,7 @@ from areal_hpc.areal.config.rules import ArealConfigValues, Untranslatable
 
 ENGINE_NAMES = ("sglang", "vllm")
 TRAINER_NAMES = ("fsdp", "megatron", "archon")
-_SIZES_PATTERN = re.compile(r"([dtpcse])(\d+)")
+_SIZE_PATTERN = re.compile(r"([dtpcse])(\d+)")
 
 
 def parse_allocation_mode(
@@ -88,6 +88,6 @@ def _parse_backend_name(text: str) -> str:
 def _parse_sizes(text: str) -> dict[str, int] | None:
     """Letter -> size; None if the text is no layout."""
     letters = re.sub(r"^[a-z]+[:.]", "", text.strip()).strip("() ")
-    if not re.fullmatch(rf"(?:{_SIZES_PATTERN.pattern})+", letters):
+    if not re.fullmatch(rf"(?:{_SIZE_PATTERN.pattern})+", letters):
         return None
-    return {letter: int(size) for letter, size in _SIZES_PATTERN.findall(letters)}
+    return {letter: int(size) for letter, size in _SIZE_PATTERN.findall(letters)}

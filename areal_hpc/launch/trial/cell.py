@@ -80,9 +80,9 @@ class TrialCell:
         return self._recorder.store.sessions[session_id]
 
     @property
-    def unfollowed_grammars(self) -> list[str]:
+    def ignored_grammars(self) -> list[str]:
         """Names of the grammars that the agent asked for in vain."""
-        return sorted(self._engine.unfollowed_grammars) if self._engine else []
+        return sorted(self._engine.ignored_grammars) if self._engine else []
 
     def _run_event_loop(self) -> None:
         try:

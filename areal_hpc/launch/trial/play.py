@@ -78,7 +78,7 @@ async def _play_tasks_and_count_failures(config: TrialConfig, agent: Agent, cell
         await proxy.close()
         if isinstance(agent, SubprocessAgent):
             agent.close()
-    print("\n".join(format_trial_summary(outcomes, cell.unfollowed_grammars)), flush=True)
+    print("\n".join(format_trial_summary(outcomes, cell.ignored_grammars)), flush=True)
     return sum(outcome.status != "ok" for outcome in outcomes)
 
 

@@ -34,7 +34,7 @@ def format_trial(episode_number: int, outcome: EpisodeOutcome, session: Session)
 
 
 def format_trial_summary(
-    outcomes: Sequence[EpisodeOutcome], unfollowed_grammars: Sequence[str]
+    outcomes: Sequence[EpisodeOutcome], ignored_grammars: Sequence[str]
 ) -> Iterator[str]:
     """Lines: how the episodes of a trial ended."""
     good = [outcome for outcome in outcomes if outcome.status == "ok"]
@@ -43,9 +43,9 @@ def format_trial_summary(
     yield f"{len(good)} of {len(outcomes)} episodes ended well" + (
         f"; rewards {rewards}" if good else ""
     )
-    if unfollowed_grammars:
+    if ignored_grammars:
         yield (
-            f"the agent asked for replies by {', '.join(unfollowed_grammars)}, which the stand-in "
+            f"the agent asked for replies by {', '.join(ignored_grammars)}, which the stand-in "
             "does not follow; --base-url asks a real server"
         )
 

@@ -51,7 +51,7 @@ class StandInEngine(JsonApp):
 
     def __init__(self, encoder: TokenEncoder, end_id: int, replies: ReplySource) -> None:
         self._encoder, self._end_id, self._replies = encoder, end_id, replies
-        self.unfollowed_grammars: set[str] = set()
+        self.ignored_grammars: set[str] = set()
         """Names of the grammars that requests asked for; replies do not follow them."""
 
     async def answer(self, request: Request) -> tuple[int, bytes]:
@@ -71,7 +71,7 @@ class StandInEngine(JsonApp):
 
     async def _generate(self, request: _GenerateRequest) -> bytes:
         sampling = request.sampling_params
-        self.unfollowed_grammars.update(
+        self.ignored_grammars.update(
             name for name in GRAMMAR_NAMES if getattr(sampling, name) is not None
         )
         question = EngineQuestion(

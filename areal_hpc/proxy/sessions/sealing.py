@@ -106,7 +106,7 @@ class TicketSealer:
                 if self._is_seal_due():
                     await self._seal_training_tickets()
                 await self._untrained.seal_if_due()
-                await self._report_to_ledger()
+                await self._settle_with_ledger_and_journal()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
                 pause_s = next(pauses)
@@ -125,7 +125,7 @@ class TicketSealer:
 
     async def _report_to_ledger_or_log(self) -> None:
         try:
-            await self._report_to_ledger()
+            await self._settle_with_ledger_and_journal()
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
@@ -206,7 +206,7 @@ class TicketSealer:
             for ref in rows_of
         ]
 
-    async def _report_to_ledger(self) -> None:
+    async def _settle_with_ledger_and_journal(self) -> None:
         async with self._settling:
             tickets, dropped = list(self._store.sealed.values()), dict(self._store.dropped)
             if not (tickets or dropped):

@@ -21,7 +21,7 @@ from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
 from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.gae import estimate_advantages, scale_and_weigh_advantages
 from areal_hpc.trainer.objective.loss_aggregation import compute_loss_aggregation_row_factors
-from areal_hpc.trainer.objective.reply_credit import compute_reply_credits, list_reply_rewards
+from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings, list_reply_rewards
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket
 from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow, find_row_defect
@@ -267,7 +267,7 @@ def _compute_baseline_advantages(
     batch: Sequence[TrajectoryRow], objective: ObjectiveConfig, scores: BatchScores
 ) -> list[npt.NDArray[np.float32]]:
     """Advantages at the tokens of each row: a reply has one for all of them."""
-    credit = compute_reply_credits(batch, objective, _get_kl_taken_off_rewards(objective, scores))
+    credit = compute_reply_earnings(batch, objective, _get_kl_taken_off_rewards(objective, scores))
     advantages_K = compute_advantages(credit, objective)
     found = [np.zeros(row.num_tokens, dtype=np.float32) for row in batch]
     for advantages_T, spans in zip(found, credit.spans, strict=True):

@@ -106,7 +106,7 @@ class LedgerSource(BatchSource):
             self._ticket_counts["episode/rewarded_failures"] = failures.rewarded
         return reply.manifest
 
-    def lacks_cells_too_long(self) -> bool:
+    def has_found_no_cell_too_long(self) -> bool:
         """No cell has been there for so long that the job's nodes are better given back.
 
         What is known is of the last look: nobody looks during a step, however long it takes.
@@ -116,7 +116,7 @@ class LedgerSource(BatchSource):
 
     # Replicas --------------------------------------------------------------------------------
 
-    def discover_replicas_and_announce_weights(self) -> PublishState:
+    def poll_publish_state(self) -> PublishState:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
@@ -143,7 +143,7 @@ class LedgerSource(BatchSource):
         with self._record.timer.time_phase("publish"):
             outdated = self._publisher.discover_outdated_training_replicas(self._record.version)
         now = self._looked_at = time.monotonic()
-        self._note_missing_cells(now)
+        self._note_absence_of_all_cells(now)
         self._targets = self._backoff.filter_retryable(outdated, now)
         if not self._targets and not self._is_served:
             self._targets = self._backoff.filter_retryable(outdated, now, is_urgent=True)
@@ -152,7 +152,7 @@ class LedgerSource(BatchSource):
             self._take_reward_and_begin_evaluation(self._async_evaluation)
         return bool(self._targets)
 
-    def _note_missing_cells(self, now: float) -> None:
+    def _note_absence_of_all_cells(self, now: float) -> None:
         """Keep since when no look has found a replica, and tell of it now and then."""
         if self._missing_since is None:
             self._missing_since = self._missed_at = now

@@ -140,7 +140,7 @@ class BatchSource(ABC):
         """A step was taken: the weights are new."""
         return  # a source may leave it out
 
-    def discover_replicas_and_announce_weights(self) -> PublishState:
+    def poll_publish_state(self) -> PublishState:
         """What the weights need before anything else is done with them."""
         return "done"
 
@@ -162,7 +162,7 @@ class BatchSource(ABC):
         """Cost of sending the weights to those who generate."""
         return {}
 
-    def lacks_cells_too_long(self) -> bool:
+    def has_found_no_cell_too_long(self) -> bool:
         """There is nobody to work with, and has not been for long."""
         return False
 
@@ -342,7 +342,7 @@ class Coordinator:
             ShardError: The manifest or the quarantine file of the next batch is gone or damaged.
             IdleError: No cell has been there for long. What was trained is saved.
         """
-        is_idle = self.source.lacks_cells_too_long()
+        is_idle = self.source.has_found_no_cell_too_long()
         if not self._stop.requested and not is_idle:
             try:
                 return self._pick_next_command()
@@ -357,7 +357,7 @@ class Coordinator:
 
     def _pick_next_command(self) -> RankCommand:
         step = self._record.version.step
-        match self.source.discover_replicas_and_announce_weights():
+        match self.source.poll_publish_state():
             case "publish":
                 self._check_ownership()
                 return PublishWeightsCommand(self.source.list_outdated_replicas_by_sender())

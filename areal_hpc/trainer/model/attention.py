@@ -16,7 +16,7 @@ from megatron.core.transformer.module import MegatronModule
 from torch.autograd.function import once_differentiable
 
 from areal_hpc.trainer.batch.packing import Pack, PackParallelism
-from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedSdpa, plan_padded_sdpa
+from areal_hpc.trainer.model.cpu.padded_sdpa import PaddedAttentionLayout, plan_padded_sdpa
 from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, plan_varlen_attention
 
 
@@ -24,7 +24,7 @@ from areal_hpc.trainer.model.kernels.varlen_attention import VarlenAttention, pl
 class AttentionPlan:
     """Stands in for megatron.core's `PackedSeqParams`, of which its layers read `qkv_format`."""
 
-    layout: PaddedSdpa | VarlenAttention
+    layout: PaddedAttentionLayout | VarlenAttention
     cos_TD: torch.Tensor
     sin_TD: torch.Tensor
     scored_places_N: torch.Tensor

@@ -75,7 +75,7 @@ MeasureSpanKlPenalty = Callable[[int, int, int], float]
 """What tokens of a row, from and to, lose for their divergence from the reference."""
 
 
-def compute_reply_credits(
+def compute_reply_earnings(
     rows: Sequence[TrajectoryRow],
     objective: ObjectiveConfig,
     divergences: FloatRows | None = None,

@@ -18,7 +18,7 @@ NO_CHECKPOINT = TrainerState(step=0, generation=0, seed=0)
 
 
 @dataclass(frozen=True, slots=True)
-class TicketRecords:
+class TicketRecordsOfRun:
     """Records of a run directory about its tickets."""
 
     checkpoint: TrainerState = NO_CHECKPOINT
@@ -44,7 +44,7 @@ class TicketRecords:
     problems: Sequence[Problem] = ()
 
 
-def read_ticket_records(paths: RunPaths) -> TicketRecords:
+def read_ticket_records(paths: RunPaths) -> TicketRecordsOfRun:
     """Read against the flow of a ticket, so that in a live run no later trace lacks an earlier."""
     problems: list[Problem] = []
     is_finished = paths.finished_marker.exists()
@@ -62,7 +62,7 @@ def read_ticket_records(paths: RunPaths) -> TicketRecords:
             reasons.setdefault(drop.ref.ticket_id, drop.reason)
     shards = read_index(paths.shard_index_dir)
     batch_size, offpolicyness, total_steps = _read_recipe_limits(paths)
-    return TicketRecords(
+    return TicketRecordsOfRun(
         checkpoint,
         manifests,
         drops,

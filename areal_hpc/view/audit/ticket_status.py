@@ -47,7 +47,7 @@ from areal_hpc.errors import Problem
 from areal_hpc.rundir.checkpoints import UntrainedBatchPart
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.quarantine import merge_quarantines
-from areal_hpc.view.audit.ticket_history_reader import TicketRecords, read_ticket_records
+from areal_hpc.view.audit.ticket_history_reader import TicketRecordsOfRun, read_ticket_records
 from areal_hpc.wire.ledger import SealedTicket
 
 
@@ -124,7 +124,7 @@ def audit_run(paths: RunPaths) -> AuditReport:
     return classify_tickets(read_ticket_records(paths))
 
 
-def classify_tickets(evidence: TicketRecords) -> AuditReport:
+def classify_tickets(evidence: TicketRecordsOfRun) -> AuditReport:
     """The status of every id below the highest that left a trace. Pure."""
     uses, shared = _collect_batch_uses(evidence)
     sealed: dict[int, str] = {}
@@ -198,7 +198,7 @@ def _pop_never_issued_ids(
 
 
 def _collect_batch_uses(
-    evidence: TicketRecords,
+    evidence: TicketRecordsOfRun,
 ) -> tuple[dict[int, list[_BatchUse]], dict[int, int]]:
     """Every batching of each ticket; and who takes a row that another ticket took before.
 
@@ -222,7 +222,7 @@ def _collect_batch_uses(
     return uses, shared
 
 
-def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
+def _explain_doubtful_steps(evidence: TicketRecordsOfRun) -> dict[int, str]:
     """Steps behind the checkpoint, or between manifests, whose manifest cannot tell who trained."""
     doubts = {}
     for step in range(1, 1 + max((evidence.checkpoint.step, *evidence.manifests))):
@@ -238,7 +238,7 @@ def _explain_doubtful_steps(evidence: TicketRecords) -> dict[int, str]:
 
 
 def _find_lost_traceless_ids(
-    evidence: TicketRecords, traceless_ids: list[int], highest_batched: int
+    evidence: TicketRecordsOfRun, traceless_ids: list[int], highest_batched: int
 ) -> set[int]:
     """Of the ids without a trace, those that no cell can hold: the oldest beyond the limit.
 
@@ -254,7 +254,7 @@ def _find_lost_traceless_ids(
 
 
 def _judge_and_explain_batched(
-    evidence: TicketRecords,
+    evidence: TicketRecordsOfRun,
     rows: _ShardIndexChecker,
     consumed: Mapping[int, Sequence[UntrainedBatchPart]],
     quarantined: Mapping[int, UntrainedBatchPart],
@@ -315,7 +315,7 @@ def _judge_sealed(
 class _ShardIndexChecker:
     """Which rows of which ticket are there, by the index and the sizes of files."""
 
-    def __init__(self, evidence: TicketRecords) -> None:
+    def __init__(self, evidence: TicketRecordsOfRun) -> None:
         self._shards = {shard.file: shard for shard in evidence.shards}
         self._file_bytes = evidence.file_bytes
         self._places = {

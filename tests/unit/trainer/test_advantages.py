@@ -22,7 +22,7 @@ from areal_hpc.trainer.objective.advantages import compute_advantages
 from areal_hpc.trainer.objective.reply_credit import (
     BatchCredit,
     compute_overlong_penalty,
-    compute_reply_credits,
+    compute_reply_earnings,
 )
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
@@ -243,7 +243,7 @@ def test_scaled_advantages_are_bounded(
 ) -> None:
     if objective.scale_rewards == "none":
         return
-    credit = compute_reply_credits(build_batch(batch, ExportSettings()), objective)
+    credit = compute_reply_earnings(build_batch(batch, ExportSettings()), objective)
     advantages_K = compute_advantages(credit, objective)
     for group in range(len(batch)):
         by_batch = objective.scale_rewards == "batch"

@@ -13,7 +13,7 @@ from areal_hpc.trainer.batch.training_rows import (
     BatchScores,
     build_rows,
 )
-from areal_hpc.trainer.objective.reply_credit import compute_reply_credits
+from areal_hpc.trainer.objective.reply_credit import compute_reply_earnings
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.bias_gradient import compute_expected_gradient, measure_cosine
@@ -86,7 +86,7 @@ def test_a_reply_loses_what_its_own_tokens_diverge_by() -> None:
 
     def earn(credit: str) -> list[float]:
         objective = ObjectiveConfig.model_validate({"credit": credit, "kl": {"coef": 2.0}})
-        return [*map(float, compute_reply_credits(rows, objective, [divergence_T]).earned_K)]
+        return [*map(float, compute_reply_earnings(rows, objective, [divergence_T]).earned_K)]
 
     assert earn("episode") == pytest.approx([3 - 2 * 1.5], abs=1e-6)
     second = 2 - 2 * 1.2

@@ -43,7 +43,7 @@ class TokenSlots:
 
 
 @dataclass(slots=True, eq=False)
-class PaddedSdpa:
+class PaddedAttentionLayout:
     """All rectangles of a pack. Slots are None where the tokens already stand in order."""
 
     padded_groups: list[PaddedGroup]
@@ -92,7 +92,7 @@ def group_by_similar_length(lengths: IntArray) -> list[IntArray]:
 
 def plan_padded_sdpa(
     lengths: IntArray, *, cp: int, cp_rank: int, device: torch.device
-) -> PaddedSdpa:
+) -> PaddedAttentionLayout:
     """The rectangles of one context-parallel rank, for sequences of these padded lengths."""
     local = [get_zigzag_positions(int(length), cp, cp_rank) for length in lengths]
     query_starts = np.concatenate([[0], np.cumsum([len(part) for part in local])])
@@ -114,7 +114,7 @@ def plan_padded_sdpa(
     key_slots = (
         _build_token_slots(key_tables, int(lengths.sum()), device) if cp > 1 else query_slots
     )
-    return PaddedSdpa(boxes, query_slots, key_slots)
+    return PaddedAttentionLayout(boxes, query_slots, key_slots)
 
 
 def _pad_index_rows(rows: list[IntArray], filler: int = -1) -> IntArray:
