@@ -55,7 +55,7 @@ _READ_ONLY_ROUTES = ("model_info",)
 """Routes that are read with GET; SGLang opens them to the API key, all others to the admin key."""
 _WEIGHTS_FOLDER_PATTERN = re.compile(r"[0-9]+\.[0-9]+\.[0-9]+")
 """Generation, step, serial number (`weights/transports/disk.py`)."""
-_DEFAULT_DEADLINE_S, _MAX_DEADLINE_S = 300.0, 1e9
+_DEFAULT_SENDER_TIMEOUT_S, _MAX_SENDER_TIMEOUT_S = 300.0, 1e9
 _MAX_COUNT_HEADER_VALUE = 2**31 - 1
 """Of starts: no server and no trainer is started more often."""
 _ORPHANED_CALL_GRACE_S = 5.0
@@ -242,16 +242,19 @@ def _encode_reply(reply: msgspec.Struct) -> tuple[int, bytes]:
 
 
 def _parse_caller_headers(request: Request) -> ControlCallerIdentity:
-    deadline_s = _read_number_header(request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_DEADLINE_S))
-    if not 0 < deadline_s <= _MAX_DEADLINE_S:
+    sender_timeout_s = _read_number_header(
+        request, SENDER_TIMEOUT_HEADER, str(_DEFAULT_SENDER_TIMEOUT_S)
+    )
+    if not 0 < sender_timeout_s <= _MAX_SENDER_TIMEOUT_S:
         raise HTTPException(
             400,
-            f"the header {SENDER_TIMEOUT_HEADER} must be above 0 and at most {_MAX_DEADLINE_S:.0f}",
+            f"the header {SENDER_TIMEOUT_HEADER} must be above 0 and at most "
+            f"{_MAX_SENDER_TIMEOUT_S:.0f}",
         )
     return ControlCallerIdentity(
         server_incarnation=_read_count_header(request, INCARNATION_HEADER),
         trainer_generation=_read_count_header(request, TRAINER_GENERATION_HEADER),
-        sender_timeout_s=deadline_s,
+        sender_timeout_s=sender_timeout_s,
     )
 
 

@@ -73,7 +73,7 @@ def build_role_variables(
 ) -> dict[str, dict[str, str]]:
     """Variables of each role's processes, apart from those that are read from the recipe."""
     of_roles = get_train_and_serve_variables(
-        trainer_device=recipe.trainer.device, inference=recipe.inference.device
+        trainer_device=recipe.trainer.device, inference_device=recipe.inference.device
     )
     of_roles["agents"] = {ISOLATION_VARIABLE: recipe.reward.isolation}
     if recipe.cluster.prometheus:
@@ -89,7 +89,7 @@ def build_role_variables(
 
 
 def get_train_and_serve_variables(
-    *, trainer_device: str, inference: str
+    *, trainer_device: str, inference_device: str
 ) -> dict[str, dict[str, str]]:
     """Variables of the roles that compute, by the devices that their sections name."""
     # As Megatron is imported it decorates functions with torch.compile, and that imports the
@@ -99,5 +99,5 @@ def get_train_and_serve_variables(
         if trainer_device == "cpu"
         else GPU_VARIABLES | NCCL_VARIABLES | TRAINER_GPU_VARIABLES | FLIGHT_RECORDER_VARIABLES
     )
-    of_servers = {} if inference == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
+    of_servers = {} if inference_device == "cpu" else GPU_VARIABLES | NCCL_VARIABLES
     return {"train": of_trainer, "serve": of_servers}

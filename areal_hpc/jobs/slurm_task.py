@@ -245,13 +245,13 @@ class SlurmTask:
             return None
         self._next_look_at = now + STOP_POLL_S
         try:
-            return self._find_stop_condition(self._start, now, is_leading=can_end_job)
+            return self._find_stop_condition(self._start, now, can_end_job=can_end_job)
         except OSError as error:  # a stale handle, a server that fails over: the next look may do
             log.warning("shared storage does not respond: %s", error)
             return None
 
     def _find_stop_condition(
-        self, start: starts.JobStart, now: float, *, is_leading: bool
+        self, start: starts.JobStart, now: float, *, can_end_job: bool
     ) -> TaskExit | None:
         if starts.is_superseded(self._starts_dir, start):
             self._is_superseded = True
@@ -261,7 +261,7 @@ class SlurmTask:
             if now - self._done_since >= DONE_GRACE_S:
                 return TaskExit(0, reason="there is no work left")
         note = starts.read_stop_note(self._stop_note_path)
-        if note and not (note.exit_code == 0 and is_leading):
+        if note and not (note.exit_code == 0 and can_end_job):
             return TaskExit(0 if note.exit_code == 0 else STOPPED_EXIT_CODE, reason=note.reason)
         if self._clock is not None and self._ends_at is not None:
             # For the step in flight, for the requeue and Slurm's coarse clock, and for the save.

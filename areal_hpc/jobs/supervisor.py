@@ -28,7 +28,7 @@ from areal_hpc.jobs.slurm_task import SlurmTask
 from areal_hpc.jobs.task_processes import ProcessStarter, stop_processes
 from areal_hpc.rundir.jobs import (
     IDLE_EXIT_CODE,
-    LOST_PEER_EXIT_CODE,
+    LOST_RANK_EXIT_CODE,
     STOPPED_EXIT_CODE,
     LaunchFile,
     TaskExit,
@@ -47,7 +47,7 @@ CELL_STOP_GRACE_S = 5.0
 LOCAL_RANK_RESTART_POLL_S = 0.1
 SLURM_RANK_RESTART_POLL_S = 2.0
 """Between two looks for the death of another task's rank, while this one's works."""
-EXIT_CODES_CAUSED_BY_OTHER_RANKS = (STOPPED_EXIT_CODE, LOST_PEER_EXIT_CODE)
+EXIT_CODES_CAUSED_BY_OTHER_RANKS = (STOPPED_EXIT_CODE, LOST_RANK_EXIT_CODE)
 """Of a rank that left because another one failed."""
 VICTIM_RESTART_NOTE_TIMEOUT_S = 10.0
 ERROR_RESTART_NOTE_TIMEOUT_S = 1.0
@@ -198,8 +198,8 @@ class _Supervisor:
         """Look after every child once; the job's outcome when it is decided."""
         if self._stop.requested:
             return TaskExit(STOPPED_EXIT_CODE, reason="stopped by a signal")
-        is_leading = any(child.spec.ends_job for child in self._children)
-        if (outcome := self._task.find_stop_reason(can_end_job=is_leading)) is not None:
+        can_end_job = any(child.spec.ends_job for child in self._children)
+        if (outcome := self._task.find_stop_reason(can_end_job=can_end_job)) is not None:
             return outcome
         if self._failed_cell_exit is not None and self._cell is not None:
             return self._start_stopped_cell(self._cell, self._failed_cell_exit)
@@ -323,7 +323,7 @@ class _Supervisor:
                 return TaskExit(STOPPED_EXIT_CODE, spec.name, "the rank of another task failed")
             if time.monotonic() - child.ended_at < get_restart_note_timeout_s(code):
                 return None  # another task may be about to say that its rank died before this one
-        if code == LOST_PEER_EXIT_CODE:
+        if code == LOST_RANK_EXIT_CODE:
             code = ClusterError.exit_code
         return self._on_process_crash(child, code)
 

@@ -140,7 +140,7 @@ class RecordedStepsReplay:
         write_atomic(out.replay_arguments, msgspec.json.encode(self._request))
         out.checkpoints_dir.mkdir(exist_ok=True)
         run_dir_setup.write_recipe_and_keep_replaced(self.recipe, out.recipe)
-        places = ["data_dir", "shards_dir", "index_dir", "manifests_dir"]
+        places = ["data_dir", "shards_dir", "shard_index_dir", "manifests_dir"]
         links = {getattr(out, place): getattr(run, place) for place in places}
         for step, record in self._quarantined.items():
             if self.start.step < step <= self._last_step:

@@ -26,7 +26,7 @@ def read_sealed_tickets(paths: RunPaths) -> Iterator[SealedTicket]:
 def build_next_batch_manifest(
     tickets: TicketTable, generation: int, generation_forks: Sequence[GenerationFork] = ()
 ) -> BatchManifest | None:
-    """The batch of step `formed_steps + 1`, or None while too few tickets are settled.
+    """The batch of step `n_formed_batches + 1`, or None while too few tickets are settled.
 
     The tickets that settled first, in that order: the same arrivals give the same batches.
     Changes nothing: the caller makes it durable and then calls `record_batch`.

@@ -95,7 +95,7 @@ class ProxyService:
                 recorder,
                 self._router,
                 self._upstream,
-                completions.quota,
+                completions.limiter,
                 completions.grammars,
                 limits.request_timeout_s,
             ),

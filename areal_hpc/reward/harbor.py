@@ -41,7 +41,7 @@ MAX_VERDICT_BYTES = 1 << 16
 READ_RETRY_S, READ_PAUSE_S = 60.0, 2.0
 """How long reading a task's files is repeated (a server of files or a descriptor may be missing for
 a moment), and the pauses."""
-_MAX_NOTE_CHARS = 2000
+_MAX_NOTE_LENGTH = 2000
 _TEST_VARIABLES = {"HOME": VERDICT_DIR, "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}
 """Of tests: programs find no settings that the agent left in its home folder."""
 
@@ -214,7 +214,7 @@ def parse_verdict(file_name: str, content: bytes) -> Reward:
 
 def build_no_verdict_reward(reason: str) -> Reward:
     """The reward of an episode whose tests gave none."""
-    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_CHARS])
+    return Reward(0.0, metrics={"no_verdict": 1.0}, note=f"no verdict: {reason}"[:_MAX_NOTE_LENGTH])
 
 
 def build_archive(
@@ -311,7 +311,7 @@ async def _describe_test_output(sandbox: Sandbox) -> str:
     """The end of what the tests printed."""
     try:
         told = await sandbox.exec(
-            ["tail", "-c", str(_MAX_NOTE_CHARS // 2), TEST_OUTPUT_FILE], timeout_s=10.0
+            ["tail", "-c", str(_MAX_NOTE_LENGTH // 2), TEST_OUTPUT_FILE], timeout_s=10.0
         )
     except SandboxLostError:
         return "the sandbox is gone"

@@ -103,12 +103,12 @@ class TicketRunner:
         self._set_names = {one.number: name for name, one in job.evaluation_sets.items()}
         self._agents, self._tasks, self._tickets = agents, tasks, tickets
         self._records_calls = {
-            split: isinstance(one, RolloutWorkflow) for split, one in agents.items()
+            set_name: isinstance(one, RolloutWorkflow) for set_name, one in agents.items()
         }
         # The clients of a workflow have passed rewards back already.
         self._export = {
-            split: job.rollout.agent.build_export_settings(is_workflow)
-            for split, is_workflow in self._records_calls.items()
+            set_name: job.rollout.agent.build_export_settings(is_workflow)
+            for set_name, is_workflow in self._records_calls.items()
         }
         self._acceptance = GroupFilter(job.rollout)
         self._auxiliary = load_auxiliary_rule_unless_keep(job.rollout.agent.auxiliary)

@@ -19,7 +19,7 @@ REQUEUE_MARGIN_S = 10.0
 """Time that asking Slurm for another start may take."""
 IDLE_EXIT_CODE = IdleError.exit_code
 """A process found nothing to do for too long: its job gives its nodes back until it is wanted."""
-LOST_PEER_EXIT_CODE = LostTrainerRankError.exit_code
+LOST_RANK_EXIT_CODE = LostTrainerRankError.exit_code
 """A rank ended because another one had vanished. That one's end is the cause."""
 RECIPE_REFERENCES_KEY = "from_recipe"
 """In a process's configuration: the recipe's key by each place whose value is read from there."""

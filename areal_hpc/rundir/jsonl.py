@@ -10,7 +10,7 @@ import functools
 import json
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar, overload
 
@@ -20,6 +20,8 @@ from areal_hpc.rundir.atomic import fsync_path, write_atomic
 
 RecordT = TypeVar("RecordT")
 
+JsonRow = Mapping[str, Any]
+"""A line of the metrics or of the events, as it was read."""
 JsonMetricRow = dict[str, int | float | str | None]
 """The metrics of one step, by name. None: the number is not finite, which JSON cannot say."""
 

@@ -255,7 +255,7 @@ class Sandbox:
         """
         return await self._run_file_operation({"operation": "pack"}, b"", MAX_FILE_BYTES)
 
-    async def apply_snapshot(self, snapshot: bytes) -> None:
+    async def restore(self, snapshot: bytes) -> None:
         """Write and remove what a snapshot says, of another sandbox with the same root.
 
         Raises:

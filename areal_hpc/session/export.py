@@ -84,9 +84,8 @@ def plan_rows(
     )
     followers = map_followers(tree, settings.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
-    is_ordered = (
-        settings.credit == "chronological"
-    )  # then an interaction without any reward earns 0
+    # In chronological order an interaction without any reward earns 0.
+    is_ordered = settings.credit == "chronological"
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
     earned = pass_back_rewards(own, followers, 1.0, own_is_total=settings.is_credited)
     kept = _find_replies_that_rewards_reach(tree, earned)

@@ -160,7 +160,7 @@ class JournalWriter:
         try:
             fresh_path.unlink(missing_ok=True)
             fresh = _open_and_lock_journal(fresh_path)
-            sifted_bytes = self._copy_needed_return_bytes_read(fresh, is_needed)
+            sifted_bytes = self._copy_needed_and_count_bytes_read(fresh, is_needed)
             os.fdatasync(fresh)
             with self._syncing, self._appending:
                 _copy_from_offset(self._descriptor, sifted_bytes, fresh)
@@ -189,7 +189,7 @@ class JournalWriter:
         finally:
             os.close(self._descriptor)
 
-    def _copy_needed_return_bytes_read(
+    def _copy_needed_and_count_bytes_read(
         self, target: int, is_needed: Callable[[JournalRecord], bool]
     ) -> int:
         """Copy the needed records to `target`; return how many bytes of this journal were read."""

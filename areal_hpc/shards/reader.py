@@ -20,11 +20,11 @@ from h5py import h5a, h5d, h5f, h5l, h5p
 from areal_hpc.errors import ShardError
 from areal_hpc.shards.disk_io import open_regular_file, read_exact
 from areal_hpc.shards.schema import (
+    ALWAYS_WRITTEN_DATASETS,
     FORMAT_NAME,
     MASK_DATASETS,
     NEWEST_FORMAT_VERSION,
     OFFSETS_BY_JSON_DATASET,
-    REQUIRED_DATASETS,
     Axis,
     DatasetSpec,
 )
@@ -37,16 +37,16 @@ Spans = Sequence[tuple[int, int]]
 """First element and the one behind the last, of pieces of a column."""
 
 _VERIFY_HINT = "run areal-hpc shards verify"
-_TOKEN_COLUMNS = tuple(one.name for one in REQUIRED_DATASETS if one.axis is Axis.TOKEN)
+_TOKEN_COLUMNS = tuple(one.name for one in ALWAYS_WRITTEN_DATASETS if one.axis is Axis.TOKEN)
 _ROW_COLUMNS = tuple(
     one.name
-    for one in (*REQUIRED_DATASETS, *MASK_DATASETS)
+    for one in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
     if one.axis in (Axis.ROW, Axis.ROW_BOUND)
 )
 _RECORD_DATASETS = [
-    one for one in REQUIRED_DATASETS if one.name in ("record", "record_offsets", "tools")
+    one for one in ALWAYS_WRITTEN_DATASETS if one.name in ("record", "record_offsets", "tools")
 ]
-_MAIN_DATASETS = [one for one in REQUIRED_DATASETS if one not in _RECORD_DATASETS]
+_MAIN_DATASETS = [one for one in ALWAYS_WRITTEN_DATASETS if one not in _RECORD_DATASETS]
 _ROW_KINDS = tuple(RowKind)
 _record_decoder = msgspec.json.Decoder(RowRecord)
 _meta_decoder = msgspec.json.Decoder(dict[str, Any])
@@ -106,7 +106,7 @@ class ShardReader:
         return places
 
     @cached_property
-    def _locate_records_if_any(self) -> bool:
+    def _has_records(self) -> bool:
         """True if the shard has records and tools; what they lie in is located by the first look.
 
         The trainer reads without them, and locating a dataset takes a tenth of a millisecond.
@@ -133,7 +133,7 @@ class ShardReader:
         """A whole dataset by its name in the schema; ShardError if the storage failed."""
         if dataset_name in self._rows:
             return self._rows[dataset_name]
-        if dataset_name not in self._places and not self._locate_records_if_any:
+        if dataset_name not in self._places and not self._has_records:
             raise ShardError(
                 f"a shard of version 1 has no dataset {dataset_name!r}", key=str(self.path)
             )
@@ -150,7 +150,7 @@ class ShardReader:
         Raises:
             ShardError: They are damaged.
         """
-        if not self._locate_records_if_any:
+        if not self._has_records:
             return {}
         (content,) = self._read_columns(["tools"])
         return self._decode_json("tools", _meta_decoder, content)
@@ -163,7 +163,7 @@ class ShardReader:
             ShardError: The storage failed, or a record is damaged.
         """
         chosen = self._validate_row_numbers(range(self.num_rows) if rows is None else rows)
-        if not self._locate_records_if_any:
+        if not self._has_records:
             return [RowRecord()] * len(chosen)
         return list(self._read_json_of_rows("record", _record_decoder, chosen))
 
@@ -279,7 +279,7 @@ class ShardReader:
         lengths = {name: place.element_count for name, place in self._places.items()}
         wrong = [
             f"{dataset.name} has {lengths[dataset.name]} elements, expected {sizes[dataset.axis]}"
-            for dataset in (*REQUIRED_DATASETS, *MASK_DATASETS)
+            for dataset in (*ALWAYS_WRITTEN_DATASETS, *MASK_DATASETS)
             if dataset.name in lengths and dataset.axis in sizes
             if lengths[dataset.name] != sizes[dataset.axis]
         ]

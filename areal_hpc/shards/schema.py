@@ -49,7 +49,7 @@ class DatasetSpec:
         object.__setattr__(self, "hdf5_type", h5t.py_create(self.dtype))
 
 
-REQUIRED_DATASETS = (
+ALWAYS_WRITTEN_DATASETS = (
     DatasetSpec("input_ids", np.dtype("<i4"), Axis.TOKEN),
     DatasetSpec("loss_mask", np.dtype("u1"), Axis.TOKEN),  # 1: the model sampled the token
     DatasetSpec("logprobs", np.dtype("<f4"), Axis.TOKEN),  # 0 where it did not

@@ -110,7 +110,7 @@ def _collect_column_pieces(trajectories: Sequence[TrajectoryRow]) -> dict[str, l
     lengths = {"offsets": [trajectory.num_tokens for trajectory in trajectories]}
     for name, bounds in schema.OFFSETS_BY_JSON_DATASET.items():
         lengths[bounds] = [len(piece) for piece in pieces[name]]
-    for dataset in schema.REQUIRED_DATASETS:
+    for dataset in schema.ALWAYS_WRITTEN_DATASETS:
         name, dtype = dataset.name, dataset.dtype
         if dataset.axis is schema.Axis.TOKEN:
             arrays = (getattr(trajectory, f"{name}_T") for trajectory in trajectories)
@@ -203,7 +203,7 @@ def _create_datasets_and_get_offsets(
         file.attrs["version"] = schema.NEWEST_FORMAT_VERSION
         file.attrs["writer"] = writer
         file.attrs["created"] = datetime.now(UTC).isoformat(timespec="seconds")
-        for dataset in (*schema.REQUIRED_DATASETS, *schema.MASK_DATASETS):
+        for dataset in (*schema.ALWAYS_WRITTEN_DATASETS, *schema.MASK_DATASETS):
             if dataset.name not in pieces:
                 continue
             length = sum(len(piece) for piece in pieces[dataset.name])

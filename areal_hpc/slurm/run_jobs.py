@@ -52,7 +52,7 @@ def list_recorded_job_ids(paths: RunPaths) -> tuple[str, ...]:
 
 
 def was_submission_refused_recently(paths: RunPaths) -> bool:
-    """True if Slurm once did not take a job of this run."""
+    """True if the newest events say that Slurm did not take a job of this run."""
     events = read_recent_events(paths.events)
     return any(row["event"] == SUBMISSION_REFUSED_EVENT for row in events)
 

@@ -20,7 +20,7 @@ from areal_hpc.trainer.private_apis.torch_private import get_default_store
 from areal_hpc.trainer.rank_progress import describe_ranks
 
 logger = logging.getLogger(__name__)
-LOST_PEER_PATTERN = re.compile(
+LOST_RANK_PATTERN = re.compile(
     "Connection (closed|reset) by peer|Broken pipe|Connection was likely closed|remote process exit"
     "|ncclRemoteError|NCCL communicator was aborted"
 )
@@ -174,11 +174,11 @@ def exit_quietly_unless_first_failure() -> Iterator[None]:
         if isinstance(error, OtherRankError) or not _claim_first_failure():
             logger.info("exiting: another rank failed")
             raise SystemExit(STOPPED_EXIT_CODE) from error
-        raise_if_peer_lost_or_hung(error)
+        raise_if_rank_lost_or_hung(error)
         raise
 
 
-def raise_if_peer_lost_or_hung(error: Exception) -> None:
+def raise_if_rank_lost_or_hung(error: Exception) -> None:
     """Say what an error means that the end of another rank brought about.
 
     Raises:
@@ -190,7 +190,7 @@ def raise_if_peer_lost_or_hung(error: Exception) -> None:
             hint="read the stack in that rank's log; nccl_flight_record_rank_* in the logs have "
             "the last collectives of each rank",
         ) from error
-    if isinstance(error, RuntimeError) and LOST_PEER_PATTERN.search(str(error)):
+    if isinstance(error, RuntimeError) and LOST_RANK_PATTERN.search(str(error)):
         raise LostTrainerRankError(
             f"another trainer rank disappeared: {error}",
             hint="read the other ranks' logs; check dmesg for the out-of-memory killer",

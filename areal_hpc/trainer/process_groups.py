@@ -38,7 +38,7 @@ from areal_hpc.rundir.telemetry.spans import record_clock_sample
 from areal_hpc.trainer.collectives import (
     exit_quietly_unless_first_failure,
     measure_clock_lag_and_spread_s,
-    raise_if_peer_lost_or_hung,
+    raise_if_rank_lost_or_hung,
 )
 from areal_hpc.trainer.config import RankJobConfig, SftJobConfig
 from areal_hpc.trainer.model.cpu import megatron_cpu
@@ -96,7 +96,7 @@ def run_rank(
         logger.info("%s", error)
         raise SystemExit(STOPPED_EXIT_CODE) from error
     except RuntimeError as error:
-        raise_if_peer_lost_or_hung(error)
+        raise_if_rank_lost_or_hung(error)
         raise
     with _watch_for_hanging_ranks(paths), exit_quietly_unless_first_failure():
         record_clock_sample(*measure_clock_lag_and_spread_s())

@@ -31,29 +31,29 @@ def compare_runs(runs: Sequence[RunPaths], queue: QueuePoller) -> list[str]:
     of all jobs of their owners. A run that cannot be read is named below the table. Values that
     may be secrets are compared, and not shown.
     """
-    notes, advance_by_run = [], {}
+    notes, progress_by_run = [], {}
     for paths in runs:
         try:
-            advance_by_run[paths] = read_run_progress(paths)
+            progress_by_run[paths] = read_run_progress(paths)
         except (ArealError, OSError) as error:
             notes.append(f"left out: {paths.root}: {error}")
-    advances = list(advance_by_run.values())
-    states = fetch_states_of_runs(list(advance_by_run), queue)
-    differing = label_differing_keys([advance.recipe for advance in advances])
+    all_progress = list(progress_by_run.values())
+    states = fetch_states_of_runs(list(progress_by_run), queue)
+    differing = label_differing_keys([one.recipe for one in all_progress])
     head = ("run", "state", "step", "reward", "held-out", *(short for _, short in differing))
     rows = [
         (
             paths.run_name,
             state.run_state,
-            f"{advance.step}/{advance.total_steps or '?'}",
-            _format_last_value(advance, "reward/mean"),
-            _format_last_value(advance, "eval/reward"),
+            f"{progress.step}/{progress.total_steps or '?'}",
+            _format_last_value(progress, "reward/mean"),
+            _format_last_value(progress, "eval/reward"),
             *(
-                str(flatten_keys_hiding_private_values(advance.recipe).get(key, "-"))
+                str(flatten_keys_hiding_private_values(progress.recipe).get(key, "-"))
                 for key, _ in differing
             ),
         )
-        for (paths, advance), state in zip(advance_by_run.items(), states, strict=True)
+        for (paths, progress), state in zip(progress_by_run.items(), states, strict=True)
     ]
     notes += [note for state in states for note in state.notes]
     return [*format_table([head, *rows]), *notes]

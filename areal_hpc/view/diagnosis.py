@@ -111,7 +111,7 @@ def _diagnose_running(
 ) -> Diagnosis:
     """A run that nothing keeps from its work, but perhaps its agent."""
     failures = AgentFailures.collect(evidence.events)
-    if failures.is_agent_failing_always and failures.newest is not None:
+    if failures.is_agent_always_failing and failures.newest is not None:
         headline = f"the run is running, but its agent fails {failures.share_text}"
         hint = f"{failures.newest.suggested_fix}, then run the same command again"
         return Diagnosis(f"{headline}: {failures.newest.text}", failure_chain, hint)
@@ -125,8 +125,8 @@ def _diagnose_local_stop(
 ) -> Diagnosis | None:
     """A run of this machine whose launcher is gone; None if that said nothing of any use."""
     own = [row for row in evidence.events if row["role"] == LAUNCHER_ROLE]
-    was_submission_refused_recently = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
-    if not evidence.run.is_local or was_submission_refused_recently or not own:
+    was_any_refused = any(row["event"] == SUBMISSION_REFUSED_EVENT for row in own)
+    if not evidence.run.is_local or was_any_refused or not own:
         return None
     ends = [row for row in own if row["event"] == LAUNCHER_ENDED_EVENT]
     hint = "run the same command again to resume from the last checkpoint"

@@ -32,13 +32,13 @@ class ReplicaSenderAssigner:
         self._senders = senders
         self._sender_of: dict[tuple[str, int], int] = {}
 
-    def divide(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
+    def assign(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
         """The replicas of one update. A new one goes to the sender that has the fewest by now."""
-        shares: ReplicasBySender = [[] for _ in range(self._senders)]
+        replicas_by_sender: ReplicasBySender = [[] for _ in range(self._senders)]
         for key in sorted(replicas, key=lambda key: key.cell_and_index):
             if key.cell_and_index not in self._sender_of:
                 held = Counter(self._sender_of.values())
                 fewest = min(range(self._senders), key=lambda sender: held[sender])
                 self._sender_of[key.cell_and_index] = fewest
-            shares[self._sender_of[key.cell_and_index]].append(key)
-        return shares
+            replicas_by_sender[self._sender_of[key.cell_and_index]].append(key)
+        return replicas_by_sender

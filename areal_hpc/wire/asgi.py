@@ -31,7 +31,7 @@ def require_signed_head(request: Request, verifier: RequestVerifier) -> None:
     Raises:
         SignatureError: It is none.
     """
-    request.scope[_BODY_SHA256_SCOPE_KEY] = verifier.verify_head_once_get_digest(request.scope)
+    request.scope[_BODY_SHA256_SCOPE_KEY] = verifier.verify_head_once_and_get_digest(request.scope)
 
 
 async def read_body(request: Request, max_bytes: int, too_large: Exception) -> bytes:

@@ -91,7 +91,7 @@ class RequestVerifier:
         """By nonce, those that came first at first."""
         self._warned_at = float("-inf")
 
-    def verify_head_once_get_digest(self, asgi_scope: MutableMapping[str, Any]) -> str:
+    def verify_head_once_and_get_digest(self, asgi_scope: MutableMapping[str, Any]) -> str:
         """The SHA-256 that the body of an ASGI request must have (`check_body_digest`).
 
         Raises:

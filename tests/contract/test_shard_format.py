@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from areal_hpc.shards.reader import ShardReader
-from areal_hpc.shards.schema import ALIGNMENT_BYTES, REQUIRED_DATASETS
+from areal_hpc.shards.schema import ALIGNMENT_BYTES, ALWAYS_WRITTEN_DATASETS
 from areal_hpc.shards.verify import compute_file_size_and_digest
 from areal_hpc.shards.writer import write_sealed_shard
 from areal_hpc.wire.agent_reward import Reward
@@ -103,13 +103,13 @@ def test_the_writer_still_writes_the_like_of_the_golden_file(fresh: Path) -> Non
 
 def test_the_schema_lists_exactly_what_is_written(fresh: Path) -> None:
     with h5py.File(fresh, "r") as file:
-        assert set(file) == {dataset.name for dataset in REQUIRED_DATASETS}
+        assert set(file) == {dataset.name for dataset in ALWAYS_WRITTEN_DATASETS}
         assert set(file.attrs) == {"format", "version", "writer", "created"}
-        for dataset in REQUIRED_DATASETS:
+        for dataset in ALWAYS_WRITTEN_DATASETS:
             assert file[dataset.name].dtype == dataset.dtype
             assert file[dataset.name].id.get_offset() % ALIGNMENT_BYTES == 0
 
 
 def test_the_document_has_the_table_of_the_schema() -> None:
     rows = re.findall(r"^\| `(\w+)` \| ([iuf]\d) \|", DOCUMENT.read_text(), re.MULTILINE)
-    assert rows == [(dataset.name, dataset.dtype.str[1:]) for dataset in REQUIRED_DATASETS]
+    assert rows == [(dataset.name, dataset.dtype.str[1:]) for dataset in ALWAYS_WRITTEN_DATASETS]

@@ -263,7 +263,7 @@ class StandInRelay(StandIn):
     async def _list(self, request: web.Request) -> web.Response:
         self.polls += 1
         headers = [(b"authorization", request.headers["authorization"].encode())]
-        self._verifier.verify_head_once_get_digest(
+        self._verifier.verify_head_once_and_get_digest(
             {"method": "GET", "path": "/replicas", "headers": headers}
         )
         return web.Response(body=msgspec.json.encode(ReplicasOfCell(CELL, self.replicas)))

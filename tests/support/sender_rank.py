@@ -91,7 +91,7 @@ def _read_order(
     order = json.loads(line)
     version = WeightVersion(config["generation"], order["step"])
     replicas = await_outdated(publisher, version, order["at_least"])
-    return Update(version, order["weights"], senders.divide(replicas))
+    return Update(version, order["weights"], senders.assign(replicas))
 
 
 if __name__ == "__main__":

@@ -48,8 +48,8 @@ def parse_engine_backend(
     if sizes.get("p", 1) > 1:
         return Untranslatable("a replica is not split over pipeline stages: use t")
     tp, replicas = sizes.get("t", 1), sizes.get("d", 1)
-    processes_per_node = max(1, int(areal_values("cluster.n_gpus_per_node") or 1) // tp)
-    per_cell = next(n for n in range(min(processes_per_node, replicas), 0, -1) if replicas % n == 0)
+    replicas_per_node = max(1, int(areal_values("cluster.n_gpus_per_node") or 1) // tp)
+    per_cell = next(n for n in range(min(replicas_per_node, replicas), 0, -1) if replicas % n == 0)
     return {
         "inference.cells": replicas // per_cell,
         "inference.replicas_per_cell": per_cell,

@@ -171,13 +171,13 @@ def _show_status(arguments: argparse.Namespace) -> int:
     )
 
     paths = parse_run_dir(arguments.run)
-    run, advance = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
+    run, progress = fetch_run_jobs(paths, QueuePoller()), read_run_progress(paths)
     state = get_run_state(run)
     is_running = state.startswith("running")
     lines = [f"{paths.run_name}: {state}"]
-    lines += format_run_progress(advance, paths, is_running=is_running)
-    has_summary = advance.step > 0 and (run.is_local or paths.finished_marker.exists())
-    lines += [] if has_summary else describe_evaluations(advance.snapshot)
+    lines += format_run_progress(progress, paths, is_running=is_running)
+    has_summary = progress.step > 0 and (run.is_local or paths.finished_marker.exists())
+    lines += [] if has_summary else describe_evaluations(progress.snapshot)
     lines += describe_phase_and_agent_failures(paths, is_running=is_running)
     alerts = find_run_alerts(paths)
     lines += [f"  {format_alert(alert)}" for alert in alerts]

@@ -106,13 +106,11 @@ def write_task_folder(
 def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterator[dict[str, Any]]:
     """Calls with what they should give; one at least shows the fault."""
     drawn = [module.draw_arguments(rng) for _ in range(_DRAWN_CALL_COUNT)]
-    expected = [
-        exec_result_or_error_name(module.source, module.name, arguments) for arguments in drawn
-    ]
+    expected = [call_and_name_error(module.source, module.name, arguments) for arguments in drawn]
     shows = next(
         place
         for place in range(_DRAWN_CALL_COUNT)
-        if exec_result_or_error_name(faulty, module.name, drawn[place]) != expected[place]
+        if call_and_name_error(faulty, module.name, drawn[place]) != expected[place]
     )
     for place in dict.fromkeys([shows, *range(MAX_CASES_PER_TASK - 1)]):
         yield {
@@ -122,7 +120,7 @@ def draw_cases(module: RepairModule, faulty: str, rng: random.Random) -> Iterato
         }
 
 
-def exec_result_or_error_name(module_source: str, function: str, arguments: list[Any]) -> Any:
+def call_and_name_error(module_source: str, function: str, arguments: list[Any]) -> Any:
     """What a sample of `repair_task_code_samples.py` gives, as JSON keeps it; else why it fails."""
     names: dict[str, Any] = {}
     exec(module_source, names)  # our own sources, above

@@ -15,7 +15,7 @@ from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 USER_CODE_TIMEOUT_S = 120
 """User code that takes longer to import and build would also hold up every driver."""
 
-AGENT_WORKER_PATH = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
+AGENT_WORKER_FILE = Path(__file__).parents[2] / "rollout" / "execution" / "agent_worker.py"
 """The program that runs agents of `rollout.agent.python`."""
 
 _LOAD_USER_CODE_SCRIPT = """
@@ -71,7 +71,7 @@ def load_user_code_and_find_problems(
     ]
     if other := rollout.agent.python:
         for workflow, kwargs in filter(lambda one: one[0], agents):
-            yield from _build_agent_in_other_python(other, workflow, kwargs, sys_path)
+            yield from _find_other_python_agent_problems(other, workflow, kwargs, sys_path)
         agents = []
     environ = {**os.environ, ISOLATION_VARIABLE: recipe.reward.isolation}
     asked: dict[str, Any] = {"sys_path": sys_path, "mode": rollout.agent.mode, "objective": None}
@@ -99,14 +99,14 @@ def load_user_code_and_find_problems(
         )
 
 
-def _build_agent_in_other_python(
+def _find_other_python_agent_problems(
     python: str, workflow: str, kwargs: Mapping[str, Any], sys_path: tuple[str, ...]
 ) -> Iterator[Problem]:
     """Have the Python of `rollout.agent.python` build the agent."""
     names = {"workflow": workflow, "kwargs": dict(kwargs), "sys_path": [*sys_path]}
     try:
         told = subprocess.run(
-            [python, str(AGENT_WORKER_PATH)],
+            [python, str(AGENT_WORKER_FILE)],
             input=json.dumps({"do": "build", **names}),
             capture_output=True,
             text=True,

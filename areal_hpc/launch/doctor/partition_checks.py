@@ -79,9 +79,9 @@ def _judge_partition(
 
 
 def judge_preemption(partition_or_qos: str, preemption_facts: Mapping[str, str]) -> CheckResult:
-    """What happens to a job of the partition that a job of higher priority displaces.
+    """What happens to a job of a partition or QOS that a job of higher priority displaces.
 
-    `preemption_facts` are those of `scontrol show partition`.
+    `preemption_facts` has its PreemptMode and GraceTime, by `scontrol`'s names.
     """
     what, mode = (
         f"preemption {partition_or_qos}",

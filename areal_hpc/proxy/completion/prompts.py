@@ -58,7 +58,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
     give_up_at: float
     asked_at: float
     """Unix time."""
-    tools_to_parse_calls_of: Sequence[dict[str, Any]] | None
+    parseable_tools: Sequence[dict[str, Any]] | None
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_before_grammar: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
@@ -198,9 +198,7 @@ class PromptBuilder:
             answer_id=answer_id,
             asked_at=asked_at,
             give_up_at=give_up_at,
-            tools_to_parse_calls_of=[*(call.tools or ())]
-            if self._model.must_parse_reply(call)
-            else None,
+            parseable_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
             reasons_before_grammar=reasons_first,
             ignored_params_and_dropped_tools=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",

@@ -62,7 +62,7 @@ class CompletionService:
         self.metrics = ProxyMetrics()
         self.prompts = PromptBuilder(model, parsers, limits, self.metrics)
         self._encoder = model.encoder
-        self.quota = ConcurrentReplyLimiter(limits)
+        self.limiter = ConcurrentReplyLimiter(limits)
         self.grammars = CompilingGrammarQuota()
         self._parsers = parsers
         self._router = router
@@ -80,7 +80,7 @@ class CompletionService:
         Raises:
             ProxyRequestError: The call cannot be answered.
         """
-        self.quota.admit(session, call.n)
+        self.limiter.admit(session, call.n)
         reserved_tokens = 0
         try:
             prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
@@ -94,7 +94,7 @@ class CompletionService:
                 for choice, answer in enumerate(answers)
             ]
         finally:
-            self.quota.release(session, call.n, reserved_tokens)
+            self.limiter.release(session, call.n, reserved_tokens)
 
     async def _generate_choice(self, prompt: PreparedCall, choice_index: int) -> ReplicaAnswer:
         """One choice, whole. What a replica said before it broke the call off is gone on from.
@@ -120,11 +120,11 @@ class CompletionService:
         return await self._generate_with_failover(prompt, choice_index, generate)
 
     async def _parse_reply(self, prompt: PreparedCall, text: str) -> ReplyContent:
-        if self._parsers is None or prompt.tools_to_parse_calls_of is None:
+        if self._parsers is None or prompt.parseable_tools is None:
             return ReplyContent(text)
         said = ReplyContent()
         reader = self._parsers.build_reply_parser(
-            prompt.tools_to_parse_calls_of, prompt.turn.text_after_messages
+            prompt.parseable_tools, prompt.turn.text_after_messages
         )
         said.append_and_assign_call_ids(await reader.feed(text, is_last=True))
         return said
@@ -135,11 +135,11 @@ class CompletionService:
         Raises:
             ProxyRequestError: The call cannot be answered.
         """
-        self.quota.admit(session, call.n)  # each reply ends by itself
+        self.limiter.admit(session, call.n)  # each reply ends by itself
         try:
             prompt = await self.prompts.prepare_call_and_reserve_tokens(session, call, answer_id)
         except BaseException:  # boundary: a client that hangs up leaves nothing counted
-            self.quota.release(session, call.n)
+            self.limiter.release(session, call.n)
             raise
         live = ReplyStream(call.n, prompt.prompt_tokens)
         for choice in range(call.n):
@@ -154,9 +154,9 @@ class CompletionService:
         """Generate one choice into `reply_stream`; it is recorded even if nobody reads on."""
         said, reader, failover = ReplyContent(), None, ReplyFailover(self._encoder)
         first_token_at = 0.0
-        if self._parsers is not None and prompt.tools_to_parse_calls_of is not None:
+        if self._parsers is not None and prompt.parseable_tools is not None:
             reader = self._parsers.build_reply_parser(
-                prompt.tools_to_parse_calls_of, prompt.turn.text_after_messages
+                prompt.parseable_tools, prompt.turn.text_after_messages
             )
 
         async def take(piece: TokenChunk) -> None:
@@ -215,7 +215,7 @@ class CompletionService:
             reply_stream.put(error)
         finally:
             reply_stream.unregister_stop_callback(choice_index)
-            self.quota.release(prompt.session, 1, prompt.reserved_tokens_per_choice)
+            self.limiter.release(prompt.session, 1, prompt.reserved_tokens_per_choice)
 
     async def _generate_with_failover(
         self,

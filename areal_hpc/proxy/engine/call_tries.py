@@ -32,7 +32,7 @@ class CallTries:
         self.lost: set[int] = set()
         """Replicas that did not finish the call, by index."""
         self._failed = 0
-        self._dead: set[tuple[int, int]] = set()
+        self._hung_up: set[tuple[int, int]] = set()
 
     def count_lost_try_or_raise(
         self, replica: ReplicaView, error: UnfinishedEngineCallError
@@ -44,12 +44,12 @@ class CallTries:
         """
         self.lost.add(replica.index)
         if isinstance(error, EngineHungUpError):
-            self._dead.add((replica.index, replica.incarnation))
+            self._hung_up.add((replica.index, replica.incarnation))
         if isinstance(error, EngineHungUpError | EngineResponseError):
             self._failed += 1
-        if len(self._dead) >= MAX_REPLICA_HANGUPS_PER_CALL:
+        if len(self._hung_up) >= MAX_REPLICA_HANGUPS_PER_CALL:
             raise RepeatedlyFailedCallError(
-                f"{len(self._dead)} replicas hung up on this call, so no other is asked: {error}"
+                f"{len(self._hung_up)} replicas hung up on this call, so no other is asked: {error}"
             ) from error
         if self._failed >= MAX_ENGINE_FAILURES_PER_CALL:
             raise RepeatedlyFailedCallError(

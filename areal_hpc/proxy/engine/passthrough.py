@@ -33,14 +33,14 @@ class GeneratePassthrough:
         recorder: JournaledRecorder,
         router: Router,
         upstream: SGLangClient,
-        quota: ConcurrentReplyLimiter,
+        limiter: ConcurrentReplyLimiter,
         grammars: CompilingGrammarQuota,
         timeout_s: float,
     ) -> None:
         self._recorder = recorder
         self._router = router
         self._upstream = upstream
-        self._quota = quota
+        self._limiter = limiter
         self._grammars = grammars
         self._timeout_s = timeout_s
 
@@ -54,7 +54,7 @@ class GeneratePassthrough:
         """
         grammar = self._grammars.hold_slot_if_new_grammar(session, request.sampling)
         give_up_at = time.monotonic() + self._timeout_s
-        with self._quota.hold_slots(session, 1), grammar:
+        with self._limiter.hold_slots(session, 1), grammar:
             refuse_call_beyond_limits(session, 1)
             sampling, reserved_tokens = await reserve_reply_tokens_per_choice(
                 session, request.sampling, 1, give_up_at

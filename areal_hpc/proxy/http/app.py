@@ -137,9 +137,8 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
-            session, digest = self._authenticate_and_get_digest(
-                route, key, scope
-            )  # before memory for a body
+            # Before there is memory for a body.
+            session, digest = self._authenticate_and_get_digest(route, key, scope)
             if session is not None:
                 session.client = client
             body = await self._read_body(receive, session) if route.opened_by != "anyone" else b""
@@ -242,7 +241,7 @@ class ProxyApp:
             route.opened_by == "admin" and not claims_to_be_signed(asgi_scope)
         ):
             raise ProxyRequestError(401, "this route requires the admin key")
-        return self._verifier.verify_head_once_get_digest(asgi_scope)
+        return self._verifier.verify_head_once_and_get_digest(asgi_scope)
 
     def _require_session_and_touch(self, route: Route, key: str) -> Session:
         if route.opened_by == "session":

@@ -30,7 +30,7 @@ SPENT_SESSION_RETENTION_S = 60.0
 MAX_KEPT_RESPONSE_BYTES_PER_SESSION = 1 << 18
 """Of a session's kept Responses: each has its request's tools and instructions once more."""
 MAX_REMEMBERED_TICKETS = 4096
-"""Settled tickets whose repeated `finish_ticket` is still answered."""
+"""Settled tickets whose repeated `/rl/finish_ticket` is still answered."""
 
 
 def generate_key() -> str:
@@ -300,7 +300,7 @@ class SessionStore:
         self._remember_row_count(ref, len(ticket.rows) if ticket else 0)
 
     def _remember_row_count(self, ref: TicketRef, rows: int) -> None:
-        """Keep the answer to a repeated `finish_ticket` for a while."""
+        """Keep the answer to a repeated `/rl/finish_ticket` for a while."""
         self.settled_rows[ref] = rows
         while len(self.settled_rows) > MAX_REMEMBERED_TICKETS:
             del self.settled_rows[next(iter(self.settled_rows))]

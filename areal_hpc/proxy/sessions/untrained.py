@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 MAX_KEPT_PER_CAUSE = 200
 """Failed episodes of one exception in one line that a cell keeps: a bug needs no more examples."""
 MAX_REMEMBERED_ANSWERS = 4096
-"""Failed sessions whose repeated `keep_or_drop_failed` is still answered."""
+"""Failed sessions whose repeated `/rl/keep_failed` is still answered."""
 
 
 class UntrainedSealer:

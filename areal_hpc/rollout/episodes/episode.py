@@ -131,9 +131,8 @@ async def run_episode(
             acquire_sandbox(sandboxes, spec.data) as free,
         ):
             return await _play_in_new_session(spec, one, proxy, http_client, free)
-    except (
-        _POSSIBLE_SHORTAGE_EXCEPTIONS
-    ) as error:  # a worker, a sandbox or a thread could not be started
+    # A worker, a sandbox or a thread could not be started.
+    except _POSSIBLE_SHORTAGE_EXCEPTIONS as error:
         if (shortage := find_node_shortage(error)) is None:
             raise
         return _build_shortage_outcome(shortage)
@@ -170,9 +169,8 @@ async def _play_in_new_session(
         return EpisodeOutcome(
             "ok", session.session_id, reward=reward, answer=answers[-1] if answers else ""
         )
-    except (
-        _POSSIBLE_SHORTAGE_EXCEPTIONS
-    ) as trouble:  # the agent's own come as a NodeResourceShortageError
+    # The agent's own come as a NodeResourceShortageError.
+    except _POSSIBLE_SHORTAGE_EXCEPTIONS as trouble:
         if (shortage := find_node_shortage(trouble)) is None:
             raise
         await _end_session_of_failed_episode(session, proxy)

@@ -21,7 +21,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 _MAX_TEXT_CHARS = 2000
 _NO_THREAD_TEXT = "can't start new thread"
 """As in `agent_errors.py`."""
-_EXCEPTION_GROUP_CLASS: Any = getattr(builtins, "BaseExceptionGroup", ())
+_EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
 """Since Python 3.11."""
 _AGENT_BY_PATH_AND_ARGUMENTS: dict[str, Any] = {}
 """Agents by their path and arguments: built once."""
@@ -99,9 +99,7 @@ def list_errnos(error: BaseException | None) -> list[int]:
             found.append(error.errno)
         elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in describe_error(error):
             found.append(errno.EAGAIN)
-        error = (
-            error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_CLASS) else error.__cause__
-        )
+        error = error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_TYPE) else error.__cause__
     return found
 
 
@@ -113,7 +111,7 @@ def encode_raised_error(error: BaseException) -> dict[str, Any]:
         return {"name": "RecipeError", "problems": [problem], "kind": "", "trace": ""}
     trace = "".join(traceback.format_exception(error))[-2 * _MAX_TEXT_CHARS :]
     errnos = list_errnos(error)
-    while isinstance(error, _EXCEPTION_GROUP_CLASS):  # says nothing of itself
+    while isinstance(error, _EXCEPTION_GROUP_TYPE):  # says nothing of itself
         error = error.exceptions[0]
     problem = [f"the agent raised {describe_error(error)}"[:_MAX_TEXT_CHARS], "", ""]
     return {

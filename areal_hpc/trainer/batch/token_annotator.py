@@ -143,9 +143,9 @@ class TokenAnnotator:
     def _select_annotated_tokens(
         self, minibatch_index: int, tokens_N: npt.NDArray[np.int64], device: torch.device
     ) -> tuple[npt.NDArray[np.int64], torch.Tensor]:
-        label_positions_N = self._places[minibatch_index][tokens_N]
-        kept_K = np.flatnonzero(label_positions_N >= 0)
-        return label_positions_N[kept_K], torch.from_numpy(kept_K).to(device, non_blocking=True)
+        columns_N = self._places[minibatch_index][tokens_N]
+        kept_K = np.flatnonzero(columns_N >= 0)
+        return columns_N[kept_K], torch.from_numpy(kept_K).to(device, non_blocking=True)
 
     def gather(self, *, is_first_copy: bool) -> FloatArray:
         """All ranks' measures, in the order of `TOKEN_MEASURE_NAMES`, by token of the chosen rows.

@@ -116,7 +116,7 @@ class LedgerSource(BatchSource):
 
     # Replicas --------------------------------------------------------------------------------
 
-    def poll_publish_state(self) -> PublishState:
+    def announce_weights_or_wait(self) -> PublishState:
         """Serve at least one replica, tell the ledger, then serve the evaluation cell.
 
         That cell gets its weights apart from the others, so that none of these is paused longer.
@@ -184,7 +184,7 @@ class LedgerSource(BatchSource):
 
     def list_outdated_replicas_by_sender(self) -> ReplicasBySender:
         """The replicas that were found to lack the weights, by sender."""
-        return self._senders.divide(self._targets)
+        return self._senders.assign(self._targets)
 
     def publish_weights(
         self, shares: ReplicasBySender, parameters: Iterable[tuple[str, torch.Tensor]]

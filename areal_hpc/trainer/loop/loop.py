@@ -140,7 +140,7 @@ class BatchSource(ABC):
         """A step was taken: the weights are new."""
         return  # a source may leave it out
 
-    def poll_publish_state(self) -> PublishState:
+    def announce_weights_or_wait(self) -> PublishState:
         """What the weights need before anything else is done with them."""
         return "done"
 
@@ -357,7 +357,7 @@ class Coordinator:
 
     def _pick_next_command(self) -> RankCommand:
         step = self._record.version.step
-        match self.source.poll_publish_state():
+        match self.source.announce_weights_or_wait():
             case "publish":
                 self._check_ownership()
                 return PublishWeightsCommand(self.source.list_outdated_replicas_by_sender())

@@ -21,7 +21,7 @@ from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
 
 
-class _ShareOutcome(Struct, frozen=True):
+class _SendOutcome(Struct, frozen=True):
     """What a sender tells rank 0 of its update; replicas by their places in the share."""
 
     sender: int
@@ -64,16 +64,16 @@ class WeightSenders:
         self._specs = specs
         self._make_sender = make_sender
         self._sender: WeightSender | None = None
-        self._divider = ReplicaSenderAssigner(senders)
+        self._assigner = ReplicaSenderAssigner(senders)
 
-    def divide(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
+    def assign(self, replicas: Sequence[ReplicaKey]) -> ReplicasBySender:
         """Who sends to which of these replicas: rank 0 decides it."""
-        return self._divider.divide(replicas)
+        return self._assigner.assign(replicas)
 
     def send(
         self,
         version: WeightVersion,
-        shares: ReplicasBySender,
+        replicas_by_sender: ReplicasBySender,
         parameters: Iterable[tuple[str, torch.Tensor]],
     ) -> UpdateReport:
         """Send each share from its rank; see `WeightSender.update_replicas`. A collective.
@@ -82,17 +82,23 @@ class WeightSenders:
             On rank 0 the outcome at all replicas, elsewhere at this rank's own.
         """
         report, own = UpdateReport(version, (), {}, 0), self._place
-        if own is not None and shares[own]:
+        if own is not None and replicas_by_sender[own]:
             if self._sender is None:
                 self._sender = self._make_sender()
-            report = self._sender.update_replicas(version, self._specs, parameters, shares[own])
+            report = self._sender.update_replicas(
+                version, self._specs, parameters, replicas_by_sender[own]
+            )
         for _ in parameters:  # exporting is a collective: who sends nothing drains it
             pass
-        if not any(shares[1:]):
+        if not any(replicas_by_sender[1:]):
             return report
-        outcome = None if own is None else _describe_outcome(own, report, shares[own])
-        found = gather_objects_on_first_rank(outcome, _ShareOutcome | None)
-        return _merge_outcomes(version, shares, [one for one in found if one]) if found else report
+        outcome = None if own is None else _describe_outcome(own, report, replicas_by_sender[own])
+        found = gather_objects_on_first_rank(outcome, _SendOutcome | None)
+        return (
+            _merge_outcomes(version, replicas_by_sender, [one for one in found if one])
+            if found
+            else report
+        )
 
     def close(self) -> None:
         """Leave the replicas of this rank's share."""
@@ -102,10 +108,10 @@ class WeightSenders:
 
 def _describe_outcome(
     sender: int, report: UpdateReport, replica_share: Sequence[ReplicaKey]
-) -> _ShareOutcome:
+) -> _SendOutcome:
     place_of = {key: place for place, key in enumerate(replica_share)}
     problems = {place_of[key]: error.problems[0] for key, error in report.failed.items()}
-    return _ShareOutcome(
+    return _SendOutcome(
         sender,
         [place_of[key] for key in report.ok],
         {place: (problem.message, problem.hint) for place, problem in problems.items()},
@@ -115,7 +121,7 @@ def _describe_outcome(
 
 
 def _merge_outcomes(
-    version: WeightVersion, shares: ReplicasBySender, outcomes: Sequence[_ShareOutcome]
+    version: WeightVersion, replicas_by_sender: ReplicasBySender, outcomes: Sequence[_SendOutcome]
 ) -> UpdateReport:
     """One report of all senders: each phase as long as with the slowest of them."""
     seconds: dict[str, float] = {}
@@ -124,9 +130,9 @@ def _merge_outcomes(
             seconds[name] = max(seconds.get(name, 0.0), spent)
     return UpdateReport(
         version,
-        ok=tuple(shares[one.sender][place] for one in outcomes for place in one.ok),
+        ok=tuple(replicas_by_sender[one.sender][place] for one in outcomes for place in one.ok),
         failed={
-            shares[one.sender][place]: WeightSyncError(message, hint=hint)
+            replicas_by_sender[one.sender][place]: WeightSyncError(message, hint=hint)
             for one in outcomes
             for place, (message, hint) in one.failed.items()
         },

@@ -72,13 +72,13 @@ def write_or_replace_hf_model_dir(
             shutil.copyfile(source_dir / name, partial / name)
     _write_config_dtype(partial / "config.json", specs[0][2])
     fsync_tree(partial)
-    _restore_or_delete_leftovers(
+    _move_into_place(
         partial, target_dir, target_dir.with_name(f".{target_dir.name}.replaced_{writer}")
     )
     fsync_path(target_dir.parent)
 
 
-def _restore_or_delete_leftovers(partial: Path, target_dir: Path, replaced: Path) -> None:
+def _move_into_place(partial: Path, target_dir: Path, replaced: Path) -> None:
     """Give a written model its name, and delete the one that had it."""
     while True:
         if target_dir.exists():

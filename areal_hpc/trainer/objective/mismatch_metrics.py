@@ -48,13 +48,9 @@ def measure_engine_mismatch(
 
 
 def _count_by_bin(diff_N: torch.Tensor, counted_N: torch.Tensor) -> torch.Tensor:
-    label_positions_N = (
-        diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT
-    ) * BINS_PER_DECADE
+    bin_places_N = (diff_N.clamp(min=10.0**MIN_EXPONENT).log10() - MIN_EXPONENT) * BINS_PER_DECADE
     # What is not a number has no place; the mean and the maximum tell of it.
-    bins_N = (
-        label_positions_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
-    )
+    bins_N = bin_places_N.nan_to_num(BIN_COUNT - 1, BIN_COUNT - 1).long().clamp_(0, BIN_COUNT - 1)
     # Whole numbers: their sum does not depend on the order.
     return diff_N.new_zeros(BIN_COUNT).index_add_(0, bins_N, counted_N)
 

@@ -56,7 +56,7 @@ class ScoredTokenGPT(GPTModel):  # type: ignore[misc]
 
 
 class ScoredTokenCritic(GPTModel):  # type: ignore[misc]
-    """GPT that gives a value [1, N] for each of the pack's `scored_places_N` places, in float32.
+    """GPT that gives a value [1, N] for each of the pack's `scored_places_N`, in float32.
 
     A head of its own stands in the vocabulary's place, the same on all tensor-parallel ranks, which
     all see all tokens: no sum over them is due, neither of values nor of gradients.

@@ -1,13 +1,13 @@
 """What differs at one step from the steps before it (`areal-hpc why RUN --step N`)."""
 
 import statistics
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.catalogue import find_metric
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.run_recipe import read_run_recipe
 from areal_hpc.rundir.telemetry.events import read_all_events
@@ -44,8 +44,6 @@ ROUTINE_METRICS = frozenset(
 """Numbers that go their way whatever the agents do, follow from lengths, or are told anyway."""
 ROUTINE_PREFIXES = ("weights/", "throughput/", "time/")
 """Of numbers about speed, for which there is `--slow`; the time of the whole step is told."""
-
-JsonRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from areal_hpc.metrics.step_metrics import CELL_IDLE_S_METRIC
+from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.run_recipe import get_recipe_value
 from areal_hpc.view.answers.answer import (
     Finding,
@@ -35,8 +36,6 @@ SLOW_STORAGE_CAUSE = "the run directory's storage is slow"
 FASTER_STORAGE_HINT = "put cluster.fileroot on faster storage"
 MIN_USUAL_CALLS_AT_ONCE = 4.0
 """With fewer model calls at once a replica is far from what it could do."""
-
-JsonRow = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)

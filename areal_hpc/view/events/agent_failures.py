@@ -80,7 +80,7 @@ class AgentFailures:
         return sum(ended for _, ended in self._counts.values())
 
     @property
-    def is_agent_failing_always(self) -> bool:
+    def is_agent_always_failing(self) -> bool:
         """True if no episode ended well, as far as is known, and several failed."""
         return self.failed >= MIN_FAILURES_TO_BLAME_AGENT and self.failed == self.ended
 

@@ -105,7 +105,7 @@ def build_agent_failure_events(
         yield FailureEvent(
             cause.last_at,
             f"{cause.text} ({failures.share_text})",
-            distance_from_cause=1 if has_ended_run or failures.is_agent_failing_always else 8,
+            distance_from_cause=1 if has_ended_run or failures.is_agent_always_failing else 8,
             details=cause.traceback_lines,
             hint=f"{cause.suggested_fix}, then run the same command again",
         )

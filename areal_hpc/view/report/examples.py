@@ -23,7 +23,7 @@ from areal_hpc.wire.row_record import CallRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 
 MAX_EPISODES_OF_EACH_KIND = 2
-"""Episodes of each sort."""
+"""Episodes of each kind."""
 MAX_TEXT_CHARS = 4000
 """Of a message: what is longer loses its middle."""
 MAX_MESSAGES = 60

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from areal_hpc.errors import ShardError
+from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.span_reader import ProcessSpans, read_spans, split_process_name
 from areal_hpc.shards.index import read_index
@@ -35,7 +36,6 @@ PLACED_PHASES_NOTE = (
     "Of the trainer's phases only lengths are recorded: they are placed one after another."
 )
 
-JsonRow = Mapping[str, Any]
 EpisodeKey = tuple[int, int, int, int]
 """Ticket, attempt, evaluated step or -1, and number of an episode in its ticket."""
 

@@ -95,7 +95,7 @@ async def answer(
     if key == request.headers["Authorization"]:
         headers = [(b"authorization", key.encode())]
         signed = {"method": request.method, "path": request.path, "headers": headers}
-        check_body_digest(body, verifier.verify_head_once_get_digest(signed))
+        check_body_digest(body, verifier.verify_head_once_and_get_digest(signed))
         key = KEY
     reply = await handler(key, msgspec.json.decode(body, type=form))
     return web.Response(body=msgspec.json.encode(reply), content_type="application/json")

@@ -171,7 +171,7 @@ def test_a_snapshot_makes_another_sandbox_alike(runtime: Runtime) -> None:
         await sandbox.exec("mkdir -p a/b; echo text > a/b/c; ln -s c a/b/link; chmod 500 a/b")
         snapshot = await sandbox.snapshot()
         async with start(runtime) as other:
-            await other.apply_snapshot(snapshot)
+            await other.restore(snapshot)
             mode = "import os; print(oct(os.stat('a/b').st_mode))"
             seen = await other.exec(f'cat a/b/link; python3 -c "{mode}"')
             assert seen.stdout == b"text\n0o40500\n"
@@ -193,7 +193,7 @@ def test_a_snapshot_takes_the_place_of_whatever_lies_there(runtime: Runtime) -> 
                 "aside; touch was_folder/deep/c; chmod 500 was_folder/deep was_folder; "
                 "echo kept > target; ln -s target was_link; ln -s aside was_link_to_folder"
             )
-            await other.apply_snapshot(snapshot)
+            await other.restore(snapshot)
             names = "plain was_file/a was_folder was_link was_link_to_folder/b target"
             seen = await other.exec(f"cat {names}; test -L was_link_to_folder || echo apart")
             assert seen.text == "new\nin\nflat\nreal\nb\nkept\napart\n"
@@ -258,7 +258,7 @@ def test_a_root_file_system_is_written_over_and_stays(name: str, root: Path) -> 
         snapshot = await sandbox.snapshot()
         async with start(isolating, SandboxSpec(root, limits=SMALL)) as other:
             assert (await other.exec("ls /data /data/old")).text.split().count("gone") == 1
-            await other.apply_snapshot(snapshot)
+            await other.restore(snapshot)
             assert (await other.exec("cat /data/*/* /data/new")).stdout == b"kept\nx\nnew\n"
 
     play(isolating, scene, root)
@@ -504,7 +504,7 @@ def test_a_snapshot_leaves_out_names_that_mean_removal(runtime: Runtime) -> None
         await sandbox.exec("mkdir d && echo x > d/.wh.none && echo y > d/kept")
         packed = await sandbox.snapshot()
         async with start(runtime) as other:
-            await other.apply_snapshot(packed)
+            await other.restore(packed)
             found = await other.exec(
                 "for one in d/.wh.none d/kept; do test -e $one && echo $one; done"
             )

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE, STOPPED_EXIT_CODE
+from areal_hpc.rundir.jobs import LOST_RANK_EXIT_CODE, STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.conftest import STEPS
@@ -87,7 +87,7 @@ def test_a_run_that_loses_a_rank_ends_with_the_same_bits(
     codes = train(ranks, paths, dp, faulty_rank=rank, faults=f"{fault}=kill").codes
     assert codes.pop(rank) == -9
     # Rank 0 says that it lost a peer; without rank 0 there is nobody to say so to.
-    assert codes == [LOST_PEER_EXIT_CODE if rank else STOPPED_EXIT_CODE][: dp - 1]
+    assert codes == [LOST_RANK_EXIT_CODE if rank else STOPPED_EXIT_CODE][: dp - 1]
     resumed = train(ranks, paths, dp)
     check_complete(paths, resumed, began_at)
     assert [report["digests"] for report in resumed.reports] == expected[dp]

@@ -81,7 +81,7 @@ def test_a_node_is_to_blame_where_no_task_said_a_word() -> None:
         started_or_expected_at=50.0,
         ended_or_latest_end_at=950.0,
     )
-    assert job("cell-0", "FAILED", queued=lived).faulty_node == ""
+    assert job("cell-0", "FAILED", slurm_record=lived).faulty_node == ""
 
 
 @pytest.mark.parametrize(

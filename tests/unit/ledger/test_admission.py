@@ -72,7 +72,7 @@ def test_the_run_can_always_go_on(policy: TicketPolicy, data: st.DataObject) -> 
     for _ in range(4):
         room = (policy.max_head_offpolicyness + 1) * policy.batch_size - sum(sizes)
         sizes.append(data.draw(st.integers(0, room)))
-    sizes.append(data.draw(st.integers(0, policy.total_steps)))  # formed_steps
+    sizes.append(data.draw(st.integers(0, policy.total_steps)))  # formed_batches
     now = TicketCounts(*sizes)
     cells_work = now.held_by_cells > 0
     batch_forms = now.settled >= policy.batch_size

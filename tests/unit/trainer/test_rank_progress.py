@@ -14,7 +14,7 @@ from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anyt
 from areal_hpc.errors import LostTrainerRankError
 from areal_hpc.jobs.processes.native_call_threads import list_native_calls
 from areal_hpc.trainer import rank_progress
-from areal_hpc.trainer.collectives import raise_if_peer_lost_or_hung
+from areal_hpc.trainer.collectives import raise_if_rank_lost_or_hung
 from areal_hpc.trainer.process_groups import FLIGHT_RECORD_VARIABLES, set_flight_record_paths
 from areal_hpc.trainer.rank_progress import (
     ObservedRank,
@@ -120,7 +120,7 @@ def test_a_collective_that_is_late_says_who_hangs(
     with pytest.raises(
         LostTrainerRankError, match=r"hangs: behind all others: ranks 1-2 at forward"
     ):
-        raise_if_peer_lost_or_hung(RuntimeError(message))
+        raise_if_rank_lost_or_hung(RuntimeError(message))
 
 
 def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> None:
@@ -149,8 +149,8 @@ def test_a_rank_that_fails_ends_the_watch_which_is_known_as_a_native_call() -> N
 )
 def test_words_of_a_lost_peer_are_known(message: str) -> None:
     with pytest.raises(LostTrainerRankError, match="another trainer rank disappeared"):
-        raise_if_peer_lost_or_hung(RuntimeError(message))
-    raise_if_peer_lost_or_hung(RuntimeError("CUDA error: an illegal memory access was encountered"))
+        raise_if_rank_lost_or_hung(RuntimeError(message))
+    raise_if_rank_lost_or_hung(RuntimeError("CUDA error: an illegal memory access was encountered"))
 
 
 def test_records_of_collectives_go_to_the_logs_unless_somebody_chose(

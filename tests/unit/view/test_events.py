@@ -54,10 +54,10 @@ def test_failures_are_counted_over_cells_and_told_once_for_each_cause() -> None:
 
 def test_an_agent_works_once_an_episode_ended_well_after_its_failures() -> None:
     events = [failed("/a.py:3", number, number) for number in (1, 2, 3)]
-    assert AgentFailures.collect(events).is_agent_failing_always
+    assert AgentFailures.collect(events).is_agent_always_failing
     events.append(event("episodes_counted", failed=3, ended=9))
     failures = AgentFailures.collect(events)
-    assert (failures.failed, failures.ended, failures.is_agent_failing_always) == (3, 9, False)
+    assert (failures.failed, failures.ended, failures.is_agent_always_failing) == (3, 9, False)
     diagnosis = diagnose(evidence(AT_WORK, events=tuple(events)))
     assert diagnosis.is_well
     assert "running, after this: the agent raised KeyError: 'x' at /a.py:3" in diagnosis.headline

@@ -36,17 +36,17 @@ def test_by_disk_one_rank_writes() -> None:
 
 
 def test_replicas_are_divided_evenly_and_stay_with_their_sender() -> None:
-    divider = ReplicaSenderAssigner(2)
-    first = divider.divide(replicas(5))
+    assigner = ReplicaSenderAssigner(2)
+    first = assigner.assign(replicas(5))
     assert [len(share) for share in first] == [3, 2]
     restarted = replicas(5, incarnation=1)
     for key in restarted:
-        shares = divider.divide([key])
+        shares = assigner.assign([key])
         sender = next(at for at, share in enumerate(shares) if share)
         assert key.cell_and_index in [one.cell_and_index for one in first[sender]]
     late = ReplicaKey("cell-1", 0, 0, 1, "", 0.0)
-    assert divider.divide([late]) == [[], [late]], "the sender with fewer gets the new one"
+    assert assigner.assign([late]) == [[], [late]], "the sender with fewer gets the new one"
 
 
 def test_there_are_senders_without_a_replica() -> None:
-    assert ReplicaSenderAssigner(3).divide(replicas(1)) == [replicas(1), [], []]
+    assert ReplicaSenderAssigner(3).assign(replicas(1)) == [replicas(1), [], []]

@@ -17,7 +17,7 @@ def build_check_plan(
     recipe: Recipe | None, slurm: SlurmConfig, device: Device, nodes: int
 ) -> GpuCheckPlan:
     """What to examine with: interpreters, variables and flags are those that a run would have."""
-    variables = get_train_and_serve_variables(trainer_device=device, inference=device)
+    variables = get_train_and_serve_variables(trainer_device=device, inference_device=device)
     network = slurm.network.build_environment_variables() if nodes else {}
     environments = recipe.cluster if recipe is not None else None
     return GpuCheckPlan(

@@ -19,7 +19,7 @@ from areal_hpc.errors import (
     SupersededTrainerError,
 )
 from areal_hpc.jobs.processes.process_main import select_error_to_report
-from areal_hpc.rundir.jobs import LOST_PEER_EXIT_CODE
+from areal_hpc.rundir.jobs import LOST_RANK_EXIT_CODE
 from tests.support.commands import run_program, said_by
 
 LOW = 200
@@ -53,7 +53,7 @@ def test_a_rank_that_lost_another_says_so_without_a_traceback(tmp_path: Path) ->
     entry = ("areal_hpc.jobs.processes.process_main", f"{__name__}:lose_peer", str(config))
     environ = {**os.environ, "AREAL_HPC_SUPERVISOR_PID": str(os.getpid())}
     ended = run_program(sys.executable, "-m", *entry, environ=environ)
-    assert ended.returncode == LOST_PEER_EXIT_CODE
+    assert ended.returncode == LOST_RANK_EXIT_CODE
     assert "ERROR" in ended.stderr
     assert "another trainer rank disappeared: Connection closed by peer" in ended.stderr
     assert "Traceback" not in ended.stderr, "`why` would take it for the cause"
