@@ -8,12 +8,12 @@ from typing import Any
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.metrics.step_bottleneck import compute_time_shares_by_system_part
 from areal_hpc.metrics.step_metrics import read_metrics
+from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.answers.slow_run import explain_slow_run
 from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     TRAINER_PROCESS,
-    JsonRow,
     Timeline,
     Track,
     find_span_bounds,

@@ -14,12 +14,12 @@ import msgspec
 from areal_hpc.errors import RecipeError
 from areal_hpc.metrics.step_metrics import read_metrics
 from areal_hpc.rundir.atomic import write_atomic_private
+from areal_hpc.rundir.jsonl import JsonRow
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_all_events
 from areal_hpc.view.time_slices_on_lanes import Slice, assign_lanes, iterate_counts_under_way
 from areal_hpc.view.timing.timeline import (
     EPISODES_LANE,
-    JsonRow,
     Timeline,
     Track,
     read_timeline,
