@@ -5,8 +5,8 @@ What is compared:
 - pack: a batch manifest -> every micro-batch of one data-parallel rank in memory, by the
   functions a training step calls: `read_rows_by_ticket`, `build_rows`, `plan_packs`,
   `build_pack`. Its peer starts from tensors that are already in memory: pad every trajectory to the
-  longest, reorder into first-fit-decreasing micro-batches, cut the padding off again, pad each micro-batch
-  to a multiple of 256 tokens.
+  longest, reorder into first-fit-decreasing micro-batches, cut the padding off again, pad each
+  micro-batch to a multiple of 256 tokens.
 - advantage: trajectories and rewards in memory -> one advantage per token (`build_rows`, which
   also makes the objective's other channels). Its peer normalizes rewards by group, places them
   at the end of each padded row and runs generalized advantage estimation backwards, one padded
