@@ -96,7 +96,7 @@ def _diagnose_state(evidence: RunInspection) -> Diagnosis:
     if state.startswith("running"):
         if waiting is not None and not waiting.is_well:
             return replace(waiting, headline=f"the run is running, but {waiting.headline}")
-        if (delay := _diagnose_stall_or_full_disk(evidence, chain)) is not None:
+        if (delay := _diagnose_no_progress_or_full_disk(evidence, chain)) is not None:
             return delay
         return _diagnose_running(evidence, chain, cause)
     if state == "stopped" and (stop := _diagnose_local_stop(evidence, chain)) is not None:
@@ -173,7 +173,7 @@ def _diagnose_lost_jobs_or_cells(
     return Diagnosis(f"the run is {state}: {'; '.join(lost)}{why}", failure_chain, first + hint)
 
 
-def _diagnose_stall_or_full_disk(
+def _diagnose_no_progress_or_full_disk(
     evidence: RunInspection, failure_chain: tuple[FailureEvent, ...]
 ) -> Diagnosis | None:
     """A run at work that does not get further; None if it does, or has just started."""
