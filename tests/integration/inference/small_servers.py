@@ -41,7 +41,7 @@ class Server(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         global go_on_at
         body = self.rfile.read(int(self.headers["content-length"])).decode()
-        print("asked", self.path, body, flush=True)
+        print(f"asked {self.path} {body}", flush=True)
         time.sleep(POST_S)
         if self.path == "/continue_generation": go_on_at = time.time()
         self.answer(POST_STATUS, {})
