@@ -17,7 +17,7 @@ from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmNotFoundError
 from areal_hpc.jobs.restart_policy import (
     SLURM_JOB_RESTART_POLICY,
     TIME_LIMIT_REASON,
-    FailureCounts,
+    FailuresWithoutProgress,
     RestartDecision,
 )
 from areal_hpc.jobs.succession import find_next_successor
@@ -80,12 +80,12 @@ class StartProgressTracker:
         except OSError:
             return 0
 
-    def update_failure_counts(self, outcomes: Sequence[TaskExit]) -> FailureCounts:
+    def update_failure_counts(self, outcomes: Sequence[TaskExit]) -> FailuresWithoutProgress:
         """Count this start, and remember the counts. Other stops than at a limit count nowhere."""
         has_grown = self._read_progress_bytes() > self._began_bytes
         lived_s = time.monotonic() - self._began_at
         before = self._read_failure_counts()
-        counts = FailureCounts(
+        counts = FailuresWithoutProgress(
             SLURM_JOB_RESTART_POLICY.count_failures(
                 before.failures,
                 made_progress=has_grown or lived_s >= SLURM_JOB_RESTART_POLICY.healthy_s,
@@ -100,15 +100,15 @@ class StartProgressTracker:
             log.error("the counts of starts could not be written: %s", error)
         return counts
 
-    def _read_failure_counts(self) -> FailureCounts:
+    def _read_failure_counts(self) -> FailuresWithoutProgress:
         """Counts of the earlier starts; none where they cannot be read: the job must go on."""
         try:
-            return msgspec.json.decode(self._path.read_bytes(), type=FailureCounts)
+            return msgspec.json.decode(self._path.read_bytes(), type=FailuresWithoutProgress)
         except FileNotFoundError:
             pass
         except (OSError, msgspec.DecodeError, UnicodeDecodeError) as error:
             log.error("the counts of starts cannot be read: %s", error)
-        return FailureCounts()
+        return FailuresWithoutProgress()
 
 
 def record_new_faulty_nodes(

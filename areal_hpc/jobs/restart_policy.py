@@ -24,7 +24,7 @@ MAX_TIME_LIMIT_STOPS = 3
 """Starts in a row that reach the time limit without progress: the limit is too short."""
 
 
-class FailureCounts(Struct, frozen=True):
+class FailuresWithoutProgress(Struct, frozen=True):
     """Starts of a job in a row, the last one included, in which the run made no progress."""
 
     failures: int = 0
@@ -77,7 +77,9 @@ SLURM_JOB_RESTART_POLICY = RestartPolicy(1, max_cluster_failures=2, progress_exc
 """Of a job under Slurm. Progress: the run's metrics grew."""
 
 
-def decide_restart(outcomes: Sequence[TaskExit], counts: FailureCounts) -> RestartDecision:
+def decide_restart(
+    outcomes: Sequence[TaskExit], counts: FailuresWithoutProgress
+) -> RestartDecision:
     """Decision about a job under Slurm, from the ends of its tasks."""
     codes = {outcome.exit_code for outcome in outcomes} - {0}
     if not codes:
@@ -95,7 +97,7 @@ def decide_restart(outcomes: Sequence[TaskExit], counts: FailureCounts) -> Resta
 
 
 def decide_restart_of_cells(
-    cells: Sequence[Sequence[TaskExit]], counts: FailureCounts
+    cells: Sequence[Sequence[TaskExit]], counts: FailuresWithoutProgress
 ) -> RestartDecision:
     """Decision about a job from the ends of each cell's tasks, where several cells share it.
 

@@ -102,7 +102,7 @@ def run(
                 allocation=allocation,
             )
     except errors.RunInterruptedError:
-        draw_learning_curve(paths)
+        save_learning_curve_if_possible(paths)
         print("stopped; run the same command again to resume")
         return _read_run_result(paths, "interrupted")
     return _report_finished_run(paths)
@@ -158,7 +158,7 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
         return False
     refuse_other_recipe_of_finished_run(recipe, paths)
     if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
-        draw_learning_curve(paths)
+        save_learning_curve_if_possible(paths)
     print(format_summary(paths))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
@@ -207,7 +207,7 @@ def format_summary(paths: RunPaths) -> str:
     return summarize_run(paths, read_run_snapshot(paths), get_program_command())
 
 
-def draw_learning_curve(paths: RunPaths) -> None:
+def save_learning_curve_if_possible(paths: RunPaths) -> None:
     """Draw the run's learning curve into its directory, if matplotlib is installed.
 
     Nothing ends for want of a picture: where the storage does not take it, a line says so.
@@ -254,7 +254,7 @@ def _load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, An
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:
-    draw_learning_curve(paths)
+    save_learning_curve_if_possible(paths)
     print(format_summary(paths))
     return _read_run_result(paths, "finished")
 

@@ -81,7 +81,7 @@ def build_requests_of_stage(
     slurm = add_cpu_and_memory_options(recipe, stage.jobs)
     requests = build_job_requests(stage.jobs, slurm, place)
     for spec, request in zip(stage.jobs, requests, strict=True):
-        yield request, build_launch_file(spec, stage, request, recipe, prepared_run)
+        yield request, build_slurm_launch_file(spec, stage, request, recipe, prepared_run)
 
 
 def build_run_context(
@@ -99,7 +99,7 @@ def build_run_context(
     )
 
 
-def build_launch_file(
+def build_slurm_launch_file(
     spec: JobSpec, stage: JobStage, request: JobRequest, recipe: Recipe, prepared_run: PreparedRun
 ) -> LaunchFile:
     """Launch facts for the supervisors of a job under Slurm."""

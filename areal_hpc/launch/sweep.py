@@ -20,9 +20,9 @@ from areal_hpc.launch.slurm_launcher import (
 )
 from areal_hpc.launch.slurm_requests import (
     build_afterok_dependency,
-    build_launch_file,
     build_remaining_job_requests,
     build_run_context,
+    build_slurm_launch_file,
 )
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
@@ -194,7 +194,7 @@ def _submit_array_of_job(
     for run, one, stage, spec in zip(sweep.runs, prepared_runs, stages, specs, strict=True):
         place = build_run_context(run, one.paths, one.pythons, Path.cwd())
         alone += build_job_requests([spec], add_cpu_and_memory_options(run, [spec]), place)
-        launches.append(build_launch_file(spec, stage, alone[-1], run, one))
+        launches.append(build_slurm_launch_file(spec, stage, alone[-1], run, one))
     asked = request.with_dependency(dependency) if dependency else request
     with record_if_submission_is_refused(request.job, *(one.paths for one in prepared_runs)):
         return submit_held_array(asked, alone, launches, run_task, print_line), request

@@ -204,7 +204,7 @@ def test_a_learning_curve_that_the_storage_does_not_take_ends_nothing(
 
     append_line(paths.metrics, {"step": 1, **STEP})
     monkeypatch.setattr(learning_curve, "plot_learning_curve", fill_disk)
-    run.draw_learning_curve(paths)
+    run.save_learning_curve_if_possible(paths)
     assert "the learning curve was not drawn: No space left on device" in capsys.readouterr().out
     assert not paths.learning_curve.exists()
 

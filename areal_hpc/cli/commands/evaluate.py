@@ -48,13 +48,13 @@ def add_commands(commands: CommandGroup) -> None:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.evaluation.start import (
-        build_report,
+        build_evaluation_report,
         choose_sets,
         list_sets_without_full_result,
         raise_if_results_of_other_settings,
     )
     from areal_hpc.launch.evaluation.target import find_target
-    from areal_hpc.view.evaluations.evaluation_report import format_report, write_report
+    from areal_hpc.view.evaluations.evaluation_report import format_report, write_evaluation_report
 
     if arguments.wait and not arguments.submit:
         raise RecipeError("--wait is for a job under Slurm", key="--wait", hint="add --submit")
@@ -79,9 +79,9 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if list_sets_without_full_result(target, sets):  # submitted, and nobody waits
         print("next     run the same command again for the results")
         return 0
-    report = build_report(target, sets)
+    report = build_evaluation_report(target, sets)
     print("\n".join(format_report(report)))
-    write_report(target.paths, report)
+    write_evaluation_report(target.paths, report)
     print(f"results  {target.paths.evaluation_report}")
     return _print_comparison_and_get_exit_code(before, report) if before else 0
 

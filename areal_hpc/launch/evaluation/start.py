@@ -120,7 +120,9 @@ def find_report_of_step(
     )
 
 
-def build_report(target: EvaluationTarget, sets: Sequence[EvaluationSet]) -> EvaluationReport:
+def build_evaluation_report(
+    target: EvaluationTarget, sets: Sequence[EvaluationSet]
+) -> EvaluationReport:
     """What was found of those sets that are done."""
     asked = {one.name: (one.metrics, one.pass_reward) for one in sets}
     found = build_report_of_run_step(target.paths, STEP_OF_LOADED_WEIGHTS, asked).sets

@@ -15,7 +15,7 @@ from areal_hpc.errors import ClusterError, Problem, RecipeError, SlurmTimeoutErr
 from areal_hpc.jobs.environment import build_role_variables
 from areal_hpc.jobs.starts import claim_next_start
 from areal_hpc.jobs.time_limit import SlurmControllerClock, read_checkpoint_duration_s
-from areal_hpc.launch.places.place import build_launch_file
+from areal_hpc.launch.places.place import build_foreground_launch_file
 from areal_hpc.launch.plan import JobStage, plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.resources.host_memory import MIB, find_host_memory_problems
@@ -246,7 +246,7 @@ class HeldAllocation:
             heartbeat_path=str(paths.allocation_note),
             interface=network.interface,
         )
-        launch = build_launch_file(spec, self._recipe, self._prepared_run)
+        launch = build_foreground_launch_file(spec, self._recipe, self._prepared_run)
         launch = msgspec.structs.replace(
             launch,
             step=step,

@@ -40,7 +40,9 @@ class JobPlace(Protocol):
         """
 
 
-def build_launch_file(spec: JobSpec, recipe: Recipe, prepared_run: PreparedRun) -> LaunchFile:
+def build_foreground_launch_file(
+    spec: JobSpec, recipe: Recipe, prepared_run: PreparedRun
+) -> LaunchFile:
     """What a foreground launcher tells the supervisors of any job."""
     cluster, paths = recipe.cluster, prepared_run.paths
     return LaunchFile(

@@ -7,7 +7,7 @@ import msgspec
 
 from areal_hpc.errors import Problem
 from areal_hpc.jobs.supervisor import run_task
-from areal_hpc.launch.places.place import build_launch_file
+from areal_hpc.launch.places.place import build_foreground_launch_file
 from areal_hpc.launch.plan import JobStage
 from areal_hpc.launch.prepared_run import PreparedRun
 from areal_hpc.launch.resources.gpu_assignment import (
@@ -48,7 +48,7 @@ class ThisMachine:
     def submit_job(self, spec: JobSpec) -> RunningJobHandle:
         """Start a job of the stage."""
         launch = msgspec.structs.replace(
-            build_launch_file(spec, self._recipe, self._prepared_run),
+            build_foreground_launch_file(spec, self._recipe, self._prepared_run),
             launcher_lock=str(self._prepared_run.paths.lock),
             gpus=self._gpus[spec.name],
         )

@@ -32,7 +32,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     LOWER_DIR,
     SERVER_SCRIPTS,
     GuestPython,
-    build_server_command,
+    build_command_server_command,
     find_guest_python,
 )
 from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
@@ -176,7 +176,7 @@ def build_bwrap_arguments(
     program_filter = build_seccomp_filter()
     if program_filter is not None:
         command += ["--seccomp", contents.add(program_filter)]
-    server = build_server_command(
+    server = build_command_server_command(
         spec,
         python.command,
         f"{GUEST_DIR}/command_server.py",

@@ -26,7 +26,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SERVER_SCRIPTS,
     GuestPython,
-    build_server_command,
+    build_command_server_command,
     find_guest_python,
 )
 from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
@@ -174,7 +174,7 @@ def build_container_server_command(
     setup: ContainerSetup, *, channel_fd: int | None = None, filters_calls: bool = False
 ) -> list[str]:
     """The command line of the server in the container; see `build_server_command`."""
-    return build_server_command(
+    return build_command_server_command(
         setup.spec,
         setup.python.command,
         f"{GUEST_DIR}/{SERVER_SCRIPTS[0].name}",

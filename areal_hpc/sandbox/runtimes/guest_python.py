@@ -59,7 +59,7 @@ def find_guest_python(*, by_anybody: bool) -> GuestPython:
     return GuestPython(tuple(binds), (f"{GUEST_DIR}/loader", *options))
 
 
-def build_server_command(
+def build_command_server_command(
     spec: SandboxSpec,
     python: Sequence[str],
     script: str,

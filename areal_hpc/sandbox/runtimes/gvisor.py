@@ -29,7 +29,7 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     GUEST_DIR,
     SERVER_SCRIPTS,
     GuestPython,
-    build_server_command,
+    build_command_server_command,
     find_guest_python,
 )
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
@@ -103,7 +103,7 @@ def write_oci_bundle(bundle: Path, spec: SandboxSpec, python: GuestPython, as_no
     ]
     writable = [WORK_DIR, "/tmp"]
     mounts += [_build_tmpfs_mount(place, spec.limits.disk_bytes) for place in writable]
-    server = build_server_command(
+    server = build_command_server_command(
         spec,
         python.command,
         f"{GUEST_DIR}/{SERVER_SCRIPTS[0].name}",

@@ -6,7 +6,7 @@ import shutil
 import sys
 import tempfile
 
-from areal_hpc.sandbox.runtimes.guest_python import SERVER_SCRIPTS, build_server_command
+from areal_hpc.sandbox.runtimes.guest_python import SERVER_SCRIPTS, build_command_server_command
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
@@ -21,7 +21,7 @@ class HostRuntime:
     async def start(self, spec: SandboxSpec) -> Sandbox:
         """See `Runtime.start`."""
         folder = tempfile.mkdtemp(prefix="areal-hpc-agent-")
-        command = build_server_command(
+        command = build_command_server_command(
             spec,
             [sys.executable, "-I", "-S"],
             str(SERVER_SCRIPTS[0]),

@@ -60,7 +60,7 @@ def remove_cgroups(cgroup_name: str) -> None:
 def find_slurmd_process(paths: DevclusterPaths, node: DevclusterNode) -> psutil.Process | None:
     """The node's slurmd, if both run."""
     first = processes.find_recorded_process(paths.process_record_file(node.name))
-    for process in processes.list_descendants(first) if first else ():
+    for process in processes.list_running_descendants(first) if first else ():
         with contextlib.suppress(psutil.NoSuchProcess):
             if process.name() == "slurmd":
                 return process
@@ -142,7 +142,7 @@ def connect_to_bridge(
     """
     deadline = time.monotonic() + MAX_UNSHARE_S
     # unshare forks once its namespaces exist; before that its network is the host's.
-    while not (inside := processes.list_descendants(psutil.Process(machine.pid))):
+    while not (inside := processes.list_running_descendants(psutil.Process(machine.pid))):
         if machine.poll() is not None or time.monotonic() > deadline:
             raise ClusterError(
                 f"{node.name} got no namespaces",

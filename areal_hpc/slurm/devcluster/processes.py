@@ -97,7 +97,7 @@ def find_recorded_process(record: Path) -> psutil.Process | None:
         return None
 
 
-def list_descendants(process: psutil.Process) -> list[psutil.Process]:
+def list_running_descendants(process: psutil.Process) -> list[psutil.Process]:
     """All processes that descend from `process` and still run."""
     try:
         children = process.children(recursive=True)
@@ -122,7 +122,7 @@ def kill_tree(process: psutil.Process) -> None:
     """
     deadline = time.monotonic() + MAX_KILL_S
     # In rounds, because they may fork meanwhile; the ancestor last, because it adopts.
-    while remaining := list_descendants(process):
+    while remaining := list_running_descendants(process):
         for child in remaining:
             _kill_process(child)
         _sleep_or_time_out(deadline, remaining)

@@ -108,7 +108,7 @@ def explain_step_difference(paths: RunPaths, step: int) -> Answer:
     problems: list[str] = []
     episodes = read_batch_episodes(paths, [one["step"] for one in (*before, row)], problems)
     begin, end = before[-1].get("unix_time_s"), row.get("unix_time_s")
-    return judge_step(
+    return explain_step_change(
         StepComparisonInputs(
             paths.run_name,
             row,
@@ -137,7 +137,7 @@ def _describe_recipe_changes_or_error(
         return [f"recipes of launches: {error}"]
 
 
-def judge_step(evidence: StepComparisonInputs) -> Answer:
+def explain_step_change(evidence: StepComparisonInputs) -> Answer:
     """What differs, the likeliest causes first, in sentences. Pure."""
     run, row, before = evidence.run, evidence.row, evidence.before
     step = row["step"]

@@ -23,7 +23,7 @@ from starlette.types import Receive, Scope, Send
 from areal_hpc.errors import ArealError, RecipeError
 from areal_hpc.rundir.paths import RunPaths, list_runs
 from areal_hpc.view.dashboard import run_pages
-from areal_hpc.view.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.view.dashboard.evaluation_page import build_evaluation_sets_page
 from areal_hpc.view.dashboard.evaluation_set_names import (
     build_set_filters,
     label_evaluation_rows,
@@ -90,7 +90,7 @@ class DashboardApp:
             "data/runs": self._list_runs,
             "data/overview": self._describe_overview,
             "data/metrics": lambda query: run_pages.describe_metrics(self._find_run(query)),
-            "data/evaluations": lambda query: describe_evaluations(self._find_run(query)),
+            "data/evaluations": lambda query: build_evaluation_sets_page(self._find_run(query)),
             "data/timeline": lambda query: describe_timeline(self._find_run(query), query),
             "data/rows": self._find_row_page,
             "data/failures": self._count_failure_causes,

@@ -15,7 +15,7 @@ from areal_hpc.view.dashboard.app import (
     encode_browser_json,
     read_static_file,
 )
-from areal_hpc.view.dashboard.evaluation_page import describe_evaluations
+from areal_hpc.view.dashboard.evaluation_page import build_evaluation_sets_page
 from areal_hpc.view.dashboard.evaluation_set_names import label_evaluation_rows, list_set_names
 from areal_hpc.view.dashboard.page_errors import explain_page_error
 from areal_hpc.view.dashboard.row_annotation import describe_annotation
@@ -93,7 +93,7 @@ def _describe_pages_without_rows(run: RunPaths) -> dict[str, Any]:
         "runs": lambda: {"place": "", "runs": run_pages.describe_runs([run], [state])},
         "overview": lambda: run_pages.describe_run_overview(run, state),
         "metrics": lambda: run_pages.describe_metrics(run),
-        "evaluations": lambda: describe_evaluations(run),
+        "evaluations": lambda: build_evaluation_sets_page(run),
     }
     return {
         name: _describe_or_explain(f"{name} of {run.root}", "error", describe)

@@ -20,7 +20,7 @@ MAX_SHOWN_EVALUATIONS = 100
 JsonObject = dict[str, Any]
 
 
-def describe_evaluations(paths: RunPaths) -> JsonObject:
+def build_evaluation_sets_page(paths: RunPaths) -> JsonObject:
     """Every evaluation set of a run with its results by step; why some cannot be read."""
     problems: list[str] = []
     results = read_kept_evaluations_by_set(paths, VALIDATION_SET_NAME, problems)

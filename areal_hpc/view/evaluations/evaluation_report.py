@@ -131,7 +131,7 @@ def compute_tasks_digest(tasks: Path, n_tasks: int) -> str:
     return digest.hexdigest()
 
 
-def write_report(paths: RunPaths, report: EvaluationReport) -> None:
+def write_evaluation_report(paths: RunPaths, report: EvaluationReport) -> None:
     """Write the file of results."""
     content = msgspec.json.format(msgspec.json.encode(report), indent=1)
     write_atomic(paths.evaluation_report, content)

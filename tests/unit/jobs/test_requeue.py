@@ -12,7 +12,7 @@ from areal_hpc.jobs.requeue import (
     release_jobs_held_while_idle,
     requeue_or_resubmit,
 )
-from areal_hpc.jobs.restart_policy import FailureCounts, RestartDecision
+from areal_hpc.jobs.restart_policy import FailuresWithoutProgress, RestartDecision
 from areal_hpc.rundir.jobs import (
     EXCLUDED_NODE_LIFETIME_S,
     ExcludedNode,
@@ -143,11 +143,11 @@ def test_counts_that_cannot_be_read_count_as_none(paths: RunPaths) -> None:
     job = paths.job("trainer")
     job.failure_count.mkdir(parents=True)
     crash = [TaskExit(1, "trainer")]
-    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailureCounts(1)
+    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailuresWithoutProgress(1)
     job.failure_count.rmdir()
     job.failure_count.write_text("half a numb")
-    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailureCounts(1)
-    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailureCounts(2)
+    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailuresWithoutProgress(1)
+    assert StartProgressTracker(job, "").update_failure_counts(crash) == FailuresWithoutProgress(2)
 
 
 def test_a_failed_node_is_excluded_for_a_day_and_the_recipes_own_for_good(tmp_path: Path) -> None:

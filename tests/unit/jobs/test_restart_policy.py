@@ -8,7 +8,7 @@ from msgspec.structs import replace
 from areal_hpc.jobs.requeue import StartProgressTracker
 from areal_hpc.jobs.restart_policy import TIME_LIMIT_REASON as LIMIT
 from areal_hpc.jobs.restart_policy import (
-    FailureCounts,
+    FailuresWithoutProgress,
     RestartPolicy,
     decide_restart,
     decide_restart_of_cells,
@@ -44,7 +44,7 @@ BAD_NODE = TaskExit(75, "probe", faulty_node="n07")
     ],
 )
 def test_jobs_restart_if_useful(outcomes: list[TaskExit], failures: int, decision: str) -> None:
-    assert decide_restart(outcomes, FailureCounts(failures)) == decision
+    assert decide_restart(outcomes, FailuresWithoutProgress(failures)) == decision
 
 
 def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_met_it() -> None:
@@ -74,7 +74,7 @@ def test_an_error_of_the_agent_or_the_recipe_is_told_without_the_process_that_me
 def test_a_job_that_cells_share_restarts_if_one_of_them_needs_it(
     cells: list[list[TaskExit]], failures: int, decision: str
 ) -> None:
-    assert decide_restart_of_cells(cells, FailureCounts(failures)) == decision
+    assert decide_restart_of_cells(cells, FailuresWithoutProgress(failures)) == decision
 
 
 def test_cells_that_were_over_are_not_why_a_stopped_job_ends() -> None:
@@ -86,10 +86,10 @@ def test_cells_that_were_over_are_not_why_a_stopped_job_ends() -> None:
 
 
 def test_time_limits_that_are_too_short_hold_the_job_for_its_user() -> None:
-    assert decide_restart([STOPPED], FailureCounts(0, 2)) == "restart"
-    assert decide_restart([STOPPED], FailureCounts(0, 3)) == "hold_for_user"
-    assert decide_restart([STOPPED, CRASHED], FailureCounts(1, 3)) == "restart"
-    assert decide_restart([DONE], FailureCounts(0, 3)) == "done"
+    assert decide_restart([STOPPED], FailuresWithoutProgress(0, 2)) == "restart"
+    assert decide_restart([STOPPED], FailuresWithoutProgress(0, 3)) == "hold_for_user"
+    assert decide_restart([STOPPED, CRASHED], FailuresWithoutProgress(1, 3)) == "restart"
+    assert decide_restart([DONE], FailuresWithoutProgress(0, 3)) == "done"
 
 
 def test_starts_that_reach_the_time_limit_count_until_there_is_progress(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.environment import get_interpreters
 from areal_hpc.launch.plan import plan_run
 from areal_hpc.launch.prepared_run import PreparedRun
-from areal_hpc.launch.slurm_requests import build_launch_file, build_remaining_job_requests
+from areal_hpc.launch.slurm_requests import build_remaining_job_requests, build_slurm_launch_file
 from areal_hpc.launch.sweep import build_array_requests, parse_sweep
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
@@ -88,7 +88,7 @@ def test_the_caretaker_of_a_shared_job_is_no_part_of_its_cells(tmp_path: Path) -
     request = next(
         one for one in build_remaining_job_requests(found, HERE) if one.job == "cells-0-1"
     )
-    launch = build_launch_file(stages[-1].others[0], stages[-1], request, found, ready)
+    launch = build_slurm_launch_file(stages[-1].others[0], stages[-1], request, found, ready)
     assert [process.name for process in launch.job.processes] == ["caretaker"]
     assert launch.job.processes[0].config["others"] == ["cells-0-1"]
     assert [cell.name for cell in launch.job.cells] == ["cell-0", "cell-1"]
@@ -122,7 +122,7 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
     stages = plan_run(found, paths)
     ready = PreparedRun(paths, 3, get_interpreters(found), stages)
     request = next(one for one in build_remaining_job_requests(found, HERE) if one.job == "trainer")
-    launch = build_launch_file(stages[-1].leader, stages[-1], request, found, ready)
+    launch = build_slurm_launch_file(stages[-1].leader, stages[-1], request, found, ready)
     assert launch.variables["agents"]["GLOO_SOCKET_IFNAME"] == "ib0"
     assert launch.variables["agents"]["NCCL_IB_HCA"] == "mlx5_0"
     assert launch.recipe == str(paths.recipe), "a role's own are read from there, and win"

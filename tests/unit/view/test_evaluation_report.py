@@ -18,7 +18,7 @@ from areal_hpc.view.evaluations.evaluation_report import (
     format_report,
     list_uncompared_metrics,
     read_report,
-    write_report,
+    write_evaluation_report,
 )
 
 ASKED = {"valid": (("avg@k",), 1.0), "aime": (("pass@k", "pass@1", "cons@k"), 1.0)}
@@ -42,7 +42,7 @@ def found_of(root: Path, rewards: list[float], samples: list[list[float]]) -> Ev
 
 def test_a_report_has_every_number_and_survives_its_file(tmp_path: Path) -> None:
     report = found_of(tmp_path, [1.0] * 6 + [0.0] * 6, [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]])
-    write_report(RunPaths(tmp_path), report)
+    write_evaluation_report(RunPaths(tmp_path), report)
     assert read_report(tmp_path) == report == read_report(RunPaths(tmp_path).evaluation_report)
     values = {name: one.value for name, one in report.sets["aime"].metrics.items()}
     assert values == pytest.approx({"avg@3": 0.5, "pass@3": 1.0, "pass@1": 0.5, "cons@3": 0.5})
@@ -60,7 +60,7 @@ def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path:
     paths.evaluation(0, "valid").parent.mkdir(exist_ok=True, parents=True)
     write_evaluation(paths, "valid", EvaluationResult(0, 1, 7.0, [7.0], {}, 1))
     report = build_report_of_run_step(paths, 0, {"valid": (("avg@k",), 1.0)})
-    write_report(paths, report)
+    write_evaluation_report(paths, report)
     assert read_report(tmp_path) == report
     assert list(format_report(report))[1].split() == [
         *("valid", "avg@1", "7.000", "[-inf,", "inf]", "1", "1")
