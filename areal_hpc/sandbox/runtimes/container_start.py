@@ -173,7 +173,7 @@ def build_nobody_container_command_prefix(
 def build_container_server_command(
     setup: ContainerSetup, *, channel_fd: int | None = None, filters_calls: bool = False
 ) -> list[str]:
-    """The command line of the server in the container; see `build_server_command`."""
+    """The command line of the server in the container; see `build_command_server_command`."""
     return build_command_server_command(
         setup.spec,
         setup.python.command,
