@@ -30,7 +30,7 @@ async def call_pool():
     try:
         await pool.call(exec, "held = [b'x' * (64 << 20) for _ in range(64)]")
     finally:
-        pool.close()
+        pool.kill_idle_processes()
 
 async def run_in_sandbox():
     sandbox = await make_runtime("bwrap").start(SandboxSpec())
