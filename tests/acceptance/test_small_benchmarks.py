@@ -35,6 +35,7 @@ def test_the_checkpoint_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     assert found["state_bytes"] > 1e6
 
 
+@pytest.mark.timeout(500)
 def test_the_telemetry_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     out = tmp_path / "figures.json"
     command = (sys.executable, "-m", "benchmarks.telemetry", "--pairs", "1", "--steps", "2")
