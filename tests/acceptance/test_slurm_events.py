@@ -31,6 +31,7 @@ TASKS_LEAVE_S = 60.0
 LEARNING_TIMEOUT_S = 3600.0
 KILLED = 128 + 9
 PASSING_NODE_STATES = ("draining", "completing", "unknown", "reboot")
+NODES = 5
 STOPPING = ("RUNNING", "COMPLETING")
 """States of a job that was struck, before it is in the queue again."""
 
@@ -38,12 +39,15 @@ STOPPING = ("RUNNING", "COMPLETING")
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=5", f"--grace-s={GRACE_S}", "--timeout-s=100") as found:
+    with devcluster(place, f"--nodes={NODES}", f"--grace-s={GRACE_S}", "--timeout-s=100") as found:
         yield found
 
 
 @pytest.fixture
 def run(cluster: Devcluster, tmp_path: Path) -> Iterator[SlurmRun]:
+    for node in (f"n{number:02}" for number in range(1, NODES + 1)):  # an earlier test's loss
+        if cluster.node_state(node) == "down":
+            cluster.done("restore-node", node, "--timeout-s=100")
     yield SlurmRun(cluster, tmp_path)
     cluster.cancel_all()
 
