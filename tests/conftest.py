@@ -2,18 +2,26 @@
 
 import os
 import signal
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
+import pytest_timeout  # type: ignore[import-untyped]
+
+from tests.support.deadlines import Deadline, get_slowness
 
 TESTS = Path(__file__).parent
 SLOWEST_FIRST = ("slurm", "integration", "contract", "unit")
+SHORTEST_S = 0.001
+"""A timer of 0 s is none."""
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # A shell starts what runs in the background deaf to Ctrl-C, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+get_slowness()  # measured before the workers start, and handed down to them
 
 
 @pytest.hookimpl(trylast=True)
@@ -24,3 +32,27 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def tier_of(item: pytest.Item) -> str:
     return item.path.relative_to(TESTS).parts[0]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_timeout_set_timer(item: Any, settings: Any) -> bool | None:
+    """A slower machine has longer; and longer yet where load has begun since it was measured."""
+    if settings.method != "signal" or threading.current_thread() is not threading.main_thread():
+        return None  # as the plugin does it
+    deadline = Deadline(settings.timeout)
+
+    def on_alarm(*_: object) -> None:
+        if deadline.is_over():
+            late = settings._replace(timeout=deadline.limit_s)
+            pytest_timeout.timeout_sigalrm(item, late)
+        else:
+            signal.setitimer(signal.ITIMER_REAL, max(deadline.left_s, SHORTEST_S))
+
+    def cancel() -> None:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+
+    item.cancel_timeout = cancel
+    signal.signal(signal.SIGALRM, on_alarm)
+    signal.setitimer(signal.ITIMER_REAL, max(deadline.left_s, SHORTEST_S))
+    return True

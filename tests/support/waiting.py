@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable
 
+from tests.support.deadlines import Deadline
+
 
 def wait_for(
     condition: Callable[[], object],
@@ -11,8 +13,11 @@ def wait_for(
     *,
     every_s: float = 0.02,
 ) -> None:
-    """Return once the condition holds; fail with what `why` returns if it does not in time."""
-    give_up_at = time.monotonic() + within_s
+    """Return once the condition holds; fail with what `why` returns if it does not in time.
+
+    A slower machine has longer.
+    """
+    deadline = Deadline(within_s)
     while not condition():
-        assert time.monotonic() < give_up_at, f"not within {within_s} s: {why()}"
+        assert not deadline.is_over(), f"not within {deadline.limit_s:.4g} s: {why()}"
         time.sleep(every_s)
