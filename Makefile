@@ -3,36 +3,37 @@
 # More threads than cores spin on one another: SGLang decodes 10 times slower.
 export OMP_NUM_THREADS := 1
 
-TRAIN := .venvs/train/bin
-AGENTS := .venvs/agents/bin
-PYTEST := $(TRAIN)/python -m pytest
+BIN := .venvs/main/bin
+PYTEST := $(BIN)/python -m pytest
 KILLS := 300
+MINUTES := 60
 # Three at a time: many tests wait for Slurm, for a start or for a time to pass.
 # A worker that dies is not replaced, and what is left of its file does not run: pytest-xdist would
 # give the same test out again, and the suite may never end.
 SIDE_BY_SIDE := --numprocesses 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup frameworks framework-programs harnesses harnesses-newest gyms oracles slurm demo test check \
-  lint format unit contract integration slurm-tests acceptance soak parity gpu gpu8 clean
+.PHONY: help setup setup-tests framework-programs harnesses harnesses-newest gyms oracles slurm demo test durations \
+  check lint format unit contract integration slurm-tests acceptance nightly soak parity gpu gpu8 clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z0-9-]+:.*## / { printf "  make %-18s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: ## make or repair the environments in .venvs/
-	@scripts/setup.sh all
+setup: ## make or repair the environments serve and main in .venvs/
+	@scripts/setup.sh
 
-frameworks: ## all environments, those of the agent frameworks included, which only tests need
+setup-tests: ## the same with the development tools, and the environment camel
 	@scripts/setup.sh tests
 
-framework-programs: setup ## SDKs and agent frameworks (1.5 GB), which only acceptance tests run
+framework-programs: setup-tests ## SDKs and agent frameworks (1.5 GB), which only acceptance tests run
 	@scripts/setup_framework_programs.sh
 
 harnesses: setup ## coding harnesses from npm and PyPI (4 GB), which only acceptance tests run
 	@scripts/setup_harnesses.sh
 
-harnesses-newest: setup ## the newest release of each coding harness in the acceptance test's scene; writes a table
-	@$(TRAIN)/python -m tests.support.newest_harnesses
+harnesses-newest: setup-tests ## the newest release of each coding harness in the acceptance test's scene; writes a table
+	@$(BIN)/python -m tests.support.newest_harnesses
 
 gyms: ## Pythons of gyms (2 GB), which only acceptance tests run
 	@scripts/setup_gyms.sh
@@ -44,49 +45,54 @@ slurm: ## the distribution's Slurm, for devclusters (root on Debian or Ubuntu; s
 	@scripts/install_slurm.sh
 
 demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 starts over)
-	@$(AGENTS)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
+	@$(BIN)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
 	@echo "make demo FRESH=1 keeps this run and starts another"
 
-test: frameworks check ## everything that needs no GPU: the checks, then all tests
-	@scripts/install_slurm.sh && code=0 || code=$$?; \
-	case $$code in 0) slurm=tests/slurm ;; 78) slurm= ;; *) exit $$code ;; esac; \
-	$(TRAIN)/python -m tests.support.whole_run $(SIDE_BY_SIDE) tests/unit tests/contract \
-	  tests/integration $$slurm && \
-	{ [ -n "$$slurm" ] || echo "NOT TESTED here: Slurm (tests/slurm), for the reason at the top"; }
+test: check $(if $(SLURM),slurm) ## all that needs no GPU: the checks, then the tests (SLURM=1: those on Slurm too)
+	@$(BIN)/python -m tests.support.whole_run $(SIDE_BY_SIDE) $(TIERS)
 
-check: setup ## style, types and import contracts
-	$(TRAIN)/ruff check .
-	$(TRAIN)/ruff format --check .
-	$(TRAIN)/mypy
-	$(TRAIN)/lint-imports
+durations: ## test, and write how long each file takes
+	@WRITE_DURATIONS=1 $(MAKE) --no-print-directory test
 
-lint: setup ## only the style
-	$(TRAIN)/ruff check .
+check: setup-tests ## style, types, import contracts, links and paths of documents
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
 
-format: setup ## rewrite the code in the project's style
-	$(TRAIN)/ruff check --fix .
-	$(TRAIN)/ruff format .
+lint: setup-tests ## only the style
+	$(BIN)/ruff check .
 
-unit: setup ## pure logic
+format: setup-tests ## rewrite the code in the project's style
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+unit: setup-tests ## pure logic
 	$(PYTEST) tests/unit
 
-contract: setup ## formats and edges that must not move
+contract: setup-tests ## formats and edges that must not move
 	$(PYTEST) tests/contract
 
-integration: frameworks ## real servers, real processes
+integration: setup-tests ## real servers, real processes
 	$(PYTEST) tests/integration
 
-slurm-tests: setup slurm ## a real Slurm on this machine (root, for its namespaces)
+slurm-tests: setup-tests slurm ## a real Slurm on this machine (root, for its namespaces)
 	$(PYTEST) tests/slurm
 
-acceptance: setup harnesses framework-programs gyms oracles ## kill, compare and train at length, and write the tables (four hours)
+acceptance: ## what the long proofs need (8 GB), then all of them in one go (four hours)
+acceptance: setup-tests slurm harnesses framework-programs gyms oracles
 	@scripts/install_browser.sh
 	$(PYTEST) tests/acceptance
 
-soak: setup ## kill -9 KILLS=300 random processes, by part, from where the last call stopped
+nightly: ## the long proofs, MINUTES=60 a call: each call goes on where the last one stopped
+nightly: setup-tests slurm harnesses framework-programs gyms oracles
+	@scripts/install_browser.sh
+	@$(BIN)/python -m tests.support.nightly --minutes $(MINUTES)
+
+soak: setup-tests ## kill -9 KILLS=300 random processes, by part, from where the last call stopped
 	SOAK_KILLS=$(KILLS) $(PYTEST) tests/acceptance/test_soak.py
 
-parity: setup ## measure every layout against transformers and write docs/parity.md (minutes)
+parity: setup-tests ## measure every layout against transformers and write docs/parity.md (minutes)
 	$(PYTEST) tests/acceptance/test_parity.py
 
 gpu: ## tests and benchmarks that need a CUDA device, and no network (PYTHON=, WHEELS=, OUT=)

@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # Installs the SDKs and agent frameworks that tests/acceptance/test_framework_programs.py runs
-# against the proxy into .venvs/harnesses: Pythons from requirements/harnesses.txt and, at odds with
-# it and with one another, requirements/more-frameworks.txt and requirements/llama-index.txt; Node
-# packages from requirements/node. Idempotent, like scripts/setup.sh, which makes the Python it uses.
+# against the proxy into .venvs/harnesses: Pythons from tests/locks/framework-programs.txt and, at
+# odds with it and with one another, more-frameworks.txt and llama-index.txt; Node
+# packages from tests/locks/node. Idempotent, like scripts/setup.sh, which makes the Python it uses.
 set -euo pipefail
 
 topic='set-up of framework programs'
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 home=$root/.venvs/harnesses
-locks=$root/requirements
-python=$root/.venvs/train/bin/python
+locks=$root/tests/locks
+python=$root/.venvs/main/bin/python
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 [ -x "$python" ] || fail "there is no Python to start from" "make setup"
@@ -38,7 +38,7 @@ install_node_packages() { # folder, lock
   (cd "$1" && npm install --no-save --no-audit --no-fund --loglevel=error)
 }
 
-make_anew "$home/python" "$locks/harnesses.txt" install_python
+make_anew "$home/python" "$locks/framework-programs.txt" install_python
 make_anew "$home/frameworks" "$locks/more-frameworks.txt" install_python
 make_anew "$home/llama-index" "$locks/llama-index.txt" install_python
 make_anew "$home/node" "$locks/node/package-lock.json" install_node_packages

@@ -8,7 +8,7 @@ topic='set-up of harnesses'
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 home=$root/.venvs/harnesses
-python=$root/.venvs/train/bin/python
+python=$root/.venvs/main/bin/python
 
 [ $# -eq 0 ] || fail "expected no arguments, got $*" "$0"
 [ -x "$python" ] || fail "there is no Python to start from" "make setup"

@@ -3,16 +3,14 @@
 import os
 import signal
 import threading
-from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_timeout  # type: ignore[import-untyped]
 
 from tests.support.deadlines import Deadline, get_slowness
+from tests.support.file_durations import estimate_s
 
-TESTS = Path(__file__).parent
-SLOWEST_FIRST = ("slurm", "integration", "contract", "unit")
 SHORTEST_S = 0.001
 """A timer of 0 s is none."""
 
@@ -27,11 +25,7 @@ get_slowness()  # measured before the workers start, and handed down to them
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Workers take whole files in this order, so none is left alone with a long one at the end."""
-    items.sort(key=lambda item: (*SLOWEST_FIRST, tier_of(item)).index(tier_of(item)))
-
-
-def tier_of(item: pytest.Item) -> str:
-    return item.path.relative_to(TESTS).parts[0]
+    items.sort(key=lambda item: -estimate_s(item.nodeid.partition("::")[0]))
 
 
 @pytest.hookimpl(tryfirst=True)

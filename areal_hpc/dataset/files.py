@@ -66,7 +66,7 @@ def _read_rows_by_pyarrow(
         raise RecipeError(
             f"{path} needs pyarrow, which cannot be imported ({error})",
             key=key,
-            hint='pip install "areal-hpc[agents]" in this environment',
+            hint='pip install "areal-hpc[main]" in this environment',
         ) from error
     try:
         for batch in batches(path):

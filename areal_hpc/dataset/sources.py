@@ -122,7 +122,7 @@ def _generate_reasoning_tasks(
         raise RecipeError(
             f"reasoning-gym cannot be imported ({error})",
             key=key,
-            hint='pip install "areal-hpc[agents]" in this environment',
+            hint='pip install "areal-hpc[main]" in this environment',
         ) from error
     try:
         for item in reasoning_gym.create_dataset(generator_name, **kwargs):

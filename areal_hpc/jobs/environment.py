@@ -7,7 +7,7 @@ from pathlib import Path
 from areal_hpc.jobs.processes.process_setup import PROMETHEUS_VARIABLE
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
-from areal_hpc.rundir.paths import ROLES
+from areal_hpc.rundir.paths import ENVIRONMENTS, ROLES
 from areal_hpc.slurm.batch_script.container import get_image_python
 
 GPU_VARIABLES = {
@@ -46,13 +46,13 @@ file, in the run's logs (`trainer/process_groups.py`)."""
 def get_interpreter(role: str, configured_python: str) -> str:
     """The Python that runs a role's processes: the one configured, unless that is `auto`.
 
-    Then it is that of the checkout's own environment of the role if it exists, else the interpreter
+    Then it is that of the checkout's environment for the role if it exists, else the interpreter
     that runs now.
     """
     if configured_python != "auto":
         return configured_python
     checkout = Path(__file__).resolve().parents[2]
-    candidate = checkout / ".venvs" / role / "bin" / "python"
+    candidate = checkout / ".venvs" / ENVIRONMENTS[role] / "bin" / "python"
     return str(candidate) if candidate.exists() else sys.executable
 
 

@@ -113,8 +113,8 @@ def _import_module_by_parts(module_path: str, dotted_path: str) -> ModuleType:
             raise _build_workflow_recipe_error(
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{_format_name_suggestion(parts[end - 1], _list_submodules(module))}",
-                "start the run from the folder that holds the package, or install it in the "
-                "agents environment",
+                "start the run from the folder that holds the package, or install it for "
+                "cluster.agents.python",
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
             raise _build_import_error(prefix, dotted_path, error) from error
@@ -177,7 +177,7 @@ def _name_arguments(kwargs: Mapping[str, Any]) -> str:
 def _build_import_error(module: str, dotted_path: str, error: BaseException) -> RecipeError:
     return _build_workflow_recipe_error(
         f"{dotted_path!r}: importing {module!r} failed: {_summarize_exception(error)}",
-        "fix that module; packages it needs belong in the agents environment",
+        "fix that module; packages that it needs belong to cluster.agents.python",
     )
 
 

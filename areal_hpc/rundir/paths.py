@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROLES = ("serve", "train", "agents")
-"""The three environments a process can run in."""
+"""What a process of a run does: serve models, train, or drive agents."""
+ENVIRONMENTS = {"serve": "serve", "train": "main", "agents": "main"}
+"""The environment below `.venvs/` that has the packages of each role."""
 RECIPE_FILE = "recipe.yaml"
 ADMIN_KEY_FILE = "rendezvous/admin.key"
 SERVICE_KEY_FILE = "rendezvous/services.key"

@@ -14,7 +14,7 @@ cd "$(dirname "$0")/../.."
 
 sees_gpu='import torch, sys; sys.exit(not torch.cuda.is_available())'
 if [ -z "${PYTHON:-}" ]; then
-  PYTHON=.venvs/train/bin/python
+  PYTHON=.venvs/main/bin/python
   "$PYTHON" -c "$sees_gpu" 2>/dev/null || PYTHON=python3
 fi
 

@@ -110,7 +110,7 @@ def test_parquet_has_every_token_and_log_probability(recorded: RunPaths) -> None
 def with_pandas(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     """An environment in which the Python of the tests has pandas as well."""
     folder = tmp_path_factory.mktemp("pandas")
-    lock = CHECKOUT / "requirements" / "pandas.txt"
+    lock = CHECKOUT / "tests" / "locks" / "pandas.txt"
     wanted = ("--no-deps", "--require-hashes", "--target", folder, "-r", lock)
     install = ("install", "--quiet", *wanted)
     said_by(run_program(sys.executable, "-m", "pip", *install, timeout_s=600))

@@ -34,7 +34,7 @@ def test_the_gpu_benchmarks_run_on_the_cpu_too(tmp_path: Path) -> None:
 
 
 def test_the_gpu_tier_says_what_it_misses(tmp_path: Path) -> None:
-    python = f"{CHECKOUT}/.venvs/train/bin/python"
+    python = f"{CHECKOUT}/.venvs/main/bin/python"
     ended = subprocess.run(
         [CHECKOUT / "benchmarks/gpu/run.sh"],
         env={**os.environ, "PYTHON": python, "OUT": str(tmp_path), "CUDA_VISIBLE_DEVICES": ""},

@@ -12,7 +12,7 @@ from tests.support.small_run import CUT_DOWN
 @pytest.mark.timeout(600)
 def test_a_preempted_run_goes_on_and_trains_every_ticket_once(tmp_path: Path) -> None:
     done = run_program(
-        *(python_of("agents"), "examples/preemption/preempt.py", "recipes/quickstart.yaml"),
+        *(python_of("main"), "examples/preemption/preempt.py", "recipes/quickstart.yaml"),
         *(f"cluster.fileroot={tmp_path}", *CUT_DOWN),
         environ={"PYTHONPATH": str(CHECKOUT), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin"},
         timeout_s=None,

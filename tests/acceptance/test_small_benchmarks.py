@@ -23,7 +23,7 @@ def figures(folder: Path, *command: str) -> dict[str, float]:
 
 def test_the_trainer_benchmark_ends_with_its_figures(tmp_path: Path) -> None:
     rows = ("--vocab", "256", "--rows", "3", "--length", "40", "--pairs", "2")
-    found = figures(tmp_path, f"{CHECKOUT}/.venvs/agents/bin/areal-hpc", "bench", "trainer", *rows)
+    found = figures(tmp_path, f"{CHECKOUT}/.venvs/main/bin/areal-hpc", "bench", "trainer", *rows)
     assert min(found["over_hf_unpadded"], found["over_hf_padded"]) > 0
     assert found["mean_loss_gap"] < 1e-4 < 1 < found["places_over_tokens"]
 

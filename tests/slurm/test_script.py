@@ -27,7 +27,7 @@ def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_pa
     site.write_text(SITE)
     said = said_by(
         run_program(
-            *(python_of("agents"), "-m", "areal_hpc.areal", FOLDER / "script.py"),
+            *(python_of("main"), "-m", "areal_hpc.areal", FOLDER / "script.py"),
             *("--config", FOLDER / "config.yaml", "trial_name=slurm"),
             *(f"cluster.fileroot={tmp_path / 'runs'}", f"actor.path={model_dir}"),
             *("scheduler.type=slurm", f"scheduler.site={site}"),

@@ -1,5 +1,9 @@
-"""The checkout and the interpreters of its environments."""
+"""The checkout, its environments and the packages in its locks."""
 
+import os
+import re
+import shutil
+import subprocess
 from pathlib import Path
 
 CHECKOUT = Path(__file__).parents[2]
@@ -8,3 +12,29 @@ CHECKOUT = Path(__file__).parents[2]
 def python_of(environment: str) -> Path:
     """The interpreter of an environment that scripts/setup.sh makes."""
     return CHECKOUT / ".venvs" / environment / "bin" / "python"
+
+
+def find_uv() -> str:
+    """The uv that scripts/setup.sh uses: that on the PATH, else the one that it fetched."""
+    fetched = CHECKOUT / ".venvs" / "uv" / "bin"
+    found = shutil.which("uv", path=f"{os.environ['PATH']}:{fetched}")
+    assert found
+    return found
+
+
+def export_lock(*options: str) -> dict[str, str]:
+    """Package -> version of what uv.lock has for extras and groups."""
+    command = [find_uv(), "export", "--frozen", "--quiet", "--no-emit-project", *options]
+    exported = subprocess.run(command, cwd=CHECKOUT, check=True, stdout=subprocess.PIPE, text=True)
+    return read_pins(exported.stdout)
+
+
+def read_pins(lock: str) -> dict[str, str]:
+    """Package -> version of the text of a requirements file."""
+    pins = re.findall(r"^([^#\s]\S*)==(\S+)", lock, re.MULTILINE)
+    return {normalize_name(name): version for name, version in pins}
+
+
+def normalize_name(name: str) -> str:
+    """One spelling of a distribution's name."""
+    return re.sub(r"[-_.]+", "-", name).lower()

@@ -13,8 +13,6 @@ from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
 
 BENCHMARKS_DIR = Path(__file__).resolve().parents[3] / "benchmarks"
-NON_TRAIN_ROLE_BY_BENCHMARK = {"shards": "agents", "proxy": "agents", "sandbox": "agents"}
-"""Benchmarks that need another environment than the trainer's."""
 
 
 def add_commands(commands: CommandGroup) -> None:
@@ -212,7 +210,7 @@ def _run_benchmark(arguments: argparse.Namespace) -> int:
             hint="`areal-hpc bench` without arguments lists the benchmarks; an installed wheel "
             "has none",
         )
-    python = get_interpreter(NON_TRAIN_ROLE_BY_BENCHMARK.get(arguments.name, "train"), "auto")
+    python = get_interpreter("train", "auto")
     return subprocess.run(
         [python, "-m", f"benchmarks.{arguments.name}", *arguments.arguments],
         cwd=BENCHMARKS_DIR.parent,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from areal_hpc.recipe.sections.cluster import ContainerConfig
+from areal_hpc.rundir.paths import ENVIRONMENTS
 
 IMAGE_CHECKOUT_DIR = Path("/opt/areal_hpc")
 """Where the images of `slurm/containers` hold the checkout and its environments."""
@@ -55,4 +56,4 @@ def build_container_command(
 
 def get_image_python(role: str) -> str:
     """The interpreter of a role in the images of `slurm/containers`."""
-    return str(IMAGE_CHECKOUT_DIR / ".venvs" / role / "bin" / "python")
+    return str(IMAGE_CHECKOUT_DIR / ".venvs" / ENVIRONMENTS[role] / "bin" / "python")

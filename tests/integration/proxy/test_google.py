@@ -274,7 +274,7 @@ def test_googles_sdk_talks_to_the_proxy(stage: Stage, version: str) -> None:
 
     stage.sglang.script = speak
     _, key = stage.open_session(TicketRef(1, 0))
-    python = get_interpreter("frameworks", "auto")
+    python = get_interpreter("agents", "auto")
     done = subprocess.run(
         [python, "-W", "ignore", "-c", PROGRAM, stage.url, key, version],
         capture_output=True,

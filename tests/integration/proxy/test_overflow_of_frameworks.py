@@ -27,7 +27,7 @@ for responses in (False, True):
 def test_langchain_knows_an_overflow_in_both_dialects_streamed_or_whole(tmp_path: Path) -> None:
     stage = Stage(tmp_path)
     _, key = stage.open_session()
-    python = get_interpreter("frameworks", "auto")
+    python = get_interpreter("agents", "auto")
     done = subprocess.run(
         [python, "-W", "ignore", "-c", PROGRAM, f"{stage.url}/v1", key],
         capture_output=True,

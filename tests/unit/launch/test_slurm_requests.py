@@ -137,12 +137,12 @@ def test_tasks_are_told_the_network_and_how_to_go_on(tmp_path: Path) -> None:
 def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     images = "cluster.slurm.container={kind: apptainer, train: a.sif, serve: b.sif}"
     found = recipe(tmp_path, images, "cluster.agents.python=/mine/python")
-    assert get_interpreters(found)["train"] == "/opt/areal_hpc/.venvs/train/bin/python"
+    assert get_interpreters(found)["train"] == "/opt/areal_hpc/.venvs/main/bin/python"
     assert get_interpreters(found)["agents"] == "/mine/python"
     scripts = {
         request.job: render_script(request) for request in build_remaining_job_requests(found, HERE)
     }
-    assert "a.sif /opt/areal_hpc/.venvs/train/bin/python -u" in scripts["trainer"]
+    assert "a.sif /opt/areal_hpc/.venvs/main/bin/python -u" in scripts["trainer"]
     assert "b.sif /mine/python -u" in scripts["cell-1"]
     assert f"--bind={found.run_dir}" in scripts["cell-1"]
     assert "--nv" not in scripts["cell-1"], "it has no GPU"

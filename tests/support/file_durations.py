@@ -1,0 +1,36 @@
+"""Seconds that each file of tests took: the order of a whole run, and what its percentage means.
+
+`make durations` runs the tests and writes the table anew. A file that is not in it counts as one of
+its tier.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from statistics import mean
+
+TABLE = Path(__file__).parents[1] / "durations.json"
+UNKNOWN_TIER_S = 10.0
+
+
+@cache
+def read_table() -> dict[str, float]:
+    """File, relative to the checkout -> seconds."""
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}
+
+
+@cache
+def estimate_s(file: str) -> float:
+    """Seconds that a file of tests takes on a quiet machine of two cores."""
+    table = read_table()
+    if file in table:
+        return table[file]
+    tier = "/".join(file.split("/")[:2])
+    return mean([s for name, s in table.items() if name.startswith(f"{tier}/")] or [UNKNOWN_TIER_S])
+
+
+def write_table(durations_s: dict[str, float]) -> None:
+    """Keep what files that did not run took before."""
+    kept = {name: s for name, s in read_table().items() if (TABLE.parents[1] / name).exists()}
+    table = {**kept, **{name: round(s, 1) for name, s in durations_s.items()}}
+    TABLE.write_text(json.dumps(dict(sorted(table.items())), indent=1) + "\n")
