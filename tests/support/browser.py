@@ -10,6 +10,8 @@ from typing import Any
 
 import aiohttp
 
+from tests.support.deadlines import scaled
+
 COMMAND_TIMEOUT_S = 60.0
 POLL_S = 0.1
 KEY_CODES = {
@@ -50,7 +52,7 @@ class Page:
         reply = asyncio.get_running_loop().create_future()
         self._replies[self._number] = reply
         await self._socket.send_json({"id": self._number, "method": method, "params": values})
-        content = await asyncio.wait_for(reply, COMMAND_TIMEOUT_S)
+        content = await asyncio.wait_for(reply, scaled(COMMAND_TIMEOUT_S))
         assert "error" not in content, content
         result: dict[str, Any] = content["result"]
         return result
@@ -88,7 +90,7 @@ class Page:
         self, expression: str, timeout_s: float = 60.0, *, poll_s: float = POLL_S
     ) -> None:
         """Wait until an expression is true."""
-        async with asyncio.timeout(timeout_s):
+        async with asyncio.timeout(scaled(timeout_s)):
             while not await self.ask(expression):
                 await asyncio.sleep(poll_s)
 
@@ -140,7 +142,7 @@ async def open_page(folder: Path) -> AsyncIterator[Page]:
 
 
 async def _await_port(file: Path) -> int:
-    async with asyncio.timeout(COMMAND_TIMEOUT_S):
+    async with asyncio.timeout(scaled(COMMAND_TIMEOUT_S)):
         while not (file.exists() and (lines := file.read_text().split())):
             await asyncio.sleep(POLL_S)
     return int(lines[0])

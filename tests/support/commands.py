@@ -10,6 +10,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from tests.support.environments import CHECKOUT
+from tests.support.waiting import communicate
 
 COMMAND_TIMEOUT_S = 110.0
 PROGRAM = (sys.executable, "-m", "areal_hpc")
@@ -22,15 +23,16 @@ def run_program(
     timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
     """How a program ended, and what it said; its environment is ours unless given."""
-    return subprocess.run(
+    with subprocess.Popen(
         [*map(str, words)],
         cwd=folder,
         env=environ,
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=timeout_s,
-        check=False,
-    )
+    ) as process:
+        output, errors = communicate(process, timeout_s)
+    return subprocess.CompletedProcess(process.args, process.returncode, output, errors)
 
 
 def areal_hpc(

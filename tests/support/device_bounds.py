@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 VALUE_BOUNDS = {"float32": 1e-4, "bfloat16": 3e-2}
@@ -40,7 +41,7 @@ def _run(command: list[str], device: str) -> None:
     environ = {"OMP_NUM_THREADS": "1", **os.environ}
     if device == "cpu":
         environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
-    subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=540)
+    subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=scaled(540))
 
 
 def attention_is_plain_attention(found: Findings) -> None:

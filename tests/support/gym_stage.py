@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 
 from tests.support.chatml import byte_level_tokenizer
+from tests.support.deadlines import scaled
 from tests.support.lone_proxy import LoneProxy
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
 
@@ -34,7 +35,7 @@ class GymStage:
         _, key = self.proxy.open_session()
 
         async def run() -> Any:
-            async with httpx.AsyncClient(timeout=60) as http_client:
+            async with httpx.AsyncClient(timeout=scaled(60)) as http_client:
                 try:
                     return await agent.run(
                         data,

@@ -14,6 +14,7 @@ from areal_hpc.rundir.allocation_note import AllocationNote, find_live_launcher_
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import PROGRAM, areal_hpc, said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import CUT_DOWN, LIGHT, processes_of
@@ -24,14 +25,15 @@ TWO_NODES = ("--nodes=2", "--mem=6000M", "--gpus-per-node=2")
 ONE_NODE = ("--nodes=1", "--mem=6000M", "--gpus-per-node=2")
 RECIPE = ("recipes/quickstart.yaml", "--in-allocation", "trainer.parallel.dp=1")
 LOOK_PERIOD_S = 15
-LEAD_S = 24
+STOP_GRACE_S = scaled(6)
+LEAD_S = scaled(24)
 """What the launcher needs before an allocation's end: the grace below, 10 s, a save, and some."""
 SMALL = (
     *(*CUT_DOWN, *LIGHT, "sft.total_steps=5", "evaluation.every_steps=0"),
     # It has learned next to nothing, which `why` would name besides the reason for a stop.
     "alerts.no_signal_steps=null",
     # Steps ask for GPUs then, as many as there would be with CUDA; what computes has processors.
-    *("trainer.device=auto", "inference.device=auto", "cluster.stop_grace_s=6"),
+    *("trainer.device=auto", "inference.device=auto", f"cluster.stop_grace_s={STOP_GRACE_S}"),
 )
 NO_END = 5000
 """Steps that no test waits for."""
@@ -73,7 +75,7 @@ class HeldRun:
         finally:
             if self.salloc.poll() is None:
                 self.salloc.terminate()
-            self.salloc.wait(60)
+            self.salloc.wait(scaled(60))
 
     def said(self) -> str:
         return self._log.read_text()
@@ -81,7 +83,7 @@ class HeldRun:
     def end(self, timeout_s: float) -> int:
         """The exit code of the command, which salloc hands on."""
         assert self.salloc is not None
-        return self.salloc.wait(timeout_s)
+        return self.salloc.wait(scaled(timeout_s))
 
     def read_note(self) -> AllocationNote:
         note = find_live_launcher_note(self.paths)

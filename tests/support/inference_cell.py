@@ -22,6 +22,7 @@ from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 from tests.support.chatml import write_model_dir
+from tests.support.deadlines import Deadline, scaled
 from tests.support.process_commands import command_of, is_scheduler, start_job_process
 
 VOCABULARY = 300
@@ -77,7 +78,7 @@ class Cell:
             endpoint = wait_for_endpoint(
                 paths.rendezvous_dir,
                 f"control-{self.name}",
-                20,
+                scaled(20),
                 is_cancelled=lambda: self.job.poll() is not None,
             )
         except ClusterError:
@@ -87,14 +88,14 @@ class Cell:
         self.relay = httpx.Client(
             base_url=endpoint.url,
             auth=SignedAuth(RequestSigner(self.service_key, f"control-{self.name}")),
-            timeout=30,
+            timeout=scaled(30),
             trust_env=False,
         )
         self._relays.append(self.relay)
 
     def stop(self) -> None:
         self.job.send_signal(signal.SIGTERM)
-        self.job.wait(10)
+        self.job.wait(scaled(30))
         for relay in self._relays:
             relay.close()
 
@@ -109,10 +110,10 @@ class Cell:
         *,
         timeout_s: float = START_TIMEOUT_S,
     ) -> ReplicaView:
-        give_up_at = time.monotonic() + timeout_s
+        deadline = Deadline(timeout_s)
         while not wanted(view := self.replica(index)):
             assert self.job.poll() is None, self.logs()
-            assert time.monotonic() < give_up_at, f"{view}\n{self.logs()}"
+            assert not deadline.is_over(), f"{view}\n{self.logs()}"
             time.sleep(0.05)
         return view
 
@@ -158,7 +159,7 @@ class Cell:
             "url": f"{view.url}/generate",
             "json": body | more,
             "headers": {"authorization": f"Bearer {view.keys.api}"},
-            "timeout": CALL_TIMEOUT_S,
+            "timeout": scaled(CALL_TIMEOUT_S),
             "trust_env": False,
         }
 

@@ -30,6 +30,7 @@ from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaView
 from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support.commands import write_program
+from tests.support.deadlines import Deadline, scaled
 from tests.support.process_commands import start_job_process
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, write_recipe
@@ -93,8 +94,8 @@ class LightRun:
         schedule = {"total_steps": total_steps, "batch_size": BATCH_TICKETS}
         write_recipe(self.paths, {**TRAINER, **schedule})
         self._service_key = rendezvous.ensure_service_key(self.paths.service_key)
-        self._client = WireClient("", timeout_s=CALL_TIMEOUT_S)
-        self.http = httpx.Client(timeout=CALL_TIMEOUT_S, trust_env=False)
+        self._client = WireClient("", timeout_s=scaled(CALL_TIMEOUT_S))
+        self.http = httpx.Client(timeout=scaled(CALL_TIMEOUT_S), trust_env=False)
         for service, config in self._build_configs(proxy or {}).items():
             self._config_path(service).write_text(json.dumps(config))
             self.start(service)
@@ -115,7 +116,7 @@ class LightRun:
                 "n_train_tasks": 1000,
                 "evaluation_sets": {"valid": {"number": 0, "n_tasks": 5}},
                 "total_steps": self.total_steps,
-                "cell_timeout_s": CELL_TIMEOUT_S,
+                "cell_timeout_s": scaled(CELL_TIMEOUT_S),
             },
             "inference": {
                 "run_dir": run_dir,
@@ -174,7 +175,7 @@ class LightRun:
             process.terminate()
         for process in self._processes.values():
             try:
-                process.wait(20.0)
+                process.wait(scaled(20.0))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
@@ -208,14 +209,14 @@ class LightRun:
         self, service: str, route: str, request: msgspec.Struct | None, reply: type[ReplyT]
     ) -> ReplyT:
         """A signed call, repeated while the service is away."""
-        give_up_at = time.monotonic() + PATIENCE_S
+        deadline = Deadline(PATIENCE_S)
         while True:
             try:
                 url = f"{self.url(service)}{route}"
                 return self._client.call(url, request, reply, signer=self.signer(service))
             except (ClusterError, OSError) as error:
                 status = getattr(error, "status", 503)
-                if time.monotonic() > give_up_at or status < 500:
+                if status < 500 or deadline.is_over():
                     raise
                 time.sleep(0.1)
 
@@ -223,9 +224,9 @@ class LightRun:
 
     def play(self, tickets: int) -> None:
         """Play so many tickets to their end."""
-        done, give_up_at = 0, time.monotonic() + PATIENCE_S
+        done, deadline = 0, Deadline(PATIENCE_S)
         while done < tickets:
-            assert time.monotonic() < give_up_at, f"nothing is granted: {self.said()}"
+            assert not deadline.is_over(), f"nothing is granted: {self.said()}"
             for grant in self._lease(tickets - done):
                 self._held.append(grant.ref)
                 self._play_ticket(grant)

@@ -11,6 +11,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from areal_hpc.wire.signing import RequestSigner
+from tests.support.deadlines import scaled
 from tests.support.spoiled_signatures import DEFECTS, SignatureDefect, sign
 
 HANG_S = 20.0
@@ -197,8 +198,8 @@ class Sender:
 
     def _send(self, raw: RawCall, sent: bytes) -> str:
         host, port = self._address.hostname, self._address.port
-        with socket.create_connection((host or "", port or 0), HANG_S) as connection:
-            connection.settimeout(LEFT_AFTER_S if raw.may_wait else HANG_S)
+        with socket.create_connection((host or "", port or 0), scaled(HANG_S)) as connection:
+            connection.settimeout(LEFT_AFTER_S if raw.may_wait else scaled(HANG_S))
             try:
                 connection.sendall(sent)
                 answer = http.client.HTTPResponse(connection, method=raw.method)

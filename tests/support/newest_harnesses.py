@@ -14,6 +14,7 @@ from datetime import UTC, datetime
 from areal_hpc.agents.harness.installation import install_harness_if_outdated, query_newest_version
 from areal_hpc.agents.harness.programs import HARNESSES
 from areal_hpc.errors import ClusterError
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.results import add_results, read_results
 from tests.support.tables import markdown, write_table
@@ -55,7 +56,7 @@ def play(name: str) -> str:
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
-        timeout=PLAY_TIMEOUT_S,
+        timeout=scaled(PLAY_TIMEOUT_S),
     )
     if played.returncode == 0:
         return "passes"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 
@@ -64,4 +65,4 @@ def rank_server(python: Path = Path(sys.executable)) -> Iterator[RankServer]:
         finally:
             assert process.stdin is not None
             process.stdin.close()
-            process.wait(timeout=30)
+            process.wait(timeout=scaled(30))

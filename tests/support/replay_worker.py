@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # before anything of Megatron
+from tests.support.deadlines import scaled
 
 # isort: split
 from areal_hpc.errors import ArealError
@@ -209,7 +210,7 @@ def launch(scenario: Scenario) -> list[int]:
             if done:
                 codes[pid] = os.waitstatus_to_exitcode(status)
         if any(codes.values()):
-            give_up_at = min(give_up_at, time.monotonic() + KILL_GRACE_S)
+            give_up_at = min(give_up_at, time.monotonic() + scaled(KILL_GRACE_S))
         if time.monotonic() > give_up_at:
             for pid in set(pids) - set(codes):
                 os.kill(pid, signal.SIGKILL)

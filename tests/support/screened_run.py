@@ -10,6 +10,7 @@ from pathlib import Path
 
 from areal_hpc.rundir.paths import RunPaths
 from tests.support import broken_agents
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import processes_of
 from tests.support.waiting import wait_for
@@ -67,7 +68,7 @@ class ScreenedRun:
         return line
 
     def end(self) -> int:
-        code = self.process.wait(END_TIMEOUT_S)
+        code = self.process.wait(scaled(END_TIMEOUT_S))
         self._reader.join(10.0)
         assert self.process.stdout is not None
         self.process.stdout.close()

@@ -29,6 +29,7 @@ from areal_hpc.weights.replicas_by_sender import ReplicasBySender
 from areal_hpc.weights.sender import WeightSender
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
+from tests.support.deadlines import scaled
 from tests.support.weight_updates import await_outdated, specs_of
 
 RANKS = 2
@@ -58,7 +59,7 @@ def main() -> None:
     if config["backend"] == nccl_like.BACKEND:
         nccl_like.register()
     store = dist.FileStore(config["store"], RANKS)  # type: ignore[attr-defined]
-    limit = timedelta(seconds=120)
+    limit = timedelta(seconds=scaled(120))
     dist.init_process_group("gloo", store=store, rank=rank, world_size=RANKS, timeout=limit)
     end = (settings, config["service_key"], config["backend"], torch.device("cpu"), directory)
     publisher = Publisher(settings, directory, config["cells"], *end[1:]) if rank == 0 else None

@@ -13,6 +13,7 @@ import psutil
 
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import audit_of
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.run_files import logs_of
 from tests.support.waiting import wait_for
@@ -96,11 +97,13 @@ class SmallRun:
         """The exit code. A run that is not over by then is stopped, and the test fails."""
         assert self.process is not None
         try:
-            return self.process.wait(timeout_s)
+            return self.process.wait(scaled(timeout_s))
         except subprocess.TimeoutExpired:
             os.killpg(self.process.pid, signal.SIGINT)
-            self.process.wait(STOP_TIMEOUT_S)
-            raise AssertionError(f"not over after {timeout_s:g} s:\n{self.said()}") from None
+            self.process.wait(scaled(STOP_TIMEOUT_S))
+            raise AssertionError(
+                f"not over after {scaled(timeout_s):.4g} s:\n{self.said()}"
+            ) from None
 
     def finish(self) -> None:
         """Start, and expect the run to complete."""

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from tests.support.commands import start_areal_hpc
+from tests.support.deadlines import scaled
 
 
 def start_view_server(place: Path, environ: Mapping[str, str]) -> tuple[subprocess.Popen[str], str]:
@@ -30,5 +31,5 @@ def serving_pages(place: Path, environ: Mapping[str, str]) -> Iterator[str]:
         yield url
     finally:
         server.send_signal(signal.SIGINT)
-        server.communicate(timeout=30)
+        server.communicate(timeout=scaled(30))
     assert server.returncode == 0

@@ -14,6 +14,7 @@ from areal_hpc.weights.discovery import ReplicaKey
 from areal_hpc.weights.publisher import Publisher
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.deadlines import Deadline
 
 AWAIT_S = 20.0
 
@@ -56,9 +57,9 @@ def await_outdated(
     publisher: Publisher, version: WeightVersion, at_least: int = 1
 ) -> list[ReplicaKey]:
     """The replicas that lack the version; a control proxy that was slow once is asked again."""
-    give_up_at = time.monotonic() + AWAIT_S
+    deadline = Deadline(AWAIT_S)
     while len(replicas := publisher.discover_outdated_training_replicas(version)) < at_least:
-        if time.monotonic() > give_up_at:
+        if deadline.is_over():
             break
         time.sleep(0.05)
     return replicas

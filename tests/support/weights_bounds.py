@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 Findings = dict[str, Any]
@@ -30,7 +31,7 @@ def run_weights_worker(device: str, report: Path) -> Findings:
         environ |= {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
     elif kernel := find_sglang_kernel():
         command.append(str(kernel))
-    subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=400)
+    subprocess.run(command, cwd=CHECKOUT, env=environ, check=True, timeout=scaled(400))
     found: Findings = json.loads(report.read_text())
     return found
 

@@ -21,6 +21,7 @@ from areal_hpc.sandbox.runtimes.guest_environment import GUEST_VARIABLES
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 from tests.support.attacks import tool
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 TOOL = Path(tool.__file__)
@@ -88,7 +89,7 @@ class Hostile:
             broke += await self._read_results(name, sandbox)
         except SandboxLostError as error:
             held = [f"the sandbox ended: {error}".partition(" while it ran")[0]]
-        await asyncio.wait_for(sandbox.stop(), 60)
+        await asyncio.wait_for(sandbox.stop(), scaled(60))
         if forks.done():
             broke.append("another process of this machine could not be started")
         forks.cancel()
@@ -119,7 +120,7 @@ class Hostile:
         broke = []
         for kind in ("pipe", "link", "endless", "folder", "device"):
             try:
-                found = await asyncio.wait_for(sandbox.get(f"result-{kind}"), 20)
+                found = await asyncio.wait_for(sandbox.get(f"result-{kind}"), scaled(20))
                 broke.append(f"result-{kind} was read: {found[:20]!r}")
             except OSError:
                 continue
