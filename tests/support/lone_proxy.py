@@ -1,14 +1,13 @@
 """`areal-hpc proxy` as a process of its own."""
 
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import IO
 
 import httpx
 
 from tests.support.chatml import write_model_dir
+from tests.support.deadlines import scaled
+from tests.support.forked_processes import fork_module
 
 
 class LoneProxy:
@@ -18,7 +17,7 @@ class LoneProxy:
         self.key_file = folder / "admin.key"
         self.log = folder / "proxy.log"
         self._argv = [
-            *(sys.executable, "-m", "areal_hpc", "proxy", "--port", "0"),
+            *("areal_hpc", "proxy", "--port", "0"),
             *(word for url in urls for word in ("--upstream", url)),
             *("--tokenizer", str(write_model_dir(folder / "model"))),
             *("--admin-key-file", str(self.key_file), "--context-length", "2048", *arguments),
@@ -27,18 +26,11 @@ class LoneProxy:
 
     def start(self) -> None:
         with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                self._argv, stdout=subprocess.PIPE, stderr=log, text=True
-            )
+            self.process, self.stdout = fork_module(self._argv, log)
         first = self.stdout.readline()
         assert first, self.log.read_text()
         self.url = first.split("listens on ")[1].split(",")[0]
         self.welcome = first + "".join(self.stdout.readline() for _ in range(3))
-
-    @property
-    def stdout(self) -> IO[str]:
-        assert self.process.stdout is not None
-        return self.process.stdout
 
     def kill(self) -> None:
         self.process.kill()  # nothing, if it has ended
@@ -50,7 +42,7 @@ class LoneProxy:
     def post(self, route: str, body: object, key: str | None = None) -> httpx.Response:
         key = key or self.key_file.read_text()
         headers = {"authorization": f"Bearer {key}"}
-        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=60)
+        return httpx.post(f"{self.url}{route}", json=body, headers=headers, timeout=scaled(60))
 
     def open_session(self) -> tuple[str, str]:
         """(session id, key)."""

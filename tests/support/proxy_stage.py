@@ -4,7 +4,6 @@ import http.client
 import itertools
 import json
 import signal
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -35,7 +34,8 @@ from areal_hpc.wire.replicas import ReplicaState
 from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
-from tests.support.process_commands import start_job_process
+from tests.support.deadlines import scaled
+from tests.support.forked_processes import ForkedProcess, fork_job_process
 from tests.support.scripted_sglang import (
     CELL,
     LoopThread,
@@ -53,7 +53,7 @@ PATIENCE_S = 180.0
 class Stage:
     """A run directory with relay, ledger, one scripted SGLang and a proxy process.
 
-    `config` is more of the proxy's own.
+    `config` is more of the proxy's own, `constants` are limits of its modules.
     """
 
     def __init__(
@@ -63,9 +63,11 @@ class Stage:
         model_dir: Path | None = None,
         context_tokens: int = 2048,
         max_open_files: int = 0,
+        constants: Mapping[str, int] | None = None,
         **config: Any,
     ) -> None:
         self._max_open_files = max_open_files
+        self._constants = constants
         self.paths = RunPaths(root / "run")
         self.admin_key = rendezvous.ensure_admin_key(self.paths.admin_key)
         self.service_key = rendezvous.ensure_service_key(self.paths.service_key)
@@ -94,8 +96,8 @@ class Stage:
                 "shards": {**shards, **config.get("shards", {})},
             }
         )
-        self.http = httpx.Client(timeout=PATIENCE_S, trust_env=False)
-        self._process: subprocess.Popen[bytes] | None = None
+        self.http = httpx.Client(timeout=scaled(PATIENCE_S), trust_env=False)
+        self._process: ForkedProcess | None = None
         self.start_proxy()
 
     @property
@@ -122,8 +124,12 @@ class Stage:
     def start_proxy(self) -> None:
         """Start it and wait until it answers and routes."""
         entry = "areal_hpc.proxy.job:run"
-        process = start_job_process(
-            entry, self._config_path, self._log_path, max_open_files=self._max_open_files
+        process = fork_job_process(
+            entry,
+            self._config_path,
+            self._log_path,
+            max_open_files=self._max_open_files,
+            constants=self._constants,
         )
         self._process = process
 
@@ -158,7 +164,7 @@ class Stage:
         """SIGTERM."""
         assert self._process is not None
         self._process.send_signal(signal.SIGTERM)
-        assert self._process.wait(PATIENCE_S) == 0, self.log
+        assert self._process.wait(scaled(PATIENCE_S)) == 0, self.log
 
     def close(self) -> None:
         if self._process is not None and self._process.poll() is None:
@@ -232,7 +238,7 @@ class Stage:
     def catch_up(self) -> None:
         """Return when the proxy has read all that came before: it takes connections in turn."""
         for _ in range(2):
-            httpx.get(f"{self.url}/healthz", timeout=PATIENCE_S, trust_env=False)
+            httpx.get(f"{self.url}/healthz", timeout=scaled(PATIENCE_S), trust_env=False)
 
     # A driver's calls -----------------------------------------------------------------------
 
@@ -248,7 +254,7 @@ class Stage:
     def begin(self, route: str, body: Any, key: str | None = None) -> http.client.HTTPConnection:
         """A call that waits at the proxy on return; its answer comes by this connection."""
         parts = urlsplit(self.url)
-        connection = http.client.HTTPConnection(parts.netloc, timeout=PATIENCE_S)
+        connection = http.client.HTTPConnection(parts.netloc, timeout=scaled(PATIENCE_S))
         content = msgspec.json.encode(body)
         headers = {"authorization": self.authorize(route, content, key)}
         connection.request("POST", route, content, headers)

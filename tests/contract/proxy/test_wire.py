@@ -17,7 +17,7 @@ from tests.support.scripted_sglang import Script
 ANTHROPIC = {"anthropic-version": "2023-06-01"}
 
 
-@pytest.mark.parametrize("name", ["tiny", "my/served-model", "Qwen/Qwen3-4B"])
+@pytest.mark.parametrize("name", ["tiny", "my/served-model"])
 def test_both_sdks_find_the_model_under_any_name(stage: Stage, key: str, name: str) -> None:
     with stage.client(key) as client:
         assert client.models.retrieve(name).id == name
@@ -193,7 +193,7 @@ def test_older_calls_are_read_as_newer_ones(stage: Stage, key: str) -> None:
     assert "<|im_start|>tool\n7" in stage.prompt_of(stage.sglang.requests[0])
 
 
-@pytest.mark.parametrize("given", [{"x": 3}, '{"x": 3}', [3], 3, "3 +", "", None, 2**70])
+@pytest.mark.parametrize("given", ['{"x": 3}', [3], "3 +", None, 2**70])
 def test_arguments_that_are_no_object_are_kept(stage: Stage, key: str, given: Any) -> None:
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": given}}
     history = [
