@@ -12,6 +12,7 @@ from areal_hpc.rundir.paths import RunPaths
 from tests.integration.trainer.conftest import STEPS
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import claim_dropout, sft_config
+from tests.support.thoroughness import choose
 
 COMMITS = ["step_00000004", "step_00000006"]
 
@@ -39,6 +40,19 @@ KILLS = [
     (2, 1, "checkpoint.while_writing@2", {2}),
     (2, 0, "checkpoint.before_rename@2", {2}),
 ]
+REPRESENTATIVES = [
+    *(
+        (1, 0, fault, ONE_RANK[fault])
+        for fault in (
+            "train.before_forward@10",
+            "optimizer.before_step@7",
+            "checkpoint.while_writing@2",
+            "checkpoint.after_rename@3",
+        )
+    ),
+    (2, 1, "optimizer.before_step@7", {0, 2}),
+]
+"""Before and within a step, within a checkpoint and after it; and one rank of two."""
 
 
 def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> TaskExit:
@@ -74,7 +88,7 @@ def check_complete(paths: RunPaths, outcome: TaskExit, began_at: set[int]) -> No
     )
 
 
-@pytest.mark.parametrize(("dp", "rank", "fault", "began_at"), KILLS)
+@pytest.mark.parametrize(("dp", "rank", "fault", "began_at"), choose(KILLS, *REPRESENTATIVES))
 def test_a_run_that_loses_a_rank_ends_with_the_same_bits(
     ranks: RankServer,
     paths: RunPaths,

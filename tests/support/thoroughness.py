@@ -1,0 +1,21 @@
+"""How much of a matrix a run goes through: representatives, or in the thorough profile all of it.
+
+`make nightly` runs the tests with HYPOTHESIS_PROFILE=thorough.
+"""
+
+import os
+from collections.abc import Iterable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def is_thorough() -> bool:
+    return os.environ.get("HYPOTHESIS_PROFILE") == "thorough"
+
+
+def choose(every: Iterable[T], *representatives: T) -> list[T]:
+    """All cases in the thorough profile, else those that stand for them."""
+    cases = list(every)
+    assert all(one in cases for one in representatives)
+    return cases if is_thorough() else list(representatives)
