@@ -1,7 +1,6 @@
 """Recipes from YAML files, site files and overrides."""
 
 import contextlib
-import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import combinations
@@ -22,6 +21,7 @@ from pydantic import ValidationError
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.recipe.base import explain_validation_errors
 from areal_hpc.recipe.cross_checks import find_conflicts
+from areal_hpc.recipe.files import EXTENDS_KEY, find_recipe_file, list_recipe_files, read_yaml
 from areal_hpc.recipe.presets import PRESET_KEY, drop_values_of_former_preset
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
@@ -54,17 +54,15 @@ def load_recipe(
 ) -> Recipe:
     """The recipe of a file: overrides win over it, and it wins over the keys of a site file.
 
+    Where there is no such file, the path may be the name of a shipped recipe, as `quickstart` is.
+
     Raises:
         RecipeError: Every problem of the recipe at once: unknown keys with the nearest known
             one, wrong types with expected and got, values that do not fit together.
     """
-    path = Path(path)
-    if path.is_dir():
-        raise RecipeError(f"{path} is a folder, expected a recipe", hint=f"ls {path / '*.yaml'}")
-    if not path.is_file():
-        raise RecipeError(f"there is no recipe at {path}", hint=_suggest_recipe(path))
+    path = find_recipe_file(Path(path))
     trees = [] if site is None else [OmegaConf.create({"cluster": read_site_file(site)})]
-    tree, given = _read_yaml(path), parse_overrides(overrides)
+    tree, given = _read_with_bases(path), parse_overrides(overrides)
     remove_replaced_sources(tree, given)
     tree = drop_keys_invalidated_by_overrides(tree, given)
     try:
@@ -76,6 +74,24 @@ def load_recipe(
     except (OmegaConfBaseException, ValueError) as error:
         raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
     return build_recipe(values)
+
+
+def _read_with_bases(path: Path) -> DictConfig:
+    """The keys of a file, merged over those of the files that it extends."""
+    first, *others = [read_yaml(file) for file in reversed(list_recipe_files(path))]
+    for tree in (first, *others):
+        tree.pop(EXTENDS_KEY, None)
+    for tree in others:
+        first = _merge_over(first, tree)
+    return first
+
+
+def _merge_over(tree: DictConfig, given: DictConfig) -> DictConfig:
+    """A recipe's keys with others that win; what they replace or make meaningless is left out."""
+    remove_replaced_sources(tree, given)
+    merged = _merge_trees(drop_keys_invalidated_by_overrides(tree, given), given)
+    assert isinstance(merged, DictConfig)
+    return merged
 
 
 def _merge_trees(*trees: DictConfig) -> DictConfig | ListConfig:
@@ -131,16 +147,6 @@ def _find_missing_keys(value: object, key: str = "") -> Iterator[str]:
             yield from _find_missing_keys(one, f"{key}[{number}]")
 
 
-def _suggest_recipe(path: Path) -> str:
-    """What to try instead of a file that is not there: one with a like name, else a list."""
-    folder = path.parent if path.parent.is_dir() else Path()
-    names = [one.name for one in sorted(folder.glob("*.yaml"))]
-    near = difflib.get_close_matches(path.name, names, n=1)
-    if near:
-        return f"did you mean {folder / near[0]}?"
-    return f"ls {folder / '*.yaml'}"
-
-
 def _build_interpolation_error(error: InterpolationResolutionError, path: Path) -> RecipeError:
     """What a `${...}` of a recipe lacks: an environment variable, or another key."""
     variable = _MISSING_VARIABLE_PATTERN.search(str(error))
@@ -174,7 +180,7 @@ def read_site_file(path: Path) -> DictConfig:
     """
     if not path.is_file():
         raise RecipeError(f"there is no site file at {path}", hint="ls slurm/sites/")
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     try:
         ClusterConfig.model_validate(_resolve_site(tree, path))
     except ValidationError as error:
@@ -214,22 +220,6 @@ def _resolve_known(node: Any) -> Any:
         ):
             found[key] = _resolve_known(node[key])
     return found
-
-
-def _read_yaml(path: Path) -> DictConfig:
-    try:
-        tree = OmegaConf.load(path)
-    except (OmegaConfBaseException, ValueError) as error:
-        raise RecipeError(f"{path} cannot be read: {error}", key=str(path)) from error
-    except PermissionError as error:
-        hint = "ask its owner for a copy without secrets, or run this as its owner"
-        raise RecipeError(f"{path} may not be read", key=str(path), hint=hint) from error
-    except (yaml.YAMLError, OSError) as error:  # OSError: a number, or a text
-        hint = "mend the line that is named"
-        raise RecipeError(f"{path} is not YAML: {error}", key=str(path), hint=hint) from error
-    if not OmegaConf.is_dict(tree):
-        raise RecipeError(f"{path} holds a list, expected keys and values", key=str(path))
-    return tree
 
 
 def parse_overrides(overrides: Sequence[str]) -> DictConfig:

@@ -25,6 +25,10 @@ def render_key_table() -> str:
         "",
         "Made by `areal-hpc recipe-keys`. Override any on the command line with `key=value`.",
         "",
+        "A file may begin with `extends: OTHER`, a path relative to it or the name of a shipped",
+        "recipe (`areal-hpc recipes`): its own keys are then merged over those of OTHER. A list is",
+        "replaced as a whole, and null takes an optional section out.",
+        "",
         "| key | type | default | meaning |",
         "|---|---|---|---|",
     ]
