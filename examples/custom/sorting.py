@@ -1,6 +1,6 @@
 """Everything of one's own: tasks from a function, a reward, and a filter of groups.
 
-`recipes/sorting.yaml` names them.
+`recipes/gpu8_own_task_qwen2.5_1.5b.yaml` names them.
 """
 
 import random

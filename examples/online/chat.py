@@ -1,6 +1,6 @@
 """A chat program whose user is the reward: what a product would do with an online run.
 
-areal-hpc run recipes/online_chat.yaml     # in another terminal, or submit it
+areal-hpc run recipes/gpu8_online_qwen2.5_1.5b.yaml     # in another terminal, or submit it
 python examples/online/chat.py runs/online/chat
 
 Shows a question and the model's reply. `y` or `n` says whether it was good, and that is trained;

@@ -232,7 +232,7 @@ def test_demonstrations_of_blackjack_look_like_the_gym(play: Any) -> None:
 def test_a_tiny_model_learns_to_play_blackjack(tmp_path: Path) -> None:
     said_by(
         areal_hpc(
-            *("run", "recipes/gym_blackjack.yaml", f"cluster.fileroot={tmp_path}"),
+            *("run", "recipes/cpu_blackjack.yaml", f"cluster.fileroot={tmp_path}"),
             f"rollout.workflow_kwargs.python={python_of('gymnasium')}",
             timeout_s=1700,
         )

@@ -20,7 +20,7 @@ LOGPROB_GAP = "logprob/engine_trainer_max_abs_diff"
 
 
 def test_a_harness_task_is_learnt(tmp_path: Path) -> None:
-    command = ("run", "recipes/harness_lookup.yaml", f"cluster.fileroot={tmp_path}")
+    command = ("run", "recipes/cpu_harness.yaml", f"cluster.fileroot={tmp_path}")
     began = time.monotonic()
     said_by(areal_hpc(*command, timeout_s=LONGEST_RUN_S))
     print(f"took {time.monotonic() - began:.0f} s")

@@ -63,8 +63,8 @@ FRESH, OLD, DECOUPLED, NAIVE_RUN = AGES
 LEARNS = f"""# Does the quick start learn?
 
 Held-out reward (greedy, {HELD_OUT_TASKS:,} tasks that no training saw) before and after 25 steps of
-reinforcement learning, on two CPU cores. `ppo` is `recipes/quickstart_ppo.yaml`, with a critic;
-`opd` is `recipes/quickstart_opd.yaml`, {HALF_WAY} steps with a teacher and without a reward.
+reinforcement learning, on two CPU cores. `ppo` is `recipes/variants/ppo.yaml`, with a critic;
+`opd` is `recipes/variants/opd.yaml`, {HALF_WAY} steps with a teacher and without a reward.
 `make acceptance` measures it and writes this page.
 Brackets: 95 % intervals, Wilson's for a run, Student's for means over the three seeds.
 
@@ -261,7 +261,7 @@ def test_the_quick_start_learns(seed: int, results: dict[str, Any], tmp_path: Pa
 def test_the_asynchronous_quick_start_learns_from_replies_of_mixed_versions(
     results: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = results["asynchronous seed 1"] = train("quickstart_async", 1, tmp_path)
+    run = results["asynchronous seed 1"] = train("variants/async", 1, tmp_path)
     assert run["end"] >= 0.80
     assert run["engine_trainer_max_abs_diff"] <= 1e-4
     assert run["replies_over_two_versions"] > 0
@@ -271,7 +271,7 @@ def test_the_asynchronous_quick_start_learns_from_replies_of_mixed_versions(
 def test_the_quick_start_learns_with_a_critic(
     seed: int, results: dict[str, Any], tmp_path: Path
 ) -> None:
-    run = results[f"ppo seed {seed}"] = train("quickstart_ppo", seed, tmp_path)
+    run = results[f"ppo seed {seed}"] = train("variants/ppo", seed, tmp_path)
     assert run["start"] <= 0.45
     assert run["end"] >= 0.95
     assert run["compared_tokens"] == run["sampled_tokens"]
@@ -285,7 +285,7 @@ def test_the_quick_start_learns_from_a_teacher_alone(
     paths = half_way(seed)
     teacher = paths.export_dir(format_step_dir(HALF_WAY))
     models = f"model.path={paths.sft_export}", f"trainer.objective.teacher.path={teacher}"
-    run = results[f"opd seed {seed}"] = train("quickstart_opd", seed, tmp_path, "sft=null", *models)
+    run = results[f"opd seed {seed}"] = train("variants/opd", seed, tmp_path, "sft=null", *models)
     assert run["start"] <= 0.45
     assert run["end"] >= 0.95
 

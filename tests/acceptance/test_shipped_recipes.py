@@ -24,7 +24,7 @@ LEAST_GAIN = 0.3
 
 @pytest.mark.parametrize("recipe", ["disk_transport", "off_policy", "partial_groups"])
 def test_a_recipe_learns_and_raises_no_failure(recipe: str, tmp_path: Path) -> None:
-    command = ("run", f"recipes/{recipe}.yaml", f"cluster.fileroot={tmp_path}")
+    command = ("run", f"recipes/variants/{recipe}.yaml", f"cluster.fileroot={tmp_path}")
     said_by(areal_hpc(*command, timeout_s=RUN_TIMEOUT_S))
     paths = RunPaths(tmp_path / "quickstart" / recipe)
     said_by(areal_hpc("status", paths.root))  # exits with 1 for an alert that is a failure
@@ -43,7 +43,7 @@ def test_commands_in_sandboxes_are_learned_on_harbors_tasks(tmp_path: Path) -> N
     assert "64 tasks, 0 whose tests" in checked
     said_by(
         areal_hpc(
-            *("run", "recipes/quickstart_harbor.yaml", f"cluster.fileroot={tmp_path}"),
+            *("run", "recipes/cpu_harbor.yaml", f"cluster.fileroot={tmp_path}"),
             f"train_dataset.harbor={tmp_path / 'sums'}",
             f"valid_dataset.harbor={tmp_path / 'sums-held-out'}",
             timeout_s=RUN_TIMEOUT_S,

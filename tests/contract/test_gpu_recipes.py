@@ -16,6 +16,7 @@ from areal_hpc.cli.main import main
 from areal_hpc.jobs.node.gpus import VisibleGpus
 from areal_hpc.launch.resources.gpu_assignment import find_gpu_shortages
 from areal_hpc.recipe.loading import load_recipe
+from areal_hpc.recipe.shipped import list_shipped_recipes, parse_header
 from areal_hpc.recipe.user_functions import load_user_function
 from areal_hpc.rollout.agent import load_agent
 from areal_hpc.trainer.model.families.architecture import find_layout_problems, read_architecture
@@ -24,21 +25,26 @@ from tests.support.environments import CHECKOUT
 
 MODELS = CHECKOUT / "tests" / "samples" / "models"
 COMMIT = "89abcdef" * 5
-ON_ONE_NODE = (
-    *("gsm8k_anthropic", "gsm8k_camel", "gsm8k_langchain", "gsm8k_qwen2.5_1.5b"),
-    *("gsm8k_qwen3_0.6b", "gsm8k_team", "gsm8k_tools"),
-    *("hotpotqa_search", "online_chat", "sorting"),
-)
+GSM8K = "gpu8_gsm8k_qwen3_0.6b"
 NODES = {
-    "agentic_code_8b_32k": 2,
-    "agentic_code_32b": 16,
-    "agentic_code_32b_128k": 8,
-    "harbor_code_32b": 16,
-    "harbor_terminal_32b": 16,
-    "math_7b": 8,
-    **dict.fromkeys(ON_ONE_NODE, 1),
+    "gpu128_code_qwen3_32b": 16,
+    "gpu128_harbor_qwen3_32b": 16,
+    "gpu16_code_qwen3_8b": 2,
+    "gpu64_math_qwen2.5_7b": 8,
+    GSM8K: 1,
+    "gpu8_online_qwen2.5_1.5b": 1,
+    "gpu8_own_task_qwen2.5_1.5b": 1,
+    "gpu8_search_qwen2.5_1.5b": 1,
+    "variants/code_qwen3_32b_128k": 8,
+    "variants/terminal_qwen3_32b": 16,
 }
-NAMES = sorted(NODES)
+RECIPES = list_shipped_recipes()
+GSM8K_VARIANTS = parse_header(RECIPES[GSM8K].read_text()).overrides_by_variant
+CASES = [
+    *(pytest.param(name, (), id=name) for name in NODES),
+    *(pytest.param(GSM8K, words, id=variant) for variant, words in GSM8K_VARIANTS.items()),
+]
+"""Every recipe, and one with each of the lines that its header has for other agents."""
 FITS = """
 import inspect, json, sys
 from areal_hpc.areal.utils.dynamic_import import import_from_string
@@ -48,10 +54,6 @@ for path, kwargs in json.loads(sys.argv[1]):
     assert inspect.iscoroutinefunction(agent.run), path
 """
 """Run in the environment of agents' framework. Building CAMEL's would need the tokenizer."""
-
-
-def recipe_path(name: str) -> Path:
-    return CHECKOUT / "recipes" / f"{name}.yaml"
 
 
 @pytest.fixture(scope="session")
@@ -76,27 +78,30 @@ def plan(
         monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(cache))
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", gpus)
         with pytest.raises(SystemExit) as end:
-            main(["plan", str(recipe_path(name)), *overrides])
+            main(["plan", str(RECIPES[name]), *overrides])
         assert end.value.code == 0, capsys.readouterr().err
         return capsys.readouterr().out
 
     return ask
 
 
-def test_every_recipe_that_was_not_run_is_looked_at_here() -> None:
-    recipes = (CHECKOUT / "recipes").glob("*.yaml")
-    assert {one.stem for one in recipes if "not run here" in one.read_text()} == NODES.keys()
+def test_every_recipe_that_was_never_run_is_looked_at_here() -> None:
+    headers = {name: parse_header(path.read_text()) for name, path in RECIPES.items()}
+    never_run = {name for name, one in headers.items() if one.verified.startswith("never run")}
+    assert never_run == NODES.keys()
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(name: str, plan: Callable[..., str]) -> None:
-    said = plan(name)
+@pytest.mark.parametrize(("name", "overrides"), CASES)
+def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(
+    name: str, overrides: tuple[str, ...], plan: Callable[..., str]
+) -> None:
+    said = plan(name, *overrides)
     assert "warning" not in said
     assert "memory: unknown" not in said
     totals = [float(total) for total in re.findall(r"total +([\d.]+) of 80", said)]
     assert len(totals) == 2
     assert all(10 < total < 72 for total in totals), said
-    recipe = load_recipe(recipe_path(name))
+    recipe = load_recipe(RECIPES[name], overrides)
     serving = recipe.inference.cells * recipe.inference.replicas_per_cell * recipe.inference.tp
     assert serving + recipe.trainer.parallel.world_size == 8 * NODES[name]
     assert recipe.model.hub is not None
@@ -112,16 +117,18 @@ def test_it_plans_fits_and_uses_every_gpu_of_its_nodes(name: str, plan: Callable
 
 
 def test_the_plan_shares_the_gpus_of_this_machine_out(plan: Callable[..., str]) -> None:
-    said = plan("gsm8k_qwen3_0.6b", gpus="0,1,2,3,4,5,6,7")
+    said = plan(GSM8K, gpus="0,1,2,3,4,5,6,7")
     assert "GPUs with areal-hpc run on this machine: trainer: 0 | 1 | 2 | 3\n" in said
     assert "GPUs with areal-hpc run on this machine: cell-0: 4,5,6,7\n" in said
-    said = plan("gsm8k_qwen3_0.6b", gpus="0,1")
+    said = plan(GSM8K, gpus="0,1")
     assert "areal-hpc run refuses on this machine: too few GPUs for the stage train" in said
 
 
 def test_the_agents_and_the_functions_that_they_name_exist() -> None:
     elsewhere: dict[str, list[tuple[str, dict[str, Any]]]] = defaultdict(list)
-    for recipe in map(load_recipe, map(recipe_path, NAMES)):
+    recipes = [load_recipe(RECIPES[name]) for name in NODES]
+    recipes += [load_recipe(RECIPES[GSM8K], words) for words in GSM8K_VARIANTS.values()]
+    for recipe in recipes:
         rollout, python = recipe.rollout, recipe.cluster.agents.python
         if python != "auto":
             elsewhere[python].append((rollout.workflow, rollout.workflow_kwargs))
@@ -143,23 +150,23 @@ def test_the_agents_and_the_functions_that_they_name_exist() -> None:
 
 
 def test_what_does_not_fit_or_is_missing_is_said(plan: Callable[..., str], tmp_path: Path) -> None:
-    said = plan("agentic_code_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
+    said = plan("gpu128_code_qwen3_32b", "trainer.parallel={tp: 2, pp: 1, dp: 8}")
     assert "warning: a trainer rank of stage 0 takes" in said
     assert "at: trainer.parallel" in said
-    said = plan("agentic_code_8b_32k", "trainer.recompute=none")
+    said = plan("gpu16_code_qwen3_8b", "trainer.recompute=none")
     assert "try: trainer.recompute=selective takes 75.1 GiB" in said
-    said = plan("agentic_code_8b_32k", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
+    said = plan("gpu16_code_qwen3_8b", "trainer.recompute=none", "trainer.parallel={tp: 1, dp: 8}")
     assert "try: trainer.recompute=full trainer.parallel={tp: 2, pp: 1, cp: 1, dp: 4" in said
     uneven = "trainer.parallel={tp: 8, pp: 3, cp: 2, dp: 1}"
     said = plan(
-        "agentic_code_32b", uneven, "cluster.slurm.mem=64G", "cluster.slurm.gpus_per_node=8"
+        "gpu128_code_qwen3_32b", uneven, "cluster.slurm.mem=64G", "cluster.slurm.gpus_per_node=8"
     )
     assert "64 layers on 3 stages: 21 + 22 + 21" in said
     assert "warning: the trainer job needs 71.8 GiB of host memory a node (checkpoint" in said
     assert "at: cluster.slurm.jobs.trainer.mem" in said
-    said = plan("math_7b", cache=tmp_path)
+    said = plan("gpu64_math_qwen2.5_7b", cache=tmp_path)
     assert "job trainer: 32 tasks" in said
     assert "sizes from our table: the model is not in the cache" in said
-    said = plan("math_7b", "model.hub=someone/unheard-of", cache=tmp_path)
+    said = plan("gpu64_math_qwen2.5_7b", "model.hub=someone/unheard-of", cache=tmp_path)
     assert "memory: unknown" in said
     assert "areal-hpc prefetch" in said

@@ -21,7 +21,7 @@ from areal_hpc.recipe.sections.inference import (
 from tests.support.environments import CHECKOUT
 
 SERVE_PYTHON = str(CHECKOUT / ".venvs" / "serve" / "bin" / "python")
-RECIPES = [load_recipe(path) for path in sorted((CHECKOUT / "recipes").glob("*.yaml"))]
+RECIPES = [load_recipe(path) for path in sorted((CHECKOUT / "recipes").rglob("*.yaml"))]
 WRONG = {
     "--mem-fraction-statik 0.5": ("SGLang has no option --mem-fraction-statik", "static?"),
     "--chunked-prefill-size many": ("invalid int value: 'many'", "two entries"),

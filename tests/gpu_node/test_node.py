@@ -1,7 +1,7 @@
 """A node of eight GPUs: layouts over NCCL, real servers, kills, and the first steps of a recipe.
 
 Writes `benchmarks/results/gpu_node.json`. The model of the recipe must be in the cache:
-`areal-hpc prefetch recipes/gsm8k_qwen3_0.6b.yaml` where there is a network.
+`areal-hpc prefetch recipes/gpu8_gsm8k_qwen3_0.6b.yaml` where there is a network.
 """
 
 from pathlib import Path

@@ -32,7 +32,7 @@ def render_devices() -> str:
 
 def list_gpu_recipes() -> list[Path]:
     """The shipped recipes whose trainer and servers use GPUs."""
-    paths = sorted((CHECKOUT / "recipes").glob("*.yaml"))
+    paths = sorted((CHECKOUT / "recipes").rglob("*.yaml"), key=lambda path: path.name)
     return [path for path in paths if load_recipe(path).trainer.device != "cpu"]
 
 

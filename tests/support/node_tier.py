@@ -25,7 +25,7 @@ from tests.support.killed_run import Kill
 from tests.support.parity_table import MIXTURE
 from tests.support.reference_models import hf_model
 
-RECIPE = CHECKOUT / "recipes" / "gsm8k_qwen3_0.6b.yaml"
+RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
 LAYOUTS: Mapping[str, dict[str, int]] = {
     "tp2": {"tp": 2},
     "tp4": {"tp": 4},

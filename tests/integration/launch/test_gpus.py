@@ -51,4 +51,4 @@ def test_a_recipe_of_one_node_starts_its_servers_on_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The other recipes: `tests/acceptance/test_recipes_on_gpus.py`."""
-    check_servers_get_gpus_of_their_own("gsm8k_qwen3_0.6b", tmp_path, monkeypatch)
+    check_servers_get_gpus_of_their_own("gpu8_gsm8k_qwen3_0.6b", tmp_path, monkeypatch)

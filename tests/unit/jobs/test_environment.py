@@ -8,7 +8,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.jobs import ProcessSpec
 from tests.support.environments import CHECKOUT
 
-GPU_RECIPE = CHECKOUT / "recipes" / "gsm8k_qwen3_0.6b.yaml"
+GPU_RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
 
 
 def test_both_ends_of_a_broadcast_have_the_same_settings_of_nccl() -> None:

@@ -44,7 +44,7 @@ from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from tests.support.commands import exit_code_of, write_program
 from tests.support.environments import CHECKOUT
 
-RECIPE = CHECKOUT / "recipes" / "gsm8k_qwen3_0.6b.yaml"
+RECIPE = CHECKOUT / "recipes" / "gpu8_gsm8k_qwen3_0.6b.yaml"
 NETWORK: dict[str, Any] = {"interface": "ib0", "hca": "mlx5_0"}
 BARE = NodeFacts("n01", (), "/dev/nvidia[0-9]*")
 

@@ -57,7 +57,7 @@ def test_without_gpus_for_it_a_run_on_auto_computes_on_processors() -> None:
 
 def load_32b() -> Recipe:
     return load_recipe(
-        CHECKOUT / "recipes/agentic_code_32b_128k.yaml",
+        CHECKOUT / "recipes/variants/code_qwen3_32b_128k.yaml",
         [
             f"model={{path: {CHECKOUT / 'tests/samples/models/Qwen3-32B'}, hub: null}}",
             *("trainer.parallel={tp: 8, pp: 1, cp: 2, dp: 1}", "inference.cells=1"),

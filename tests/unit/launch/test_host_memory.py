@@ -25,7 +25,7 @@ PARAMETERS = 32_762_123_264
 
 def load(*overrides: str) -> Recipe:
     model = f"model={{path: {MODEL}, hub: null}}"
-    recipe = CHECKOUT / "recipes/agentic_code_32b_128k.yaml"
+    recipe = CHECKOUT / "recipes/variants/code_qwen3_32b_128k.yaml"
     layout = "trainer.parallel={tp: 8, pp: 1, cp: 2, dp: 1}"
     return load_recipe(recipe, [model, layout, "cluster.slurm.gpus_per_node=8", *overrides])
 

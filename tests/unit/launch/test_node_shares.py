@@ -15,7 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.submit import render_script
 from tests.support.environments import CHECKOUT
 
-RECIPE = CHECKOUT / "recipes" / "math_7b.yaml"
+RECIPE = CHECKOUT / "recipes" / "gpu64_math_qwen2.5_7b.yaml"
 SMALLEST_SITE = ("cluster.slurm.partition=gpu", "cluster.slurm.gpus_per_node=8")
 
 

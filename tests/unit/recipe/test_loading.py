@@ -167,7 +167,7 @@ def test_what_fits_together_is_taken(overrides: str) -> None:
     load_recipe(QUICKSTART, overrides.split("; "))
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.name)
 def test_shipped_recipes_parse_and_resolve_to_themselves(path: Path, tmp_path: Path) -> None:
     recipe = load_recipe(path)
     assert recipe.run_dir == recipe.cluster.fileroot / recipe.experiment_name / recipe.trial_name
