@@ -166,7 +166,7 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
     signal.set_wakeup_fd(writing)
     children: set[int] = set()
     while True:
-        ready = select.select([channel, reading], [], [])[0]
+        ready = select.select([channel.fileno(), reading], [], [])[0]
         if reading in ready:
             os.read(reading, 4096)
             for pid in [*children]:
@@ -174,7 +174,7 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
                 if ended:
                     children.remove(pid)
                     channel.send(json.dumps([pid, os.waitstatus_to_exitcode(status)]).encode())
-        if channel not in ready:
+        if channel.fileno() not in ready:
             continue
         text, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 2)
         if not text:
