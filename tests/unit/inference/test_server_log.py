@@ -6,8 +6,9 @@ import sys
 from pathlib import Path
 
 from areal_hpc.inference.server.server_log_writer import MAX_HELD_BYTES, ServerLogPipe
+from tests.support.deadlines import scaled
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = scaled(30.0)
 
 
 def start_speaking(log: ServerLogPipe, size_bytes: int) -> subprocess.Popen[bytes]:

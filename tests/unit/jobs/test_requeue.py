@@ -26,6 +26,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import append_line
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
 
@@ -62,7 +63,7 @@ def test_a_job_that_is_held_without_an_answer_is_released_nevertheless(
     slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
 ) -> None:
     slurm.answer_about_jobs(HOLD_UNHEARD, RELEASE)
-    assert requeue_or_resubmit(launch, time.monotonic() + 60.0, "hold") == "ended by Slurm"
+    assert requeue_or_resubmit(launch, time.monotonic() + scaled(60.0), "hold") == "ended by Slurm"
     assert list_held(paths) == ["trainer"]
     assert release_jobs_held_while_idle(paths.jobs_dir) == ["trainer"]
     assert (slurm.state, list_held(paths)) == ("RUNNING", [])
@@ -74,7 +75,7 @@ def test_a_job_that_slurm_does_not_hold_is_on_no_list(
     slurm.answer_about_jobs(HOLD_REFUSED)
     slurm.answer("sbatch", "echo no room >&2; exit 1")
     told: list[str] = []
-    give_up_at = time.monotonic() + 60.0
+    give_up_at = time.monotonic() + scaled(60.0)
     assert requeue_or_resubmit(launch, give_up_at, "hold", told.append) == "not requeued"
     assert "no room" in told[0]
     assert list_held(paths) == []
@@ -88,7 +89,7 @@ def submit_again_instead(
     slurm.answer_about_jobs(refused, "release) echo RUNNING > $STATE")
     slurm.answer("sbatch", "echo 9")
     slurm.answer("squeue", "true")
-    return requeue_or_resubmit(launch, time.monotonic() + 60.0, decision)
+    return requeue_or_resubmit(launch, time.monotonic() + scaled(60.0), decision)
 
 
 def test_a_job_that_may_not_be_requeued_is_submitted_again_held_where_it_is_to_be_held(
@@ -135,7 +136,7 @@ def test_a_storage_without_an_answer_keeps_no_job_from_its_requeue(
 ) -> None:
     slurm.answer_about_jobs("requeue) echo PENDING > $STATE")
     paths.excluded_nodes.mkdir(parents=True)  # reading it is an error, as it is of a stale handle
-    assert requeue_or_resubmit(launch, time.monotonic() + 60.0) == "requeued"
+    assert requeue_or_resubmit(launch, time.monotonic() + scaled(60.0)) == "requeued"
     assert slurm.list_calls("scontrol requeue") == ["scontrol requeue 7"]
 
 

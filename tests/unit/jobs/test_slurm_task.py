@@ -21,6 +21,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventLog
+from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
 
@@ -115,7 +116,7 @@ def test_tasks_stay_as_long_as_the_first_asks_slurm(
 ) -> None:
     """Where the end of one task ends the job, the first could not ask to the end."""
     monkeypatch.setattr(slurm_task, "TASK_EXIT_TIMEOUT_S", 0.1)
-    monkeypatch.setattr(slurm_task, "REQUEUE_TIMEOUT_S", 60.0)
+    monkeypatch.setattr(slurm_task, "REQUEUE_TIMEOUT_S", scaled(600.0))
     begin_task(paths, tasks=2)
     files = paths.job("trainer")
     second = make_task(paths, tasks=2, rank=1)
@@ -124,8 +125,8 @@ def test_tasks_stay_as_long_as_the_first_asks_slurm(
         write_task_exit(files, 0, msgspec.structs.replace(STOPPED, incarnation="7.0"))
     ending = Thread(target=second.report_exit_and_conclude_job, args=(STOPPED,))
     ending.start()
-    ending.join(2.0)
+    ending.join(2.0 if says_how_it_ended else scaled(60.0))
     assert ending.is_alive() is says_how_it_ended
     Path(second.build_environment()[starts.STOP_NOTE_VARIABLE]).with_suffix(".left").touch()
-    ending.join(5.0)
+    ending.join(scaled(60.0))
     assert not ending.is_alive()

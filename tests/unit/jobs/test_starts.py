@@ -9,6 +9,7 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs import starts, time_limit
 from areal_hpc.rundir.paths import JobPaths
+from tests.support.deadlines import scaled
 
 
 def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_path: Path) -> None:
@@ -16,12 +17,16 @@ def test_other_tasks_find_the_first_ones_start_and_earlier_ones_are_over(tmp_pat
     assert not starts.is_superseded(tmp_path / "starts", first)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(
-            starts.wait_for_start_written_by_first_task, tmp_path / "starts", "7.1", "n02", 60.0
+            starts.wait_for_start_written_by_first_task,
+            tmp_path / "starts",
+            "7.1",
+            "n02",
+            scaled(60.0),
         )
         time.sleep(0.1)
         assert not waiting.done(), "an earlier start is not this one"
         taken = starts.claim_next_start(tmp_path / "starts", "7.1", "n01", "10.0.0.1:5")
-        assert waiting.result(60.0) == taken
+        assert waiting.result(scaled(60.0)) == taken
     assert taken.number == 2
     superseded = [starts.is_superseded(tmp_path / "starts", one) for one in (first, taken)]
     assert superseded == [True, False]
@@ -47,14 +52,14 @@ def test_processes_read_the_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyP
     path = starts.get_stop_note_path(tmp_path, starts.claim_next_start(tmp_path, "7.0", "n01", ""))
     monkeypatch.setenv(starts.STOP_NOTE_VARIABLE, str(path))
     assert starts.read_own_stop_note() is None
-    deadline = starts.StopDeadline(5.0)
-    assert 4.0 < deadline.read_stop_note_and_get_left_s() <= 5.0, "until there is a note"
-    note = starts.StopNote("close to the time limit", 143, 60.0)
+    deadline = starts.StopDeadline(5000.0)
+    assert 4000 < deadline.read_stop_note_and_get_left_s() <= 5000, "until there is a note"
+    note = starts.StopNote("close to the time limit", 143, 60_000.0)
     starts.write_stop_note(path, note)
     assert starts.read_own_stop_note() == note
-    assert 59.0 < deadline.read_stop_note_and_get_left_s() <= 60.0
+    assert 50_000 < deadline.read_stop_note_and_get_left_s() <= 60_000
     time.sleep(0.1)
-    assert deadline.read_stop_note_and_get_left_s() <= 59.9, "a note is counted from once"
+    assert deadline.read_stop_note_and_get_left_s() <= 60_000 - 0.1, "a note is counted from once"
 
 
 def test_slurm_tells_the_end_and_a_process_how_long_its_last_save_took(

@@ -11,6 +11,7 @@ from areal_hpc.reward import math_process
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
 from areal_hpc.reward.math_process import MAX_LOG2, compute_log2_upper_bound
 from areal_hpc.reward.verifier_pool import VerifierPool
+from tests.support.deadlines import scaled
 
 CONTINUED = "1+\\frac{1}{" * 12 + "1" + "}" * 12
 
@@ -58,8 +59,8 @@ def test_a_task_whose_answer_is_no_mathematics_is_refused() -> None:
 
 def test_any_text_reaches_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     # A hundred thousand characters take seconds where the machine is busy: that is not asked here.
-    program = Path(math_process.__file__)
-    patient = VerifierPool(program, "61.0", str(MATH_MEMORY_BYTES), timeout_s=60.0)
+    program, limit_s = Path(math_process.__file__), scaled(60.0)
+    patient = VerifierPool(program, f"{limit_s + 1}", str(MATH_MEMORY_BYTES), timeout_s=limit_s)
     monkeypatch.setattr("areal_hpc.reward.math._VERIFIER_POOL", patient)
     assert reward("\ud800\n\x00 \u2028 caf\u00e9 \\boxed{7}", "7") == 1.0
     assert reward("7" * 100_000, "7") == 0.0

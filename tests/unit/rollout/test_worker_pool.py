@@ -19,6 +19,7 @@ from areal_hpc.errors import NodeResourceShortageError, WorkerStartError
 from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from tests.support.deadlines import scaled
 
 
 class Worker:
@@ -29,7 +30,7 @@ class Worker:
         self.may_end, self.has_ended = threading.Event(), False
 
     def close(self) -> None:
-        self.has_ended = self.may_end.wait(20)
+        self.has_ended = self.may_end.wait(scaled(20))
 
 
 @pytest.mark.parametrize("breaks", ["while in use", "while idle"])

@@ -12,11 +12,12 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.jobs.node.topology import detect_task_position
 from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.generations import claim_next_number, read_newest_number
+from tests.support.deadlines import scaled
 
 
 def test_a_published_role_is_found_until_it_withdraws(tmp_path: Path) -> None:
     rendezvous.publish_endpoint(tmp_path, "ledger", "http://127.0.0.1:1")
-    found = rendezvous.wait_for_endpoint(tmp_path, "ledger", timeout_s=60)
+    found = rendezvous.wait_for_endpoint(tmp_path, "ledger", timeout_s=scaled(60))
     assert found.url == "http://127.0.0.1:1"
     file = tmp_path / "ledger.json"
     own = file.read_text()
@@ -44,7 +45,7 @@ def test_roles_that_start_at_once_share_one_key(tmp_path: Path) -> None:
     start = threading.Barrier(4)
 
     def ensure(path: Path) -> str:
-        start.wait(60)
+        start.wait(scaled(60))
         return rendezvous.ensure_admin_key(path)
 
     with ThreadPoolExecutor(4) as pool:

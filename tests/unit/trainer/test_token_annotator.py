@@ -28,6 +28,7 @@ from areal_hpc.trainer.batch.token_annotator import (
 from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL
 from areal_hpc.view.dashboard.row_annotation import build_token_columns
 from areal_hpc.wire.ledger import BatchManifest, SealedTicket, TicketRef
+from tests.support.deadlines import scaled
 from tests.support.full_disk import full_disk
 from tests.support.sample_trajectories import trajectory
 
@@ -106,7 +107,7 @@ def make_step(step: int, tokens: int = 3) -> StepAnnotations:
 def write(paths: RunPaths, step: StepAnnotations, **bounds: int) -> None:
     writer = AnnotationWriter(paths, **bounds)
     writer.start_write_or_skip(step)
-    writer.close(timeout_s=30)
+    writer.close(timeout_s=scaled(30))
 
 
 def test_what_is_written_is_shown_by_token(tmp_path: Path) -> None:

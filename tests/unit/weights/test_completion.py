@@ -7,6 +7,7 @@ import pytest
 
 from areal_hpc.jobs.processes.native_call_threads import list_native_calls
 from areal_hpc.weights.transports.completion import CollectiveWorkPoller
+from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
 
@@ -34,14 +35,14 @@ def test_the_poller_is_a_native_call_only_while_operations_are_under_way() -> No
     over = [poller.watch_works(cast("Any", [one])) for one in works]
     assert count_pollers() == before + 1
     works[0].ended.set()
-    over[0].result(60)
+    over[0].result(scaled(60))
     assert not over[1].done()
     works[1].trouble = RuntimeError("NCCL communicator was aborted")
     with pytest.raises(RuntimeError, match="aborted"):
-        over[1].result(60)
+        over[1].result(scaled(60))
     over[2].cancel()
     wait_for(lambda: count_pollers() == before)
     again = ScriptedWork()
     again.ended.set()
-    poller.watch_works(cast("Any", [again])).result(60)
+    poller.watch_works(cast("Any", [again])).result(scaled(60))
     wait_for(lambda: count_pollers() == before)
