@@ -11,6 +11,7 @@ import pytest
 from areal_hpc.errors import ClusterError
 from areal_hpc.rundir.jobs import JobSpec, LaunchFile, ProcessSpec, read_task_exits
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
 
@@ -42,7 +43,10 @@ def test_a_job_that_cannot_write_the_files_of_its_processes_says_so_and_is_reque
     environ = {f"SLURM_{name}": value for name, value in TOLD.items()}
     command = [sys.executable, "-c", TASK, str(files.launch)]
     ended = subprocess.run(
-        command, env={**others, **environ, "SLURMD_NODENAME": "n01"}, check=False, timeout=60
+        command,
+        env={**others, **environ, "SLURMD_NODENAME": "n01"},
+        check=False,
+        timeout=scaled(60),
     )
     assert ended.returncode == ClusterError.exit_code
     reason = read_task_exits(files)[0].reason

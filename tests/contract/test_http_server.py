@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from areal_hpc.wire import http_server
 from areal_hpc.wire.asgi import JsonApp, ServiceServer, read_body
+from tests.support.deadlines import scaled
 
 HEAD = b"POST / HTTP/1.1\r\nhost: s\r\ncontent-length: 5\r\n\r\n"
 
@@ -38,6 +39,9 @@ class Echo(JsonApp):
         return 200, body
 
 
+LIMIT_S = scaled(0.3)
+
+
 class Served:
     """An echo on a port, with deadlines of a fraction of a second."""
 
@@ -51,7 +55,7 @@ class Served:
         self._thread.start()
 
     def connect(self, sent: bytes = b"") -> socket.socket:
-        connection = socket.create_connection(self.address, timeout=30)
+        connection = socket.create_connection(self.address, timeout=scaled(30))
         connection.sendall(sent)
         return connection
 
@@ -64,8 +68,8 @@ class Served:
 
 @pytest.fixture
 def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
-    monkeypatch.setattr(http_server, "REQUEST_HEAD_TIMEOUT_S", 0.3)
-    monkeypatch.setattr(http_server, "REQUEST_RECEIVE_TIMEOUT_S", 0.3)
+    monkeypatch.setattr(http_server, "REQUEST_HEAD_TIMEOUT_S", LIMIT_S)
+    monkeypatch.setattr(http_server, "REQUEST_RECEIVE_TIMEOUT_S", LIMIT_S)
     monkeypatch.setattr(http_server, "TICKS_PER_DEADLINE_CHECK", 1)
     monkeypatch.setattr("areal_hpc.wire.asgi.get_connection_descriptor_limit", lambda: 4)
     served = Served(Echo())
@@ -81,7 +85,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Served]:
 )
 def test_half_a_request_is_refused_in_time(served: Served, sent: bytes, part: bytes) -> None:
     with served.connect(sent) as client:
-        said = read_until(client, b"the request's %b did not come within 0 s" % part)
+        said = read_until(client, b"the request's %b did not come within %.0f s" % (part, LIMIT_S))
         assert said.startswith(b"HTTP/1.1 408 ")
         assert client.recv(1) == b""
 
@@ -96,7 +100,7 @@ def test_half_a_head_on_a_kept_connection_is_refused_in_time(served: Served) -> 
 def test_an_answer_that_takes_long_is_waited_for(served: Served) -> None:
     served.app.gate.clear()
     with served.connect(HEAD + b"abcde") as client:
-        threading.Timer(1.0, served.app.gate.set).start()
+        threading.Timer(3 * LIMIT_S, served.app.gate.set).start()
         assert read_until(client, b"abcde").startswith(b"HTTP/1.1 200 ")
 
 

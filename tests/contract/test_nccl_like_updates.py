@@ -20,6 +20,7 @@ from areal_hpc.weights.transports import process_group
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup, get_torch_group_timeout_s
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.support import nccl_like
+from tests.support.deadlines import scaled
 from tests.support.nccl_like_cells import Fault, NcclLikeCell
 from tests.support.waiting import wait_for
 from tests.support.weight_updates import publish, publishing, raise_if_failed
@@ -28,10 +29,9 @@ WEIGHTS = {f"norm.{at}.weight": torch.full((1024,), float(at)) for at in range(3
 BUCKET_BYTES = 4096
 """Of one of them."""
 CELLS, VICTIM = 2, 1
-HANG_TIMEOUT_S = 1.5
-PATIENT_S = 100.0
-SOON_S = 30.0
-"""No deadline of a patient sender is as short."""
+HANG_TIMEOUT_S = scaled(1.5)
+PATIENT_S = scaled(100.0)
+TIMEOUTS_S = {"impatient": HANG_TIMEOUT_S, "patient": PATIENT_S}
 PARTIES = {
     "server": Fault("breaks", "dies"),
     "scheduler": Fault("refuses", "dies"),
@@ -54,7 +54,7 @@ UNNOTICED_IN = ("communicator", "broadcast")
 """Elsewhere a death of which nobody tells is the same as a hang."""
 CASES = [
     # Only who is not heard of is waited for until a deadline.
-    (HANG_TIMEOUT_S if fault.answer == "none" else PATIENT_S, party, phase)
+    ("impatient" if fault.answer == "none" else "patient", party, phase)
     for (party, fault), phase in itertools.product(PARTIES.items(), PHASES)
     if fault != ("none", "dies") or phase in UNNOTICED_IN
 ]
@@ -89,7 +89,7 @@ def publisher(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Publis
         backend=nccl_like.BACKEND,
         replicas_per_group=1,
         bucket_bytes=BUCKET_BYTES,
-        update_timeout_s=getattr(request, "param", PATIENT_S),
+        update_timeout_s=TIMEOUTS_S[getattr(request, "param", "patient")],
         verify_checksum=False,
     ) as publisher:
         yield publisher
@@ -113,7 +113,7 @@ def test_a_party_that_is_lost_costs_its_own_group_alone(
     cells[VICTIM].fault = (*PHASES[phase], PARTIES[party])
     version, began = WeightVersion(1, 0), time.monotonic()
     report = publish(publisher, version, WEIGHTS, CELLS)
-    assert time.monotonic() - began < SOON_S, "another deadline was waited for"
+    assert time.monotonic() - began < PATIENT_S, "another deadline was waited for"
     assert [key.cell for key in report.ok] == ["cell-0"]
     assert [key.cell for key in report.failed] == ["cell-1"]
     assert (cells[0].served, cells[VICTIM].served) == (str(version), "")
@@ -139,7 +139,7 @@ def test_a_group_of_two_fails_together_and_is_served_apart(
         cells[VICTIM].fault = (*PHASES["broadcast"], PARTIES["scheduler"])
         began = time.monotonic()
         report = publish(sender, version, WEIGHTS, CELLS)
-        assert time.monotonic() - began < SOON_S
+        assert time.monotonic() - began < PATIENT_S
         assert (report.ok, len(report.failed)) == ((), CELLS)
         report = publish(sender, version, WEIGHTS, CELLS)
         assert [key.cell for key in report.ok] == ["cell-0"], "its fellow is still lost"
@@ -169,7 +169,7 @@ def test_the_stand_in_ends_the_process_unless_it_is_told_not_to(
             for name, value in variables.items():
                 environment.setenv(name, value)
             sender = UpdateProcessGroup(
-                f"{fault}{len(variables)}", "127.0.0.1", 2, nccl_like.BACKEND, 0.2
+                f"{fault}{len(variables)}", "127.0.0.1", 2, nccl_like.BACKEND, scaled(0.4)
             )
             monkeypatch.setattr(process_group, "get_torch_group_timeout_s", lambda *_: 0.1)
             sender.join(lambda: False)

@@ -8,6 +8,7 @@ import pytest
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.normalizers import without_clock
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -18,7 +19,7 @@ _ticket_ids = itertools.count(1000)
 def shared_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     stage = Stage(
         tmp_path_factory.mktemp("stage"),
-        proxy={"max_request_bytes": 100_000, "request_timeout_s": 30.0},
+        proxy={"max_request_bytes": 100_000, "request_timeout_s": scaled(30.0)},
     )
     yield stage
     stage.close()
@@ -45,7 +46,7 @@ def small_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
             "max_concurrent_calls": 2,
             "max_messages": 5,
             "max_sessions": 3,
-            "session_timeout_s": 4.0,
+            "session_timeout_s": scaled(4.0),
             "message_normalizer": f"{without_clock.__module__}:{without_clock.__name__}",
         },
         shards={"seal_after_s": 0.3},

@@ -10,8 +10,9 @@ from areal_hpc.errors import ParserLostError, ProxyRequestError
 from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.parsers import ToolGrammarRequest
+from tests.support.deadlines import scaled
 
-PATIENCE_S = 60.0
+PATIENCE_S = scaled(60.0)
 BROKEN = """#!/bin/sh
 echo started >> "$0.starts"
 echo '{}'

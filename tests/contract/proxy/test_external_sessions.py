@@ -12,6 +12,7 @@ from areal_hpc.proxy.http.driver_api import MAX_KEPT_EXPORTED_SESSIONS
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.signing import RequestSigner
 from tests.contract.proxy.talk import QUESTION, turn
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 
 KEY = "sk-chosen-by-the-client"
@@ -86,7 +87,7 @@ def test_an_export_waits_until_the_session_has_ended(stage: Stage) -> None:
         time.sleep(0.3)
         assert not exporting.done()
         stage.finish_session(key, 0.5)
-        assert exporting.result(10).status_code == 200
+        assert exporting.result(scaled(10)).status_code == 200
 
 
 def test_a_session_without_calls_or_rewards_is_exported_too(stage: Stage) -> None:

@@ -4,7 +4,6 @@ import re
 import threading
 from typing import Any, Literal
 
-import httpx
 import pytest
 
 from areal_hpc.session.call_records import decode_sampling_params_json
@@ -65,14 +64,9 @@ def test_sglang_gets_the_allowed_fields_under_a_name_of_the_proxys(stage: Stage,
 def test_a_hang_up_aborts_that_request_alone(stage: Stage, key: str) -> None:
     gate = threading.Event()
     stage.sglang.script = lambda request: Script(gate=gate)
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(
-            f"{stage.url}/generate",
-            json=BODY | {"rid": "a"},
-            headers={"authorization": f"Bearer {key}"},
-            timeout=0.3,
-            trust_env=False,
-        )
+    caller = stage.begin("/generate", BODY | {"rid": "a"}, key)
+    wait_for(lambda: stage.sglang.requests)
+    caller.close()
     wait_for(lambda: len(stage.sglang.aborted) == 1)
     gate.set()
     assert stage.sglang.aborted == [request["rid"] for request in stage.sglang.requests]

@@ -25,6 +25,7 @@ from tests.contract.proxy.google import (
     user,
 )
 from tests.contract.proxy.talk import QUESTION
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import MUCH_CHARS, TALKATIVE, Script
 
@@ -249,7 +250,7 @@ def test_a_client_that_hangs_up_stops_the_engine_and_loses_nothing_it_was_shown(
 ) -> None:
     stage.sglang.script = lambda request: TALKATIVE
     with (
-        closing(httpx.Client(timeout=60, trust_env=False)) as client,
+        closing(httpx.Client(timeout=scaled(60), trust_env=False)) as client,
         client.stream(
             "POST",
             f"{stage.url}/v1beta/models/tiny:{verb}",

@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 
 FEW_DESCRIPTORS = 200
@@ -24,7 +25,9 @@ def tight_stage(tmp_path: Path) -> Iterator[Stage]:
 
 def connect(stage: Stage, sent: bytes = b"") -> socket.socket:
     parts = urlsplit(stage.url)
-    connection = socket.create_connection((str(parts.hostname), parts.port or 0), timeout=60)
+    connection = socket.create_connection(
+        (str(parts.hostname), parts.port or 0), timeout=scaled(60)
+    )
     connection.sendall(sent)
     return connection
 

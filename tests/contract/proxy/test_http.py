@@ -6,6 +6,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 
 
@@ -14,7 +15,7 @@ def client(stage: Stage) -> Iterator[socket.socket]:
     """A connection that reads what has come, packet by packet."""
     parts = urlsplit(stage.url)
     assert parts.port is not None
-    with socket.create_connection((parts.hostname, parts.port), timeout=60) as connection:
+    with socket.create_connection((parts.hostname, parts.port), timeout=scaled(60)) as connection:
         yield connection
 
 

@@ -14,11 +14,12 @@ from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.http_client import ConnectionPool
 from areal_hpc.proxy.engine.sglang_client import GenerateRequest, SGLangClient
 from areal_hpc.wire.replicas import ReplicaView
+from tests.support.deadlines import scaled
 
 pytestmark = pytest.mark.asyncio
 REQUEST = GenerateRequest("rid", b"5", SamplingParams(1.0, 1))
 SGLANG_KEEP_ALIVE_S = 5.0
-PATIENCE_S = 30.0
+PATIENCE_S = scaled(30.0)
 """What does not happen in such a time never will."""
 
 

@@ -11,6 +11,7 @@ import pytest
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
 from tests.contract.proxy.talk import QUESTION, turn
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -65,7 +66,7 @@ def test_a_session_survives_kill_9_and_is_sealed_once(stage: Stage, ref: TicketR
             second = agent.submit(client.chat.completions.create, model="m", messages=messages)
             time.sleep(0.3)
             stage.start_proxy()
-            assert second.result(60).choices[0].message.content == "hello world"
+            assert second.result(scaled(60)).choices[0].message.content == "hello world"
     assert stage.url == before
     first_ids, second_ids = (request["input_ids"] for request in stage.sglang.requests)
     assert second_ids[: len(first_ids)] == first_ids

@@ -14,6 +14,7 @@ from openai.types.chat import ChatCompletionMessageParam
 
 from areal_hpc.cli.main import main
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.deadlines import scaled
 from tests.support.lone_proxy import LoneProxy
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang
 from tests.support.waiting import wait_for
@@ -142,13 +143,13 @@ def test_it_waits_for_an_upstream_that_is_not_there_yet_and_stops_when_open_call
         call = agent.submit(proxy.post, CHAT, {"messages": HELLO}, key)
         time.sleep(0.5)
         loop.run(late.start(port))
-        assert call.result(60).status_code == 200
+        assert call.result(scaled(60)).status_code == 200
         late.script = lambda request: Script(delay_s=1.0)
         call = agent.submit(proxy.post, CHAT, {"messages": HELLO}, key)
         wait_for(lambda: len(late.requests) == 2)
         proxy.process.send_signal(signal.SIGTERM)
-        assert call.result(60).status_code == 200
-        assert proxy.process.wait(60) == 0
+        assert call.result(scaled(60)).status_code == 200
+        assert proxy.process.wait(scaled(60)) == 0
         with pytest.raises(httpx.ConnectError):
             proxy.post("/rl/start_session", {"task_id": "late"})
     loop.run(late.stop())

@@ -11,6 +11,7 @@ from openai import BadRequestError, NotFoundError
 
 from areal_hpc.wire.ledger import TicketRef
 from tests.contract.proxy.talk import LEAST, QUESTION, ask_least
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -263,11 +264,11 @@ def test_a_silent_stream_shows_that_it_lives(stage: Stage) -> None:
     for reader in readers:
         reader.start()
     try:
-        alive.wait(60)
+        alive.wait(scaled(60))
     finally:
         gate.set()
     for reader in readers:
-        reader.join(60)
+        reader.join(scaled(60))
     for route, text in texts.items():
         before, _, after = text.partition(SIGNS_OF_LIFE[route])
         assert "data: " in before
