@@ -2,6 +2,8 @@
 
 # More threads than cores spin on one another: SGLang decodes 10 times slower.
 export OMP_NUM_THREADS := 1
+# Images often set it; then each of thousands of processes would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
 
 BIN := .venvs/main/bin
 PYTEST := $(BIN)/python -m pytest

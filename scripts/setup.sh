@@ -81,7 +81,9 @@ install_packages_of() { # environment
   if grep -q '^torch==.*+cpu' "$lock" && ! has_torch "$home" "$lock"; then
     index=(--index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
   fi
-  uv pip install "${quiet[@]}" --python "$home" --no-deps --require-hashes "${index[@]}" -r "$lock" || return
+  # Compiled now: where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would do it anew.
+  uv pip install "${quiet[@]}" --python "$home" --no-deps --require-hashes --compile-bytecode \
+    "${index[@]}" -r "$lock" || return
   uv pip install --quiet --python "$home" --no-deps -e "$root"
 }
 
