@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import pytest_timeout  # type: ignore[import-untyped]
+from hypothesis import settings
 
 from tests.support.deadlines import Deadline, get_slowness
 from tests.support.file_durations import estimate_s
@@ -19,6 +20,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 # A shell starts what runs in the background deaf to Ctrl-C, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A busy machine is slow, not wrong: examples have no deadline.
+settings.register_profile("fast", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=200)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 get_slowness()  # measured before the workers start, and handed down to them
 
 

@@ -10,13 +10,16 @@ import pytest
 
 from areal_hpc.recipe.presets import PRESETS
 from tests.support import bias_table
+from tests.support.bias_gradient import measure_cosine
 from tests.support.bias_scenarios import (
     OBJECTIVES,
     SCENARIOS,
     SEEDS,
+    UNTAUGHT_PPO,
     measure,
     measure_eight,
     measure_three,
+    prepare,
 )
 from tests.support.environments import CHECKOUT
 from tests.support.results import write_results
@@ -82,3 +85,26 @@ def test_every_preset_is_as_biased_as_the_document_says() -> None:
     for scenario in list(SCENARIOS)[3:5]:
         for name in ("rloo, credit=turn", "reinforce, credit=turn"):
             assert min(cosine for cosine, _ in two[scenario][name]) >= 1 - 1e-9
+    exact_where_replies_are_left_out = [
+        "graded, the second turn is greedy",
+        "graded, the second turn has a `top_p` of .8",
+        "graded, `top_p` .8 with `record_sampling_mask`",
+        "binary, the same, `failed_episodes={reward: 0}`",
+    ]
+    for scenario in exact_where_replies_are_left_out:
+        assert min(cosine for cosine, _ in two[scenario]["rloo"]) >= 1 - 1e-9, scenario
+    assert two["binary, 80 % of long episodes fail and are repeated"]["rloo"][0][0] < 0.95
+    for name, ratio in (("rloo", 1.0), ("reinforce", 1.0), ("group_mean, none, sums", 0.5)):
+        assert two["binary rewards"][name][0][1] == pytest.approx(ratio, rel=1e-6)
+    assert two["graded rewards (lognormal)"]["default"][0][0] < 0.95
+    assert two["binary rewards"]["default"][0][0] > 0.98
+    # A critic that has learned turns PPO less than one that has not.
+    learned, untaught = (two["binary rewards"][name][0][0] for name in ("ppo", UNTAUGHT_PPO))
+    assert untaught < learned < 1 - 1e-6
+
+
+def test_a_penalty_and_a_teacher_are_a_part_of_what_is_true() -> None:
+    branches = list(SCENARIOS)[4]
+    for name in ("reinforce_pp", "opd"):
+        task, plain = prepare(branches, name, 1), prepare(branches, "default", 1)
+        assert 1 - measure_cosine(task.truth, plain.truth) > 1e-9

@@ -11,16 +11,21 @@ from tests.support.commands import run_program, said_by
 from tests.support.environments import CHECKOUT
 
 IMPORTS = """
-from {root}.api.cli_args import AgentRLConfig, GenerationHyperparameters, GRPOConfig, PPOConfig
-from {root}.api.cli_args import load_expr_config
-from {root}.api.reward_api import AsyncRewardWrapper
-from {root}.api.workflow_api import AgentWorkflow, RolloutWorkflow
-from {root}.experimental.openai import ArealOpenAI
-from {root}.experimental.trainer import PPOTrainer
-from {root}.utils.dynamic_import import import_from_string
-from {root}.utils.hf_utils import load_hf_tokenizer
-from {root}.utils.stats_logger import StatsLogger
-import {root}.launcher.local
+from areal.api.cli_args import AgentRLConfig, GenerationHyperparameters, GRPOConfig, PPOConfig
+from areal.api.cli_args import load_expr_config
+from areal.api.reward_api import AsyncRewardWrapper
+from areal.api.workflow_api import AgentWorkflow, RolloutWorkflow
+from areal.experimental.openai import ArealOpenAI
+from areal.experimental.trainer import PPOTrainer
+from areal.utils.dynamic_import import import_from_string
+from areal.utils.hf_utils import load_hf_tokenizer
+from areal.utils.stats_logger import StatsLogger
+import areal.launcher.local
+"""
+OUR_NAMES = """
+from areal_hpc.areal.api.cli_args import GRPOConfig
+from areal_hpc.areal.api.workflow_api import RolloutWorkflow
+from areal_hpc.areal.utils.dynamic_import import import_from_string
 """
 NEWER = """
 import areal
@@ -86,28 +91,27 @@ def python(tmp_path: Path, text: str, *arguments: str) -> subprocess.CompletedPr
 
 
 def test_names_are_found_under_our_root_and_areal_stays_free(tmp_path: Path) -> None:
-    text = IMPORTS.format(root="areal_hpc.areal") + "print('found')\nimport areal"
-    answer = python(tmp_path, text)
+    answer = python(tmp_path, f"{OUR_NAMES}print('found')\nimport areal")
     assert answer.stdout == "found\n", answer.stderr
     assert "No module named 'areal'" in answer.stderr
 
 
-@pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])
-def test_names_are_found_under_areal_on_request(tmp_path: Path, way: tuple[str, ...]) -> None:
-    asking = "" if way else "import areal_hpc.areal.import_hook\n"
-    told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
-    said_by(python(tmp_path, asking + IMPORTS.format(root="areal") + NEWER + told, *way))
-
-
-def test_a_reward_is_computed_in_a_process_that_finds_the_names_too(tmp_path: Path) -> None:
+def test_names_are_found_under_areal_on_request(tmp_path: Path) -> None:
+    """All of them, in one process: they import much."""
     (tmp_path / "agent.py").write_text(AGENT)
-    assert said_by(python(tmp_path, AWAITS_REWARD, "-m", "areal_hpc.areal")) == "1.0\n"
-
-
-def test_an_unknown_name_is_refused_with_the_nearest(tmp_path: Path) -> None:
-    said = said_by(python(tmp_path, TRIES.format(lines=[*UNKNOWN]), "-m", "areal_hpc.areal"))
-    for found, expected in zip(said.splitlines(), UNKNOWN.values(), strict=True):
+    told = "import sys\nassert sys.argv[1:] == ['one', 'two']\n"
+    names = "".join(f"    {line}\n" for line in (IMPORTS + NEWER + told).splitlines())
+    tries = TRIES.format(lines=[*UNKNOWN]).replace("\n", "\n    ")
+    text = f"{AWAITS_REWARD}{names}    {tries}"
+    first, *said = said_by(python(tmp_path, text, "-m", "areal_hpc.areal")).splitlines()
+    assert first == "1.0", "computed in a process that finds the names too"
+    for found, expected in zip(filter(str.strip, said), UNKNOWN.values(), strict=True):
         assert expected in found
+
+
+def test_a_script_may_ask_for_the_names_itself(tmp_path: Path) -> None:
+    text = "import areal_hpc.areal.import_hook\nfrom areal.api.workflow_api import AgentWorkflow\n"
+    said_by(python(tmp_path, text))
 
 
 @pytest.mark.parametrize("way", [("-m", "areal_hpc.areal"), ()])
@@ -119,18 +123,14 @@ def test_a_real_areal_is_never_hidden(tmp_path: Path, way: tuple[str, ...]) -> N
     assert "AReaL itself is installed" in answer.stderr
 
 
-def test_a_launcher_runs_the_script_with_its_arguments(tmp_path: Path) -> None:
+def test_a_launcher_runs_the_script_with_its_arguments_and_tells_our_errors(tmp_path: Path) -> None:
     (tmp_path / "beside.py").write_text("x = 7")
-    text = "import sys, beside\nassert __name__ == '__main__'\nprint(beside.x, sys.argv[1:])"
-    answer = python(tmp_path, text, "-m", "areal_hpc.areal.launcher.local")
-    assert answer.stdout == "7 ['one', 'two']\n", answer.stderr
-
-
-def test_a_launcher_tells_our_errors_as_the_command_line_does(tmp_path: Path) -> None:
     text = (
+        "import sys, beside\nassert __name__ == '__main__'\nprint(beside.x, sys.argv[1:])\n"
         "from areal_hpc.areal.api.cli_args import GRPOConfig, load_expr_config\n"
         "load_expr_config(['--config', 'nowhere.yaml'], GRPOConfig)\n"
     )
     answer = python(tmp_path, text, "-m", "areal_hpc.areal.launcher.local")
+    assert answer.stdout == "7 ['one', 'two']\n", answer.stderr
     assert answer.returncode == 78
     assert answer.stderr.startswith("error: there is no configuration at nowhere.yaml")

@@ -34,15 +34,14 @@ def commands(
 COMMANDS = dict(commands(build_parser()))
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_help_has_an_example_and_a_word_on_every_argument(name: str) -> None:
-    shown = COMMANDS[name].format_help()
-    assert shown.startswith(f"usage: areal-hpc {name}")
-    _, head, examples = shown.rpartition("\nexample")
-    assert head, shown
-    assert f"areal-hpc {name}" in examples, "the example is one of this command"
-    silent = [action.dest for action in COMMANDS[name]._actions if not action.help]
-    assert silent == []
+def test_help_has_an_example_and_a_word_on_every_argument() -> None:
+    for name, command in COMMANDS.items():
+        shown = command.format_help()
+        assert shown.startswith(f"usage: areal-hpc {name}")
+        _, head, examples = shown.rpartition("\nexample")
+        assert head, shown
+        assert f"areal-hpc {name}" in examples, "the example is one of this command"
+        assert [action.dest for action in command._actions if not action.help] == [], name
 
 
 @pytest.mark.parametrize(
@@ -131,7 +130,9 @@ def test_a_dry_run_shows_jobs_and_memory_and_starts_nothing(
 ) -> None:
     fileroot = f"cluster.fileroot={tmp_path}/runs"
     model = "model.hub=Qwen/Qwen3-8B"
-    assert exit_code_of("run", "--dry-run", "recipes/math_7b.yaml", fileroot, model) == 0
+    assert (
+        exit_code_of("run", "--dry-run", "recipes/gpu64_math_qwen2.5_7b.yaml", fileroot, model) == 0
+    )
     shown = capfd.readouterr().out
     assert "GPUs at once" in shown
     assert "trainer    train   every task" in shown
@@ -145,7 +146,7 @@ def test_a_plan_shows_equal_jobs_once_their_share_of_a_node_and_their_environmen
 ) -> None:
     words = ("cluster.slurm.gpus_per_node=8", "cluster.slurm.network.interface=ib0")
     secret = "cluster.serve.variables={HF_TOKEN: hf_secret}"
-    assert exit_code_of("plan", "recipes/agentic_code_32b.yaml", *words, secret) == 0
+    assert exit_code_of("plan", "recipes/gpu128_code_qwen3_32b.yaml", *words, secret) == 0
     shown = capfd.readouterr().out
     (cells,) = [line for line in shown.splitlines() if "cell-7" in line]
     assert "jobs cell-0 to cell-7: 1 node, 8 GPUs each; under Slurm 36 CPUs" in cells

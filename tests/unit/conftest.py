@@ -1,14 +1,10 @@
-"""A busy machine is slow, not wrong: examples have no deadline."""
+"""What many unit tests need."""
 
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
 
 from areal_hpc.rundir.paths import RunPaths
-
-settings.register_profile("areal_hpc", deadline=None)
-settings.load_profile("areal_hpc")
 
 
 @pytest.fixture

@@ -54,9 +54,7 @@ def look_at(run: Path) -> None:
     assert list_files(run) == before
 
 
-@settings(
-    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
-)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_any_file_may_be_cut_or_damaged(run: Path, data: st.DataObject) -> None:
     files = sorted(path for path in run.rglob("*") if path.is_file() and path.stat().st_size)

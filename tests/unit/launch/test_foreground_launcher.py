@@ -15,6 +15,7 @@ from areal_hpc.launch.foreground_launcher import (
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.state.live_progress import PlainReporter
+from tests.support.stand_in_pythons import stand_in_pythons
 
 QUICKSTART = Path(__file__).parents[3] / "recipes" / "quickstart.yaml"
 KILLED, HEALTHY_S = 137, LOCAL_RESTART_POLICY.healthy_s
@@ -65,7 +66,8 @@ def test_only_a_cell_of_training_stands_in_for_another() -> None:
 
 def test_cells_cannot_share_a_job_of_this_machine(tmp_path: Path) -> None:
     sharing = ("inference.cells=2", "inference.cells_per_job=2")
-    recipe = load_recipe(QUICKSTART, [f"cluster.fileroot={tmp_path}", *sharing])
+    own = (f"cluster.fileroot={tmp_path / 'runs'}", *stand_in_pythons(tmp_path))
+    recipe = load_recipe(QUICKSTART, [*own, *sharing])
     paths = RunPaths(recipe.run_dir)
     with pytest.raises(RecipeError, match="on this machine each has its own"):
         run(recipe, reporter=PlainReporter(paths, 1, 0), stop=StopEvent())

@@ -4,7 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
@@ -48,7 +48,6 @@ def given_out(assignment: GpuAssignment) -> list[str]:
     return [one for tasks in assignment.values() for ids in tasks for one in ids]
 
 
-@settings(deadline=None, max_examples=25)
 @given(
     dp=st.sampled_from([1, 2, 4]),
     cells=st.integers(1, 3),

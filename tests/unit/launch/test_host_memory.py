@@ -17,6 +17,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.memory_estimate import GIB, estimate_trainer_memory
 from areal_hpc.view.state.live_progress import PlainReporter
+from tests.support.stand_in_pythons import stand_in_pythons
 
 CHECKOUT = Path(__file__).parents[3]
 MODEL = CHECKOUT / "tests/samples/models/Qwen3-32B"
@@ -118,7 +119,8 @@ def test_a_run_is_refused_before_anything_is_written(
 ) -> None:
     monkeypatch.setenv("SLURM_MEM_PER_NODE", "1")
     quickstart = CHECKOUT / "recipes/quickstart.yaml"
-    recipe = load_recipe(quickstart, [f"cluster.fileroot={tmp_path}", "cluster.slurm.mem=1M"])
+    tight = (f"cluster.fileroot={tmp_path / 'runs'}", "cluster.slurm.mem=1M")
+    recipe = load_recipe(quickstart, [*tight, *stand_in_pythons(tmp_path)])
     paths, said = RunPaths(recipe.run_dir), list[str]()
     with pytest.raises(RecipeError, match=r"of host memory a node \(checkpoint"):
         run(recipe, reporter=PlainReporter(paths, 1, 0), stop=StopEvent())

@@ -18,6 +18,7 @@ from areal_hpc.rundir.paths import ROLES, RunPaths
 from areal_hpc.rundir.privacy import create_or_secure_run_dir
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SIZES
+from tests.support.stand_in_pythons import stand_in_pythons
 
 SECRET = "SECRET456"
 OTHERS_MAY_NOTHING, GROUP_MAY_READ = 0o077, 0o027
@@ -31,6 +32,7 @@ def write_run(fileroot: Path, readable_by: str, *more: str) -> RunPaths:
         *(f"cluster.{role}.variables={{WANDB_API_KEY: {SECRET}-{role}}}" for role in ROLES),
         "rollout.workflow=tests.support.token_agent.TokenAgent",
         f"rollout.workflow_kwargs={{token: {SECRET}-token}}",
+        *stand_in_pythons(fileroot),
         *more,
     )
     recipe = load_recipe(CHECKOUT / "recipes/quickstart_slurm.yaml", [*SIZES, *overrides])

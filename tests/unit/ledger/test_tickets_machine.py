@@ -298,5 +298,7 @@ class TicketHistories(RuleBasedStateMachine):
         self.publish("no")
 
 
-TicketHistories.TestCase.settings = settings(max_examples=120, stateful_step_count=40)
+TicketHistories.TestCase.settings = settings(
+    max_examples=2 * settings.default.max_examples, stateful_step_count=40
+)
 test_any_history_keeps_the_promises_of_the_ledger = TicketHistories.TestCase

@@ -205,7 +205,7 @@ class RecorderMachine(RuleBasedStateMachine):
         }
 
 
-RecorderMachine.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
+RecorderMachine.TestCase.settings = settings(stateful_step_count=40)
 test_a_recorder_remembers_across_crashes = RecorderMachine.TestCase
 
 

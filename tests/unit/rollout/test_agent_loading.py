@@ -89,7 +89,7 @@ REFUSED = {
     "PKG.slover.Solver": "there is no module 'PKG.slover'; did you mean 'solver'",
     "PKG.solver.Slover": "'PKG.solver' has no 'Slover'; did you mean 'Solver'.*Solver, Blocking",
     "PKG.solver.Solver.run": "no module 'PKG.solver.Solver'",
-    "PKG.needs.Solver": "'a_package_nobody_has' .*needs.py:1.*agents environment",
+    "PKG.needs.Solver": "'a_package_nobody_has' .*needs.py:1.*cluster.agents.python",
     "PKG.broken.Solver": "importing 'PKG.broken' failed: SyntaxError",
     "PKG.quits.Solver": "importing 'PKG.quits' failed: SystemExit: 3",
     "PKG.solver.depth": f"is a int, expected a class.*{RUN}",

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
@@ -234,7 +234,6 @@ def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
         assert plans[0].trained == {lost.interaction_id}
 
 
-@settings(max_examples=50)
 @given(
     st.lists(st.tuples(st.integers(0, 6), st.sampled_from([0.5, 1.0])), min_size=1, max_size=7),
     st.sampled_from(["concat", "individual"]),

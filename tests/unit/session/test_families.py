@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import Message
@@ -110,7 +110,6 @@ def converse(family: Family, conversation: list[tuple[str, Reply]]) -> Interacti
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-@settings(max_examples=60)
 @given(conversation=turns)
 def test_a_prompt_begins_with_all_that_was_read_and_said_and_ends_as_the_template_writes(
     family: Family, conversation: list[tuple[str, Reply]]
@@ -125,7 +124,6 @@ def test_a_prompt_begins_with_all_that_was_read_and_said_and_ends_as_the_templat
 
 
 @pytest.mark.parametrize("family", FAMILIES[:3], ids=lambda family: family.name)
-@settings(max_examples=60)
 @given(conversation=turns)
 def test_replies_written_as_the_template_writes_them_leave_no_difference(
     family: Family, conversation: list[tuple[str, Reply]]

@@ -4,7 +4,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers, trainers
 
@@ -75,13 +75,11 @@ ascii_texts = st.lists(
 
 
 @pytest.mark.parametrize("name", ["gpt2", *SPLITS])
-@settings(max_examples=60)
 @given(text=ascii_texts)
 def test_words_give_the_ids_of_the_tokenizer(name: str, text: str) -> None:
     assert encoders(name)[1].encode(text) == expected(name, text)
 
 
-@settings(max_examples=60)
 @given(text=st.text(max_size=40))
 def test_every_text_has_the_ids_of_the_tokenizer(text: str) -> None:
     assert encoders("qwen")[0].encode(text) == expected("qwen", text)

@@ -51,7 +51,7 @@ def flip(path: Path, position: int) -> None:
     path.write_bytes(content)
 
 
-@settings(max_examples=80, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_flipped_bit_anywhere_is_refused(
     paths: RunPaths, shard: SealedShard, fraction: float
@@ -210,7 +210,6 @@ def test_metadata_that_is_no_json_object_is_refused(
         ShardReader(path).read_rows([0])
 
 
-@settings(max_examples=200)
 @given(st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(0, 255)), min_size=1))
 def test_a_reader_of_a_damaged_file_raises_one_type_of_error(
     damage: list[tuple[float, int]],

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import ClusterError
@@ -50,7 +50,6 @@ def test_a_record_can_be_read_as_soon_as_append_returns(path: Path, writer: Jour
     assert writer.journal_size_bytes == path.stat().st_size
 
 
-@settings(max_examples=60)
 @given(RECORDS.filter(bool), RECORDS, st.data())
 def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
     records: list[JournalRecord], more: list[JournalRecord], data: st.DataObject
@@ -71,7 +70,6 @@ def test_a_journal_cut_anywhere_yields_its_whole_records_and_goes_on(
         assert path.stat().st_size == sum(record.size_bytes for record in kept + more)
 
 
-@settings(max_examples=60)
 @given(RECORDS.filter(bool), st.data())
 def test_flipped_bits_lose_the_record(records: list[JournalRecord], data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:

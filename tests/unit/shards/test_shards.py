@@ -29,7 +29,6 @@ def reader_of(paths: RunPaths, rows: list[TrajectoryRow]) -> ShardReader:
     return ShardReader(paths.shards_dir / seal_in(paths, rows).file)
 
 
-@settings(max_examples=40)
 @given(st.lists(trajectories(), min_size=1, max_size=5))
 def test_what_is_sealed_is_what_is_read(rows: list[TrajectoryRow]) -> None:
     with tempfile.TemporaryDirectory() as folder:
@@ -199,7 +198,6 @@ def test_storage_that_refuses_is_a_cluster_error_and_leaves_nothing(paths: RunPa
         folder.unlink()
 
 
-@settings(max_examples=40)
 @given(st.floats(0, 1, exclude_max=True))
 def test_a_shard_cut_short_anywhere_is_an_error(fraction: float) -> None:
     with tempfile.TemporaryDirectory() as folder:

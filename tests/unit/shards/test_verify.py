@@ -39,7 +39,7 @@ def test_a_whole_run_has_no_problems_and_reports_its_progress(paths: RunPaths) -
     assert seen[-1] == (total_bytes, total_bytes)
 
 
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.floats(0, 1, exclude_max=True), st.integers(1, 255))
 def test_a_flipped_byte_anywhere_is_found(paths: RunPaths, fraction: float, flip: int) -> None:
     path = paths.shards_dir / "cell-0-000001.h5"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.errors import RecipeError
@@ -73,7 +73,6 @@ def test_the_trainer_gets_the_first_nodes_and_cells_the_others(
     assert [",".join(nodes) for nodes in nodes_of(jobs, of).values()] == expected
 
 
-@settings(deadline=None, max_examples=200)
 @given(
     ranks=st.sampled_from([1, 2, 4, 6, 8]),
     n_cells=st.integers(1, 5),

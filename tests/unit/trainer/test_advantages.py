@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -199,7 +199,6 @@ def expected_advantages(
     return found
 
 
-@settings(max_examples=150, deadline=None)
 @given(BATCHES, OBJECTIVES, st.sampled_from(["concat", "individual"]))
 def test_advantages_equal_the_reference(
     batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig, style: Any
@@ -221,7 +220,6 @@ def test_advantages_equal_the_reference(
 # What holds of all -------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
 @given(BATCHES, OBJECTIVES, st.randoms())
 def test_packing_makes_no_difference(
     batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig, random: Any
@@ -236,7 +234,6 @@ def test_packing_makes_no_difference(
     assert token_advantages(concat, objective) == expected
 
 
-@settings(max_examples=150, deadline=None)
 @given(BATCHES, OBJECTIVES)
 def test_scaled_advantages_are_bounded(
     batch: list[list[list[MadeUpTurn]]], objective: ObjectiveConfig

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -89,7 +89,6 @@ CONVERSATIONS = st.integers(1, 4).flatmap(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     conversation=CONVERSATIONS,
     credit=st.sampled_from(["episode", "turn"]),
@@ -147,7 +146,6 @@ def made_up_trees(draw: st.DrawFn) -> list[MadeUpTurn]:
 BATCHES = st.lists(st.lists(made_up_trees(), min_size=1, max_size=3), min_size=1, max_size=2)
 
 
-@settings(max_examples=60, deadline=None)
 @given(groups=BATCHES, unit=st.sampled_from(["token", "turn"]),
        credit=st.sampled_from(["episode", "turn"]))  # fmt: skip
 def test_rows_decide_nothing(groups: list[list[list[MadeUpTurn]]], unit: str, credit: str) -> None:
@@ -161,7 +159,6 @@ def test_rows_decide_nothing(groups: list[list[list[MadeUpTurn]]], unit: str, cr
         assert pair == pytest.approx(other[key], rel=1e-6, abs=1e-6)
 
 
-@settings(max_examples=60, deadline=None)
 @given(groups=BATCHES, credit=st.sampled_from(["episode", "turn"]))
 def test_without_discount_a_value_is_a_baseline(
     groups: list[list[list[MadeUpTurn]]], credit: str
@@ -182,7 +179,6 @@ def test_without_discount_a_value_is_a_baseline(
         assert advantage == pytest.approx((aim - value) * weight, rel=1e-4, abs=1e-5)
 
 
-@settings(max_examples=40, deadline=None)
 @given(groups=BATCHES, scale=st.sampled_from(["group", "batch"]))
 def test_no_advantage_exceeds_the_root_of_their_number(
     groups: list[list[list[MadeUpTurn]]], scale: str

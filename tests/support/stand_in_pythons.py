@@ -1,0 +1,16 @@
+"""Interpreters that say they have what a role needs: real ones take a second each to say so."""
+
+import json
+from pathlib import Path
+
+from areal_hpc.launch.checks.pythons import MODULES_BY_ROLE
+from areal_hpc.rundir.paths import ROLES
+from tests.support.commands import write_program
+
+
+def stand_in_pythons(folder: Path) -> tuple[str, ...]:
+    """Overrides of a recipe whose runs are checked and not started."""
+    found = [name for names in MODULES_BY_ROLE.values() for name in names]
+    said = json.dumps({"found": found, "torch": "2.0.0"})
+    write_program(folder / "stand_in_python", f"echo '{said}'")
+    return tuple(f"cluster.{role}.python={folder / 'stand_in_python'}" for role in ROLES)
