@@ -16,7 +16,7 @@ from tests.support.environments import CHECKOUT
 QUICK = "tests/integration/areal/test_commands.py"
 SLOW = "tests/acceptance/test_document_commands.py"
 PLAYED = "tests/integration/agents/test_workflows.py"
-LOCKED = "tests/contract/test_documents.py"
+LOCKED = "tests/acceptance/test_documents.py"
 OURS = Patch("-m areal.", "-m areal_hpc.areal.", "the import root")
 SMALL = "keys for a model of 0.2 million parameters and one step, on a CPU"
 NAMES = (

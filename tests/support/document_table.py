@@ -6,7 +6,7 @@ from tests.support.documents import Block, blocks
 from tests.support.tables import markdown
 
 REAL = "tests/integration/agents/documents/test_documents.py"
-SETTINGS = "tests/contract/test_documents.py"
+SETTINGS = "tests/acceptance/test_documents.py"
 DRAWING = "a drawing"
 
 
