@@ -16,6 +16,7 @@ from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.devcluster.host import lock_host
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
+from tests.support.deadlines import scaled
 from tests.support.small_run import SIZES
 from tests.support.waiting import wait_for
 
@@ -152,7 +153,7 @@ def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
     """A cluster that is up, and of which afterwards nothing is left."""
     cluster = Devcluster(state_dir)
     try:
-        cluster.done("up", *options)
+        cluster.done("up", f"--timeout-s={scaled(60):.0f}", *options)
         yield cluster
     finally:
         cluster.down()

@@ -5,6 +5,7 @@ from functools import partial
 
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.deadlines import scaled
 from tests.support.run_files import trained_steps
 from tests.support.small_run import SmallRun
 
@@ -31,7 +32,7 @@ def interrupt_in_each(run: SmallRun, phases: Phases) -> None:
     """Start the run once a phase and press Ctrl-C in it: it ends in time, and nothing is left."""
     for phase, is_reached in phases.items():
         seconds = run.interrupt_when(partial(is_reached, run.paths))
-        assert seconds <= STOP_LIMIT_S, f"{phase}: {seconds:.1f} s"
+        assert seconds <= scaled(STOP_LIMIT_S), f"{phase}: {seconds:.1f} s"
         assert run.processes() == [], phase
         for name in ("control-cell-0.json", "ledger.json"):
             (run.paths.rendezvous_dir / name).unlink(missing_ok=True)

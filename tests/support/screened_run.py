@@ -15,7 +15,7 @@ from tests.support.environments import CHECKOUT
 from tests.support.small_run import processes_of
 from tests.support.waiting import wait_for
 
-MAX_DELAY_S = 2.0
+MAX_DELAY_S = scaled(2.0)
 """From an event to its line on the screen."""
 END_TIMEOUT_S = 150.0
 
@@ -69,7 +69,7 @@ class ScreenedRun:
 
     def end(self) -> int:
         code = self.process.wait(scaled(END_TIMEOUT_S))
-        self._reader.join(10.0)
+        self._reader.join(scaled(10.0))
         assert self.process.stdout is not None
         self.process.stdout.close()
         return code

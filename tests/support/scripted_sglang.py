@@ -24,6 +24,7 @@ from areal_hpc.wire.ledger import (
 )
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
 from areal_hpc.wire.signing import RequestVerifier
+from tests.support.deadlines import scaled
 
 CELL = "cell-0"
 Result = TypeVar("Result")
@@ -306,7 +307,7 @@ class LoopThread:
         async def awaited() -> Result:
             return await work
 
-        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(30)
+        return asyncio.run_coroutine_threadsafe(awaited(), self.loop).result(scaled(30))
 
     def stop(self) -> None:
         self.loop.call_soon_threadsafe(self.loop.stop)

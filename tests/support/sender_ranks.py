@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.sender_rank import RANKS
 
@@ -76,7 +77,7 @@ def sender_ranks(
         yield SenderRanks(first)
         assert first.stdin is not None
         first.stdin.close()
-        assert [process.wait(60) for process in ranks] == [0] * RANKS
+        assert [process.wait(scaled(60)) for process in ranks] == [0] * RANKS
     finally:
         for process in ranks:
             process.kill()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.support.commands import write_program
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 APART = ("unshare", "--mount", "--propagation", "private", "--")
@@ -47,7 +48,7 @@ class StorageNode:
         """Unmount; what still uses the storage finds it gone."""
         assert self.process.stdin is not None
         self.process.stdin.close()
-        self.process.wait(STOP_TIMEOUT_S)
+        self.process.wait(scaled(STOP_TIMEOUT_S))
         assert self.process.stdout is not None
         self.process.stdout.close()
 

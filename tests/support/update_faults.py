@@ -24,6 +24,7 @@ import httpx
 from transformers import Qwen3ForCausalLM
 
 from areal_hpc.rundir import rendezvous
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import CALL_TIMEOUT_S, Cell, logprob_error
 
@@ -98,7 +99,7 @@ class Gate:
     def forward(self, call: http.server.BaseHTTPRequestHandler, body: bytes) -> None:
         """One call to the relay and back."""
         relay = self._cell.relay.base_url
-        upstream = http.client.HTTPConnection(str(relay.host), relay.port, CALL_TIMEOUT_S)
+        upstream = http.client.HTTPConnection(str(relay.host), relay.port, scaled(CALL_TIMEOUT_S))
         headers = {name: value for name, value in call.headers.items() if name != "Host"}
         try:
             upstream.request(call.command, call.path, body or None, headers)
@@ -188,7 +189,7 @@ class Sender:
         with suppress(OSError):
             self._orders.close()
         try:
-            self.process.wait(20)
+            self.process.wait(scaled(20))
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.process.wait()
@@ -217,7 +218,7 @@ class Reader:
     def stop(self) -> None:
         self._stop.set()
         assert self._thread is not None
-        self._thread.join(30)
+        self._thread.join(scaled(30))
 
     def longest_silence_s(self, since: float, until: float) -> float:
         """The longest time without a reply in an interval."""

@@ -6,6 +6,7 @@ returns is compared with what the proxy recorded.
 """
 
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
@@ -22,7 +23,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, SamplingDefaults, StartSessionRequest
 
-TIMEOUT_S = 90.0
+TIMEOUT_S = 90.0 * float(os.environ.get("TESTS_SLOWNESS", "1"))
 OrderT = TypeVar("OrderT")
 
 

@@ -15,6 +15,7 @@ from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from tests.support.deadlines import scaled
 from tests.support.gym_stage import GymStage
 
 WORKER = str(Path(__file__).with_name("counting_worker.py"))
@@ -30,7 +31,7 @@ def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) 
         finally:
             workers.close_idle_workers()
 
-    asyncio.run(asyncio.wait_for(play(), 60))
+    asyncio.run(asyncio.wait_for(play(), scaled(60)))
 
 
 async def reset(worker: GymWorker) -> tuple[int, int]:
@@ -41,8 +42,10 @@ async def reset(worker: GymWorker) -> tuple[int, int]:
     return int(numbers[0]), int(numbers[1])
 
 
-async def step(worker: GymWorker, text: str, timeout_s: float = 30) -> dict[str, Any]:
-    return await worker.ask({"do": "step", "reply": {"text": text, "calls": []}}, timeout_s)
+async def step(worker: GymWorker, text: str, timeout_s: float | None = None) -> dict[str, Any]:
+    return await worker.ask(
+        {"do": "step", "reply": {"text": text, "calls": []}}, timeout_s or scaled(30)
+    )
 
 
 def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,7 +79,7 @@ def test_a_gym_that_fails_costs_its_episode(
         async with workers.acquire() as worker:
             _, pid = await reset(worker)
             with pytest.raises(kind, match=said):
-                await step(worker, text, 0.5 if text == "sleep" else 30)
+                await step(worker, text, 0.5 if text == "sleep" else None)
         assert Path(f"/proc/{pid}").exists() == stays
         async with workers.acquire() as next_one:
             assert (await reset(next_one))[0] == (2 if stays else 1)

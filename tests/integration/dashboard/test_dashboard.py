@@ -28,6 +28,7 @@ from areal_hpc.wire.row_record import RowRecord
 from areal_hpc.wire.trajectory import RowKind
 from tests.support.commands import areal_hpc
 from tests.support.dashboard_run import INJECTIONS, SECRET, append_step, make_run
+from tests.support.deadlines import scaled
 from tests.support.kept_run import unpack_kept_run
 from tests.support.sample_trajectories import seal_in, trajectory
 from tests.support.view_server import serving_pages, start_view_server
@@ -210,7 +211,7 @@ def test_overview_and_metrics_say_what_the_files_say(url: str, run: RunPaths) ->
 
 
 def test_a_page_hears_of_a_new_step(url: str, run: RunPaths) -> None:
-    with httpx.stream("GET", f"{url}live?run=shown/run", timeout=60) as news:
+    with httpx.stream("GET", f"{url}live?run=shown/run", timeout=scaled(60)) as news:
         lines = news.iter_lines()
         assert next(lines) == "event: open"
         append_step(run, 2, 0.5)
@@ -294,10 +295,10 @@ def test_a_cache_that_others_may_write_is_refused(run: RunPaths, tmp_path: Path)
 
 def test_ctrl_c_ends_a_server_whose_page_is_open(run: RunPaths, environ: dict[str, str]) -> None:
     server, url = start_view_server(run.root, environ)
-    with httpx.stream("GET", f"{url}live", timeout=60) as news:
+    with httpx.stream("GET", f"{url}live", timeout=scaled(60)) as news:
         assert next(news.iter_lines()) == "event: open"
         server.send_signal(signal.SIGINT)
-        said, _ = server.communicate(timeout=60)
+        said, _ = server.communicate(timeout=scaled(60))
     assert server.returncode == 0
     assert "Traceback" not in said
 

@@ -18,6 +18,7 @@ from areal_hpc.wire.awake_clock import AwakeClock
 from areal_hpc.wire.http import SignedAuth
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.signing import RequestSigner
+from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
 KEY = "the service key"
@@ -89,7 +90,7 @@ def make_replica(
     config = InferenceConfig(tp=nodes, nodes_per_replica=nodes)
     return Replica(
         0,
-        config.model_copy(update={"startup_timeout_s": 60, **timeouts}),
+        config.model_copy(update={"startup_timeout_s": scaled(60), **timeouts}),
         launch=launch,
         log_dir=folder,
         events=EventLog(folder / "events.jsonl", "cell-0"),
@@ -111,7 +112,7 @@ def control_proxy(replica: Replica, folder: Path) -> Iterator[ControlProxyServer
 
 
 def call(
-    proxy: ControlProxyServer, route: str, body: object = None, timeout_s: float = 60.0
+    proxy: ControlProxyServer, route: str, body: object = None, timeout_s: float | None = None
 ) -> httpx.Response:
     """One call, as the trainer makes it to the first incarnation."""
     headers = {
@@ -120,7 +121,9 @@ def call(
         "x-areal-deadline-s": "100",
     }
     auth = SignedAuth(RequestSigner(KEY, "control-cell-0"))
-    with httpx.Client(headers=headers, auth=auth, timeout=timeout_s, trust_env=False) as client:
+    with httpx.Client(
+        headers=headers, auth=auth, timeout=timeout_s or scaled(60), trust_env=False
+    ) as client:
         return client.post(f"{proxy.url}/{route}", json=body or {})
 
 

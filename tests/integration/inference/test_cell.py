@@ -6,16 +6,19 @@ import pytest
 
 from areal_hpc.wire.replicas import ReplicaView
 from areal_hpc.wire.signing import RequestSigner
+from tests.support.deadlines import scaled
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.process_commands import alive
 from tests.support.run_files import events_of
 from tests.support.waiting import wait_for
 
+HEALTH_TIMEOUT_S = scaled(8)
+
 
 @pytest.fixture(scope="module")
 def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cell]:
     run_dir = tmp_path_factory.mktemp("run")
-    with running_cell(run_dir, tiny_qwen3(0), health_timeout_s=8) as cell:
+    with running_cell(run_dir, tiny_qwen3(0), health_timeout_s=HEALTH_TIMEOUT_S) as cell:
         yield cell
 
 
@@ -76,8 +79,8 @@ def test_calls_obey_the_generation_and_the_incarnation(cell: Cell) -> None:
 
 def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaView) -> None:
     cell.control("serve", {"version": f"{cell.generation}.1"})
-    cell.control("fence", {}, deadline_s="1.0")
-    paused = cell.control("pause_generation", {"mode": "retract"}, deadline_s="1.0")
+    cell.control("fence", {}, deadline_s=f"{scaled(1.0)}")
+    paused = cell.control("pause_generation", {"mode": "retract"}, deadline_s=f"{scaled(1.0)}")
     assert paused.status_code == 200
     after = cell.await_replica(lambda view: view.state == "serving")
     assert (after.incarnation, after.version) == (before.incarnation, f"{cell.generation}.1")
@@ -88,7 +91,10 @@ def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell, before: ReplicaV
     """And a job that is killed when the next one has forked all its processes leaves none."""
     cell.scheduler().suspend()
     cell.await_replica(lambda view: view.incarnation > before.incarnation)
-    assert "was unresponsive for 8 s" in events_of(cell.paths, "replica_died")[-1]["reason"]
+    assert (
+        f"was unresponsive for {HEALTH_TIMEOUT_S:.0f} s"
+        in events_of(cell.paths, "replica_died")[-1]["reason"]
+    )
     await_processes(cell, 3)
     assert_leaves_none(cell, signal.SIGKILL)
 
@@ -110,7 +116,7 @@ def assert_leaves_none(cell: Cell, stop: signal.Signals) -> None:
     engine = cell.engine_processes()
     assert engine
     cell.job.send_signal(stop)
-    code = cell.job.wait(15)
+    code = cell.job.wait(scaled(15))
     if stop is signal.SIGTERM:
         assert (code, alive(engine)) == (0, [])
     else:

@@ -19,10 +19,11 @@ from tests.integration.inference.small_servers import (
     server,
     server_command,
 )
+from tests.support.deadlines import scaled
 from tests.support.process_commands import command_of
 from tests.support.waiting import wait_for
 
-PATIENCE_S = 1.0
+PATIENCE_S = scaled(1.0)
 PART = "import sys, time; time.sleep(600)"
 
 

@@ -17,6 +17,7 @@ from areal_hpc.rundir.jobs import (
     read_task_exits,
 )
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.deadlines import scaled
 from tests.support.scripted_slurm import ScriptedSlurm
 from tests.support.slurm_launch import build_slurm_launch_info
 from tests.support.waiting import wait_for
@@ -93,6 +94,6 @@ def test_a_cell_is_started_again_once_its_storage_answers(
     assert supervisor.poll() is None
     folder.unlink()
     away.rename(folder)
-    assert supervisor.wait(60.0) == 0
+    assert supervisor.wait(scaled(60.0)) == 0
     assert (tmp_path / "words").read_text() == "began 2"
     assert read_task_exits(launch.paths)[0].exit_code == 0

@@ -21,13 +21,14 @@ from areal_hpc.metrics.writer import format_tensorboard_tag
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import format_step_dir
 from tests.support.commands import exit_code_of, run_program, said_by
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.small_run import SmallRun
 
 PHASES = {f"time/{phase}_s" for phases in PHASES_BY_SYSTEM_PART.values() for phase in phases}
 pytestmark = pytest.mark.timeout(400)
 
-BETWEEN_PHASES_S = 0.1
+BETWEEN_PHASES_S = scaled(0.1)
 
 
 def test_every_step_is_trained_and_told_and_nothing_is_left_running(finished: SmallRun) -> None:

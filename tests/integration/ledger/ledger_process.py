@@ -42,10 +42,11 @@ from areal_hpc.wire.ledger import (
     WeightsPublishedRequest,
 )
 from areal_hpc.wire.signing import RequestSigner
+from tests.support.deadlines import Deadline, scaled
 
 Reply = TypeVar("Reply")
 
-PATIENCE_S = 60.0
+PATIENCE_S = scaled(60.0)
 """What does not happen in such a time never will."""
 PROCESSES = multiprocessing.get_context("forkserver")
 """Every start of a ledger is a process of its own, without the second that its imports take."""
@@ -176,9 +177,9 @@ class LedgerProcess:
 
     def grants(self, cell: str = "cell-0", tickets: int = 8) -> list[TicketGrant]:
         """What a cell gets that asks again, as cells do, while there is nothing for it."""
-        give_up_at = time.monotonic() + PATIENCE_S
+        deadline = Deadline(60.0)
         while not (granted := self.lease(cell, tickets, wait_s=1.0).grants):
-            assert time.monotonic() < give_up_at, "nothing is granted"
+            assert not deadline.is_over(), "nothing is granted"
         return granted
 
     def seal(

@@ -18,11 +18,14 @@ from areal_hpc.rundir.manifests import read_manifest
 from areal_hpc.wire.awake_clock import MAX_GAP_S
 from areal_hpc.wire.ledger import BatchManifest, BatchRequest, FinishRunRequest, TicketRef
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
+from tests.support.deadlines import scaled
 
 Reply = TypeVar("Reply")
 
-SHORT_TIMEOUT_S = 1.5
+SHORT_TIMEOUT_S = scaled(1.5)
 """Cells are lost after this and a restarted ledger listens for a third of it."""
+WAIT_S = scaled(50.0)
+"""What waits ends after so long without news."""
 
 
 def test_a_ledger_killed_between_calls_trains_each_ticket_once(ledger: LedgerProcess) -> None:
@@ -32,7 +35,7 @@ def test_a_ledger_killed_between_calls_trains_each_ticket_once(ledger: LedgerPro
         ledger.restart(cell_timeout_s=SHORT_TIMEOUT_S)
         assert ledger.batch(step).manifest is None
         refs = [grant.ref for grant in ledger.grants()]
-        ledger.restart(cell_timeout_s=30.0)  # it listens for a third of that
+        ledger.restart(cell_timeout_s=scaled(30.0))  # it listens for a third of that
         other = ledger.threads.submit(ledger.lease, "cell-1", wait_s=0.15)
         ledger.lease(held=refs, tickets=0)
         assert other.result().grants == [], "what runs is not issued twice"
@@ -97,12 +100,12 @@ def test_tickets_of_a_silent_cell_are_reissued_and_settle_once(start_ledger: Sta
 
 def test_a_ledger_that_stood_still_takes_no_ticket_from_a_cell(start_ledger: StartLedger) -> None:
     """As when the storage hangs in the middle of a write."""
-    ledger = start_ledger(cell_timeout_s=MAX_GAP_S + 1.0)
+    ledger = start_ledger(cell_timeout_s=MAX_GAP_S + scaled(1.0))
     ledger.open_generation()
     refs = [grant.ref for grant in ledger.grants("cell-0")]
     assert ledger.process.pid is not None
     os.kill(ledger.process.pid, signal.SIGSTOP)
-    time.sleep(MAX_GAP_S + 2.0)
+    time.sleep(MAX_GAP_S + 1.0 + scaled(1.0))
     os.kill(ledger.process.pid, signal.SIGCONT)
     assert ledger.lease("cell-1", wait_s=0.2).grants == [], "cell-0 could not be heard"
     ledger.lease("cell-0", held=refs, tickets=0)
@@ -143,11 +146,11 @@ def test_an_older_trainer_is_refused_with_409(ledger: LedgerProcess) -> None:
 
 def test_a_waiting_trainer_is_refused_once_another_takes_over(ledger: LedgerProcess) -> None:
     ledger.open_generation(1)
-    zombie = ledger.begin("/batch", BatchRequest(1, 1, 50.0))
+    zombie = ledger.begin("/batch", BatchRequest(1, 1, WAIT_S))
     ledger.open_generation(2)
     began = time.monotonic()
     assert zombie.getresponse().status == 409
-    assert time.monotonic() - began < 25
+    assert time.monotonic() - began < WAIT_S
     zombie.close()
 
 

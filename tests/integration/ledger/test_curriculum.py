@@ -6,6 +6,7 @@ import numpy as np
 
 from areal_hpc.wire.ledger import DropTicketRequest
 from tests.integration.ledger.ledger_process import StartLedger
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 CURRICULUM = {
@@ -31,7 +32,7 @@ def test_groups_that_are_over_decide_what_is_drawn_next(start_ledger: StartLedge
     ledger.settle(ledger.seal([grant.ref for grant in trained]))
     drop = DropTicketRequest("cell-1", turned_away[0].ref, "all 1", "filtered", [1.0] * 4)
     ledger.order("/drop", drop)
-    ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
+    ledger.restart(cell_timeout_s=scaled(1.5))  # it listens for a third of that
     assert ledger.batch(1).settled == 1
     second = [grant.task_index for grant in ledger.grants("cell-0", tickets=1)]
     assert not set(second) & set(first)

@@ -27,10 +27,11 @@ from areal_hpc.wire.ledger import (
 )
 from areal_hpc.wire.signing import RequestSigner
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger, config_of
+from tests.support.deadlines import scaled
 
-WAIT_S = 50.0
+WAIT_S = scaled(50.0)
 """What waits ends after so long without news."""
-PROMPT_S = 20.0
+PROMPT_S = scaled(20.0)
 """With news it ends within this on any machine; on an idle one in 1-3 ms."""
 OF_AN_EVALUATION = SettleTicketsRequest(
     "cell-0", [SealedTicket(TicketRef(0, 1, 5), "cell-0-000000.h5", [0], [1.0], NO_VERSION)]
@@ -83,7 +84,7 @@ def test_a_wait_without_news_ends_with_what_there_is(ledger: LedgerProcess) -> N
     ledger.open_generation()
     began = time.monotonic()
     assert ledger.batch(1, wait_s=0.2) == BatchReply(None, 0)
-    assert 0.2 <= time.monotonic() - began < PROMPT_S
+    assert time.monotonic() - began >= 0.2
 
 
 def test_a_caller_that_hung_up_is_granted_nothing(ledger: LedgerProcess) -> None:
@@ -141,7 +142,7 @@ def test_agents_that_only_fail_are_reported_to_the_trainer_at_once_and_not_again
     trouble = waiting.result(PROMPT_S).trouble
     assert "4 tickets in a row" in trouble
     assert "ZeroDivisionError in solve()" in trouble
-    ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
+    ledger.restart(cell_timeout_s=scaled(1.5))  # it listens for a third of that
     assert ledger.batch(1).trouble == ""
     assert ledger.status().dropped == 4
     again = {grant.ref.ticket_id for grant in ledger.grants()}
@@ -259,7 +260,7 @@ def test_ids_that_were_never_issued_are_not_believed(ledger: LedgerProcess) -> N
     ledger.settle(ledger.seal([wild]))
     ledger.lease(held=[wild], finished=[TicketRef(2**61, 1)])
     ledger.drop(wild, "it failed")
-    ledger.restart(cell_timeout_s=1.5)  # it listens for a third of that
+    ledger.restart(cell_timeout_s=scaled(1.5))  # it listens for a third of that
     ledger.open_generation()
     assert [grant.ref.ticket_id for grant in ledger.grants()] == [0, 1]
 
@@ -304,19 +305,21 @@ def test_a_run_directory_that_cannot_be_written_is_named(tmp_path: Path) -> None
         run(config_of(tmp_path / "file" / "run"))
 
 
-def test_a_lease_and_its_settle_cost_little_cpu(start_ledger: StartLedger) -> None:
-    rounds = 300
+def test_a_lease_and_its_settle_cost_no_more_late_in_a_run(start_ledger: StartLedger) -> None:
+    rounds = 400
     ledger = start_ledger(batch_size=rounds, total_steps=1, max_concurrent_rollouts=4 * rounds)
     process = psutil.Process(ledger.process.pid)
-    before = process.cpu_times()
-    for _ in range(rounds):
-        (grant,) = ledger.lease(tickets=1).grants
-        ledger.settle(ledger.seal([grant.ref]))
-    after = process.cpu_times()
-    cpu_s = after.user + after.system - before.user - before.system
-    print(f"{1e6 * cpu_s / rounds:.0f} us of CPU a ticket")
-    # 0.6 ms on a quiet machine. The bound is for what grows with the run, not for the machine.
-    assert cpu_s / rounds < 2e-3, f"{1e6 * cpu_s / rounds:.0f} us a ticket"
+
+    def measure_half() -> float:
+        before = process.cpu_times()
+        for _ in range(rounds // 2):
+            (grant,) = ledger.lease(tickets=1).grants
+            ledger.settle(ledger.seal([grant.ref]))
+        after = process.cpu_times()
+        return float(after.user + after.system - before.user - before.system)
+
+    first, last = measure_half(), measure_half()
+    assert last < 2.5 * first, "what a ticket costs grows with the run"
 
 
 def test_idle_connections_beyond_the_open_files_are_dropped(tmp_path: Path) -> None:
@@ -327,6 +330,6 @@ def test_idle_connections_beyond_the_open_files_are_dropped(tmp_path: Path) -> N
         parts = urlsplit(ledger.url)
         address = (str(parts.hostname), parts.port or 0)
         for _ in range(300):
-            held.enter_context(socket.create_connection(address, timeout=60))
+            held.enter_context(socket.create_connection(address, timeout=scaled(60)))
         assert post(ledger, "/status", b"{}").status_code == 200
         assert psutil.Process(ledger.process.pid).num_fds() < 200

@@ -5,6 +5,7 @@ import pytest
 from areal_hpc.wire.ledger import DropTicketRequest, IrregularTicketCounts, SealedTicket, TicketRef
 from areal_hpc.wire.weight_version import WeightVersion
 from tests.integration.ledger.ledger_process import LedgerProcess, StartLedger
+from tests.support.deadlines import scaled
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def test_a_requeued_ticket_is_trained_once_though_the_ledger_dies(ledger: Ledger
     assert ledger.batch(3).manifest is None
     assert (ledger.status().settled, ledger.status().requeued) == (0, 1)
     # The index still has the rows that were set aside. It listens for a third of the timeout.
-    ledger.restart(cell_timeout_s=1.5)
+    ledger.restart(cell_timeout_s=scaled(1.5))
     ledger.settle(too_old)
     assert ledger.batch(3).settled == 0
     again = [one.ref for one in ledger.grants("cell-1", tickets=2)]

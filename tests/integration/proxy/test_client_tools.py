@@ -11,6 +11,7 @@ from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.client.in_process_engine import get_shared_parsers
 from tests.integration.proxy.test_tool_calls import CALL, CHAT_TOOL, QUESTION, THOUGHT
 from tests.support.chatml import byte_level_tokenizer, write_model_dir
+from tests.support.deadlines import scaled
 from tests.support.process_commands import command_of
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
@@ -50,4 +51,4 @@ def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
         await parsers.close()
         await server.stop()
 
-    asyncio.run(asyncio.wait_for(play(), 100))
+    asyncio.run(asyncio.wait_for(play(), scaled(100)))

@@ -11,6 +11,7 @@ from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.proxy.test_tool_calls import CALL, THOUGHT, assert_spliced, says
 from tests.support.chatml import REASONING_CHATML, write_model_dir
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -39,7 +40,7 @@ def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
         reasoning_parser="qwen3",
         serve_python=get_interpreter("serve", "auto"),
     )
-    stage.http.timeout = 120.0  # the parsers import SGLang first
+    stage.http.timeout = scaled(120.0)  # the parsers import SGLang first
     yield stage
     stage.close()
 
@@ -279,7 +280,7 @@ def test_googles_sdk_talks_to_the_proxy(stage: Stage, version: str) -> None:
         [python, "-W", "ignore", "-c", PROGRAM, stage.url, key, version],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     assert done.returncode == 0, done.stderr + stage.log
     told = json.loads(done.stdout)

@@ -4,6 +4,7 @@ import subprocess
 from pathlib import Path
 
 from areal_hpc.jobs.environment import get_interpreter
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 
 PROGRAM = """
@@ -32,7 +33,7 @@ def test_langchain_knows_an_overflow_in_both_dialects_streamed_or_whole(tmp_path
         [python, "-W", "ignore", "-c", PROGRAM, f"{stage.url}/v1", key],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=scaled(100),
     )
     stage.close()
     assert done.stdout == "overflow\n" * 4, done.stderr

@@ -17,6 +17,7 @@ from areal_hpc.client.areal_openai import ArealOpenAI
 from areal_hpc.session.chat_template import TokenEncoder
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.proxy.test_tool_calls import CHAT_TOOL, QUESTION
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -38,7 +39,7 @@ SCHEMA = {
 
 
 def generate(url: str, body: dict[str, Any]) -> dict[str, Any]:
-    answer = httpx.post(f"{url}/generate", json=body, timeout=60, trust_env=False)
+    answer = httpx.post(f"{url}/generate", json=body, timeout=scaled(60), trust_env=False)
     assert answer.status_code == 200, answer.text
     reply: dict[str, Any] = answer.json()
     return reply
@@ -132,7 +133,11 @@ def test_scripted_payloads_are_those_of_the_real_server(
 
 def stream(url: str, body: dict[str, Any]) -> list[dict[str, Any]]:
     with httpx.stream(
-        "POST", f"{url}/generate", json={**body, "stream": True}, timeout=60, trust_env=False
+        "POST",
+        f"{url}/generate",
+        json={**body, "stream": True},
+        timeout=scaled(60),
+        trust_env=False,
     ) as answer:
         lines = [line for line in answer.iter_lines() if line]
     assert lines[-1] == "data: [DONE]"

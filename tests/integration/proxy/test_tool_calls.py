@@ -15,6 +15,7 @@ from anthropic.types import Message
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.support.chatml import REASONING_CHATML, write_model_dir
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 
@@ -211,7 +212,7 @@ def test_parsers_that_die_are_started_again(stage: Stage) -> None:
     key = says(stage, CALL)
     assert stage.chat(key, QUESTION, tools=[CHAT_TOOL]).status_code == 200
     os.kill(find_parsers(stage), signal.SIGKILL)
-    stage.http.timeout = 120.0  # they import SGLang again
+    stage.http.timeout = scaled(120.0)  # they import SGLang again
     message = stage.chat(key, QUESTION, tools=[CHAT_TOOL]).json()["choices"][0]["message"]
     assert len(message["tool_calls"]) == 1
 
@@ -223,7 +224,7 @@ def test_a_stream_in_whose_middle_the_parsers_died_fails_and_is_no_garbled_text(
     stage.sglang.script = lambda request: Script(f"I add. {CALL}", piece_tokens=5, gate=gate)
     asked = {"messages": QUESTION, "tools": [CHAT_TOOL], "stream": True}
     url, headers = f"{stage.url}/v1/chat/completions", {"authorization": f"Bearer {key}"}
-    stage.http.timeout = 120.0  # they import SGLang again
+    stage.http.timeout = scaled(120.0)  # they import SGLang again
     with stage.http.stream("POST", url, json=asked, headers=headers) as answer:
         lines = answer.iter_lines()
         while "add" not in next(lines):

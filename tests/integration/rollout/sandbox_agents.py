@@ -9,6 +9,7 @@ from typing import Any
 
 from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.sandbox.sandbox import Sandbox
+from tests.support.deadlines import scaled
 
 FAILED_START = "echo bwrap: no namespace: Resource temporarily unavailable >&2; exit 1"
 CALL = """
@@ -55,7 +56,9 @@ class Judging:
         program = f"print(input(), {reply.json()['choices'][0]['message']['content']!r})"
         sandbox = data["sandbox"]
         await sandbox.put("solution.py", program)
-        result = await sandbox.exec("python3 solution.py", stdin=data["input"], timeout_s=10)
+        result = await sandbox.exec(
+            "python3 solution.py", stdin=data["input"], timeout_s=scaled(10)
+        )
         return float(result.exit_code == 0 and result.stdout.decode() == data["output"])
 
 

@@ -28,6 +28,7 @@ from areal_hpc.wire.ledger import Empty, TicketRef
 from areal_hpc.wire.proxy import EndSessionReply, SamplingDefaults, StartSessionRequest
 from examples.quickstart.agent import ArithmeticAgent
 from tests.integration.rollout.standins import StandInProxy, driving
+from tests.support.deadlines import scaled
 
 Result = TypeVar("Result")
 
@@ -35,7 +36,7 @@ TASK = {"messages": [{"role": "user", "content": "2 + 2 ="}], "answer": "4"}
 
 
 def finish(work: Coroutine[Any, Any, Result]) -> Result:
-    return asyncio.run(asyncio.wait_for(work, 100))
+    return asyncio.run(asyncio.wait_for(work, scaled(100)))
 
 
 async def ask(extra_kwargs: dict[str, Any]) -> str:
@@ -216,10 +217,12 @@ def test_a_sandbox_for_which_the_node_lacks_something_ends_the_episode_and_no_dr
 
 @pytest.mark.parametrize("stubborn", [False, True])
 def test_an_episode_ends_at_its_deadline_in_any_case(tmp_path: Path, stubborn: bool) -> None:
+    limit_s = scaled(0.1)
+
     async def timed() -> EpisodeOutcome:
         agent = Sleeps(stubborn=stubborn)
-        episode = asyncio.ensure_future(play(tmp_path, agent, timeout_s=0.05))
-        ended, _ = await asyncio.wait({episode}, timeout=60)
+        episode = asyncio.ensure_future(play(tmp_path, agent, timeout_s=limit_s))
+        ended, _ = await asyncio.wait({episode}, timeout=scaled(60))
         agent.is_woken.set()
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             await asyncio.wait({task})
@@ -229,7 +232,7 @@ def test_an_episode_ends_at_its_deadline_in_any_case(tmp_path: Path, stubborn: b
     outcome = asyncio.run(timed())
     assert outcome.status == "timed_out"
     waits_at = f"{__file__}:{Sleeps.run.__code__.co_firstlineno + 3}"
-    assert outcome.reason == f"took longer than 0.05 s\n  at: {waits_at}"
+    assert outcome.reason == f"took longer than {limit_s:g} s\n  at: {waits_at}"
 
 
 def test_restart_of_the_proxy_is_not_the_agents_fault(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from areal_hpc.wire.proxy import SamplingDefaults, StartSessionRequest
 from areal_hpc.wire.trajectory import RowKind
 from tests.integration.rollout.standins import driving
 from tests.integration.rollout.test_episode import Ends, ask
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import CELL
 
@@ -42,7 +43,7 @@ async def play(stage: Stage, ref: TicketRef, agents: list[Agent]) -> list[Episod
             session = StartSessionRequest(
                 f"train-{number}", ref, number, SamplingDefaults(), rights="calls"
             )
-            timeout_s = 3.0 if isinstance(agent, Lingers) else 60.0
+            timeout_s = scaled(3.0 if isinstance(agent, Lingers) else 60.0)
             spec = EpisodeSpec(session, {}, timeout_s, failure_reward=-0.5)
             outcomes.append(await run_episode(spec, agent, peer, client))
     return outcomes

@@ -26,6 +26,7 @@ from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import make_spec, play
 from tests.integration.rollout.test_episode import finish
+from tests.support.deadlines import scaled
 from tests.support.gym_stage import GymStage, call_tool
 from tests.support.root_file_system import make_root_file_system
 
@@ -129,7 +130,7 @@ def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> No
     ]
     stage = GymStage(tmp_path, lines)
     try:
-        reward = stage.play(WithSandbox(HarborAgent(command_timeout_s=0.5)), row)
+        reward = stage.play(WithSandbox(HarborAgent(command_timeout_s=scaled(0.5))), row)
     finally:
         stage.close()
     assert (reward.value, reward.metrics) == (1.0, {"no_verdict": 0.0})

@@ -25,6 +25,7 @@ from areal_hpc.sandbox.spec import SandboxSpec
 from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.test_agent_sandboxes import play
 from tests.integration.rollout.test_episode import finish, spec
+from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
 PATH = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
@@ -74,7 +75,7 @@ def test_a_program_is_judged_by_what_it_left_and_ends_with_its_episode(
     kwargs = {
         "command": ["python3", "harness.py", "{task}", how],
         "reward": REWARD,
-        "timeout_s": 8.0 if how == "hang" else 60.0,
+        "timeout_s": scaled(8.0 if how == "hang" else 60.0),
         "variables": {"LEFT_BEHIND_S": seconds},
         "max_log_bytes": 100,
     }

@@ -23,6 +23,7 @@ from areal_hpc.reward import math_process
 from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
 from areal_hpc.reward.verifier_pool import VerifierPool
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
+from tests.support.deadlines import scaled
 from tests.support.process_commands import alive, command_of
 from tests.support.waiting import wait_for
 
@@ -36,9 +37,9 @@ AT_ONCE = [
     ("7", "\\frac{1}{" * 390 + "1" + "}" * 390),
 ]
 """Known to be wrong without a comparison."""
-LIMIT_S = 2.5
+LIMIT_S = scaled(2.5)
 """Of the comparisons asked for here: half of what they may take in a run."""
-PATIENCE_S = 30.0
+PATIENCE_S = scaled(30.0)
 QUESTION = json.dumps([SLOW[0], f"\\boxed{{{SLOW[1]}}}"]) + "\n"
 EASY = json.dumps(["0.5", "\\boxed{\\frac{1}{2}}"]).encode() + b"\n"
 
@@ -109,7 +110,7 @@ def test_a_wrapper_with_its_defaults_needs_one_try(caplog: pytest.LogCaptureFixt
         return await asking, easy, ticks
 
     grandchildren: list[psutil.Process] = []
-    slow, easy, ticks = asyncio.run(asyncio.wait_for(use(), 60.0))
+    slow, easy, ticks = asyncio.run(asyncio.wait_for(use(), scaled(60.0)))
     assert (slow, easy) == (0.0, 1.0)
     assert ticks > 10
     assert caplog.records == []  # of tries
@@ -144,7 +145,7 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
 
 
 def test_a_program_that_does_not_start_is_an_error(tmp_path: Path) -> None:
-    pool = VerifierPool(tmp_path / "missing.py", timeout_s=1.0)
+    pool = VerifierPool(tmp_path / "missing.py", timeout_s=PATIENCE_S)
     with pytest.raises(ClusterError, match=r"missing.py was gone before it was ready"):
         pool.ask(EASY)
 

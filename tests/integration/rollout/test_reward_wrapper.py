@@ -14,6 +14,7 @@ from areal_hpc.errors import AgentError, InvalidRewardError, WorkerLostError
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.integration.rollout import reward_functions as functions
+from tests.support.deadlines import scaled
 
 
 def reward(function: Callable[..., Any], *args: Any, options: Any = None, **kwargs: Any) -> float:
@@ -31,7 +32,7 @@ def test_the_event_loop_goes_on_while_rewards_are_computed(tmp_path: Path) -> No
     sign, note = tmp_path / "sign", tmp_path / "note"
 
     async def ask() -> list[float]:
-        wrapper = AsyncRewardWrapper(functions.waits, timeout_seconds=60.0, max_workers=2)
+        wrapper = AsyncRewardWrapper(functions.waits, timeout_seconds=scaled(60.0), max_workers=2)
         asking = asyncio.gather(*(wrapper(str(sign), str(note)) for _ in range(4)))
         while not note.exists() or len(note.read_text().splitlines()) < 2:
             await asyncio.sleep(0.01)
@@ -97,7 +98,7 @@ def test_an_error_that_no_text_alone_can_make_is_told(
 
 SLOW_START = """
 import pathlib, time
-gate, give_up_at = pathlib.Path({gate!r}), time.monotonic() + 30
+gate, give_up_at = pathlib.Path({gate!r}), time.monotonic() + {patience_s}
 while not gate.exists() and time.monotonic() < give_up_at:
     time.sleep(0.01)
 pathlib.Path({note!r}).write_text(str(gate.exists()))
@@ -106,7 +107,7 @@ pathlib.Path({note!r}).write_text(str(gate.exists()))
 
 def test_a_long_call_does_not_wait_for_its_process_to_start(tmp_path: Path) -> None:
     gate, note = tmp_path / "gate", tmp_path / "note"
-    script = SLOW_START.format(gate=str(gate), note=str(note))
+    script = SLOW_START.format(gate=str(gate), note=str(note), patience_s=scaled(30))
     (tmp_path / "sitecustomize.py").write_text(script)
 
     async def call() -> object:

@@ -19,10 +19,11 @@ from areal_hpc.wire.agent_reward import Reward
 from tests.integration.rollout.process_agents import Blocking, Misgraded
 from tests.integration.rollout.standins import StandInProxy, driving
 from tests.integration.rollout.test_episode import TASK, finish, spec
+from tests.support.deadlines import scaled
 from tests.support.waiting import wait_for
 
 PATH = "tests.integration.rollout.process_agents.Blocking"
-HANG_S = 2.0
+HANG_S = scaled(2.0)
 """The limit of an episode that hangs; others have a minute."""
 
 
@@ -191,7 +192,9 @@ def test_what_a_worker_sends_is_never_code_and_holds_up_no_other_episode(
         ticks = 0
         async with StandInProxy(tmp_path) as _, driving(tmp_path) as (peer, http_client):
             data = {**TASK, "does": does, "note": str(note)}
-            one = dataclasses.replace(spec(5.0 if said.startswith("took") else 60.0), data=data)
+            one = dataclasses.replace(
+                spec(scaled(5.0) if said.startswith("took") else 60.0), data=data
+            )
             playing = asyncio.ensure_future(run_episode(one, agent, peer, http_client))
             while not playing.done():
                 await asyncio.sleep(0.05)
@@ -214,7 +217,7 @@ def test_nothing_that_an_episode_started_outlives_it(does: str, tmp_path: Path) 
     async def play_once() -> EpisodeOutcome:
         async with StandInProxy(tmp_path), driving(tmp_path) as (peer, http_client):
             data = {**TASK, "does": does, "note": str(note)}
-            one = dataclasses.replace(spec(5.0), data=data)
+            one = dataclasses.replace(spec(scaled(5.0)), data=data)
             return await run_episode(one, agent, peer, http_client)
 
     finish(play_once())

@@ -24,6 +24,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_service_key, format_proxy_name
 from areal_hpc.rundir.telemetry.events import EventLog
 from tests.integration.rollout.test_episode import ask
+from tests.support.deadlines import scaled
 
 TASKS = [{"messages": [{"role": "user", "content": "hello"}], "number": n} for n in range(8)]
 
@@ -78,7 +79,7 @@ def play(config: TrialConfig, agent: CountingAgent) -> list[dict[str, Any]]:
             await proxy.close()
 
     with TrialCell(config):
-        asyncio.run(asyncio.wait_for(play_tasks(), 60))
+        asyncio.run(asyncio.wait_for(play_tasks(), scaled(60)))
     return list(read_readable_records(paths.events))
 
 
@@ -118,7 +119,7 @@ def test_a_trial_for_which_the_node_lacks_something_waits_longer_for_its_next_tr
         config.driver.rollout, unused, {}, 0, unused, unused,
         EventLog(tmp_path / "events.jsonl", "driver-cell-0"), None,
     )  # fmt: skip
-    assert asyncio.run(asyncio.wait_for(retry, 60)).status == "ok"
+    assert asyncio.run(asyncio.wait_for(retry, scaled(60))).status == "ok"
 
 
 def test_one_good_trial_is_enough(config: TrialConfig) -> None:

@@ -9,6 +9,7 @@ from areal_hpc.sandbox.channel import CommandChannel
 from areal_hpc.sandbox.command_server import FRAME_HEADER_STRUCT, HELLO_FRAME
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import SandboxLimits
+from tests.support.deadlines import scaled
 
 
 def test_a_channel_that_is_closed_in_a_write_leaves_its_number_to_others() -> None:
@@ -34,7 +35,7 @@ def test_a_channel_that_is_closed_in_a_write_leaves_its_number_to_others() -> No
                 reading = asyncio.create_task(asyncio.get_running_loop().sock_recv(one, 8))
                 await asyncio.sleep(0.05)
                 other.send(b"hello")
-                assert await asyncio.wait_for(reading, 5.0) == b"hello"
+                assert await asyncio.wait_for(reading, scaled(5.0)) == b"hello"
 
     asyncio.run(scene())
 

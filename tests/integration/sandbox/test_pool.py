@@ -7,6 +7,7 @@ import signal
 from areal_hpc.sandbox.pool import SandboxPool
 from areal_hpc.sandbox.runtimes.choice import make_runtime
 from areal_hpc.sandbox.spec import SandboxSpec
+from tests.support.deadlines import scaled
 
 
 def test_the_second_to_take_one_sees_nothing_of_the_first() -> None:
@@ -45,7 +46,7 @@ def test_a_sandbox_is_ended_when_its_time_is_over() -> None:
         pool = SandboxPool(make_runtime("bwrap"), SandboxSpec(), 0)
         async with pool.acquire() as taken:
             taken.start_lifetime_limit(1.0)
-            await asyncio.wait_for(taken._channel.closed.wait(), 30)
+            await asyncio.wait_for(taken._channel.closed.wait(), scaled(30))
             assert not taken.is_alive
         await pool.close()
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 import tempfile
 import threading
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +25,7 @@ from areal_hpc.sandbox.runtimes.choice import find_installed_runtimes, make_runt
 from areal_hpc.sandbox.sandbox import Sandbox
 from areal_hpc.sandbox.spec import Network, SandboxLimits, SandboxSpec
 from tests.support.apptainer_stand_in import write_apptainer_stand_in
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 from tests.support.root_file_system import make_root_file_system
 from tests.support.waiting import wait_for
@@ -142,7 +142,7 @@ def test_a_command_that_is_too_slow_or_too_loud_is_killed_alone(runtime: Runtime
 
 def test_what_a_command_leaves_in_the_background_holds_nobody_up(runtime: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
-        began = await sandbox.exec("sleep 300 > /dev/null & echo $!", timeout_s=30)
+        began = await sandbox.exec("sleep 300 > /dev/null & echo $!", timeout_s=scaled(30))
         assert not began.timed_out
         alive = await sandbox.exec(f"kill -0 {began.text.strip()}")
         assert alive.exit_code == 0
@@ -239,7 +239,7 @@ def test_a_command_is_killed_that_has_no_session_of_its_own_yet() -> None:
     with subprocess.Popen(["sleep", "60"]) as process:
         try:
             kill_session(process.pid)
-            assert process.wait(20) == -signal.SIGKILL
+            assert process.wait(scaled(20)) == -signal.SIGKILL
         finally:
             process.kill()
 
@@ -420,7 +420,7 @@ def test_processes_are_limited_and_those_of_others_go_on(isolating: Runtime) -> 
 def test_who_ends_or_stops_the_server_loses_the_sandbox_alone(
     sign: str, isolating: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(channel, "KILL_COMMAND_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(channel, "KILL_COMMAND_TIMEOUT_S", scaled(0.5))
 
     async def scene(sandbox: Sandbox) -> None:
         attack = f"kill -{sign} 1; sleep 30"
@@ -550,10 +550,7 @@ def test_an_owner_that_is_killed_leaves_no_process(runtime: Runtime) -> None:
         left = [int(one) for one in owner.stdout.readline().split()]
         owner.kill()
     assert len(left) >= 4
-    give_up_at = time.monotonic() + 30
-    while left := [pid for pid in left if is_alive(pid)]:
-        assert time.monotonic() < give_up_at, left
-        time.sleep(0.05)
+    wait_for(lambda: not any(map(is_alive, left)), 30)
 
 
 def is_alive(pid: int) -> bool:

@@ -22,6 +22,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from areal_hpc.rundir import rendezvous
 from areal_hpc.wire.replicas import ReplicasOfCell, ReplicaState, ReplicaView
+from tests.support.deadlines import Deadline, scaled
 
 CELL, DIRECTORY, HANG_S = sys.argv[1], Path(sys.argv[2]), float((*sys.argv, "0")[3])
 HELD = Path(sys.argv[4]) if len(sys.argv) > 4 else None
@@ -70,7 +71,7 @@ class Replica:
             c10d.Backend("gloo"),
             c10d.PrefixStore(body["group_name"], store),
             group_name=c10d.GroupName(body["group_name"]),
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=scaled(60)),
         )
         c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(body["world_size"])}
 
@@ -98,9 +99,9 @@ class Replica:
 
 
 def await_file(path: Path) -> None:
-    give_up_at = time.monotonic() + HELD_AT_MOST_S
+    deadline = Deadline(HELD_AT_MOST_S)
     while not path.exists():
-        assert time.monotonic() < give_up_at, f"{path} never came"
+        assert not deadline.is_over(), f"{path} never came"
         time.sleep(0.01)
 
 

@@ -1,7 +1,6 @@
 """An evaluation cell beside training: what it is given, what the ledger hears, what is written."""
 
 import subprocess
-import time
 from collections.abc import Callable
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -10,6 +9,7 @@ import msgspec
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+from tests.support.deadlines import Deadline, scaled
 
 # isort: split
 from areal_hpc.metrics.step_metrics import VALIDATION_REWARD_METRIC, read_metrics
@@ -85,14 +85,14 @@ class Court:
         """The version that the evaluation cell serves."""
         endpoint = rendezvous.find_endpoint(self.directory, CELL)
         assert endpoint is not None
-        with closing(WireClient(endpoint.url, timeout_s=5.0)) as client:
+        with closing(WireClient(endpoint.url, timeout_s=scaled(5.0))) as client:
             return client.call("/replicas", None, ReplicasOfCell).replicas[0].version
 
     def follow(self, until: Callable[[], bool], *, most_steps: int = 1000) -> None:
         """Do what the coordinator says, but train no step above `most_steps`."""
-        give_up_at = time.monotonic() + LIMIT_S
+        deadline = Deadline(LIMIT_S)
         while not until():
-            assert time.monotonic() < give_up_at
+            assert not deadline.is_over()
             match self.coordinator.choose_next_command_and_wait_briefly():
                 case PublishWeightsCommand(shares):
                     weights = iter([(SPECS[0].name, torch.ones(16))])

@@ -2,7 +2,6 @@
 
 import os
 import resource
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 from areal_hpc.trainer.checkpoints.writer_client import WriterClient
+from tests.support.waiting import wait_for
 
 SELECT_LIMIT = 1024
 """Descriptors from this number on are beyond what `select()` takes."""
@@ -34,8 +34,6 @@ def test_a_rank_with_many_connections_writes_its_part(tmp_path: Path) -> None:
     client, path = WriterClient(), tmp_path / "rank_00000.bin"
     client.reuse_or_grow_memory(8, torch.device("cpu"))[:8] = 7
     client.begin_write(path, 8, [])
-    give_up_at = time.monotonic() + 60.0
-    while not client.poll_write(1.0):
-        assert time.monotonic() < give_up_at
+    wait_for(lambda: client.poll_write(1.0))
     client.close()
     assert path.read_bytes()[:8] == b"\7" * 8

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
+from tests.support.deadlines import Deadline, scaled
 
 # isort: split
 from areal_hpc.errors import IdleError
@@ -112,7 +113,7 @@ def make_coordinator(
     evaluation: AsyncEvaluationTracker | None = None,
     idle_timeout_s: float = math.inf,
 ) -> Coordinator:
-    weights = WeightsConfig(update_timeout_s=10, verify_checksum=False)
+    weights = WeightsConfig(update_timeout_s=scaled(10), verify_checksum=False)
     publisher = Publisher(
         weights,
         directory,
@@ -144,10 +145,10 @@ def make_coordinator(
 
 def train(coordinator: Coordinator, steps: int) -> float:
     """Follow the coordinator until so many steps are trained; the seconds it took."""
-    began = time.monotonic()
+    began, deadline = time.monotonic(), Deadline(100)
     step = 0
     while step < steps:
-        assert time.monotonic() - began < 100
+        assert not deadline.is_over()
         command = coordinator.choose_next_command_and_wait_briefly()
         if isinstance(command, PublishWeightsCommand):
             coordinator.publish_weights(command.shares, iter([(SPECS[0].name, torch.ones(16))]))
@@ -170,11 +171,11 @@ def test_a_step_that_takes_longer_than_a_cell_may_be_missing_is_no_reason_to_giv
     stack: ExitStack, tmp_path: Path
 ) -> None:
     start_ledger(stack, tmp_path, CellThatStarts, "control-cell-0")
-    coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=0.5)
+    coordinator = make_coordinator(stack, tmp_path, 1, idle_timeout_s=scaled(0.5))
     assert coordinator.choose_next_command_and_wait_briefly() == WaitCommand(), (
         "its replica is there, and takes nothing yet"
     )
-    time.sleep(1.0)
+    time.sleep(scaled(1.0))
     assert coordinator.choose_next_command_and_wait_briefly() == WaitCommand()
 
 
@@ -225,7 +226,7 @@ def test_a_replica_that_never_joins_and_a_cell_that_is_silent_do_not_stop_the_tr
     assert {event["version"] for event in updates} == {f"1.{step}" for step in range(40)}
     assert tries
     assert 2 ** (len(tries) - 1) - 1 <= took_s, "tried again after ever longer pauses"
-    assert took_s < 25 * HANG_S, "40 updates that each wait for it take longer"
+    assert len(tries) < 20, "not with each of 40 updates"
     lines = read_readable_records(tmp_path / "metrics.jsonl")
     phases = ("pause_call", "transfer", "load", "verify", "flush", "resume")
     assert all(f"weights/{phase}_s" in lines[0] for phase in phases)

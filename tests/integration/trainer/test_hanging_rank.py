@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 from areal_hpc.errors import LostTrainerRankError
+from tests.support.deadlines import scaled
 from tests.support.environments import CHECKOUT
 
 RANK = """
@@ -21,17 +22,18 @@ from areal_hpc.trainer.collectives import is_true_on_any_rank, raise_if_rank_los
 from areal_hpc.trainer.rank_progress import (
     RankProgress, note_detail, note_place_reached, watch_ranks
 )
+from tests.support.deadlines import Deadline, scaled
 
 logging.basicConfig(stream=sys.stderr)
 rank, path = int(sys.argv[1]), sys.argv[2]
 store = dist.FileStore(path, 2)
 store.add("imported", 1)
-give_up_at = time.monotonic() + 60
+deadline = Deadline(60)
 while store.add("imported", 0) < 2:  # which takes as long as the machine likes
-    assert time.monotonic() < give_up_at, "the other rank did not come"
+    assert not deadline.is_over(), "the other rank did not come"
     time.sleep(0.05)
 dist.init_process_group(
-    "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=6)
+    "gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=scaled(6))
 )
 
 def hang():
@@ -48,7 +50,7 @@ def work():
     except RuntimeError as error:
         raise_if_rank_lost_or_hung(error)
 
-progress = RankProgress(store, rank, 2, hang_s=1.0, check_interval_s=0.1)
+progress = RankProgress(store, rank, 2, hang_s=scaled(1.0), check_interval_s=0.1)
 with exit_at_block_end_if_native_calls_run():
     try:
         note_library_threads_may_outlast_exit("torch.distributed")
@@ -72,7 +74,7 @@ def test_the_rank_that_waits_names_the_one_that_hangs_and_where(tmp_path: Path) 
                 cwd=CHECKOUT,
                 capture_output=True,
                 text=True,
-                timeout=120,
+                timeout=scaled(120),
             )
         finally:
             hanging.kill()  # else the end of this block would wait until it has slept

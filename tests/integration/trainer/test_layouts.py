@@ -18,6 +18,7 @@ from safetensors import safe_open
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.trainer.checkpoints.export import choose_checkpoint, export_checkpoint
+from tests.support.deadlines import scaled
 from tests.support.layout_launch import Findings, launch
 from tests.support.layout_worker import make_rows
 from tests.support.parity_table import (
@@ -209,7 +210,9 @@ def test_sglang_scores_an_exported_checkpoint_as_the_trainer_did(
                 "return_logprob": True,
                 "logprob_start_len": 0,
             }
-            answer = httpx.post(f"{url}/generate", json=request, trust_env=False, timeout=60)
+            answer = httpx.post(
+                f"{url}/generate", json=request, trust_env=False, timeout=scaled(60)
+            )
             entries = answer.raise_for_status().json()["meta_info"]["input_token_logprobs"]
             return [logprob for logprob, *_ in entries[1:]]
 

@@ -30,6 +30,7 @@ from areal_hpc.trainer.model.policy import build_policy
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.self_test.small_policy import make_training_row
+from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import TRAINER, VOCAB, record_run
 from tests.support.sglang_server import serving
@@ -103,7 +104,7 @@ class _RelayHandler(http.server.BaseHTTPRequestHandler):
             self.server.most_under_way = max(self.server.most_under_way, self.server.under_way)
         headers = {"Content-Type": "application/json"}
         request = urllib.request.Request(self.server.upstream + self.path, body, headers)
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=scaled(60)) as answer:
             content = answer.read()
         with self.server.lock:
             self.server.under_way -= 1

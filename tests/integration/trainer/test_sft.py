@@ -17,6 +17,7 @@ from areal_hpc.rundir.cancellation import mark_cancelled
 from areal_hpc.rundir.jobs import STOPPED_EXIT_CODE
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
+from tests.support.deadlines import scaled
 from tests.support.recorded_run import sft_config
 from tests.support.waiting import wait_for
 
@@ -56,7 +57,7 @@ def test_a_stopped_sft_stage_of_a_run_that_is_cancelled_at_once_saves_nothing(
     process = start(paths)
     wait_for(lambda: len(read_readable_records(paths.sft_metrics)) >= 45)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == STOPPED_EXIT_CODE
+    assert process.wait(timeout=scaled(60)) == STOPPED_EXIT_CODE
     steps = [int(path.name.removeprefix("step_")) for path in paths.sft_checkpoints_dir.iterdir()]
     assert steps
     assert all(step % CHECKPOINT_EVERY_STEPS == 0 for step in steps)
@@ -71,12 +72,12 @@ def test_a_stopped_sft_stage_goes_on_and_learns_its_demonstrations(paths: RunPat
 
     wait_for(has_trained_50_steps)
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=60) == STOPPED_EXIT_CODE
+    assert process.wait(timeout=scaled(60)) == STOPPED_EXIT_CODE
     stopped_at = read_readable_records(paths.sft_metrics)[-1]["step"]
     assert 50 <= stopped_at < 160
     assert not paths.sft_export.exists()
 
-    assert start(paths).wait(timeout=90) == 0
+    assert start(paths).wait(timeout=scaled(90)) == 0
     rows = read_readable_records(paths.sft_metrics)
     assert [row["step"] for row in rows] == list(range(1, 161))
     assert rows[-1]["loss"] < 0.02 < 1.0 < rows[0]["loss"]

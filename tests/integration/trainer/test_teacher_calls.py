@@ -34,6 +34,7 @@ from areal_hpc.trainer.rank_progress import RankProgress, watch_ranks
 from areal_hpc.trainer.replay_job import make_replay_coordinator
 from areal_hpc.trainer.scoring.teacher_client import TeacherClient
 from areal_hpc.trainer.self_test.small_policy import make_training_row
+from tests.support.deadlines import scaled
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, TICKETS, TRAINER
 from tests.support.replay_worker import Scenario, make_learner
@@ -250,7 +251,7 @@ def train_until_stopped(scenario: Scenario, paths: RunPaths) -> dict[str, Any]:
                 os.kill(pids[1], signal.SIGTERM)
 
     world = (get_default_store(), dist.get_rank(), dist.get_world_size())
-    with watch_ranks(RankProgress(*world, on_hang, hang_s=1.0, check_interval_s=0.1)):
+    with watch_ranks(RankProgress(*world, on_hang, hang_s=scaled(1.0), check_interval_s=0.1)):
         learner = make_learner(scenario, paths, stop=stop)
         coordinator = None
         if dist.get_rank() == 0:
@@ -268,7 +269,9 @@ def test_a_stop_is_heard_while_the_server_is_busy_and_what_was_trained_is_saved(
     with scripted(
         lambda call: 200 if call < ROWS_PER_BATCH else 503, paths.starting_model_dir
     ) as url:
-        outcome = ranks.call(train_until_stopped, paths, 2, trainer=build_settings(url, retry_s=60))
+        outcome = ranks.call(
+            train_until_stopped, paths, 2, trainer=build_settings(url, retry_s=scaled(60))
+        )
     assert outcome.codes == [0, 0], outcome.log
     assert [one["finished"] for one in outcome.reports] == [False, False]
     place = f"at scores of batch 2 by the teacher at {url}, 0 of 12 rows: answered 503"
@@ -299,7 +302,7 @@ def test_a_stop_is_heard_before_the_server_has_ever_answered(
         return 503
 
     with scripted(choose) as url:
-        settings = {**build_settings(url, retry_s=60), "parallel": {}}
+        settings = {**build_settings(url, retry_s=scaled(60)), "parallel": {}}
         outcome = ranks.call(replay_as_a_job_does, paths, 1, trainer=settings)
     assert outcome.codes == [STOPPED_EXIT_CODE], outcome.log
     assert "Error" not in outcome.log

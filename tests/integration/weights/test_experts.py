@@ -16,6 +16,7 @@ from areal_hpc.weights.replica_client import ReplicaClient
 from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.deadlines import scaled
 from tests.support.inference_cell import VOCABULARY, Cell, running_cell
 from tests.support.reference_models import by_checkpoint_name
 from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
@@ -62,7 +63,10 @@ def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
     weights = by_checkpoint_name(dict(model.state_dict()))
     version = WeightVersion(1, 0)
     with publishing(
-        cell.paths.rendezvous_dir, cell.service_key, bucket_bytes=50_000, update_timeout_s=20
+        cell.paths.rendezvous_dir,
+        cell.service_key,
+        bucket_bytes=50_000,
+        update_timeout_s=scaled(20),
     ) as publisher:
         (key,) = publisher.discover_outdated_training_replicas(version)
         buckets = plan_buckets(specs_of(weights), 1 << 30)

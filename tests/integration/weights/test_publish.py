@@ -28,6 +28,7 @@ from areal_hpc.weights.transports.broadcast import BroadcastSession
 from areal_hpc.weights.transports.process_group import UpdateProcessGroup
 from areal_hpc.weights.transports.transport import UpdateReport
 from areal_hpc.wire.weight_version import WeightVersion
+from tests.support.deadlines import scaled
 from tests.support.inference_cell import Cell, logprob_error, running_cell, tiny_qwen3
 from tests.support.sender_ranks import sender_ranks
 from tests.support.update_faults import Gate, Reader, Sender, Trap, gates
@@ -35,7 +36,7 @@ from tests.support.waiting import wait_for
 from tests.support.weight_updates import publish, publishing, raise_if_failed, specs_of
 
 IN_FLIGHT_S = 0.3
-HANG_TIMEOUT_S = 8.0
+HANG_TIMEOUT_S = scaled(8.0)
 """Of each wait in an update in which somebody is waited for in vain."""
 FIRST_IDS = itertools.count(20)
 """A prompt that begins like none before it: an update in place leaves the old cache in use."""
@@ -64,7 +65,7 @@ def trainer(
         directory or cell.paths.rendezvous_dir,
         cell.service_key,
         weights_dir=cell.paths.published_weights_dir,
-        **{"bucket_bytes": 100_000, "update_timeout_s": 20, **weights},
+        **{"bucket_bytes": 100_000, "update_timeout_s": scaled(20), **weights},
     )
 
 
@@ -106,7 +107,7 @@ def test_two_trainer_ranks_send_each_to_its_own_replica(cell: Cell, tmp_path: Pa
         service_key=cell.service_key,
         generation=cell.generation,
         bucket_bytes=100_000,
-        update_timeout_s=60,
+        update_timeout_s=scaled(60),
     ) as ranks:
         for step, (model, path) in enumerate(zip(models, files, strict=True)):
             report = ranks.update(step, path, 2)
@@ -135,7 +136,7 @@ def begin_generation(cell: Cell, index: int = 0) -> tuple[list[int], Future[dict
     sampling = {"max_new_tokens": TOKENS, "temperature": 1.0, "ignore_eos": True}
     reply = thread.submit(cell.generate_live, prompt, index, hear, **sampling)
     thread.shutdown(wait=False)
-    assert has_begun.wait(60)
+    assert has_begun.wait(scaled(60))
     return prompt, reply
 
 
@@ -156,7 +157,7 @@ def begin_generation_at_pause(
 
 
 def versions_in(reply: Future[dict[str, Any]]) -> list[str]:
-    return [span["version"] for span in reply.result(60)["meta_info"]["weight_versions"]]
+    return [span["version"] for span in reply.result(scaled(60))["meta_info"]["weight_versions"]]
 
 
 def test_one_group_of_both_replicas_answers_with_the_published_weights_and_stands(
@@ -187,7 +188,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         assert [key.cell_and_index for key in report.ok] == BOTH
         after = report.version
         prompt, coming = begun.result(0)
-        reply = coming.result(60)
+        reply = coming.result(scaled(60))
         first, second = reply["meta_info"]["weight_versions"]
         switch = first["end"]
         assert first == {"version": str(before), "start": 0, "end": switch}
@@ -203,7 +204,7 @@ def test_a_generation_in_flight_goes_on_under_the_new_weights_and_its_pause_is_m
         known_tokens = len(prompt) + switch  # SGLang says how many after every 15th
         assert known_tokens - 20 <= view.pause.recomputed_tokens <= known_tokens
         stopped_s = sum(report.seconds[phase] for phase in PHASES)
-        assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + 5
+        assert 0 <= view.pause.reprefill_s < view.pause.pause_s < stopped_s + scaled(5)
         publisher.discover_outdated_training_replicas(after)
         assert view.pause in publisher.pauses
 
@@ -350,7 +351,9 @@ def test_half_loaded_weights_never_answer_and_are_sent_again(cell: Cell, tmp_pat
     save_file(new.state_dict(), tmp_path / "new.safetensors")
     directory = tmp_path / "gates"
     with gates([cell], directory) as (gate,):
-        sender = Sender(directory, 1, cell.service_key, cell.generation + 2, update_timeout_s=30)
+        sender = Sender(
+            directory, 1, cell.service_key, cell.generation + 2, update_timeout_s=scaled(30)
+        )
         with trainer(cell, directory) as publisher:
             update(cell, publisher, 0, old)
         sender.await_ready()

@@ -29,7 +29,7 @@ SECRET_WORDS = {"HF_TOKEN": "hub-secret-word", "AWS_SECRET_ACCESS_KEY": "aws-sec
 """Variables of the job."""
 KEPT = "areal-kept"
 """A file that lies in each folder of the machine that is attacked, and stays as it is."""
-DAEMON_GONE_AFTER_S = 4.0
+DAEMON_GONE_AFTER_S = scaled(4.0)
 COMMAND_TIMEOUT_S = 120.0
 """In gVisor a Python takes long to start where many other processes are at work."""
 OUTLASTED_TIMEOUT_S = 20.0

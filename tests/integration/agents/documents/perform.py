@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 else:  # some environments have a package `tests` of their own
     from play import Place, obey, play
 
-TIMEOUT_S = 100.0
+TIMEOUT_S = 100.0 * float(os.environ.get("TESTS_SLOWNESS", "1"))
 FAR_TOKENS = 1000
 """The Agents SDK takes a reply that reached its limit for an error; all end long before."""
 

@@ -19,6 +19,7 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.slurm.submit import LocalJobHandle, stop_jobs, submit_local
+from tests.support.deadlines import scaled
 from tests.support.process_commands import alive, command_of
 from tests.support.waiting import wait_for
 
@@ -104,7 +105,7 @@ class ForkedJob:
             events=str(folder / "events.jsonl"),
             pythons={"agents": sys.executable},
             variables={"agents": {"PYTHONPATH": str(folder)}},
-            stop_grace_s=5.0,
+            stop_grace_s=scaled(5.0),
         )
         self.handle: LocalJobHandle = submit_local(launch, run_task)
 
