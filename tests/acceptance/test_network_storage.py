@@ -17,6 +17,7 @@ from areal_hpc.metrics.episode_failures import EpisodeFailureCounter
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import EventFollower, EventLog
 from tests.support.commands import areal_hpc, said_by
+from tests.support.deadlines import Deadline
 from tests.support.environments import CHECKOUT, python_of
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
 from tests.support.results import write_results
@@ -69,9 +70,9 @@ class NetworkedRun(KilledRun):
 
     def keep_going(self, condition: Callable[[], bool]) -> None:
         """Wait for a condition; give the command as often as that takes."""
-        give_up_at = time.monotonic() + LAUNCH_TIMEOUT_S
+        deadline = Deadline(LAUNCH_TIMEOUT_S)
         while not condition():
-            assert time.monotonic() < give_up_at, self.said()
+            assert not deadline.is_over(), self.said()
             if self.process is None or self.process.poll() is not None:
                 self.launches += 1
                 assert self.launches <= MAX_LAUNCHES, self.said()

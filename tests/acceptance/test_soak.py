@@ -19,6 +19,7 @@ import psutil
 import pytest
 
 from tests.support.commands import areal_hpc, said_by
+from tests.support.deadlines import Deadline
 from tests.support.environments import CHECKOUT
 from tests.support.killed_run import LAUNCH_TIMEOUT_S, KilledRun, random_model
 from tests.support.results import read_results, write_results
@@ -122,9 +123,9 @@ class Soak(KilledRun):
 
     def keep_going(self, steps: int) -> None:
         """Wait for so many steps more; give the command again whenever it gives up."""
-        goal, give_up_at = trained_steps(self.paths) + steps, time.monotonic() + RECOVERY_TIMEOUT_S
+        goal, deadline = trained_steps(self.paths) + steps, Deadline(RECOVERY_TIMEOUT_S)
         while trained_steps(self.paths) < goal:
-            assert time.monotonic() < give_up_at, self.said()
+            assert not deadline.is_over(), self.said()
             if self.process is None or self.process.poll() is not None:
                 self.start()
             self.weigh_now_and_then()

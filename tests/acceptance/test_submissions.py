@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.commands import said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     Devcluster,
@@ -67,7 +68,7 @@ def test_no_submission_leaves_an_orphan(cluster: Devcluster, tmp_path: Path) -> 
         await_random_moment(chance, run, before, submitting)
         with stopped_slurmctld(cluster):
             time.sleep(chance.uniform(0.0, MAX_STOP_S))
-        shown, _ = submitting.communicate(timeout=300)
+        shown, _ = submitting.communicate(timeout=scaled(300))
         took_s = time.monotonic() - began
         repeated = submitting.returncode == 75
         if repeated:  # slurmctld was silent before anything was submitted

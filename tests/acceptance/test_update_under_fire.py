@@ -15,6 +15,7 @@ import pytest
 from safetensors.torch import save_file
 
 from areal_hpc.wire.replicas import ReplicaView
+from tests.support.deadlines import Deadline, scaled
 from tests.support.environments import CHECKOUT
 from tests.support.inference_cell import Cell, running_cell, tiny_qwen3
 from tests.support.results import read_results, write_results
@@ -113,9 +114,9 @@ class Field:
     def heal(self, step: int, path: Path) -> int:
         """Send like a trainer does, every second, until all replicas have it; how often."""
         version, sends = f"{self.sender.generation}.{step}", 0
-        give_up_at = time.monotonic() + START_TIMEOUT_S
+        deadline = Deadline(START_TIMEOUT_S)
         while any(view.version != version for view in self.views()):
-            assert time.monotonic() < give_up_at, [self.views(), *map(Cell.logs, self.cells)]
+            assert not deadline.is_over(), [self.views(), *map(Cell.logs, self.cells)]
             if any(is_up(view) and view.version != version for view in self.views()):
                 self.sender.publish(step, path, at_least=0)
                 sends += 1
@@ -148,8 +149,8 @@ class Field:
             struck.set()
 
         calls = CELLS if of_sender else 1
-        arrived = threading.Barrier(calls, hold, timeout=30)
-        under_way = threading.Barrier(calls, strike, timeout=30)
+        arrived = threading.Barrier(calls, hold, timeout=scaled(30))
+        under_way = threading.Barrier(calls, strike, timeout=scaled(30))
 
         def spring(forward: Callable[[], None]) -> None:
             arrived.wait()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster, devcluster
 
 
@@ -11,7 +12,7 @@ from tests.support.devclusters import Devcluster, devcluster
 def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
     """Four nodes; who uses them leaves them without jobs and with power."""
     place = tmp_path_factory.mktemp("cluster") / "state"
-    with devcluster(place, "--nodes=4", "--grace-s=5") as found:
+    with devcluster(place, "--nodes=4", f"--grace-s={scaled(5):.0f}") as found:
         yield found
 
 

@@ -10,6 +10,7 @@ from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.rundir.paths import RunPaths
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import areal_hpc, start_areal_hpc
+from tests.support.deadlines import scaled
 from tests.support.devclusters import Devcluster, light_overrides
 from tests.support.environments import CHECKOUT
 
@@ -24,7 +25,7 @@ class OperatedRun:
         overrides = (
             f"cluster.fileroot={fileroot}",
             f"trial_name={trial}",
-            "cluster.stop_grace_s=6",
+            f"cluster.stop_grace_s={scaled(6)}",
         )
         quickstart = CHECKOUT / "recipes" / "quickstart.yaml"
         recipe = load_recipe(quickstart, [*overrides, *light_overrides(fileroot)])

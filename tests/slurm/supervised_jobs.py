@@ -1,6 +1,7 @@
 """Jobs whose tasks are supervisors, on a devcluster."""
 
 import json
+import math
 import os
 import signal
 import sys
@@ -25,11 +26,16 @@ from areal_hpc.rundir.jobs import (
 )
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import ROLES, JobPaths, RunPaths
+from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.environments import CHECKOUT
 from tests.support.slurm_launch import build_slurm_launch_info
 from tests.support.waiting import wait_for
 
+STOP_GRACE_S = scaled(6.0)
+MARGIN_S = scaled(5.0)
+TIME_LIMIT_MIN = math.ceil(scaled(49.0) / 60)
+"""As short as Slurm has them, if the start, the stop and a save fit in."""
 RUN_JOB = "import sys; from areal_hpc.jobs.supervisor import run_task; run_task(sys.argv[1])"
 
 
@@ -68,7 +74,7 @@ class SupervisedJob:
             )
             processes.append(caretaker.build_process_spec("caretaker", tasks="first", restarts=3))
         told = build_slurm_launch_info(
-            self.run, self.name, margin_s=5.0, progress=progress, least_free_bytes=64 << 20
+            self.run, self.name, margin_s=MARGIN_S, progress=progress, least_free_bytes=64 << 20
         )
         return LaunchFile(
             job=JobSpec(self.name, "agents", processes, tasks=tasks),
@@ -76,7 +82,7 @@ class SupervisedJob:
             log_dir=str(self.run.log_dir(1)),
             events=str(self.run.events),
             pythons=dict.fromkeys(ROLES, sys.executable),
-            stop_grace_s=6.0,
+            stop_grace_s=STOP_GRACE_S,
             slurm=msgspec.structs.replace(told, **slurm),
         )
 

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster, devcluster
 from tests.support.waiting import wait_for
 
@@ -125,7 +126,7 @@ def test_a_second_cluster_without_accounting_leaves_nothing(
         wait_for(lambda: len(second.slurm("squeue", "-h").splitlines()) == 2)
         second.done("kill-node", "n02")
         second.down()
-        waiting.wait(60)
+        waiting.wait(scaled(60))
         assert second.done("down").startswith("there is no devcluster")
     assert cluster.slurm("srun", "-N4", "hostname")
     assert cluster.links_and_groups()

@@ -8,6 +8,7 @@ import pytest
 
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import areal_hpc, run_program, said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     SLURM_POLL_S,
@@ -31,7 +32,7 @@ from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 made = read_plan(DevclusterPaths(Path(sys.argv[1])))
 slurmctld = next(one for one in made.daemons if one.name == "slurmctld")
 stop_daemon(made, slurmctld)
-start_daemon(made, slurmctld, time.monotonic() + 60)
+start_daemon(made, slurmctld, time.monotonic() + float(sys.argv[2]))
 """
 """Not by `devcluster up`, which would write slurm.conf anew."""
 
@@ -49,7 +50,7 @@ def limited(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Devcluster]:
             ("modify", "user", "where", "name=root", "set", "qos=normal,few"),
         ):
             cluster.slurm("sacctmgr", "--immediate", *change)
-        said_by(run_program(sys.executable, "-c", RESTART_SLURMCTLD, cluster.state_dir))
+        said_by(run_program(sys.executable, "-c", RESTART_SLURMCTLD, cluster.state_dir, scaled(60)))
         wait_for(lambda: cluster.slurm("sinfo", "-h", "-p", "priority", "-o", "%D %T") == "2 idle")
         yield cluster
 

@@ -9,6 +9,7 @@ import pytest
 from areal_hpc.rundir.paths import RunPaths
 from tests.slurm.operated import OperatedRun
 from tests.support.commands import areal_hpc, said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     Devcluster,
@@ -63,7 +64,7 @@ def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: Ope
         assert "Slurm has not responded for" in status
         assert cancelling.stdout is not None
         assert "slurmctld has not responded for" in cancelling.stdout.readline()
-    said, _ = cancelling.communicate(timeout=90)
+    said, _ = cancelling.communicate(timeout=scaled(90))
     assert cancelling.returncode == 0
     assert "SIGTERM to 2 jobs" in said
     assert run.cluster.slurm("squeue", "-h") == ""
@@ -72,7 +73,7 @@ def test_a_running_run_is_followed_and_cancelled_with_a_last_checkpoint(run: Ope
     assert run.paths.cancelled_marker.exists()
     assert trainer.state() in {"CANCELLED", "FAILED"}
     follower.send_signal(signal.SIGINT)
-    follower.communicate(timeout=60)
+    follower.communicate(timeout=scaled(60))
     assert follower.returncode == 0
     wait_for(lambda: processes_of(run.paths.root) == [])
 
@@ -84,7 +85,7 @@ def test_an_interrupted_cancellation_names_the_jobs_that_stay(run: OperatedRun) 
     assert cancelling.stdout is not None
     assert "SIGTERM to 1 jobs" in cancelling.stdout.readline()
     cancelling.send_signal(signal.SIGINT)
-    said, _ = cancelling.communicate(timeout=60)
+    said, _ = cancelling.communicate(timeout=scaled(60))
     assert cancelling.returncode == 130
     assert f"were there when Slurm was last asked: {trainer.job_id}\n" in said
     assert f" cancel {run.paths.root}\n" in said

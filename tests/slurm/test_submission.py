@@ -13,6 +13,7 @@ from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.run_jobs import LiveJob, list_unrecorded_live_jobs
 from tests.slurm.supervised_jobs import SupervisedJob
 from tests.support.commands import said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     SLURM_POLL_S,
@@ -35,7 +36,7 @@ def run(cluster: Devcluster, tmp_path: Path) -> Submitting:
 
 def ended(submitting: subprocess.Popen[str]) -> str:
     """What a submission that ends well has printed."""
-    shown, _ = submitting.communicate(timeout=100)
+    shown, _ = submitting.communicate(timeout=scaled(100))
     assert submitting.returncode == 0, shown
     return shown
 
@@ -90,7 +91,7 @@ def test_of_two_submissions_at_the_same_time_one_is_refused(
 ) -> None:
     light = (*HELD, *light_overrides(tmp_path))
     both = [run.start(*light) for _ in range(2)]
-    shown = [one.communicate(timeout=100)[0] for one in both]
+    shown = [one.communicate(timeout=scaled(100))[0] for one in both]
     assert sorted(one.returncode for one in both) == [0, 75], shown
     assert queued(cluster) == JOBS
     assert sorted(recorded(run).values()) == numbers(cluster)
@@ -136,7 +137,7 @@ def test_jobs_that_end_while_slurmctld_is_away_start_again_and_once(
     with stopped_slurmctld(cluster):
         job.stop_first_task()  # not by scancel: a controller that stands still sends no signal
         crashing.kill_process()
-        time.sleep(LATE_S)  # longer than a job has to stop
+        time.sleep(scaled(LATE_S))  # longer than a job has to stop
     wait_for(lambda: job.newest_id() != job.job_id, 60, every_s=SLURM_POLL_S)
     job.awaits_words(3)
     crashing.awaits_told("began 1", "began 2")

@@ -11,6 +11,7 @@ from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.commands import audit_of, said_by
+from tests.support.deadlines import scaled
 from tests.support.devclusters import (
     HELD,
     SLURM_POLL_S,
@@ -62,7 +63,7 @@ def test_who_waits_can_leave_and_nobody_submits_what_is_queued_until_it_is_cance
     wait_for(lambda: len(run.submissions) == 4)
     time.sleep(1)  # it watches now
     waiting.send_signal(signal.SIGINT)
-    shown, _ = waiting.communicate(timeout=60)
+    shown, _ = waiting.communicate(timeout=scaled(60))
     assert waiting.returncode == 130, shown
     assert "detached; jobs keep running" in shown
     first = [one.job_id for one in run.submissions]
