@@ -299,6 +299,6 @@ class TicketHistories(RuleBasedStateMachine):
 
 
 TicketHistories.TestCase.settings = settings(
-    max_examples=2 * settings.default.max_examples, stateful_step_count=40
+    max_examples=2 * settings().max_examples, stateful_step_count=40
 )
 test_any_history_keeps_the_promises_of_the_ledger = TicketHistories.TestCase
