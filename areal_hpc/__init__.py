@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from areal_hpc.checkout import format_install_command
 from areal_hpc.errors import (
     AgentError,
     ArealError,
@@ -52,7 +53,17 @@ else:
         if name not in _LAZY_IMPORTS:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         module, attribute = _LAZY_IMPORTS[name]
-        return getattr(importlib.import_module(module), attribute)
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except ModuleNotFoundError as error:
+            package = (error.name or "").partition(".")[0]
+            if package in ("", "areal_hpc"):
+                raise
+            raise ImportError(
+                f"areal_hpc.{name} needs the package {package}, which this Python lacks\n"
+                f"  try: {format_install_command('main')}",
+                name=error.name,
+            ) from error
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *_LAZY_IMPORTS})

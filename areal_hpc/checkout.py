@@ -39,3 +39,10 @@ def format_python_hint(python: str, environment: str) -> str:
     """
     named = Path(python).parent.parent.name
     return format_install_command(named if named in EXTRAS else environment)
+
+
+def format_missing_module_hint(module: str, installed_where: str) -> str:
+    """What to try where a recipe names code that cannot be found."""
+    if module == "examples":
+        return "areal-hpc init DIR --like RECIPE copies a shipped recipe with its code"
+    return f"start the run from the folder that holds the package, or install it {installed_where}"

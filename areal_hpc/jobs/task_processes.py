@@ -10,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 
+from areal_hpc.checkout import format_python_hint
 from areal_hpc.errors import RecipeError
 from areal_hpc.jobs.node import gpus
 from areal_hpc.jobs.node.topology import TaskPosition, get_slurm_restart_count
@@ -18,7 +19,7 @@ from areal_hpc.jobs.shared_job import JobPart
 from areal_hpc.recipe.private_values import read_role_variables
 from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.rundir.jobs import LaunchFile, ProcessSpec
-from areal_hpc.rundir.paths import JobPaths, format_restart_dir
+from areal_hpc.rundir.paths import ENVIRONMENTS, JobPaths, format_restart_dir
 
 log = logging.getLogger(__name__)
 
@@ -84,10 +85,11 @@ class ProcessStarter:
         spec = process.spec
         python = self._launch.pythons[spec.role]
         if shutil.which(python) is None:
+            command = format_python_hint(python, ENVIRONMENTS[spec.role])
             raise RecipeError(
                 f"no Python interpreter for role {spec.role}: {python}",
                 key=f"cluster.{spec.role}.python",
-                hint="make setup, or name the interpreter in the recipe",
+                hint=f"{command}, or name the interpreter in the recipe",
             )
         self._surroundings = self._surroundings or self._build_environment()
         if self._launch.recipe and spec.role not in self._recipe_variables:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+from areal_hpc.checkout import format_python_hint
 from areal_hpc.dataset.sources import check_and_list_source_paths
 from areal_hpc.errors import Problem, RecipeError
 from areal_hpc.launch.checks.model_files import find_model_problems
@@ -13,6 +14,7 @@ from areal_hpc.launch.checks.pythons import find_role_python_problems
 from areal_hpc.launch.checks.server_options import find_extra_args_problems
 from areal_hpc.launch.checks.user_code import load_user_code_and_find_problems
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.paths import ENVIRONMENTS
 
 MIN_RUN_DIR_FREE_BYTES = 256 * 1024 * 1024
 """Free space below which a run directory counts as full."""
@@ -27,7 +29,8 @@ def load_user_code_and_find_input_problems(
         Problem(
             f"no Python interpreter for role {role} at {python}",
             f"cluster.{role}.python",
-            "run make setup, or set this key to the interpreter of the role",
+            f"{format_python_hint(python, ENVIRONMENTS[role])}, or set this key to the interpreter "
+            "of the role",
         )
         for role, python in pythons.items()
         if role not in there

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from areal_hpc.checkout import format_missing_module_hint
 from areal_hpc.errors import RecipeError, describe_exception
 
 MAX_SHOWN_FRAMES = 5
@@ -75,7 +76,7 @@ def _import_module(module: str, dotted_path: str, key: str) -> ModuleType:
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{format_name_suggestion(parts[end - 1], known)}",
                 key=key,
-                hint="start the run from the folder that holds the package, or install it",
+                hint=format_missing_module_hint(prefix, "in its environment"),
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
             raise _build_import_error(prefix, dotted_path, key, error) from error

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, Protocol
 
+from areal_hpc.checkout import format_missing_module_hint
 from areal_hpc.errors import RecipeError, describe_exception
 from areal_hpc.wire.agent_reward import Reward
 
@@ -113,8 +114,7 @@ def _import_module_by_parts(module_path: str, dotted_path: str) -> ModuleType:
             raise _build_workflow_recipe_error(
                 f"{dotted_path!r}: there is no module {prefix!r}"
                 f"{_format_name_suggestion(parts[end - 1], _list_submodules(module))}",
-                "start the run from the folder that holds the package, or install it for "
-                "cluster.agents.python",
+                format_missing_module_hint(prefix, "for cluster.agents.python"),
             ) from error
         except (Exception, SystemExit) as error:  # boundary: importing runs the user's code
             raise _build_import_error(prefix, dotted_path, error) from error

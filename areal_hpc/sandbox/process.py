@@ -23,9 +23,12 @@ from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
 from areal_hpc.jobs.processes.descendants import list_descendants, read_resident_bytes
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bubblewrap_command_line import (
+    BUBBLEWRAP_HINT,
+    NO_BUBBLEWRAP,
     NOBODY_UID,
     PROGRAM_VARIABLES,
     SCRIPTS_DIR,
+    USER_NAMESPACE_HINT,
     build_bwrap_command,
     copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
@@ -297,7 +300,7 @@ def _open_files_and_build_isolated_command(
     """The command line with bubblewrap; descriptors that it needs are opened and added."""
     bwrap = find_bubblewrap()
     if bwrap is None:
-        raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
+        raise _build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
     python, prefix = _require_sandbox_python(as_nobody)
 
     def pass_content(content: bytes) -> int:
@@ -354,10 +357,10 @@ def _explain_failed_start(isolation: Isolation, printed_text: str) -> ClusterErr
     return kind(f"a sandboxed program did not start: {why}")
 
 
-def _build_isolation_error(reason: str) -> RecipeError:
+def _build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
     return RecipeError(
         f"programs that the model wrote cannot be isolated on this machine: {reason}",
         key="reward.isolation",
-        hint="allow user namespaces (sysctl user.max_user_namespaces), or set "
-        "reward.isolation=none: then such a program can do all that you can",
+        hint=f"{way_out}, or set reward.isolation=none: then such a program can do all that "
+        "you can",
     )

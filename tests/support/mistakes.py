@@ -223,7 +223,7 @@ MISTAKES = (
         "cluster.serve.python=AGENTS_PYTHON cluster.train.python=AGENTS_PYTHON",
         (
             *("lacks sglang", "at: cluster.serve.python"),
-            *("lacks torch, megatron.core", "at: cluster.train.python", "run make setup"),
+            *("lacks torch, megatron.core", "at: cluster.train.python", "try: make setup"),
         ),
     ),
     Mistake(

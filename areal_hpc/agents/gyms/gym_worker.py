@@ -44,7 +44,7 @@ class GymWorker:
             raise RecipeError(
                 f"there is no Python for this gym at {python}: {error.strerror}",
                 key="rollout.workflow_kwargs.python",
-                hint="scripts/setup_gyms.sh makes one",
+                hint="scripts/setup_gyms.sh of the repository makes one",
             ) from error
         try:
             await worker.ask(config, START_TIMEOUT_S)
@@ -53,7 +53,7 @@ class GymWorker:
             raise RecipeError(
                 f"the gym cannot be built: {error.problems[0].message}",
                 key="rollout.workflow_kwargs",
-                hint="see what it printed; scripts/setup_gyms.sh has its packages",
+                hint="see what it printed; scripts/setup_gyms.sh has the packages of each",
             ) from error
         except BaseException:  # boundary: cancelled; nothing stays
             await asyncio.to_thread(worker.close)

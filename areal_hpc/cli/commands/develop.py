@@ -37,8 +37,8 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
         "devcluster",
         help="run a local multi-node Slurm for development and tests",
         description="A real Slurm of several nodes on this machine, from the distribution's "
-        "packages (make slurm). As root every node has a network, a host name and processes of "
-        "its own; otherwise nodes share the loopback address.",
+        "packages (`make slurm` of a checkout). As root every node has a network, a host name "
+        "and processes of its own; otherwise nodes share the loopback address.",
     )
     place = argparse.ArgumentParser(add_help=False)
     place.add_argument(
@@ -200,15 +200,20 @@ def _run_benchmark(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.environment import get_interpreter
 
     names = sorted(path.stem for path in BENCHMARKS_DIR.glob("[a-z]*.py"))
+    if not names:
+        raise RecipeError(
+            "the benchmarks are in the repository, and not in a wheel",
+            key=str(BENCHMARKS_DIR),
+            hint="start this by the Python of a checkout",
+        )
     if arguments.name is None:
         print("\n".join(names))
         return 0
     if arguments.name not in names:
         raise RecipeError(
-            f"there is no benchmark {arguments.name!r}, only: {', '.join(names) or 'none'}",
+            f"there is no benchmark {arguments.name!r}, only: {', '.join(names)}",
             key=str(BENCHMARKS_DIR),
-            hint="`areal-hpc bench` without arguments lists the benchmarks; an installed wheel "
-            "has none",
+            hint="`areal-hpc bench` without arguments lists the benchmarks",
         )
     python = get_interpreter("train", "auto")
     return subprocess.run(

@@ -9,6 +9,7 @@ from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
+from areal_hpc.checkout import format_install_command
 from areal_hpc.cli.arguments import CommandGroup, parse_run_dir
 from areal_hpc.errors import ClusterError, RecipeError, RunInterruptedError
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -238,7 +239,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
         raise RecipeError(
             f"{python} has no torch, which is needed to read checkpoints",
             key="cluster.train.python",
-            hint="make setup, or name the trainer's Python in the recipe",
+            hint=f"{format_install_command('main')}, or name the trainer's Python in the recipe",
         )
     command = [python, "-m", "areal_hpc", "export", str(arguments.run)]
     if arguments.step is not None:

@@ -4,8 +4,10 @@ import json
 import subprocess
 from collections.abc import Iterator, Mapping
 
+from areal_hpc.checkout import format_python_hint
 from areal_hpc.errors import Problem
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.rundir.paths import ENVIRONMENTS
 from areal_hpc.trainer.private_apis.megatron_replacing_packages import (
     MEGATRON_REPLACEMENTS,
     build_installed_replacement_problem,
@@ -19,7 +21,8 @@ MODULES_BY_ROLE = {
 """Modules that a role imports before it does anything."""
 REFUSED_MODULES_BY_ROLE: Mapping[str, tuple[str, ...]] = {"train": MEGATRON_REPLACEMENTS}
 """Modules that change what a role computes merely by being there."""
-INTERPRETER_TIMEOUT_S = 15.0
+INTERPRETER_TIMEOUT_S = 60.0
+"""A cold interpreter on busy shared storage takes that long, no more."""
 
 # Modules are looked for, not imported: SGLang alone takes 4 to 11 s, and on a login node without
 # GPU drivers its import may fail where it works on the nodes of the run.
@@ -62,7 +65,8 @@ def find_role_python_problems(recipe: Recipe, pythons: Mapping[str, str]) -> Ite
     }
     for role, process in asked.items():
         key = f"cluster.{role}.python"
-        hint = f"run make setup, or set {key} to an environment that has it"
+        command = format_python_hint(pythons[role], ENVIRONMENTS[role])
+        hint = f"{command}, or set {key} to an environment that has it"
         try:
             shown, complaint = process.communicate(timeout=INTERPRETER_TIMEOUT_S)
         except subprocess.TimeoutExpired:

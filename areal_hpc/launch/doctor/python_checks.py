@@ -5,7 +5,9 @@ import shutil
 import subprocess
 from collections.abc import Iterator, Mapping
 
+from areal_hpc.checkout import format_python_hint
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok
+from areal_hpc.rundir.paths import ENVIRONMENTS
 
 REQUIRED_PACKAGES_BY_ROLE = {
     "serve": ("sglang",),
@@ -37,7 +39,7 @@ def check_interpreters(pythons: Mapping[str, str]) -> Iterator[CheckResult]:
 def _check_interpreter(role: str, python: str) -> CheckResult:
     name, key = f"python {role}", f"cluster.{role}.python"
     if shutil.which(python) is None:
-        hint = f"make setup, or {key}=/path/to/python"
+        hint = f"{format_python_hint(python, ENVIRONMENTS[role])}, or {key}=/path/to/python"
         return fail(name, f"there is no interpreter at {python}", hint)
     try:
         asked = subprocess.run(

@@ -8,14 +8,16 @@ process.
 import contextlib
 import os
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import (
+    BUBBLEWRAP_HINT,
+    NO_BUBBLEWRAP,
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
+    USER_NAMESPACE_HINT,
     copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     may_become_nobody,
@@ -40,12 +42,14 @@ from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec
 
-_build_isolation_error = partial(
-    build_isolation_error,
-    "bubblewrap",
-    "allow user namespaces (sysctl user.max_user_namespaces), or set "
-    "rollout.agent.isolation=none: then commands of the agent can do all that you can",
-)
+
+def _build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
+    hint = (
+        f"{way_out}, or set rollout.agent.isolation=none: then commands of the agent can do all "
+        "that you can"
+    )
+    return build_isolation_error("bubblewrap", hint, reason)
+
 
 _PREPARE_SCRATCH_SCRIPT = """
 set -e
@@ -70,7 +74,7 @@ class BwrapRuntime:
         """See `Runtime.start`."""
         bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
         if bwrap is None:
-            raise _build_isolation_error("there is no bubblewrap (the program bwrap)")
+            raise _build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
         spec = await unpack_root_if_archive(spec, NOBODY_UID if as_nobody else None)
         if as_nobody:
             bwrap = copy_bwrap_unless_runnable_by_all(bwrap)

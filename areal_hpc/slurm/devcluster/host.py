@@ -12,6 +12,7 @@ from pathlib import Path
 
 import psutil
 
+from areal_hpc.checkout import find_checkout
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.devcluster import processes
 from areal_hpc.slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
@@ -42,7 +43,9 @@ def require_commands(settings: DevclusterSettings) -> None:
     if missing:
         raise RecipeError(
             f"not installed: {', '.join(missing)}",
-            hint="make slurm, or sudo scripts/install_slurm.sh",
+            hint="make slurm, or sudo scripts/install_slurm.sh"
+            if find_checkout()
+            else "install Slurm and munge of the distribution, such as slurm-wlm of Debian",
         )
 
 
