@@ -23,7 +23,7 @@ Command: TypeAlias = Callable[[argparse.Namespace], int]
 
 SHARED_ARGUMENTS: dict[str, dict[str, Any]] = {
     "run": {"type": Path, "help": "a run directory"},
-    "recipe": {"type": Path, "help": "a recipe: a YAML file"},
+    "recipe": {"type": Path, "help": "a recipe: a YAML file, or the name of a shipped one"},
     "overrides": {
         "nargs": "*",
         "default": [],  # else argparse calls it required

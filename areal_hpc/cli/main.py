@@ -20,6 +20,7 @@ from areal_hpc.cli.commands import (
     proxy,
     report,
     run,
+    start,
     sync,
     tasks,
     trial,
@@ -37,7 +38,7 @@ from areal_hpc.errors import (
 
 COMMAND_MODULES = {
     "run": (run, evaluate, trial, doctor, proxy),
-    "prepare": (prepare, tasks),
+    "prepare": (start, prepare, tasks),
     "inspect": (inspect, why, view, report, sync),
     "operate": (operate,),
     "develop": (develop, completion),

@@ -99,4 +99,5 @@ def parse_header(text: str) -> RecipeHeader:
             fields[field[1]] = field[2]
         elif variant := _VARIANT_PATTERN.fullmatch(line):
             variants[variant[1]] = tuple(shlex.split(variant[2]))
-    return RecipeHeader(purpose, *(fields.get(name, "") for name in HEADER_FIELDS), variants)
+    hardware, wall_time, expected, verified = (fields.get(name, "") for name in HEADER_FIELDS)
+    return RecipeHeader(purpose, hardware, wall_time, expected, verified, variants)

