@@ -101,7 +101,7 @@ def test_the_end_says_why(stage: Stage, key: str, verb: str) -> None:
         "MAX_TOKENS": Script("hello world", finish="length"),
     }
     for reason, script in scripts.items():
-        stage.sglang.script = lambda request, script=script: script
+        stage.sglang.script = partial(_say, script)
         responses = ask_well(stage, key, verb, generationConfig={"stopSequences": ["STOP"]})
         assert text_of(responses) == "hello world"
         assert all(parts_of([response]) for response in responses)
@@ -149,6 +149,10 @@ def test_formats_of_the_text_reach_the_engine(stage: Stage, key: str) -> None:
         ask_well(stage, key, generationConfig=asked)
         params = stage.sglang.requests.pop()["sampling_params"]
         assert {name: params[name] for name in ("json_schema", "ebnf") if name in params} == sent
+
+
+def _say(script: Script, request: dict[str, Any]) -> Script:
+    return script
 
 
 def _say_next(texts: Iterator[str], request: dict[str, Any]) -> Script:
