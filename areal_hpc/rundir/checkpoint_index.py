@@ -2,7 +2,7 @@
 
 Each rank writes one file. It has the numbers that the rank's optimizer steps, column after column:
 master weights, both moments, weights. In every column they are in the same order. Behind the
-columns stand the CRC-32s of their bytes, block by block. Format 1 was Megatron's.
+columns stand the CRC-32s of their bytes, block by block.
 """
 
 import math
@@ -16,8 +16,6 @@ from areal_hpc.errors import ShardError
 
 CHECKPOINT_FORMAT = 2
 CHECKPOINT_INDEX_FILE = "index.json"
-MEGATRON_INDEX_FILE = ".metadata"
-"""What format 1 has in its place."""
 DIGEST_BLOCK_BYTES = 1024**2
 """Who needs a part of a file reads whole blocks, which are compared with their digests."""
 DIGEST_BYTES = 4
@@ -128,11 +126,6 @@ def write_checkpoint_index(directory: Path, index: CheckpointIndex) -> None:
     (directory / CHECKPOINT_INDEX_FILE).write_bytes(msgspec.json.encode(index))
 
 
-def is_megatron_format(directory: Path) -> bool:
-    """True for a checkpoint of format 1."""
-    return (directory / MEGATRON_INDEX_FILE).exists()
-
-
 def read_index_of_one_checkpoint(directory: Path) -> CheckpointIndex:
     """What the files of a checkpoint hold.
 
@@ -149,7 +142,7 @@ def read_index_of_one_checkpoint(directory: Path) -> CheckpointIndex:
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise build_checkpoint_damage_error(file, error) from error
     raise ShardError(
-        f"the checkpoint is of format {found}; this version reads formats 1 to {CHECKPOINT_FORMAT}",
+        f"the checkpoint is of format {found}; this version reads format {CHECKPOINT_FORMAT}",
         key=str(file),
         hint="resume the run with the version of areal_hpc that wrote it",
     )

@@ -9,7 +9,6 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -18,7 +17,6 @@ from areal_hpc.rundir.checkpoint_index import (
     Column,
     TensorPiece,
     get_rank_file_path,
-    is_megatron_format,
     read_index_of_one_checkpoint,
 )
 from areal_hpc.trainer.checkpoints.flat_ranges import (
@@ -27,58 +25,13 @@ from areal_hpc.trainer.checkpoints.flat_ranges import (
     compute_strides,
     intersect_boxes,
 )
-from areal_hpc.trainer.checkpoints.megatron_format import MegatronTensors
 from areal_hpc.trainer.checkpoints.rank_file import RankFileReader
 
 TORCH_DTYPE_BY_NUMBER_TYPE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class StoredTensors(Protocol):
-    """The tensors of a checkpoint, of whatever format."""
-
-    def count_optimizer_steps(self, prefix: str = "") -> int:
-        """Steps that AdamW has counted for the tensors of a prefix: the policy's have none."""
-
-    @property
-    def weight_dtype(self) -> torch.dtype:
-        """Of the column `weight`; the others are float32."""
-
-    def has_column(self, column: Column) -> bool:
-        """Whether there is such a column: master weights may be missing."""
-
-    def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
-        """The whole tensor's shape; None if there is no such tensor."""
-
-    def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
-        """Put a block of a tensor into a target of the block's sizes.
-
-        Raises:
-            FileNotFoundError: A file of the checkpoint is gone.
-            ShardError: It is damaged.
-        """
-
-    def close(self) -> None:
-        """Let go of the files."""
-
-
-@contextmanager
-def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
-    """The tensors in the directory of a complete checkpoint.
-
-    Raises:
-        FileNotFoundError: A file of it is gone.
-        ShardError: It is damaged, or of a later format.
-    """
-    stored: StoredTensors
-    stored = (MegatronTensors if is_megatron_format(directory) else AllRanksTensors)(directory)
-    try:
-        yield stored
-    finally:
-        stored.close()
-
-
-class AllRanksTensors:
-    """A checkpoint of format 2: a file of each rank, and an index of them all."""
+class StoredTensors:
+    """The tensors of a checkpoint: a file of each rank, and an index of them all."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -91,16 +44,16 @@ class AllRanksTensors:
                 self._pieces[name, piece.offsets[:-2]].append(piece)
 
     def count_optimizer_steps(self, prefix: str = "") -> int:
-        """Steps that AdamW has counted."""
+        """Steps that AdamW has counted for the tensors of a prefix: the policy's have none."""
         return self._index.critic_steps if prefix else self._index.optimizer_steps
 
     @property
     def weight_dtype(self) -> torch.dtype:
-        """Of the column `weight`."""
+        """Of the column `weight`; the others are float32."""
         return TORCH_DTYPE_BY_NUMBER_TYPE[self._index.columns["weight"]]
 
     def has_column(self, column: Column) -> bool:
-        """Whether its files have the column."""
+        """Whether there is such a column: master weights may be missing."""
         return column in self._index.columns
 
     def find_shape(self, tensor_name: str) -> tuple[int, ...] | None:
@@ -109,7 +62,12 @@ class AllRanksTensors:
         return found.shape if found else None
 
     def read_block(self, column: Column, tensor_name: str, box: Box, target: torch.Tensor) -> None:
-        """Put a block of a tensor together from the pieces of the ranks' files."""
+        """Put a block of a tensor, from the pieces of the ranks' files, into a target of its sizes.
+
+        Raises:
+            FileNotFoundError: A file of the checkpoint is gone.
+            ShardError: It is damaged.
+        """
         assert all(size == 1 for size in box.sizes[:-2]), box
         for piece in self._pieces[tensor_name, box.offsets[:-2]]:
             own = Box(piece.offsets, piece.sizes)
@@ -140,3 +98,18 @@ class AllRanksTensors:
         for reader in self._readers.values():
             reader.close()
         self._readers.clear()
+
+
+@contextmanager
+def open_stored_tensors(directory: Path) -> Iterator[StoredTensors]:
+    """The tensors in the directory of a complete checkpoint.
+
+    Raises:
+        FileNotFoundError: A file of it is gone.
+        ShardError: It is damaged, or of a later format.
+    """
+    stored = StoredTensors(directory)
+    try:
+        yield stored
+    finally:
+        stored.close()
