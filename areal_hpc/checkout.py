@@ -34,11 +34,11 @@ def format_install_command(environment: str) -> str:
 def format_python_hint(python: str, environment: str) -> str:
     """The command that makes an interpreter which is missing or lacks a package.
 
-    A path such as `.venvs/camel/bin/python` says of which environment it is; for another path it
-    is `environment`.
+    It is that of the environment which the role has, unless the path is `.venvs/camel/bin/python`:
+    CAMEL's agents have one of their own.
     """
-    named = Path(python).parent.parent.name
-    return format_install_command(named if named in EXTRAS else environment)
+    is_camel = Path(python).parent.parent.name == "camel"
+    return format_install_command("camel" if is_camel else environment)
 
 
 def format_missing_module_hint(module: str, installed_where: str) -> str:
