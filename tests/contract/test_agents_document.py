@@ -5,8 +5,14 @@ import re
 from tests.support.agents_table import DOCUMENT
 from tests.support.environments import CHECKOUT
 
+
+def squeeze(code: str) -> str:
+    """Without blanks and without what a slow machine has longer for."""
+    return re.sub(r"scaled\((\d+)\)", r"\1", "".join(code.split()))
+
+
 SOURCES = [
-    path.read_text()
+    squeeze(path.read_text())
     for folder in ("examples", "tests/contract", "tests/integration")
     for path in sorted((CHECKOUT / folder).rglob("*.py"))
 ]
@@ -17,4 +23,4 @@ def test_every_piece_of_python_is_part_of_a_file_that_tests_run() -> None:
     assert len(pieces) > 5
     for piece in pieces:
         for part in piece.strip("\n").split("\n...\n"):
-            assert any(part.strip("\n") in source for source in SOURCES), part
+            assert any(squeeze(part) in source for source in SOURCES), part

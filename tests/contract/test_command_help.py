@@ -111,7 +111,7 @@ def test_so_is_one_of_several(tmp_path: Path, capfd: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     "name",
     [
-        *("install_browser", "install_sandbox_runtime", "install_slurm", "renew_hashes"),
+        *("install_browser", "install_sandbox_runtime", "install_slurm"),
         *("setup", "setup_framework_programs", "setup_gyms", "setup_harnesses", "setup_oracles"),
     ],
 )

@@ -71,8 +71,9 @@ def normal(name: str) -> str:
 
 
 def locked(environment: str) -> dict[str, str]:
-    """Package -> version of an environment's lock."""
-    return read_pins(CHECKOUT / "requirements" / f"{environment}.txt")
+    """Package -> version of an environment's lock, as `make setup` wrote it out."""
+    name = "camel" if environment == "camel" else "main"
+    return read_pins(CHECKOUT / ".venvs" / f"{name}.txt")
 
 
 def read_pins(lock: Path) -> dict[str, str]:
