@@ -16,8 +16,8 @@ log = logging.getLogger(__name__)
 
 EXTRA_ARGS_KEY = "inference.extra_args"
 OPTION_CHECK_MODULE = "areal_hpc.inference.option_check"
-PARSER_TIMEOUT_S = 180.0
-"""SGLang takes 4 to 11 s to import, more from cold storage."""
+PARSER_TIMEOUT_S = 600.0
+"""SGLang takes 4 to 11 s to import, minutes from cold storage or on a busy node."""
 
 
 class CommandReading(msgspec.Struct):

@@ -33,7 +33,7 @@ from areal_hpc.wire.parsers import (
 log = logging.getLogger(__name__)
 PARSER_MODULE = "areal_hpc.inference.parser_process"
 MAX_LINE_BYTES = 1 << 28
-START_TIMEOUT_S = 180.0
+START_TIMEOUT_S = 600.0
 RESTART_PAUSE_S = 0.5
 ANSWER_TIMEOUT_S = 30.0
 """For one request, which takes milliseconds. Some of SGLang's regular expressions take for ever."""
