@@ -3,8 +3,8 @@
     python -m tests.support.nightly [--minutes 60] [--again]
 
 A file of tests/acceptance is one step, and so is each other tier in the thorough profile: more
-examples of hypothesis, whole matrices. What passed for the present commit does not run again; `--again` forgets
-that. Exit code 1: something failed; its log is named.
+examples of hypothesis, whole matrices. What passed for the present commit does not run again;
+`--again` forgets that. Exit code 1: something failed; its log is named.
 """
 
 import argparse
