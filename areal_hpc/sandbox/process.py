@@ -38,7 +38,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 Isolation = Literal["bwrap", "none"]
-STARTUP_ALLOWANCE_S = 5.0
+STARTUP_ALLOWANCE_S = 15.0
 """Time on top of the program's own for a loaded machine to start two interpreters."""
 _POLL_INTERVAL_S = 0.05
 _TRANSIENT_FAILURE_TEXTS = ("Resource temporarily unavailable", "Cannot allocate memory")

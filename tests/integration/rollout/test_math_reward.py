@@ -94,9 +94,9 @@ def test_an_endless_answer_is_worth_zero_everywhere(monkeypatch: pytest.MonkeyPa
             assert easy == 1.0
 
 
-def test_a_wrapper_with_its_defaults_needs_one_try(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrapper_needs_one_try_of_its_usual_time(caplog: pytest.LogCaptureFixture) -> None:
     async def use() -> tuple[float, float, int]:
-        wrapper = AsyncRewardWrapper(math_reward)
+        wrapper = AsyncRewardWrapper(math_reward, timeout_seconds=scaled(15.0))
         asking = asyncio.create_task(wrapper("", f"\\boxed{{{SLOW[1]}}}", [], [], answer=SLOW[0]))
         ticks = 0
         while not asking.done():
