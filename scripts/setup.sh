@@ -44,7 +44,7 @@ find_uv() {
   export PATH=$venvs/uv/bin:$PATH
   command -v uv >/dev/null && return
   echo "set-up: uv is fetched into .venvs/uv"
-  "${AREAL_HPC_PYTHON:-python3}" -m pip install --quiet --require-hashes --target "$venvs/uv" \
+  "${AREAL_HPC_PYTHON:-python3}" -m pip install -qq --require-hashes --target "$venvs/uv" \
     -r "$root/scripts/uv.txt" ||
     fail "there is no uv, and pip could not fetch it" \
       "install uv (https://docs.astral.sh/uv) and repeat" \
