@@ -75,16 +75,31 @@ export_lock() { # environment
 
 # Each step says `|| return`: bash ignores `set -e` in a function whose failure is asked for.
 install_packages_of() { # environment
-  local home=$venvs/$1 lock=$venvs/$1.txt quiet=(--quiet) index=()
+  local home=$venvs/$1 lock=$venvs/$1.txt quiet=(--quiet) index=() compile=()
   [ ! -t 2 ] || quiet=()
   export_lock "$1" >"$lock" || return
   if grep -q '^torch==.*+cpu' "$lock" && ! has_torch "$home" "$lock"; then
     index=(--index https://download.pytorch.org/whl/cpu --index-strategy unsafe-best-match)
   fi
-  # Compiled now: where PYTHONDONTWRITEBYTECODE is set, as in many images, each process would do it anew.
-  uv pip install "${quiet[@]}" --python "$home" --no-deps --require-hashes --compile-bytecode \
+  ! is_cuda "$1" || compile=(--compile-bytecode)
+  uv pip install "${quiet[@]}" --python "$home" --no-deps --require-hashes "${compile[@]}" \
     "${index[@]}" -r "$lock" || return
-  uv pip install --quiet --python "$home" --no-deps -e "$root"
+  uv pip install --quiet --python "$home" --no-deps -e "$root" || return
+  is_cuda "$1" || import_packages_of "$1"
+}
+
+# Proves that an environment works and compiles what the roles import first. Images often set
+# PYTHONDONTWRITEBYTECODE; then each process would do that anew. One for CUDA, which a machine without a
+# GPU may not be able to import, is compiled whole.
+import_packages_of() { # environment
+  local modules
+  case $1 in
+    serve) modules='areal_hpc.inference.cpu.sglang_cpu, sglang.srt.entrypoints.http_server' ;;
+    main) modules='areal_hpc.trainer.model.cpu.megatron_cpu, areal_hpc.trainer.job, areal_hpc.rollout.job,
+areal_hpc.proxy.job, areal_hpc.ledger.job, areal_hpc.launch.run, transformers, openai' ;;
+    camel) return 0 ;;
+  esac
+  env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$venvs/$1/bin/python" -W ignore -c "import ${modules//$'\n'/ }"
 }
 
 has_torch() { # environment's folder, lock: installed already, or in a folder of wheels

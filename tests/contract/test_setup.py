@@ -30,7 +30,11 @@ PROJECT = tomllib.loads((CHECKOUT / "pyproject.toml").read_text())["project"]
 STAND_IN = r"""
 echo "$*" >>"$ASKED"
 case "$*" in
-  "venv "*) for last; do :; done; mkdir -p "$last/bin" ;;
+  "venv "*)
+    for last; do :; done
+    mkdir -p "$last/bin"
+    printf '#!/bin/sh\n' >"$last/bin/python"
+    chmod +x "$last/bin/python" ;;
   *export*) echo "numpy==2.0.0" ;;
   "pip install "*require-hashes*)
     sleep "${INSTALLING_TAKES_S:-0}"

@@ -166,7 +166,7 @@ class RoleEnvironmentConfig(BaseConfig):
     """The Python of one role."""
 
     python: str = "auto"
-    """A path; `auto` is `.venvs/serve` or `.venvs/main` of this checkout, else the launcher's own."""
+    """A path; `auto` is `.venvs/serve` or `.venvs/main` of a checkout, else the launcher's own."""
     variables: dict[str, str] = Field(default_factory=dict)
     """Added to the environment of the role's processes."""
 
