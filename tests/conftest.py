@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+from collections import defaultdict
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest_timeout  # type: ignore[import-untyped]
 from hypothesis import settings
 
 from tests.support.deadlines import Deadline, get_slowness
-from tests.support.file_durations import estimate_s
+from tests.support.file_durations import estimate_s, get_group
 
 SHORTEST_S = 0.001
 """A timer of 0 s is none."""
@@ -29,8 +30,13 @@ get_slowness()  # measured before the workers start, and handed down to them
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Workers take whole files in this order, so none is left alone with a long one at the end."""
-    items.sort(key=lambda item: -estimate_s(item.nodeid.partition("::")[0]))
+    """The longest groups come first, so that no worker is left alone with one at the end."""
+    durations_s: dict[str, float] = defaultdict(float)
+    for file in {item.nodeid.partition("::")[0] for item in items}:
+        durations_s[get_group(file)] += estimate_s(file)
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(get_group(item.nodeid)))
+    items.sort(key=lambda item: (-durations_s[get_group(item.nodeid)], get_group(item.nodeid)))
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -117,7 +117,7 @@ def test_faults_of_the_storage_cost_time_and_nothing_else(
     nodes: dict[str, StorageNode], tmp_path: Path
 ) -> None:
     pythons = {
-        role: nodes[node].write_python(tmp_path / f"python-{role}", python_of(role))
+        role: nodes[node].write_python(tmp_path / f"python-{role}", python_of("main"))
         for role, node in NODE_BY_ROLE.items()
     }
     run = NetworkedRun(

@@ -13,7 +13,6 @@ from tests.support.document_scenes import SCENES, Patch, patched
 from tests.support.documents import Block, blocks
 from tests.support.environments import CHECKOUT
 
-QUICK = "tests/integration/areal/test_commands.py"
 SLOW = "tests/acceptance/test_document_commands.py"
 PLAYED = "tests/integration/agents/test_workflows.py"
 LOCKED = "tests/acceptance/test_documents.py"
@@ -31,7 +30,7 @@ class Command:
 
     how: Literal["trains", "plays", "refused", "locked"]
     test: str
-    environment: str = "agents"
+    environment: str = "main"
     patches: tuple[Patch, ...] = ()
     run: str = ""
     """Experiment and trial of the run that it leaves."""
@@ -64,13 +63,13 @@ class Folder(str):
     pad_token_id, eos_token_id = 0, 2
 """
 COMMANDS = {
-    "agent_workflow_training:1": Command("trains", QUICK, run="agent-workflow/trial0"),
+    "agent_workflow_training:1": Command("trains", SLOW, run="agent-workflow/trial0"),
     "agentic_rl:1": Command("locked", LOCKED),
     "agentic_rl:8": Command("trains", SLOW, "camel", (OURS, *NAMES), "guide/trial"),
     "agentic_rl:15": Command(
         "trains",
         SLOW,
-        "frameworks",
+        "main",
         (
             Patch(
                 "load_hf_tokenizer(", "Folder(", "transformers is not needed beside the Agents SDK"
@@ -80,7 +79,7 @@ COMMANDS = {
         before=SCRIPT + _shown("agentic_rl:13", "agentic_rl:14"),
         after="main(sys.argv[1:])",
     ),
-    "agentic_rl:16": Command("trains", SLOW, "frameworks", (OURS, *NAMES), "guide/trial"),
+    "agentic_rl:16": Command("trains", SLOW, "main", (OURS, *NAMES), "guide/trial"),
     "custom_agents_zh:2": Command(
         "trains",
         SLOW,
@@ -93,7 +92,7 @@ COMMANDS = {
         'trainer = PPOTrainer(config, get_custom_dataset("train", config.train_dataset))\n',
     ),
     "openai_agents:2": Command("locked", LOCKED),
-    "openai_agents:3": Command("trains", SLOW, "frameworks", (OURS,), "my_agent_experiment/trial0"),
+    "openai_agents:3": Command("trains", SLOW, "main", (OURS,), "my_agent_experiment/trial0"),
     "openai_agents:17": Command("locked", LOCKED),
     "proxy_mode:1": Command(
         "trains",
@@ -101,9 +100,9 @@ COMMANDS = {
         patches=(Patch("/path/to/AReaL", str(CHECKOUT), "the path of the clone"),),
         run="agent-workflow/trial0",
     ),
-    "proxy_mode:3": Command("plays", PLAYED, "frameworks"),
+    "proxy_mode:3": Command("plays", PLAYED, "main"),
     "proxy_mode:4": Command("plays", PLAYED),
-    "proxy_mode:5": Command("plays", PLAYED, "frameworks"),
+    "proxy_mode:5": Command("plays", PLAYED, "main"),
     "proxy_mode:6": Command("refused", PLAYED),
 }
 """By the key of the block."""

@@ -33,7 +33,7 @@ class Scene:
     after: str = ""
     before: str = ""
     patches: tuple[Patch, ...] = ()
-    environment: str = "agents"
+    environment: str = "main"
 
     def text_of(self, block: Block) -> str:
         """The block as it is run."""
@@ -296,7 +296,7 @@ CAMEL = {
 }
 SCENES = AGENTS | {
     key: replace(scene, environment=environment)
-    for environment, scenes in (("frameworks", FRAMEWORKS), ("camel", CAMEL))
+    for environment, scenes in (("main", FRAMEWORKS), ("camel", CAMEL))
     for key, scene in scenes.items()
 }
 """By the key of the block."""

@@ -11,6 +11,14 @@ from statistics import mean
 
 TABLE = Path(__file__).parents[1] / "durations.json"
 UNKNOWN_TIER_S = 10.0
+SHARED_FOLDERS = ("tests/integration/agents/", "tests/integration/proxy/")
+"""Their files share servers that take long to start, so one worker runs all of a folder."""
+
+
+def get_group(test: str) -> str:
+    """What one worker runs together: the file of a test, or the folder of a shared server."""
+    file = test.partition("::")[0]
+    return next((folder for folder in SHARED_FOLDERS if file.startswith(folder)), file)
 
 
 @cache

@@ -27,7 +27,7 @@ class Mistake:
 
     what: str
     overrides: str
-    """Of the recipe; DIR, AGENTS_PYTHON and TEST_PYTHON stand for paths of the test."""
+    """Of the recipe; DIR, SERVE_PYTHON and TEST_PYTHON stand for paths of the test."""
     said: tuple[str, ...]
     """Parts of what is printed, in the order in which they are."""
     recipe: str = QUICKSTART
@@ -220,10 +220,10 @@ MISTAKES = (
     # Environments, model, sizes.
     Mistake(
         "the Python of another role",
-        "cluster.serve.python=AGENTS_PYTHON cluster.train.python=AGENTS_PYTHON",
+        "cluster.serve.python=TEST_PYTHON cluster.train.python=SERVE_PYTHON",
         (
             *("lacks sglang", "at: cluster.serve.python"),
-            *("lacks torch, megatron.core", "at: cluster.train.python", "try: make setup"),
+            *("lacks megatron.core", "at: cluster.train.python", "try: make setup"),
         ),
     ),
     Mistake(

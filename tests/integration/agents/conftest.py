@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,14 +11,6 @@ from tests.integration.agents.theatre import Theatre
 from tests.support.proxy_stage import Stage
 from tests.support.sglang_server import serving
 from tests.support.talking_model import CONTEXT_TOKENS, make_talking_model
-
-FOLDER = Path(__file__).parent
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep this folder's tests together: elsewhere another SGLang may run, two do not fit."""
-    items.sort(key=lambda item: FOLDER in item.path.parents)
 
 
 @pytest.fixture(scope="package")

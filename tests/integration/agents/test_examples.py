@@ -26,7 +26,7 @@ def test_the_examples_are_played_and_rewarded(theatre: Theatre) -> None:
     sorting_reward = {"reward": "examples.custom.sorting:sorting_reward"}
     math, sorted_numbers = "mathematics.agents.MathAgent", {"numbers": [3, 2, 1]}
     once, again, code, sorting = theatre.play(
-        "agents",
+        "main",
         episode(math, {"answer": "3"}, **three),
         episode("mathematics.agents.MultiTurnMathAgent", {"answer": "4"}, max_turns=2, **three),
         episode("coding.agent.CodeAgent", {"tests": tests}, **program),
@@ -54,7 +54,7 @@ def test_the_examples_with_tools_are_told_what_their_tools_found(theatre: Theatr
     passages = [{"title": "Kiel", "text": "A port."}]
     search = partial(episode, "search.agent.SearchAgent")
     computed, found, own = theatre.play(
-        "agents",
+        "main",
         episode(
             "tools.calculator.CalculatorAgent",
             {"answer": "3"},

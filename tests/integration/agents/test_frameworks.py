@@ -36,7 +36,7 @@ def test_the_environment_holds_the_versions_of_its_lock(framework: Framework) ->
 
 def test_the_openai_sdk_is_recorded_alike_awaited_streamed_and_blocking(theatre: Theatre) -> None:
     tool, streamed, blocking = theatre.play(
-        "agents",
+        "main",
         {"workflow": f"{EXAMPLES}.openai_sdk.ToolAgent", "kwargs": FORCED},
         {"workflow": f"{EXAMPLES}.openai_sdk.StreamingAgent"},
         {"workflow": f"{EXAMPLES}.openai_sdk.BlockingAgent", "subproc": True},
@@ -52,7 +52,7 @@ def test_the_openai_sdk_is_recorded_alike_awaited_streamed_and_blocking(theatre:
 
 def test_tools_and_streams_of_the_anthropic_sdk_are_recorded(theatre: Theatre) -> None:
     tool, streamed = theatre.play(
-        "frameworks",
+        "main",
         {"workflow": f"{EXAMPLES}.anthropic_sdk.ToolAgent", "kwargs": CALL_ONE},
         {"workflow": f"{EXAMPLES}.anthropic_sdk.StreamingAgent"},
     )
@@ -65,7 +65,7 @@ def test_tools_and_streams_of_the_anthropic_sdk_are_recorded(theatre: Theatre) -
 
 
 def test_the_graph_of_langchain_s_agent_is_recorded(theatre: Theatre) -> None:
-    (scene,) = theatre.play("frameworks", {"workflow": "forced_frameworks.ForcedAgent"})
+    (scene,) = theatre.play("main", {"workflow": "forced_frameworks.ForcedAgent"})
     assert_a_tool_was_used(scene)
 
 
@@ -81,7 +81,7 @@ def test_tools_and_teams_of_the_agents_sdk_are_recorded_in_both_dialects(theatre
         for agent, export in (("ToolAgent", {}), ("TeamAgent", INDIVIDUAL))
         for use_responses in (False, True)
     ]
-    scenes = theatre.play("frameworks", *episodes)
+    scenes = theatre.play("main", *episodes)
     for scene, prefix in zip(scenes, ["chatcmpl-", "resp_"] * 2, strict=True):
         assert all(turn.interaction_id.startswith(prefix) for turn in scene.turns)
     for tool in scenes[:2]:

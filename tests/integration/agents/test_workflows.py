@@ -31,7 +31,7 @@ def episode(agent: str, answer: str = "3", **kwargs: Any) -> dict[str, Any]:
 
 def test_agents_on_the_openai_sdk_are_judged(theatre: Theatre) -> None:
     once, again, tool = theatre.play(
-        "agents",
+        "main",
         episode("openai.math_agent.MathAgent", **THREE),
         episode("openai.math_agent.MultiTurnMathAgent", "4", max_turns=2, **THREE),
         episode("openai.math_agent.MathToolAgent", first_request=FORCED),
@@ -45,7 +45,7 @@ def test_agents_on_the_openai_sdk_are_judged(theatre: Theatre) -> None:
 def test_agents_of_frameworks_are_judged(theatre: Theatre) -> None:
     team, calculator = "openai_agent.math_agent.MathAgent", "forced_frameworks.ForcedCalculator"
     scenes = theatre.play(
-        "frameworks",
+        "main",
         episode("langchain.math_agent.MathAgent", **THREE),
         episode("anthropic.math_agent.MathAgent", max_tokens=60),  # no grammar in this dialect
         episode(team, agent_builder_path="forced_frameworks.build_team"),

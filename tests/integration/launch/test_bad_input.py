@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named_and_nothing_is_left_behind(
     words = f"{mistake.recipe} cluster.fileroot={tmp_path}/runs {LIGHT_AGENT} {mistake.overrides}"
     for name, path in (
         ("DIR", str(given)),
-        ("AGENTS_PYTHON", get_interpreter("agents", "auto")),
+        ("SERVE_PYTHON", get_interpreter("serve", "auto")),
         ("TEST_PYTHON", sys.executable),
     ):
         words = words.replace(name, path)

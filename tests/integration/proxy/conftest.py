@@ -1,4 +1,4 @@
-"""One real SGLang on CPU with a tiny Qwen3, and a real proxy in front of it."""
+"""One real SGLang on CPU with a tiny Qwen3 and a real proxy in front of it; SGLang's parsers."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.launch.tiny_model import make_tiny_model
-from tests.support.chatml import TRAINING_TEXT
+from tests.support.chatml import REASONING_CHATML, TRAINING_TEXT, write_model_dir
+from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.sglang_server import serving
 
@@ -42,5 +43,21 @@ def stage(
         serve_python=python,
     )
     stage.route_to(sglang_url)
+    yield stage
+    stage.close()
+
+
+@pytest.fixture(scope="package")
+def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
+    """A scripted model whose format is that of Qwen3, and SGLang's real parsers."""
+    root = tmp_path_factory.mktemp("parsing")
+    stage = Stage(
+        root,
+        model_dir=write_model_dir(root / "model", template=REASONING_CHATML),
+        tool_call_parser="qwen25",
+        reasoning_parser="qwen3",
+        serve_python=get_interpreter("serve", "auto"),
+    )
+    stage.http.timeout = scaled(120.0)  # the parsers import SGLang first
     yield stage
     stage.close()

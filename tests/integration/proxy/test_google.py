@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -10,7 +9,6 @@ import pytest
 from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
 from tests.integration.proxy.test_tool_calls import CALL, THOUGHT, assert_spliced, says
-from tests.support.chatml import REASONING_CHATML, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -30,19 +28,8 @@ VERBS = pytest.mark.parametrize(
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A scripted model whose format is that of Qwen3, and the real parsers."""
-    root = tmp_path_factory.mktemp("google")
-    stage = Stage(
-        root,
-        model_dir=write_model_dir(root / "model", template=REASONING_CHATML),
-        tool_call_parser="qwen25",
-        reasoning_parser="qwen3",
-        serve_python=get_interpreter("serve", "auto"),
-    )
-    stage.http.timeout = scaled(120.0)  # the parsers import SGLang first
-    yield stage
-    stage.close()
+def stage(parsing_stage: Stage) -> Stage:
+    return parsing_stage
 
 
 def ask(

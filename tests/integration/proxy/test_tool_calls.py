@@ -4,7 +4,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,9 +12,7 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
-from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
-from tests.support.chatml import REASONING_CHATML, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -46,18 +44,8 @@ NO_OBJECT = "<tool_call>\n5\n</tool_call>"
 
 
 @pytest.fixture(scope="module")
-def stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
-    """A scripted model whose format is that of Qwen3, and the real parsers."""
-    root = tmp_path_factory.mktemp("parsing")
-    stage = Stage(
-        root,
-        model_dir=write_model_dir(root / "model", template=REASONING_CHATML),
-        tool_call_parser="qwen25",
-        reasoning_parser="qwen3",
-        serve_python=get_interpreter("serve", "auto"),
-    )
-    yield stage
-    stage.close()
+def stage(parsing_stage: Stage) -> Stage:
+    return parsing_stage
 
 
 def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:

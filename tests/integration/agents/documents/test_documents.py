@@ -10,7 +10,7 @@ from tests.integration.agents.theatre import Theatre
 from tests.support.document_scenes import SCENES
 from tests.support.documents import blocks
 
-FIRST_TICKETS = {"agents": 100_000, "camel": 101_000, "frameworks": 102_000}
+FIRST_TICKETS = {"main": 100_000, "camel": 101_000}
 """By environment, away from those of the folder above. They decide what the model samples, so
 they must not depend on the order of tests."""
 
