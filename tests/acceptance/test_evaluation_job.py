@@ -1,5 +1,6 @@
 """`areal-hpc eval --submit`: an evaluation without a trainer as one Slurm job."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,20 @@ from areal_hpc.rundir.jobs import read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.evaluations.evaluation_report import read_report
 from tests.support.commands import areal_hpc, said_by
-from tests.support.devclusters import CUT_DOWN, SLURM_POLL_S, Devcluster
+from tests.support.devclusters import CUT_DOWN, SLURM_POLL_S, Devcluster, devcluster
 from tests.support.light_run import SIZES
 from tests.support.small_run import LIGHT
 from tests.support.sums import tasks
 from tests.support.waiting import wait_for
 
 TASKS = 6
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Devcluster]:
+    with devcluster(tmp_path / "cluster", "--nodes=4") as found:
+        yield found
+        found.cancel_all()
 
 
 @pytest.mark.timeout(400)
