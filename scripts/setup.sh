@@ -96,7 +96,7 @@ import_packages_of() { # environment
   case $1 in
     serve) modules='areal_hpc.inference.cpu.sglang_cpu, sglang.srt.entrypoints.http_server' ;;
     main) modules='areal_hpc.trainer.model.cpu.megatron_cpu, areal_hpc.trainer.job, areal_hpc.rollout.job,
-areal_hpc.proxy.job, areal_hpc.ledger.job, areal_hpc.launch.run, transformers, openai' ;;
+areal_hpc.proxy.job, areal_hpc.ledger.job, areal_hpc.launch.run, transformers, openai, reasoning_gym' ;;
     camel) return 0 ;;
   esac
   env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 "$venvs/$1/bin/python" -W ignore -c "import ${modules//$'\n'/ }"
