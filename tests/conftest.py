@@ -12,6 +12,7 @@ from hypothesis import settings
 
 from tests.support.deadlines import Deadline, get_slowness
 from tests.support.file_durations import estimate_s, get_group
+from tests.support.thoroughness import is_thorough
 
 SHORTEST_S = 0.001
 """A timer of 0 s is none."""
@@ -30,7 +31,12 @@ get_slowness()  # measured before the workers start, and handed down to them
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The longest groups come first, so that no worker is left alone with one at the end."""
+    """The longest groups come first, so that no worker is left alone with one at the end.
+
+    Tests that are marked `thorough` are left to the thorough profile.
+    """
+    if not is_thorough():
+        items[:] = [item for item in items if not item.get_closest_marker("thorough")]
     durations_s: dict[str, float] = defaultdict(float)
     for file in {item.nodeid.partition("::")[0] for item in items}:
         durations_s[get_group(file)] += estimate_s(file)

@@ -18,6 +18,7 @@ from tests.support.devclusters import (
     light_overrides,
 )
 from tests.support.submissions import JOBS, queued
+from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
 LIMITED_RUN = ("trainer", "cell-0", "cell-1")
@@ -108,7 +109,7 @@ def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
     said_by(run.call("cancel", root))
 
 
-@pytest.mark.parametrize("end", ["crash", "stop"])
+@pytest.mark.parametrize("end", choose(["crash", "stop"], "crash"))
 def test_a_job_that_a_limit_keeps_from_submitting_itself_is_brought_back(
     limited: Devcluster, tmp_path: Path, end: str
 ) -> None:

@@ -21,6 +21,7 @@ SITE = (
 
 
 @pytest.mark.timeout(500)
+@pytest.mark.thorough
 def test_a_script_submits_its_run_and_shows_progress(cluster: Devcluster, tmp_path: Path) -> None:
     model_dir, site = tmp_path / "model", tmp_path / "site.yaml"
     make_tiny_model(model_dir, TRAINING_TEXT * 20, seed=5, max_position_embeddings=1024)

@@ -22,6 +22,7 @@ from tests.support.devclusters import (
     light_overrides,
 )
 from tests.support.submissions import JOBS, numbers, queued, recorded, stopped_slurmctld
+from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
 TIGHT = "cluster.slurm.mem=100M"
@@ -55,7 +56,7 @@ def test_a_job_that_sbatch_is_told_of_too_late_is_adopted(
     assert sorted(recorded(run).values()) == numbers(cluster)
 
 
-@pytest.mark.parametrize("command", ["cancel", "resume"])
+@pytest.mark.parametrize("command", choose(["cancel", "resume"], "resume"))
 def test_what_a_killed_submission_left_is_named_and_dealt_with(
     cluster: Devcluster,
     run: Submitting,
@@ -149,7 +150,7 @@ def test_jobs_that_end_while_slurmctld_is_away_start_again_and_once(
 SWEEP = ("--sweep", "trainer.optimizer.lr=1e-3,2e-3")
 
 
-@pytest.mark.parametrize("killed_at", [1, 2])
+@pytest.mark.parametrize("killed_at", choose([1, 2], 2))
 def test_an_array_that_nobody_recorded_is_named_taken_over_and_removed(
     cluster: Devcluster,
     run: Submitting,
@@ -241,6 +242,7 @@ def test_a_run_whose_first_job_was_refused_is_resumed(
     assert queued(cluster) == JOBS
 
 
+@pytest.mark.thorough
 def test_commands_for_a_directory_with_a_blank_can_be_pasted(
     cluster: Devcluster, tmp_path: Path
 ) -> None:

@@ -147,6 +147,7 @@ def test_scripts_of_a_site_pass_sbatchs_own_check(cluster: Devcluster, run: Subm
         assert "to start at" in checked.stderr
 
 
+@pytest.mark.thorough
 def test_the_plain_scripts_start_a_run_that_is_only_written_down(
     cluster: Devcluster, run: Submitting, light: tuple[str, ...], tmp_path: Path
 ) -> None:

@@ -24,6 +24,8 @@ from tests.support.devclusters import SLURM_POLL_S, Devcluster, Submitting, ligh
 from tests.support.submissions import JOBS, numbers, queued, recorded
 from tests.support.waiting import wait_for
 
+pytestmark = pytest.mark.thorough  # successors are an option of few sites
+
 CELLS = ("cell-0",)
 PARTITION = "--partition=priority"
 TWO = "cluster.slurm.successors=1"

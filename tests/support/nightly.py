@@ -19,7 +19,7 @@ from tests.support.environments import CHECKOUT
 
 FOLDER = CHECKOUT / ".nightly"
 STATE = FOLDER / "state.json"
-THOROUGH = ("tests/unit", "tests/contract", "tests/integration")
+THOROUGH = ("tests/unit", "tests/contract", "tests/integration", "tests/slurm")
 
 
 def read_commit() -> str:

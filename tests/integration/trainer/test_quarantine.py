@@ -22,6 +22,7 @@ from tests.support.commands import areal_hpc, exit_code_of
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import TICKETS, TRAINER, record_run, write_recipe
 from tests.support.replay_worker import Scenario, replay
+from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
 STEPS = 6
@@ -85,7 +86,7 @@ def copy_of(paths: RunPaths, name: str) -> RunPaths:
 # What cannot be read ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", choose([1, 2], 2))
 def test_a_batch_whose_digest_is_wrong_is_set_aside_and_the_others_are_trained(
     ranks: RankServer, paths: RunPaths, dp: int
 ) -> None:
@@ -108,7 +109,10 @@ def test_a_batch_whose_digest_is_wrong_is_set_aside_and_the_others_are_trained(
     assert train(ranks, asked, dp).reports == outcome.reports
 
 
-@pytest.mark.parametrize("kind", ["missing", "a FIFO", "a symbolic link", "another's rows"])
+KINDS = ["missing", "a FIFO", "a symbolic link", "another's rows"]
+
+
+@pytest.mark.parametrize("kind", choose(KINDS, "missing", "another's rows"))
 def test_whatever_is_wrong_with_a_shard_sets_its_batch_aside(
     ranks: RankServer, paths: RunPaths, kind: str
 ) -> None:
@@ -175,12 +179,15 @@ def test_what_cannot_be_quarantined_durably_is_not_consumed(
 
 @pytest.mark.parametrize(
     "fault",
-    [
-        "quarantine.before_write=kill",
+    choose(
+        [
+            "quarantine.before_write=kill",
+            "quarantine.after_write=kill",
+            "train.after_step@3=kill",
+            "checkpoint.before_copy@2=kill",
+        ],
         "quarantine.after_write=kill",
-        "train.after_step@3=kill",
-        "checkpoint.before_copy@2=kill",
-    ],
+    ),
 )
 def test_a_trainer_killed_while_it_sets_a_batch_aside_ends_bit_equal(
     ranks: RankServer, paths: RunPaths, fault: str

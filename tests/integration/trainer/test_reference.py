@@ -15,6 +15,7 @@ from areal_hpc.rundir.paths import RunPaths
 from tests.support.rank_server import RankServer
 from tests.support.recorded_run import SAMPLES, VOCAB, record_run
 from tests.support.replayed_run import STEPS, read_recorded_rows, train_copy, train_run
+from tests.support.thoroughness import choose, is_thorough
 
 COMPARED = ("loss", "grad_norm", "kl/reference", "kl/teacher", "advantage/abs_max")
 IN_REWARD: dict[str, Any] = {
@@ -110,7 +111,7 @@ def test_at_first_the_policy_is_its_own_reference(
     assert "kl/reference" not in plain[0]
 
 
-@pytest.mark.parametrize("name", ["loss", "reward and teacher"])
+@pytest.mark.parametrize("name", choose(["loss", "reward and teacher"], "reward and teacher"))
 def test_layouts_agree(
     ranks: RankServer, stale: Path, other_model: Path, tmp_path: Path, name: str
 ) -> None:
@@ -134,16 +135,17 @@ def test_layouts_agree(
 
 
 FOLLOWING = {**IN_REWARD, "kl": {"coef": 0.2, "update_every_steps": 2}}
+KILLS: list[tuple[dict[str, Any], dict[str, int], str]] = [
+    (FOLLOWING, {}, "train.before_step@5"),
+    (FOLLOWING, {"dp": 2}, "train.before_step@5"),
+    (IN_LOSS, {}, "optimizer.before_step@9"),
+]
 
 
 @pytest.mark.parametrize(
     ("objective", "parallel", "fault"),
-    [
-        (FOLLOWING, {}, "train.before_step@5"),
-        (FOLLOWING, {"dp": 2}, "train.before_step@5"),
-        (IN_LOSS, {}, "optimizer.before_step@9"),
-    ],
-    ids=["following", "following, 2 ranks", "loss"],
+    choose(KILLS, KILLS[1]),
+    ids=["following", "following, 2 ranks", "loss"] if is_thorough() else ["following, 2 ranks"],
 )
 def test_a_killed_run_ends_with_the_same_bits(
     ranks: RankServer,

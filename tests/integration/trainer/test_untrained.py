@@ -24,6 +24,7 @@ from tests.support.layout_worker import LR, Case, make_rows, weighted_loss
 from tests.support.rank_server import RankServer, TaskExit
 from tests.support.recorded_run import SAMPLES, record_run, sft_config, spoil
 from tests.support.replay_worker import Scenario, digests, make_learner, moments_of, state_of
+from tests.support.thoroughness import choose
 
 NAIVE = {"proximal": "none", "off_policy_correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
@@ -74,7 +75,7 @@ def train(ranks: RankServer, paths: RunPaths, dp: int = 1, **scenario: Any) -> T
 # Rows --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS[:2])
+@pytest.mark.parametrize("parallel", choose(LAYOUTS[:2], LAYOUTS[1]))
 def test_a_ticket_with_an_unsound_row_is_left_out_and_the_others_are_trained(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
@@ -126,7 +127,7 @@ def test_a_run_goes_on_over_batches_of_which_nothing_is_left_and_the_audit_names
 # Steps without a gradient ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("parallel", choose(LAYOUTS, LAYOUTS[1]))
 def test_a_batch_whose_advantages_are_all_zero_changes_no_bit(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
@@ -183,7 +184,7 @@ def test_no_layout_learns_from_unusable_gradients(scenario: Scenario, paths: Run
 # Gradients that are not finite -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("parallel", LAYOUTS)
+@pytest.mark.parametrize("parallel", choose(LAYOUTS, LAYOUTS[1]))
 def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_taken(
     ranks: RankServer, tmp_path: Path, parallel: dict[str, int]
 ) -> None:
@@ -200,7 +201,7 @@ def test_a_step_whose_gradient_is_not_finite_is_left_out_and_the_next_one_is_tak
         json.dumps(found["lines"], allow_nan=False)
 
 
-@pytest.mark.parametrize("dp", [1, 2])
+@pytest.mark.parametrize("dp", choose([1, 2], 1))
 def test_the_third_bad_batch_ends_every_resume(ranks: RankServer, tmp_path: Path, dp: int) -> None:
     paths = record_run(tmp_path, 5, far_steps=[2, 3, 4])
     for began_after in ("the first start", "a resume from within the streak"):
