@@ -298,7 +298,9 @@ class TicketHistories(RuleBasedStateMachine):
         self.publish("no")
 
 
+MIN_HISTORIES = 120
+"""With 40, three faults of the ledger were found in 17 runs of 23; with 120 in 13 of 14."""
 TicketHistories.TestCase.settings = settings(
-    max_examples=2 * settings().max_examples, stateful_step_count=40
+    max_examples=max(MIN_HISTORIES, settings().max_examples), stateful_step_count=40
 )
 test_any_history_keeps_the_promises_of_the_ledger = TicketHistories.TestCase
