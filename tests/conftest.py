@@ -29,6 +29,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 get_slowness()  # measured before the workers start, and handed down to them
 
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Name the group before pytest-xdist asks for it, at the end of the collection."""
+    item.add_marker(pytest.mark.xdist_group(get_group(item.nodeid)))
+
+
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest groups come first, so that no worker is left alone with one at the end.
@@ -40,8 +45,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     durations_s: dict[str, float] = defaultdict(float)
     for file in {item.nodeid.partition("::")[0] for item in items}:
         durations_s[get_group(file)] += estimate_s(file)
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(get_group(item.nodeid)))
     items.sort(key=lambda item: (-durations_s[get_group(item.nodeid)], get_group(item.nodeid)))
 
 

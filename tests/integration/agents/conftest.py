@@ -1,4 +1,4 @@
-"""One real SGLang and one proxy for this folder, gone when the last of its tests is done."""
+"""One real SGLang and one proxy for this folder, whose tests run on one worker."""
 
 from collections.abc import Iterator
 from contextlib import closing
@@ -13,7 +13,7 @@ from tests.support.sglang_server import serving
 from tests.support.talking_model import CONTEXT_TOKENS, make_talking_model
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def theatre(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Theatre]:
     folder = tmp_path_factory.mktemp("theatre")
     make_talking_model(folder / "model")

@@ -47,7 +47,7 @@ def stage(
     stage.close()
 
 
-@pytest.fixture(scope="package")
+@pytest.fixture(scope="session")
 def parsing_stage(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stage]:
     """A scripted model whose format is that of Qwen3, and SGLang's real parsers."""
     root = tmp_path_factory.mktemp("parsing")

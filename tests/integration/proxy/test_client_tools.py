@@ -16,9 +16,12 @@ from tests.support.process_commands import command_of
 from tests.support.scripted_sglang import Script, ScriptedSGLang
 
 
-def parser_processes() -> int:
-    children = psutil.Process().children(recursive=True)
-    return sum("areal_hpc.inference.parser_process" in command_of(child) for child in children)
+def count_parser_processes() -> int:
+    """Of this process: those of proxies are not its children."""
+    return sum(
+        "areal_hpc.inference.parser_process" in command_of(child)
+        for child in psutil.Process().children()
+    )
 
 
 def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
@@ -45,7 +48,7 @@ def test_clients_share_the_parsers_of_their_formats(tmp_path: Path) -> None:
             assert choice.message.reasoning_content == "add them"
             assert recorded["tool_calls"][0]["function"]["name"] == "add"
         assert "structural_tag" in server.requests[0]["sampling_params"]
-        assert parser_processes() == 1
+        assert count_parser_processes() == 1
         parsers = get_shared_parsers("qwen25", "qwen3", "auto")
         assert parsers is not None
         await parsers.close()

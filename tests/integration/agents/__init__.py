@@ -1,1 +1,0 @@
-"""A package, so that its fixtures end with its last test."""
