@@ -3,10 +3,10 @@
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from agents import Agent, ModelSettings
 from langchain.agents.middleware import AgentMiddleware, ModelRequest, ModelResponse
 from langchain_core.messages import ToolMessage
 
-from agents import Agent, ModelSettings
 from areal_hpc.agents.langchain_agent import LangGraphMathAgent
 from areal_hpc.agents.openai_agents_sdk import build_math_agent
 from examples.frameworks.langchain_agent import ToolAgent
