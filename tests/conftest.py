@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import pytest_timeout  # type: ignore[import-untyped]
 from hypothesis import settings
+from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.deadlines import Deadline, get_slowness
 from tests.support.file_durations import estimate_s, get_group
@@ -29,9 +30,16 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 get_slowness()  # measured before the workers start, and handed down to them
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Name the group before pytest-xdist asks for it, at the end of the collection."""
-    item.add_marker(pytest.mark.xdist_group(get_group(item.nodeid)))
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist's has no types
+    """Hands out groups of tests (`get_group`) where pytest-xdist would hand out files."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return get_group(nodeid)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> GroupScheduling:
+    return GroupScheduling(config, log)
 
 
 @pytest.hookimpl(trylast=True)

@@ -57,8 +57,8 @@ class WholeRun:
         file = report.nodeid.partition("::")[0]
         self.durations_s[file] += report.duration
         if report.failed:
-            self.failed.add(name := report.nodeid.partition("@tests/")[0])
-            print(f"\nFAILED {name}", flush=True)
+            self.failed.add(report.nodeid)
+            print(f"\nFAILED {report.nodeid}", flush=True)
         if report.when == "call":
             self._outcomes[report.outcome] += 1
         if report.when == "teardown":
