@@ -30,7 +30,7 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 get_slowness()  # measured before the workers start, and handed down to them
 
 
-class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # pytest-xdist's has no types
+class GroupScheduling(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
     """Hands out groups of tests (`get_group`) where pytest-xdist would hand out files."""
 
     def _split_scope(self, nodeid: str) -> str:
