@@ -16,7 +16,7 @@ SIDE_BY_SIDE := --numprocesses 4 --dist loadscope --no-loadscope-reorder --max-w
 TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests framework-programs harnesses harnesses-newest gyms oracles slurm demo test durations \
+.PHONY: help setup setup-tests framework-programs harnesses harnesses-newest gyms oracles slurm slurm-roots demo test durations \
   check lint format unit contract integration slurm-tests acceptance nightly soak parity gpu gpu8 clean
 
 help: ## this list
@@ -45,6 +45,9 @@ oracles: setup ## a Python with TRL and verl (0.4 GB), which only acceptance tes
 
 slurm: ## the distribution's Slurm, for devclusters (root on Debian or Ubuntu; starts no service)
 	@scripts/install_slurm.sh
+
+slurm-roots: slurm ## Slurm 24.11 and 26.05 and Apptainer beside the machine's own (1 GB in .roots/, minutes)
+	@scripts/make_root.sh 24.11 26.05 apptainer
 
 demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 starts over)
 	@$(BIN)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)

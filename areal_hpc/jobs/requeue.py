@@ -198,10 +198,13 @@ def _request_restart(
     successor: Submission | None,
 ) -> RequeueResult:
     facts = scontrol.query_job(job_id)
+    excluded = _build_exclude_list_or_keep(slurm, facts.excluded_nodes)
     if facts.state != scontrol.RUNNING_STATE:
         log.info("Slurm reports this job as %s; it will not be requeued", facts.state)
+        # From 24.11 a slurmctld that was away over a time limit ends the job before it is asked.
+        if facts.has_timed_out and successor is None:
+            return _resubmit(launch, slurm, job_id, excluded, give_up_at, decision)
         return "ended by Slurm"
-    excluded = _build_exclude_list_or_keep(slurm, facts.excluded_nodes)
     try:
         if decision == "hold_for_user":
             scontrol.control_job("requeuehold", job_id)

@@ -43,7 +43,8 @@ def run_slurm_command(
     """Output of one of Slurm's commands, which sees this process's environment unless given one.
 
     Raises:
-        SlurmTimeoutError: Its daemon did not answer, or this node could not start it now.
+        SlurmTimeoutError: Its daemon did not answer, this node could not start it now, or a signal
+            ended it.
         SlurmCommandError: It answered with an error.
         SlurmNotFoundError: There is no such command on this machine.
     """
@@ -73,6 +74,10 @@ def run_slurm_command(
         ) from error
     if answer.returncode == 0:
         return answer.stdout
+    if answer.returncode < 0:  # with all processes of a job that Slurm ends
+        raise SlurmTimeoutError(
+            f"{command[0]} was ended by signal {-answer.returncode}", hint="scontrol ping"
+        )
     said = answer.stderr.strip() or answer.stdout.strip() or "no output"
     is_silent = any(silence in said.lower() for silence in _NO_ANSWER_MESSAGES)
     kind = SlurmTimeoutError if is_silent else SlurmCommandError

@@ -1,7 +1,9 @@
 """Slurm pending reasons explained, with advice.
 
-The reasons are those of squeue(1), "JOB REASON CODES". There are some two hundred; whole families
-of limits share a sentence.
+The reasons are those of Slurm's sources, releases 22.05 to 26.05: `job_reason_string` of
+`src/common/slurm_protocol_defs.c`, from 24.05 the table of `src/common/job_state_reason.c`. There
+are some two hundred; whole families of limits share a sentence. Comments name the releases of
+those that not all have.
 """
 
 import re
@@ -52,9 +54,23 @@ _TRANSIENT_REASONS = {
     "Prolog": ("the prolog runs on its nodes", "wait a minute"),
     "SystemFailure": ("Slurm or a file system of its failed", _ADMINISTRATOR_HINT),
     "JobLaunchFailure": ("its start failed on a node", "sinfo -R may name the node; exclude it"),
-    "FrontEndDown": ("no front-end node is free", _ADMINISTRATOR_HINT),
+    "FrontEndDown": ("no front-end node is free", _ADMINISTRATOR_HINT),  # to 24.11
+    "PowerNotAvail": ("there is no power for its nodes", _WAIT_HINT),  # to 23.11
+    "PowerReserved": ("the power that its nodes need is reserved", _WAIT_HINT),  # to 23.11
+    "MaxPoweredUpNodes": ("as many nodes are powered up as may be", _WAIT_HINT),  # from 24.05
+    "MpiPortsBusy": ("the ports that its MPI needs are taken", _WAIT_HINT),  # from 24.05
+    "NvidiaImexChannels": ("no channel of NVLink's IMEX is free", _WAIT_HINT),  # from 25.11
+    "FedJobLock": ("the clusters of its federation decide which of them starts it", _WAIT_HINT),
+    "SchedDefer": ("it was to start at once or not at all, and could not", "submit it again"),
+    "QOSUsageThreshold": ("its QOS has been used too much of late", _WAIT_HINT),
+    "AccountingPolicy": ("a limit of its account, QOS or user is reached", _WAIT_HINT),
     "TimeLimit": ("it used up its time limit", ""),
     "InactiveLimit": ("it was idle for longer than its partition allows", ""),
+    # Of jobs that are over; with them squeue says why.
+    "NonZeroExitCode": ("it ended with an error", ""),
+    "RaisedSignal": ("a signal ended it", ""),  # from 23.02
+    "OutOfMemory": ("it ran out of memory", ""),
+    "DeadLine": ("its deadline has passed", ""),
 }
 _STUCK_REASONS = {
     "DependencyNeverSatisfied": (
@@ -64,6 +80,15 @@ _STUCK_REASONS = {
     "JobHeldUser": ("its user holds it", _RELEASE_HINT),
     "JobHeldAdmin": ("an administrator holds it", _ADMINISTRATOR_HINT),
     "ReservationDeleted": ("its reservation was deleted", "submit again without it"),
+    "ReservationInvalid": ("its reservation is not valid", "submit again without it"),  # from 23.02
+    "PartitionConfig": (
+        "it asks for what its partition does not allow",
+        "compare it with scontrol show partition",
+    ),
+    "Constraints": (  # from 23.11
+        "no node has the features that it asks for",
+        "sinfo -o '%P %f' lists those that nodes have",
+    ),
     "PartitionNodeLimit": (
         "it asks for more nodes than its partition gives, or than are up",
         "ask for fewer nodes, or another partition",

@@ -39,6 +39,8 @@ class JobFacts:
     """A job of higher priority gets its nodes when its grace is over."""
     is_requeueable: bool = True
     """Slurm may start it again under its number; not so with sbatch's --no-requeue."""
+    has_timed_out: bool = False
+    """Slurm ends it, or has ended it, at its time limit."""
 
 
 def get_own_job_id(environ: Mapping[str, str]) -> str:
@@ -60,6 +62,7 @@ def parse_job_facts(scontrol_line: str) -> JobFacts:
         excluded_nodes="" if excluded == "(null)" else excluded,
         is_preempted=facts.get("PreemptTime", "None") not in ("None", "Unknown"),
         is_requeueable=facts.get("Requeue") != "0",
+        has_timed_out=facts.get("Reason") == "TimeLimit",
     )
 
 

@@ -1,7 +1,7 @@
 """Slurm job states: waiting, running, ending or over.
 
-Names and meanings are those of squeue(1), "JOB STATE CODES", and of sacct(1); reasons for waiting
-are in `reasons.py`.
+Names are those of `job_state_string` in Slurm's `src/common/slurm_protocol_defs.c`, releases 22.05
+to 26.05, meanings those of squeue(1), "JOB STATE CODES"; reasons for waiting are in `reasons.py`.
 """
 
 import re
@@ -50,6 +50,8 @@ _STATE_MEANINGS_BY_PHASE = {
         "REQUEUE_HOLD": "was requeued and is held until released",
         "SPECIAL_EXIT": "was put back into the queue in a special state and is held until it is "
         "released",
+        # from 25.11
+        "EXPEDITING": "was put back into the queue, ahead of others, and starts when it may",
         "RESV_DEL_HOLD": "is held because its reservation was deleted",
         "CONFIGURING": "has its nodes, which are being made ready",
     },
@@ -82,7 +84,7 @@ STATE_BY_NAME = {
     for phase, meanings in _STATE_MEANINGS_BY_PHASE.items()
     for name, meaning in meanings.items()
 }
-"""Every state that Slurm documents, by its name."""
+"""Every state that Slurm's commands print, by its name."""
 
 UNKNOWN_STATE = JobState("UNKNOWN", JobPhase.UNKNOWN, "is unknown")
 

@@ -1,10 +1,8 @@
 """Diagnosis of a failed or waiting run (`areal-hpc why`)."""
 
-import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime
 from typing import Any
 
 from areal_hpc.errors import RecipeError, escape_controls
@@ -16,6 +14,7 @@ from areal_hpc.rundir.telemetry.events import (
 from areal_hpc.slurm.queue import SlurmJobRecord
 from areal_hpc.slurm.reasons import HELD_WHILE_IDLE_REASON, explain_reason
 from areal_hpc.slurm.states import JobPhase
+from areal_hpc.slurm.versions import find_error_time
 from areal_hpc.view.events.agent_failures import MAX_TRACEBACK_LINES, AgentFailures
 from areal_hpc.view.events.failure_events import (
     LOGS_HINT,
@@ -303,8 +302,7 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
         if queued and not job.is_alive:  # else its end is that of its time limit
             ends[job.name] = queued.ended_or_latest_end_at
     for name, line in evidence.slurm_lines:
-        written = _SLURM_LINE_TIME_PATTERN.search(line)
-        at = datetime.fromisoformat(written[1]).timestamp() if written else ends.get(name)
+        at = find_error_time(line) or ends.get(name)
         if mentions_oom(line):
             yield FailureEvent(at, f"{name} ran out of memory", 0, (line,), MEMORY_HINT)
         else:
@@ -313,7 +311,6 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
             yield FailureEvent(at, f"Slurm reported in the output of {name}: {line}", priority)
 
 
-_SLURM_LINE_TIME_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)")
 _HINT_BY_STATE = {
     "OUT_OF_MEMORY": MEMORY_HINT,
     "TIMEOUT": "areal-hpc resume RUN continues from the last checkpoint; a longer time limit "

@@ -18,6 +18,7 @@ from areal_hpc.rundir.jsonl import read_readable_records, read_tail_lines
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
 from areal_hpc.slurm.queue import QueuePoller, SlurmJobRecord
+from areal_hpc.slurm.versions import is_slurm_error_line
 from areal_hpc.view.events.agent_failures import TRACEBACK_HEADER
 from areal_hpc.view.logs import LogFile, list_log_files, parse_log_records
 from areal_hpc.view.state.alerts_at_newest_step import find_run_alerts
@@ -31,7 +32,6 @@ LOG_TAIL_BYTES = 64 * 1024
 """Read from the end of every log: a run may have a thousand of them."""
 
 _OOM_PATTERN = re.compile(r"oom[-_ ]kill|out of memory|OutOfMemoryError|MemoryError", re.IGNORECASE)
-_SLURM_ERROR_PATTERN = re.compile(r"^(slurmstepd|srun|slurmd)(-\w+)?: (error|\S+: error)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +202,7 @@ def _read_slurm_lines(submissions: Sequence[Submission]) -> Iterator[tuple[str, 
         for path in find_slurm_output_files(submission):
             seen = set()
             for line in read_tail_lines(path, LOG_TAIL_BYTES).decode(errors="replace").splitlines():
-                if (_SLURM_ERROR_PATTERN.match(line) or "oom-kill" in line) and line not in seen:
+                if (is_slurm_error_line(line) or "oom-kill" in line) and line not in seen:
                     seen.add(line)
                     yield submission.job, line
 

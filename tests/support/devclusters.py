@@ -15,6 +15,7 @@ import psutil
 from areal_hpc.rundir.jobs import Submission, read_submissions
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.devcluster.host import lock_host
+from areal_hpc.slurm.devcluster.roots import find_slurm_root, get_programs_dir
 from tests.support.commands import areal_hpc, run_program, said_by, start_areal_hpc
 from tests.support.deadlines import scaled
 from tests.support.small_run import SIZES
@@ -22,6 +23,8 @@ from tests.support.waiting import wait_for
 
 NETWORK_LINKS = Path("/sys/class/net")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
+TESTED_RELEASE = os.environ.get("TESTS_SLURM", "")
+"""Release of Slurm that tests run on, one of `roots.VERSIONS`; empty for the machine's own."""
 SLURM_POLL_S = 0.2
 """Between two questions to Slurm: each is a process of its own."""
 
@@ -149,14 +152,24 @@ class Devcluster:
 
 
 @contextmanager
-def devcluster(state_dir: Path, *options: str) -> Iterator[Devcluster]:
-    """A cluster that is up, and of which afterwards nothing is left."""
+def devcluster(
+    state_dir: Path, *options: str, release: str = TESTED_RELEASE
+) -> Iterator[Devcluster]:
+    """A cluster that is up, and of which afterwards nothing is left.
+
+    Slurm's commands are meanwhile those of its `release`, in this process too.
+    """
     cluster = Devcluster(state_dir)
+    chosen = (f"--slurm={release}",) if release else ()
+    root, path = find_slurm_root(release), os.environ["PATH"]
     try:
-        cluster.done("up", f"--timeout-s={scaled(60):.0f}", *options)
+        if root:
+            os.environ["PATH"] = f"{get_programs_dir(root)}:{path}"
+        cluster.done("up", f"--timeout-s={scaled(60):.0f}", *chosen, *options)
         yield cluster
     finally:
         cluster.down()
+        os.environ["PATH"] = path
 
 
 CUT_DOWN = (*SIZES, "sft.total_steps=20", "evaluation.every_steps=0", "trainer.total_steps=5")

@@ -5,12 +5,14 @@ import os
 import shlex
 import subprocess
 import time
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
+from areal_hpc.slurm.devcluster.roots import VERSIONS, get_programs_dir
 
 BENCHMARKS_DIR = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -110,6 +112,8 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     add("--gpus-per-node", type=int, metavar="N", help="fake GPUs per node (8)")
     add("--cpus-per-node", type=int, metavar="N", help="CPUs that each node reports (16)")
     add("--grace-s", type=int, metavar="S", help="preemption grace period in seconds (15)")
+    slurm = "release of Slurm (the machine's own); others are unpacked by `make slurm-roots`"
+    add("--slurm", choices=VERSIONS, help=slurm)
     no_accounting = "without slurmdbd and sacct"
     add("--no-accounting", dest="accounting", action="store_false", help=no_accounting)
     add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
@@ -117,9 +121,10 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
 
 def _start_devcluster(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import start_cluster
+    from areal_hpc.slurm.devcluster.plan import DevclusterSettings
 
-    names = ("nodes", "gpus_per_node", "cpus_per_node", "grace_s", "accounting", "namespaces")
-    asked = {name: getattr(arguments, name) for name in names if name in arguments}
+    settings = {field.name for field in fields(DevclusterSettings)}
+    asked = {name: value for name, value in vars(arguments).items() if name in settings}
     start_cluster(
         _get_devcluster_paths(arguments), asked, arguments.timeout_s, partial(print, flush=True)
     )
@@ -146,8 +151,10 @@ def _stop_and_remove_devcluster(arguments: argparse.Namespace) -> int:
 def _print_slurm_conf_export(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import read_plan
 
-    slurm_conf = read_plan(_get_devcluster_paths(arguments)).paths.slurm_conf
-    print(f"export SLURM_CONF={shlex.quote(str(slurm_conf))}")
+    made = read_plan(_get_devcluster_paths(arguments))
+    print(f"export SLURM_CONF={shlex.quote(str(made.paths.slurm_conf))}")
+    if root := made.facts.slurm_root:
+        print(f'export PATH={shlex.quote(get_programs_dir(root))}:"$PATH"')
     return 0
 
 
@@ -169,7 +176,11 @@ def _power_cycle_devcluster_node(arguments: argparse.Namespace) -> int:
 
 
 def _print_devcluster_health(arguments: argparse.Namespace) -> int:
-    from areal_hpc.slurm.devcluster.cluster import list_component_health, read_plan
+    from areal_hpc.slurm.devcluster.cluster import (
+        list_component_health,
+        read_plan,
+        read_slurm_version,
+    )
 
     made = read_plan(_get_devcluster_paths(arguments))
     found = list_component_health(made)
@@ -184,6 +195,7 @@ def _print_devcluster_health(arguments: argparse.Namespace) -> int:
     else:
         why = "no cgroup v1 to write to" if settings.namespaces else "nodes on loopback"
         print(f"memory     NOT limited ({why}): a job can exhaust this machine")
+    print(f"Slurm      {read_slurm_version(made)}")
     print("CPU time   not limited: all nodes share this machine's processors")
     return 0 if all(part.is_well for part in found) else UNHEALTHY_EXIT_CODE
 

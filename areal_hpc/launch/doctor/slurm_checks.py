@@ -13,6 +13,7 @@ from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
 from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit import render_script
+from areal_hpc.slurm.versions import describe_proof, is_proven_or_between
 
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
 
@@ -24,6 +25,7 @@ def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     if not missing and not outage:
         version = doctor_subject.slurm_answer.settings.get("SLURM_VERSION", "?")
         yield ok("slurm", f"{version} answers: {', '.join(REQUIRED_COMMANDS)}")
+        yield judge_release(version)
     elif not doctor_subject.involves_slurm:
         yield ok("slurm", f"none here ({outage}); `areal-hpc run` works without it")
     elif missing:
@@ -32,6 +34,14 @@ def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
     else:
         hint = "scontrol ping; Slurm's commands find the cluster by SLURM_CONF or /etc/slurm"
         yield fail("slurm", outage, hint)
+
+
+def judge_release(version: str) -> CheckResult:
+    """What is proven on the Slurm that answers. Pure."""
+    proof = describe_proof(version)
+    if is_proven_or_between(version):
+        return ok("Slurm release", proof)
+    return warn("Slurm release", proof, "try a short run; docs/devcluster.md has what was seen")
 
 
 def check_accounting(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:

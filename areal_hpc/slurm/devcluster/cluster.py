@@ -139,6 +139,11 @@ def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
     return plan_devcluster(*parse_plan_inputs(paths.made_of.read_text()), paths)
 
 
+def read_slurm_version(plan: DevclusterPlan) -> str:
+    """What the cluster's Slurm calls itself, such as `slurm-wlm 24.11.5`."""
+    return processes.run_command_unchecked(("squeue", "--version"), plan.environ).stdout.strip()
+
+
 def stop_and_remove_cluster(paths: DevclusterPaths) -> bool:
     """Stop everything and remove every trace. Whether there was a cluster."""
     if not paths.made_of.exists():

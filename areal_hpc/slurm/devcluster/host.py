@@ -17,6 +17,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.slurm.devcluster import processes
 from areal_hpc.slurm.devcluster.node_main import CGROUP_CONTROLLERS, CGROUP_ROOT
 from areal_hpc.slurm.devcluster.plan import DevclusterSettings, HostFacts, count_ports
+from areal_hpc.slurm.devcluster.roots import find_slurm_root
 
 REQUIRED_COMMANDS = ("slurmctld", "slurmd", "srun", "munged", "mungekey")
 DATABASE_COMMANDS = ("slurmdbd", "mariadbd", "mariadb-install-db", "mariadb-admin")
@@ -74,6 +75,7 @@ def inspect_host(settings: DevclusterSettings) -> HostFacts:
         first_port=_find_free_port_block(count_ports(settings)),
         network=_find_free_subnet_number() if settings.namespaces else 0,
         limits_memory=settings.namespaces and all(os.access(path, os.W_OK) for path in controls),
+        slurm_root=find_slurm_root(settings.slurm),
     )
 
 

@@ -4,6 +4,7 @@
 """
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -12,6 +13,7 @@ from pathlib import Path
 import jinja2
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster import processes, roots
 from areal_hpc.slurm.devcluster.node_main import NodeSetup
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths
 
@@ -55,6 +57,8 @@ class DevclusterSettings:
     """With slurmdbd and a MariaDB."""
     namespaces: bool = True
     """One network, host-name, process and mount namespace per node; otherwise loopback ports."""
+    slurm: str = ""
+    """Release of Slurm, one of `roots.VERSIONS`; empty for the machine's own, whatever it is."""
 
     def __post_init__(self) -> None:
         for key, least, most in (
@@ -85,6 +89,8 @@ class HostFacts:
     """The N of the bridge `areal-dcN` and its subnet 10.77.N.0/24; both were free."""
     limits_memory: bool
     """The controllers of cgroup v1 that `node_main.py` names are ours to write."""
+    slurm_root: str = ""
+    """Folder with the Slurm that is not the machine's own; empty if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,8 +168,12 @@ def plan_devcluster(
         "controller_port": host_facts.first_port,
         "accounting_port": host_facts.first_port + 1,
         "node_memory_mib": _compute_node_memory_mib(settings, host_facts),
+        "plugin_dir": roots.get_plugin_dir(host_facts.slurm_root) if host_facts.slurm_root else "",
     }
     environ = {"SLURM_CONF": str(paths.slurm_conf)}
+    if host_facts.slurm_root:
+        programs = roots.get_programs_dir(host_facts.slurm_root)
+        environ["PATH"] = os.pathsep.join((programs, processes.get_search_path()))
     if settings.accounting:
         environ["MYSQL_UNIX_PORT"] = str(paths.database_socket)
     return DevclusterPlan(
@@ -212,7 +222,9 @@ def _plan_node(
     settings: DevclusterSettings, host_facts: HostFacts, paths: DevclusterPaths, node_number: int
 ) -> DevclusterNode:
     name = f"n{node_number + 1:02d}"
-    slurmd = ("slurmd", "-D", "-N", name)
+    slurmd: tuple[str, ...] = ("slurmd", "-D", "-N", name)
+    if host_facts.slurm_root:  # it would start that of its own release's place
+        slurmd += ("-d", f"{roots.get_programs_dir(host_facts.slurm_root)}/slurmstepd")
     program = (sys.executable, "-I", str(Path(__file__).with_name("node_main.py")))
     if not settings.namespaces:
         order = json.dumps({"slurmd": slurmd})

@@ -108,6 +108,18 @@ def test_a_job_that_may_not_be_requeued_is_submitted_again_held_where_it_is_to_b
     assert slurm.list_calls("scontrol release") == ["scontrol release 9"]
 
 
+def test_a_job_that_slurm_ends_at_its_time_limit_before_it_is_asked_is_submitted_again(
+    slurm: ScriptedSlurm, launch: LaunchFile
+) -> None:
+    over = "JobId=7 JobState=COMPLETING Reason=TimeLimit EndTime=Unknown ExcNodeList=(null)"
+    # The first call is ended with the job's other processes.
+    slurm.answer("scontrol", f"[ $(wc -l < $CALLS) -gt 1 ] || kill -TERM $$; echo {over!r}")
+    slurm.answer("sbatch", "echo 9")
+    slurm.answer("squeue", "true")
+    assert requeue_or_resubmit(launch, time.monotonic() + scaled(60.0)) == "resubmitted"
+    assert len(slurm.list_calls("sbatch")) == 1
+
+
 def test_a_job_that_cannot_be_noted_as_held_is_not_left_held(
     slurm: ScriptedSlurm, launch: LaunchFile, paths: RunPaths
 ) -> None:

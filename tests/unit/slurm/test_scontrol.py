@@ -22,3 +22,5 @@ def test_what_slurm_shows_of_a_job_is_read() -> None:
     assert not facts.is_preempted
     assert not parse_job_facts("JobId=7 JobState=RUNNING PreemptTime=None").is_preempted
     assert parse_job_facts("JobId=7 JobState=RUNNING PreemptTime=2026-11-22T07:12:13").is_preempted
+    assert not facts.has_timed_out
+    assert parse_job_facts("JobId=7 JobState=COMPLETING Reason=TimeLimit").has_timed_out

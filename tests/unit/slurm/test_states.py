@@ -6,20 +6,24 @@ from hypothesis import strategies as st
 
 from areal_hpc.slurm.reasons import explain_reason
 from areal_hpc.slurm.states import STATE_BY_NAME, JobPhase, parse_state
+from tests.support.environments import CHECKOUT
 
-DOCUMENTED = (
-    *("BOOT_FAIL", "CANCELLED", "COMPLETED", "CONFIGURING"),
-    *("COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
-    *("OUT_OF_MEMORY", "PENDING", "PREEMPTED", "RUNNING"),
-    *("RESV_DEL_HOLD", "REQUEUE_FED", "REQUEUE_HOLD", "REQUEUED"),
-    *("RESIZING", "REVOKED", "SIGNALING", "SPECIAL_EXIT"),
-    *("STAGE_OUT", "STOPPED", "SUSPENDED", "TIMEOUT"),
-)
-"""squeue(1) of Slurm 22.05, JOB STATE CODES."""
+WORDS = (CHECKOUT / "tests" / "golden" / "slurm" / "words.txt").read_text().splitlines()
+"""Kind, word, and the first and last release of 22.05 to 26.05 whose sources have it."""
 
 
-def test_every_documented_state_is_known() -> None:
-    assert sorted(STATE_BY_NAME) == sorted(DOCUMENTED)
+def words(kind: str) -> list[str]:
+    return [word for found, word, *_ in map(str.split, WORDS) if found == kind]
+
+
+def test_every_state_of_slurms_sources_is_known() -> None:
+    assert sorted(STATE_BY_NAME) == sorted(words("state"))
+
+
+def test_every_reason_for_waiting_of_slurms_sources_is_explained() -> None:
+    never_given = {"BlockFreeAction", "BlockMaxError"}  # of BlueGene, whose code is gone
+    unknown = {one for one in words("reason") if explain_reason(one).meaning.endswith(one)}
+    assert unknown == never_given
 
 
 @pytest.mark.parametrize(

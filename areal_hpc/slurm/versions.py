@@ -1,0 +1,52 @@
+"""Differences between releases of Slurm, 22.05 to 26.05, and what is proven on which.
+
+Everything else that this package asks of Slurm is the same in all of them. The words of states and
+reasons are in `states.py` and `reasons.py`, each under the releases that have it.
+"""
+
+import re
+from datetime import datetime
+
+PROVEN_RELEASES = ("22.05", "24.11", "26.05")
+"""Releases that the tests on devclusters run on; docs/devcluster.md has what was seen on each."""
+
+_ERROR_LINE_PATTERN = re.compile(
+    # To 24.11, and srun in all: `slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT ...`
+    r"(?:slurmstepd|srun|slurmd)(?:-\w+)?: (?:error|\S+: error)"
+    # slurmstepd from 25.05: `[2026-11-29T08:21:13.243] error: *** STEP 1.0 ON n01 CANCELLED ...`,
+    # whose time has the form of slurm.conf's LogTimeFormat.
+    r"|\[[^\]]+\] error: "
+)
+_ERROR_TIME_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)|^\[(\d{4}-[-\d]+T[:\d]+)")
+
+
+def parse_release(version: str) -> str:
+    """The release of a version that Slurm prints, such as `24.11` of `24.11.5`; empty of others."""
+    found = re.search(r"\b\d\d\.\d\d(?=\.|\b)", version)
+    return found[0] if found else ""
+
+
+def describe_proof(version: str) -> str:
+    """What is known of a version that Slurm prints."""
+    release = parse_release(version)
+    if release in PROVEN_RELEASES:
+        return "a release that the tests run on"
+    if PROVEN_RELEASES[0] < release < PROVEN_RELEASES[-1]:
+        return f"not tested itself; tested are {', '.join(PROVEN_RELEASES)}"
+    return f"outside of what is tested: {', '.join(PROVEN_RELEASES)}"
+
+
+def is_proven_or_between(version: str) -> bool:
+    """True of releases from the oldest to the newest that the tests run on."""
+    return PROVEN_RELEASES[0] <= parse_release(version) <= PROVEN_RELEASES[-1]
+
+
+def is_slurm_error_line(line: str) -> bool:
+    """True of a line that slurmstepd or srun wrote about an error into a job's output."""
+    return _ERROR_LINE_PATTERN.match(line) is not None
+
+
+def find_error_time(line: str) -> float | None:
+    """Unix time that such a line names; None if it names none."""
+    found = _ERROR_TIME_PATTERN.search(line)
+    return datetime.fromisoformat(found[1] or found[2]).timestamp() if found else None
