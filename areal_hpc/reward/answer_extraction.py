@@ -3,6 +3,8 @@
 import re
 from collections.abc import Callable
 
+_MINUS_SIGNS = dict.fromkeys(map(ord, "\u2212\ufe63\uff0d"), "-")
+"""What typography writes in the place of the minus sign of ASCII."""
 _ANSWER_START_PATTERN, _ANSWER_END_PATTERN = (
     re.compile(tag, re.IGNORECASE) for tag in ("<answer>", "</answer>")
 )
@@ -13,6 +15,11 @@ _FENCE_START_PATTERN = re.compile(
 """A block of another language has to begin its line: three backticks within one are often none."""
 _FENCE_END_PATTERN = re.compile("```")
 _PYTHON_LABELS = ("", "python", "python3", "py")
+
+
+def replace_typographic_minus(text: str) -> str:
+    """The text with the minus sign of ASCII in place of those of typography."""
+    return text.translate(_MINUS_SIGNS)
 
 
 def extract_boxed(text: str) -> str | None:

@@ -7,7 +7,11 @@ from fractions import Fraction
 from typing import Any
 
 from areal_hpc.errors import InvalidArithmeticError
-from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
+from areal_hpc.reward.answer_extraction import (
+    extract_boxed,
+    extract_tagged,
+    replace_typographic_minus,
+)
 
 MAX_EXPRESSION_CHARS = 300
 _OPERATOR_BY_NODE_TYPE: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
@@ -30,16 +34,19 @@ def countdown_reward(
     r"""1.0 if the expression given is worth `target` exactly and uses each number once, else 0.0.
 
     The expression is what the last `<answer>...</answer>` or `\boxed{...}` holds; of an equation,
-    what is left of the `=`. Arithmetic is exact, in fractions.
+    what is left of the `=`, and all sides must be worth the target. Arithmetic is exact, in
+    fractions.
     """
     text = extract_tagged(completions) or extract_boxed(completions)
     if text is None:
         return 0.0
     try:
-        worth, used = evaluate_expression_and_list_numbers(text.partition("=")[0])
+        sides = [evaluate_expression_and_list_numbers(side) for side in text.split("=")]
     except (InvalidArithmeticError, ZeroDivisionError):
         return 0.0
-    return float(worth == target and sorted(used) == sorted(numbers))
+    _, used = sides[0]
+    is_worth_target = all(worth == target for worth, _ in sides)
+    return float(is_worth_target and sorted(used) == sorted(numbers))
 
 
 def evaluate_expression_and_list_numbers(text: str) -> tuple[Fraction, list[int]]:
@@ -49,7 +56,8 @@ def evaluate_expression_and_list_numbers(text: str) -> tuple[Fraction, list[int]
         InvalidArithmeticError: It holds anything but whole numbers, `+ - * /` and parentheses.
         ZeroDivisionError: It divides by zero.
     """
-    text = text.strip().replace("\u00d7", "*").replace("\u00f7", "/").replace("\u2212", "-")
+    text = text.strip().replace("\u00d7", "*").replace("\u00f7", "/")
+    text = replace_typographic_minus(text)
     if len(text) > MAX_EXPRESSION_CHARS:
         raise InvalidArithmeticError(f"{len(text)} characters")
     try:

@@ -4,11 +4,12 @@ import re
 from fractions import Fraction
 from typing import Any
 
-from areal_hpc.reward.answer_extraction import extract_boxed
+from areal_hpc.reward.answer_extraction import extract_boxed, replace_typographic_minus
 
 _THOUSANDS_PATTERN = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")
 """What LaTeX puts between thousands in the place of a comma: `1{,}234`, `1\\,234`, `1,\\!234`."""
-_NUMBER_PATTERN = re.compile(r"-?\d[\d,]*(?:\.\d+)?(?:/\d+)?")
+_NUMBER_PATTERN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:/\d+)?")
+"""Commas belong to a number where they group thousands."""
 
 
 def gsm8k_reward_fn(
@@ -34,7 +35,8 @@ def gsm8k_reward_fn(
 
 
 def _extract_last_number(text: str) -> Fraction | None:
-    found = _NUMBER_PATTERN.findall(_THOUSANDS_PATTERN.sub("", text))
+    text = _THOUSANDS_PATTERN.sub("", replace_typographic_minus(text))
+    found = _NUMBER_PATTERN.findall(text)
     try:
         return Fraction(found[-1].replace(",", "")) if found else None
     except (ZeroDivisionError, ValueError):  # 1/0; 1.5/2, or more digits than Python reads

@@ -8,7 +8,7 @@ from typing import Any
 
 from areal_hpc.errors import RecipeError, VerifierLostError
 from areal_hpc.reward import math_process
-from areal_hpc.reward.answer_extraction import extract_boxed
+from areal_hpc.reward.answer_extraction import extract_boxed, replace_typographic_minus
 from areal_hpc.reward.verifier_pool import VerifierPool
 
 log = logging.getLogger(__name__)
@@ -46,9 +46,12 @@ def math_reward(
         RecipeError: The task's own answer is no mathematics.
         ClusterError: The process of the comparison could not be started.
     """
-    said = completions[-REPLY_TAIL_CHARS:]
+    answer, said = map(replace_typographic_minus, (answer, completions[-REPLY_TAIL_CHARS:]))
     in_box = extract_boxed(said)
     if in_box is not None and _count_deepest_nesting(in_box) > MAX_NESTING:
+        return 0.0
+    # math-verify takes a set for an ordered pair.
+    if {_get_collection_kind(answer), _get_collection_kind(in_box or "")} == {"set", "tuple"}:
         return 0.0
     try:
         verdict = _VERIFIER_POOL.ask(json.dumps([answer, said]).encode() + b"\n")
@@ -70,6 +73,16 @@ def math_reward(
             hint="give LaTeX, such as \\frac{1}{2}, without dollar signs",
         )
     return float(verdict == math_process.EQUAL)
+
+
+def _get_collection_kind(latex: str) -> str | None:
+    """`set` for elements in braces, `tuple` for those in parentheses or brackets."""
+    if "," not in latex:
+        return None
+    opening = latex.strip().removeprefix("\\left").lstrip()
+    if opening.startswith("\\{"):
+        return "set"
+    return "tuple" if opening.startswith(("(", "[")) else None
 
 
 def _count_deepest_nesting(text: str) -> int:

@@ -21,6 +21,8 @@ EQUAL = b"1"
 DIFFERENT = b"0"
 UNPARSABLE_REFERENCE = b"?"
 """The right answer cannot be parsed."""
+MAX_RELATIVE_DIFFERENCE = 1e-5
+"""Between two numbers that count as equal."""
 MAX_LOG2 = 2.0**20
 """Whole numbers of this many bits are computed in an instant; twenty times as many take long."""
 
@@ -75,7 +77,9 @@ def judge_reply(answer: str, reply_text: str) -> bytes:
         return UNPARSABLE_REFERENCE
     if _is_far_larger(given[0], right[0]) or _is_far_larger(right[0], given[0]):
         return DIFFERENT
-    return EQUAL if verify(right, given, timeout_seconds=None) else DIFFERENT
+    if not verify(right, given, timeout_seconds=None):
+        return DIFFERENT
+    return EQUAL if _agree_relatively(right[0], given[0]) else DIFFERENT
 
 
 @functools.lru_cache(maxsize=4096)
@@ -87,6 +91,18 @@ def _parse_answer(text: str) -> Any:
     from math_verify import parse
 
     return parse(text, parsing_timeout=None)
+
+
+def _agree_relatively(right: Any, given: Any) -> bool:
+    """False for two numbers that only round to the same decimals, which is how verify compares."""
+    from sympy import Expr
+
+    if right == given or not all(isinstance(one, Expr) and one.is_number for one in (right, given)):
+        return True
+    exact, said = (complex(one.evalf(15)) for one in (right, given))
+    return exact == said or abs(exact - said) <= MAX_RELATIVE_DIFFERENCE * max(
+        abs(exact), abs(said)
+    )
 
 
 def _is_far_larger(large_expression: Any, plain_number: Any) -> bool:

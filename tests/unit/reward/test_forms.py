@@ -54,6 +54,9 @@ def test_countdown_is_judged_exactly() -> None:
         ("<answer>44/(19-19)</answer>", 0.0),
         (f"<answer>{'(' * 250}1</answer>", 0.0),
         ("44+19+35", 0.0),
+        ("<answer>44+19+35=99</answer>", 0.0),
+        ("<answer>44+19+35 = 63+35 = 98</answer>", 1.0),
+        ("<answer>44+19+35 = 63+34 = 98</answer>", 0.0),
     ):
         assert countdown_reward("", answer, [], [], **first) == reward, answer
     assert countdown_reward("", "<answer>5*4/2-3</answer>", [], [], **second) == 1.0

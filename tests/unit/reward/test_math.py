@@ -50,6 +50,29 @@ def test_large_and_long_answers_are_judged_by_their_value(given: str, answer: st
     assert reward("so \\boxed{8}", answer) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("given", "answer", "expected"),
+    [
+        ("0.0", "10^{-7}", 0.0),
+        ("0.0000014", "0.000001", 0.0),
+        ("1.0 \\cdot 10^{-7}", "10^{-7}", 1.0),
+        ("0.333333", "\\frac{1}{3}", 1.0),
+        ("0.3333", "\\frac{1}{3}", 0.0),
+        ("0", "0", 1.0),
+        ("\\{1,2\\}", "(1,2)", 0.0),
+        ("(1,2)", "\\{1,2\\}", 0.0),
+        ("\\left\\{1,2\\right\\}", "(1,2)", 0.0),
+        ("(1,2)", "(1,2)", 1.0),
+        ("\u221242", "-42", 1.0),
+        ("\u221242", "42", 0.0),
+    ],
+)
+def test_small_numbers_and_ordered_pairs_are_what_they_are(
+    given: str, answer: str, expected: float
+) -> None:
+    assert reward(f"so \\boxed{{{given}}}", answer) == expected
+
+
 def test_a_task_whose_answer_is_no_mathematics_is_refused() -> None:
     for _ in range(2):
         with pytest.raises(RecipeError, match="answer cannot be parsed as mathematics: ''"):
