@@ -7,7 +7,7 @@ make a task's own value surer and never stand for more tasks.
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +21,9 @@ MAX_EXACT_PAIRS = 14
 """Differences whose signs are all tried; of more, `N_SIGN_DRAWS` random choices are."""
 N_SIGN_DRAWS = 20_000
 _SIGN_BLOCK = 1000
+MAX_BOUND_STEPS = 2**20
+"""Times the spread of the differences: a bound farther away is none."""
+_BISECTIONS = 60
 
 TaskValues = NDArray[np.float64]
 
@@ -84,8 +87,10 @@ def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
 
     Values from 0 to 1 get Wilson's interval at the number of tasks that would have the same
     standard error, with a t quantile: it stays in [0, 1] and has a width where all tasks agree.
-    Other values get mean +- t s / sqrt(T). Fewer tasks with almost all the same value make either
-    too narrow: pass@8 of 16 samples at 30 tasks, 0.89 on average, was held 91 times in 100.
+    Other values get mean +- t s / sqrt(T), and where all tasks agree the width that as many values
+    of 1 would have, times their size. Rare large values make either too narrow: with 20 for one
+    reward of 20 and 0..1 for the others it held the truth 78 times in 100 at 30 tasks and 94 times
+    at 300; pass@8 of 16 samples at 30 tasks, 0.89 on average, 91 times.
 
     Raises:
         ValueError: There are no tasks.
@@ -102,7 +107,8 @@ def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
     t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
     error = _compute_standard_error(values)
     if not is_share:
-        return Estimate(mean, mean - t * error, mean + t * error, n_tasks)
+        half = t * error or _measure_half_width_of_agreement(values, n_tasks)
+        return Estimate(mean, mean - half, mean + half, n_tasks)
     low, high = _compute_wilson_bounds(mean, error, n_tasks, t)
     return Estimate(mean, low, high, n_tasks)
 
@@ -112,6 +118,15 @@ def _compute_standard_error(values: TaskValues) -> float:
     if values.min() == values.max():
         return 0.0
     return float(values.std(ddof=1)) / math.sqrt(len(values))
+
+
+def _measure_half_width_of_agreement(values: TaskValues, n_tasks: int) -> float:
+    """Half the interval of tasks that all agree: Wilson's for as many passes, times their size."""
+    if n_tasks == 1:
+        return math.inf
+    is_share = bool((values >= 0).all() and (values <= 1).all())
+    t_squared = compute_central_quantile(CONFIDENCE, n_tasks - 1) ** 2
+    return (1.0 if is_share else float(np.abs(values).max())) * t_squared / (n_tasks + t_squared)
 
 
 def _compute_wilson_bounds(
@@ -128,51 +143,92 @@ def _compute_wilson_bounds(
 def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> PairedComparison:
     """Compare two checkpoints by a value per task each, in the same order of tasks.
 
-    The interval of the difference is mean +- t s / sqrt(T); the p-value is that of the test that
-    flips the signs of the differences, which asks for no distribution of them. Differences that
-    are all the same tell no spread: with so few that the test shows nothing the interval holds 0.
+    The p-value is that of the test that flips the signs of the differences, which asks for no
+    distribution of them; the interval holds the differences that this test does not reject, so
+    both say the same. It has no bound where so few tasks can reject nothing.
 
     Raises:
         ValueError: There are no tasks, or not the same number.
     """
     if len(first_T) != len(second_T):
         raise ValueError(f"a paired test needs the same tasks: {len(first_T)} and {len(second_T)}")
-    differences = np.asarray(second_T, dtype=np.float64) - np.asarray(first_T, dtype=np.float64)
-    p_value = _compute_sign_flip_p_value(differences)
+    if not len(first_T):
+        raise ValueError("a paired test needs at least one task")
+    first, second = np.asarray(first_T, np.float64), np.asarray(second_T, np.float64)
+    differences = second - first
+    test = _SignFlipTest(differences)
+    mean = float(differences.mean())
+    low, high = test.find_bound(-1), test.find_bound(1)
+    if low == high:
+        half = _measure_half_width_of_agreement(np.concatenate([first, second]), len(differences))
+        low, high = mean - half, mean + half
     return PairedComparison(
-        _estimate_difference(differences, p_value),
-        p_value,
+        Estimate(mean, low, high, len(differences)),
+        test.compute_p_value(0.0),
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
     )
 
 
-def _estimate_difference(differences: TaskValues, p_value: float) -> Estimate:
-    n_tasks = len(differences)
-    if not n_tasks:
-        raise ValueError("a paired test needs at least one task")
-    mean = float(differences.mean())
-    if n_tasks == 1:
-        return Estimate(mean, -math.inf, math.inf, 1)
-    t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
-    half = t * _compute_standard_error(differences)
-    if not half and p_value > 1 - CONFIDENCE:
-        half = abs(mean)
-    return Estimate(mean, mean - half, mean + half, n_tasks)
+class _SignFlipTest:
+    """Two-sided test of the mean of paired differences by flipping their signs."""
+
+    def __init__(self, differences_T: TaskValues) -> None:
+        n_tasks = len(differences_T)
+        self._sum, self._n_tasks = float(differences_T.sum()), n_tasks
+        self._spread = float(np.ptp(differences_T))
+        signed, counts = zip(*_iterate_sign_blocks(differences_T), strict=True)
+        self._flipped_sums_S, self._sign_sums_S = np.concatenate(signed), np.concatenate(counts)
+        self._is_exact = n_tasks <= MAX_EXACT_PAIRS
+
+    def compute_p_value(self, difference: float) -> float:
+        """How often a mean at least as far from `difference` comes about where it is the truth."""
+        observed = abs(self._sum - difference * self._n_tasks) * (1 - 1e-12)
+        as_large = int(
+            (np.abs(self._flipped_sums_S - difference * self._sign_sums_S) >= observed).sum()
+        )
+        n_flips = len(self._flipped_sums_S)
+        return as_large / n_flips if self._is_exact else (as_large + 1) / (n_flips + 1)
+
+    def find_bound(self, direction: int) -> float:
+        """The farthest difference from the mean, up or down, that is not rejected."""
+        mean = self._sum / self._n_tasks
+        inside, step = 0.0, self._spread
+        if not step:  # every other difference is rejected, or none
+            step = abs(mean) or 1.0
+            return mean if self._rejects(mean + direction * step) else direction * math.inf
+        while not self._rejects(mean + direction * step):
+            inside, step = step, 2 * step
+            if step > MAX_BOUND_STEPS * self._spread:
+                return direction * math.inf
+        for _ in range(_BISECTIONS):
+            middle = (inside + step) / 2
+            if self._rejects(mean + direction * middle):
+                step = middle
+            else:
+                inside = middle
+        return mean + direction * inside
+
+    def _rejects(self, difference: float) -> bool:
+        return self.compute_p_value(difference) <= 1 - CONFIDENCE
 
 
-def _compute_sign_flip_p_value(differences: TaskValues) -> float:
-    """Two-sided. Exact for few differences; else by drawn signs: then it is at least 1 / draws."""
-    nonzero = np.abs(differences[differences != 0])
-    observed = abs(float(differences.sum())) * (1 - 1e-12)
-    if not len(nonzero):
-        return 1.0
-    if len(nonzero) <= MAX_EXACT_PAIRS:
-        bits = np.arange(2 ** len(nonzero))[:, None] >> np.arange(len(nonzero)) & 1
-        return float((np.abs((1 - 2 * bits) @ nonzero) >= observed).mean())
-    random: Any = np.random.default_rng(0)
-    as_large = 0
-    for _ in range(N_SIGN_DRAWS // _SIGN_BLOCK):
-        signs = 1 - 2 * random.integers(0, 2, size=(_SIGN_BLOCK, len(nonzero)), dtype=np.int8)
-        as_large += int((np.abs(signs @ nonzero) >= observed).sum())
-    return (as_large + 1) / (N_SIGN_DRAWS + 1)
+def _iterate_sign_blocks(
+    differences_T: TaskValues,
+) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64]]]:
+    """Sums of the differences under choices of signs, and the sums of these signs, in blocks.
+
+    All choices for few differences; else `N_SIGN_DRAWS` random ones.
+    """
+    n_tasks = len(differences_T)
+    if n_tasks <= MAX_EXACT_PAIRS:
+        bits = np.arange(2**n_tasks)[:, None] >> np.arange(n_tasks) & 1
+        blocks = iter([(1 - 2 * bits).astype(np.int8)])
+    else:
+        random: Any = np.random.default_rng(0)
+        blocks = (
+            1 - 2 * random.integers(0, 2, size=(_SIGN_BLOCK, n_tasks), dtype=np.int8)
+            for _ in range(N_SIGN_DRAWS // _SIGN_BLOCK)
+        )
+    for signs in blocks:
+        yield signs @ differences_T, signs.sum(axis=1, dtype=np.int64)

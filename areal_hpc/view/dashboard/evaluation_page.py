@@ -1,5 +1,6 @@
 """What the page about a run's evaluations shows: each set over steps, and each task's rewards."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -77,10 +78,15 @@ def _describe_further_metrics(
 
 
 def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) -> JsonObject | None:
-    """The last evaluation against the first one of the same tasks; None without two such."""
+    """The last evaluation against the first one of the same tasks.
+
+    None without two such, or with so few tasks that they can show nothing.
+    """
     if first is last or first.n_tasks != last.n_tasks:
         return None
     paired = compare_paired(first.rewards, last.rewards)
+    if not math.isfinite(paired.difference.low):
+        return None
     return {
         "from": first.step,
         "to": last.step,

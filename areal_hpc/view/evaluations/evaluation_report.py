@@ -18,7 +18,12 @@ from areal_hpc.evaluation.set_metrics import (
     estimate_metrics,
     format_metric_name,
 )
-from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_paired
+from areal_hpc.evaluation.statistics import (
+    CONFIDENCE,
+    Estimate,
+    PairedComparison,
+    compare_paired,
+)
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.manifests import (
     EvaluationResult,
@@ -99,11 +104,10 @@ class ComparedMetric:
 
     @property
     def verdict(self) -> str:
-        """What the 95 % interval of the difference says."""
-        difference = self.comparison.difference
-        if difference.low <= 0 <= difference.high:
+        """What the test of the difference says."""
+        if self.comparison.p_value > 1 - CONFIDENCE:
             return "no difference is shown"
-        return "better" if difference.value > 0 else "worse"
+        return "better" if self.comparison.difference.value > 0 else "worse"
 
 
 def build_evaluated_set(

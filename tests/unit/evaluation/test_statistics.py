@@ -122,6 +122,9 @@ def test_rewards_beyond_one_get_the_t_interval() -> None:
     half = 3.18245 * math.sqrt(10 / 3) / 2
     assert (found.low, found.high) == pytest.approx((1 - half, 1 + half), abs=1e-4)
     assert estimate_mean([2.0]).high == math.inf
+    alike = estimate_mean([2.0] * 3)
+    assert 0 < alike.low < 0.5
+    assert alike.high == pytest.approx(4 - alike.low)
 
 
 @pytest.mark.parametrize(
@@ -165,6 +168,21 @@ def test_a_few_tasks_that_differ_alike_show_no_difference(n_tasks: int, is_shown
     found = compare_paired([1.0] * n_tasks, [0.0] * n_tasks)
     assert (found.difference.high < 0) is is_shown is (found.p_value < 0.05)
     assert found.difference.low <= found.difference.value == -1.0
+
+
+@given(st.lists(st.floats(-1, 1), min_size=2, max_size=12))
+def test_the_interval_of_a_difference_says_what_its_p_value_says(values: list[float]) -> None:
+    found = compare_paired([0.0] * len(values), values)
+    assert found.difference.low <= found.difference.value <= found.difference.high
+    assert found.difference.low < found.difference.high
+    if abs(found.p_value - 0.05) > 1e-9 and max(map(abs, values)) > 1e-6:
+        assert (found.p_value <= 0.05) == (not found.difference.low <= 0 <= found.difference.high)
+
+
+def test_four_better_tasks_of_thirty_show_nothing() -> None:
+    found = compare_paired([0.0] * 30, [1.0] * 4 + [0.0] * 26)
+    assert found.p_value == pytest.approx(0.125, abs=0.01)
+    assert found.difference.low < 0.001
 
 
 @pytest.mark.parametrize("n_tasks", [12, 30])
