@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +29,19 @@ from tokenizers import Tokenizer
 TOKENIZER_CHARS_IN_2_MS = 8192
 WORD_ENCODER_CHARS_IN_2_MS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
+_THINKING_FIELD_PATTERN = re.compile(r"\bthinking\b")
 Message = dict[str, Any]
 """One chat message in normal form (see `message_matching.normalize_chat_message`)."""
+
+
+_PROBE_RESULT = "the result of a tool"
+_PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
+_TOOL_CONVERSATION: list[Message] = [
+    {"role": "user", "content": "x"},
+    {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
+    {"role": "tool", "content": _PROBE_RESULT, "tool_call_id": "call00001"},
+]
+"""What shows the habits of a template."""
 
 
 class _GenerationTag(Extension):
@@ -83,6 +97,9 @@ class ChatTemplate:
         environment.globals["raise_exception"] = _raise_exception
         environment.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
         self._globals = {**environment.globals, **(special_tokens or {})}
+        self._reads_thinking = "reasoning_content" not in template_source and bool(
+            _THINKING_FIELD_PATTERN.search(template_source)
+        )
         try:
             self._template = environment.from_string(template_source)
             self.variables = frozenset(
@@ -123,21 +140,102 @@ class ChatTemplate:
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
+        opens_reply: bool = True,
     ) -> str:
         """The text the model reads, which ends with the opening of the assistant's turn.
 
-        Messages are in normal form; `variables` are a request's `chat_template_kwargs`.
+        Messages are in normal form; `variables` are a request's `chat_template_kwargs`. Without
+        `opens_reply` the text ends with the last message.
 
         Raises:
             ChatTemplateError: The template raised.
         """
+        if self._reads_thinking:
+            messages = [_rename_reasoning_to_thinking(one) for one in messages]
+        if not any("tool_calls" in one for one in messages):
+            return self._render(messages, tools, variables, opens_reply)
+        if self._takes_argument_texts:
+            messages = _replace_arguments(messages, _write_arguments)
+        forms = [messages, [_shorten_call_ids(one) for one in messages]]
+        if not self._takes_argument_texts:
+            forms += [_replace_arguments(form, _make_arguments_object) for form in forms]
+        refusal: ChatTemplateError | None = None
+        for i, form in enumerate(forms):
+            if form not in forms[:i]:
+                try:
+                    return self._render(form, tools, variables, opens_reply)
+                except ChatTemplateError as error:
+                    refusal = refusal or error
+        assert refusal is not None
+        raise refusal
+
+    @cached_property
+    def _takes_argument_texts(self) -> bool:
+        """True of a template that joins arguments to its text, as DeepSeek's.
+
+        It raises if they are an object, or shows how Python writes one.
+        """
+        probe = _replace_arguments(_TOOL_CONVERSATION, lambda _: {"probe": True})
+        try:
+            return "{'probe': True}" in self._render(probe, None, None, True)
+        except ChatTemplateError:
+            pass
+        try:
+            self._render(_replace_arguments(probe, _write_arguments), None, None, True)
+        except ChatTemplateError:
+            return False
+        return True
+
+    def require_tool_results(self) -> None:
+        """Demand that the model reads what a tool gave back.
+
+        Raises:
+            RecipeError: The template leaves it out, or refuses it.
+        """
+        problem = "leaves out what a tool gave back"
+        try:
+            if _PROBE_RESULT in self.render_prompt(_TOOL_CONVERSATION):
+                return
+        except ChatTemplateError as error:
+            problem = f"refuses what a tool gave back: {error}"
+        raise RecipeError(
+            f"the model's chat template {problem}",
+            key="inference.tool_call_parser",
+            hint="use a template with tools (chat_template.jinja), or set no tool_call_parser",
+        )
+
+    @cached_property
+    def changing_turn_end(self) -> tuple[str, str] | None:
+        """How a turn ends a conversation and how it ends within one, of gpt-oss' template.
+
+        None of others, where the two are the same.
+        """
+        turn, mark = _TOOL_CONVERSATION[0], "the reply"
+        reply: Message = {"role": "assistant", "content": mark}
+        try:
+            asked = self.render_prompt([turn], opens_reply=False)
+            opening = self.render_prompt([turn]).removeprefix(asked)
+            last = self.render_prompt([turn, reply], opens_reply=False).rpartition(mark)[2]
+            within = self.render_prompt([turn, reply]).rpartition(mark)[2].removesuffix(opening)
+        except ChatTemplateError:
+            return None
+        is_appended = len(opening) < len(asked + opening) == len(self.render_prompt([turn]))
+        return (last, within) if is_appended and last != within else None
+
+    def _render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any] | None,
+        opens_reply: bool,
+    ) -> str:
         values = {
             **self._globals,
             **(variables or {}),
             "messages": messages,
             "tools": tools,
             "documents": None,
-            "add_generation_prompt": True,
+            "add_generation_prompt": opens_reply,
         }
         try:
             # What `Template.render` does, without looking every name up in a chain of maps.
@@ -145,6 +243,57 @@ class ChatTemplate:
             return "".join(self._template.root_render_func(context))
         except Exception as error:  # boundary: the template is the model author's code
             raise ChatTemplateError(str(error) or type(error).__name__) from error
+
+
+def _rename_reasoning_to_thinking(message: Message) -> Message:
+    """A message with its reasoning where templates of gpt-oss look for it."""
+    reasoning = message.get("reasoning_content")
+    return message if reasoning is None else {**message, "thinking": reasoning}
+
+
+def _shorten_call_ids(message: Message) -> Message:
+    """A message with ids of calls as Mistral's templates demand them: nine letters or digits."""
+    if calls := message.get("tool_calls"):
+        return {
+            **message,
+            "tool_calls": [{**one, "id": _shorten_id(one.get("id"))} for one in calls],
+        }
+    if "tool_call_id" in message:
+        return {**message, "tool_call_id": _shorten_id(message["tool_call_id"])}
+    return message
+
+
+def _shorten_id(call_id: str | None) -> str:
+    return hashlib.blake2b((call_id or "").encode(), digest_size=5).hexdigest()[:9]
+
+
+def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any]) -> list[Message]:
+    """The messages with what `replace` makes of the arguments of their calls."""
+    return [
+        {**one, "tool_calls": [_replace_call_arguments(call, replace) for call in calls]}
+        if (calls := one.get("tool_calls"))
+        else one
+        for one in messages
+    ]
+
+
+def _replace_call_arguments(
+    call: Mapping[str, Any], replace: Callable[[Any], Any]
+) -> dict[str, Any]:
+    function = call["function"]
+    arguments = replace(function.get("arguments"))
+    return {**call, "function": {**function, "arguments": arguments}}
+
+
+def _write_arguments(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _to_json(arguments)
+
+
+def _make_arguments_object(arguments: Any) -> dict[str, Any]:
+    """An object for templates that list its items; of a call that was cut it holds the text."""
+    if isinstance(arguments, dict):
+        return arguments
+    return {"arguments": arguments} if arguments else {}
 
 
 class TokenEncoder:

@@ -7,6 +7,7 @@ it said, even where tokenizing its text again would split it differently.
 
 from __future__ import annotations
 
+import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -18,14 +19,17 @@ import numpy as np
 import numpy.typing as npt
 
 from areal_hpc.errors import ChatTemplateError
-from areal_hpc.session.chat_template import ChatTemplate, Message
+from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import find_differing_field
+from areal_hpc.session.text_after_reply import render_text_after_reply
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import PromptReuse
 
-REPLY_PLACEHOLDER = "\u241fthe reply stood here\u241f"
 PREFILL_PLACEHOLDER = "\u241fthe reply begins here\u241f"
-"""Stand for a reply, or the beginning of one, while its surroundings are rendered."""
+"""Stands for the beginning of a reply while what comes before it is rendered."""
+MAX_TURN_END_TOKENS = 16
+MAX_CALL_END_TOKENS = 64
+"""So many last tokens of a reply may be what its turn, or a call in it, ends with."""
 ABORT_FINISH_REASON = "abort"
 """How an interaction ends that its client left while the model spoke."""
 
@@ -85,6 +89,8 @@ class Interaction(msgspec.Struct, kw_only=True):
     """What counts: as the agent gave it, or as its own client discounted it."""
     given_reward: Reward | None = None
     """What the agent gave, with its parts, metrics and note."""
+    is_reward_named: bool = False
+    """The agent named this reply when it gave the reward; else the reward is the episode's."""
 
     @property
     def completed(self) -> bool:
@@ -117,6 +123,8 @@ class OpenTurn(msgspec.Struct, frozen=True):
     """Text that must be tokenized."""
     differing_field: str | None = None
     """In what the client's history departs from ours; None when it does not."""
+    changing_turn_end: tuple[str, str] | None = None
+    """`ChatTemplate.changing_turn_end`."""
 
     @property
     def text_after_messages(self) -> str:
@@ -137,17 +145,23 @@ class OpenTurn(msgspec.Struct, frozen=True):
             else self.new_text
         )
 
-    def drop_repeated_stop_token(self, encoded: list[int]) -> list[int]:
+    def drop_repeated_turn_end(self, encoded: list[int], encoder: TokenEncoder) -> list[int]:
         """Prompt ids after the parent's sequence, from the encoding of `new_text`.
 
-        The text after a reply begins with the end-of-turn token. A model that closed its turn
-        has already said it.
+        The text after a reply begins with what ends a turn. A model that closed its turn has
+        already said it, or what the template writes in its place at the end of a conversation.
         """
         parent = self.parent
-        if parent is not None and parent.closed and encoded:
-            said_last = int.from_bytes(parent.output_ids[-4:], "little", signed=True)
-            if encoded[0] == said_last:
-                return encoded[1:]
+        if parent is None or not parent.closed:
+            return encoded
+        said = unpack_ids(parent.output_ids)[-MAX_TURN_END_TOKENS:].tolist()
+        for count in range(min(len(said), len(encoded)), 0, -1):
+            if said[-count:] == encoded[:count]:
+                return encoded[count:]
+        if self.changing_turn_end is not None:
+            last, within = map(encoder.encode, self.changing_turn_end)
+            if said[-len(last) :] == last and encoded[: len(within)] == within:
+                return encoded[len(within) :]
         return encoded
 
 
@@ -215,6 +229,7 @@ class InteractionTree:
         self,
         messages: Sequence[Message],
         template: ChatTemplate,
+        encoder: TokenEncoder,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
@@ -234,12 +249,21 @@ class InteractionTree:
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
-            suffix = _render_text_after_reply(render, messages, known - 1)
+            indices = self._list_reply_indices(parent)
+            said = unpack_ids(parent.output_ids)[-MAX_CALL_END_TOKENS:].tolist()
+            said_text = encoder.decode(said[:-1] if parent.closed else said)
+            suffix = render_text_after_reply(render, template, messages, indices, said_text)
             if suffix is not None:
-                return OpenTurn(parent, "reused", context, list(messages[known:]), suffix, forked)
+                new, end = list(messages[known:]), template.changing_turn_end
+                return OpenTurn(parent, "reused", context, new, suffix, forked, end)
         text = render(messages)
         reuse: PromptReuse = "none" if parent is None else "retokenized"
         return OpenTurn(None, reuse, context, list(messages), text, forked)
+
+    def _list_reply_indices(self, interaction: Interaction) -> list[int]:
+        """Places of the replies up to this one in the messages that lead to it."""
+        lengths = [len(one.new_messages) + 1 for one in self.get_path_to(interaction)]
+        return [count - 1 for count in itertools.accumulate(lengths)]
 
     def _find_longest_match(
         self, context: bytes, messages: Sequence[Message]
@@ -384,26 +408,6 @@ def _render_up_to_reply_text(
     if not placeholder or PREFILL_PLACEHOLDER in rest:
         raise ChatTemplateError("it does not tell where a reply's text begins, to go on from there")
     return before + prefill
-
-
-def _render_text_after_reply(
-    render: Callable[[Sequence[Message]], str], messages: Sequence[Message], reply_index: int
-) -> str | None:
-    """The text after a reply's own text; None if the template does not tell the two apart.
-
-    Only this part of a reused prompt is tokenized. The whole conversation is rendered with a
-    placeholder for the reply: what comes after that is right for every template that prints the
-    reply's content once, whatever it remembers of the history, also for one which trims replies, or
-    hides earlier reasoning.
-    """
-    reply: Message = {"role": "assistant", "content": REPLY_PLACEHOLDER}
-    conversation = [*messages[:reply_index], reply, *messages[reply_index + 1 :]]
-    try:
-        text = render(conversation)
-    except ChatTemplateError:
-        return None
-    _, placeholder, suffix = text.partition(REPLY_PLACEHOLDER)
-    return suffix if placeholder and REPLY_PLACEHOLDER not in suffix else None
 
 
 @lru_cache(maxsize=256)

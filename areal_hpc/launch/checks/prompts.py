@@ -38,6 +38,8 @@ def find_prompt_problems(
     """
     tasks = TaskSet.read_or_empty(tasks_file)
     template = ChatTemplate.from_model_dir(model_dir)
+    if recipe.inference.tool_call_parser is not None:
+        template.require_tool_results()
     encoder = TokenEncoder.from_model_dir(model_dir)
     lengths: dict[int, int] = {}
     notes: list[str] = []

@@ -237,7 +237,8 @@ class PromptBuilder:
         encoder, key = self._model.encoder, call.prompt_param_name
         if call.raw_prompt is None:
             turn = self._render_turn(session, call)
-            new_ids = turn.drop_repeated_stop_token(await self.encode(turn.new_text, key))
+            encoded = await self.encode(turn.new_text, key)
+            new_ids = turn.drop_repeated_turn_end(encoded, encoder)
         elif isinstance(call.raw_prompt, str):
             turn = match_text_prompt(session.tree, call.raw_prompt, encoder)
             new_ids = await self.encode(turn.new_text, key, add_special_tokens=turn.parent is None)
@@ -262,6 +263,7 @@ class PromptBuilder:
             return session.tree.build_open_turn(
                 messages,
                 self._model.template,
+                self._model.encoder,
                 tools=call.tools,
                 variables=call.template_variables,
                 prefill=call.prefill,

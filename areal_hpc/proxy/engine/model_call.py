@@ -106,11 +106,15 @@ class ServedModel:
         """A model in Hugging Face format; its own context limit when None is given.
 
         Raises:
-            RecipeError: The directory lacks a tokenizer, a chat template, or the limit.
+            RecipeError: The directory lacks a tokenizer, a chat template, or the limit; or calls
+                are parsed, and the template has no place for what a tool gives back.
         """
+        template = ChatTemplate.from_model_dir(model_dir)
+        if tool_call_parser is not None:
+            template.require_tool_results()
         return cls(
             model_name,
-            ChatTemplate.from_model_dir(model_dir),
+            template,
             TokenEncoder.from_model_dir(model_dir),
             context_tokens or require_max_position_embeddings(model_dir),
             tool_call_parser,

@@ -61,6 +61,7 @@ def answer(
         temperature=temperature,
         asked_at=during[0],
         answered_at=during[1],
+        is_reward_named=True,  # where a test gives it one
     )
     tree.add(interaction)
     return interaction
@@ -79,9 +80,9 @@ def say(
     **how: Any,
 ) -> Interaction:
     """Answer `messages` with `text`; `ids` are the model's own tokens without the end of turn."""
-    turn = tree.build_open_turn(messages, template, tools=tools, variables=variables)
+    turn = tree.build_open_turn(messages, template, ENCODER, tools=tools, variables=variables)
     output_ids = [*(ENCODER.encode(text) if ids is None else ids), *([END_OF_TURN] * closed)]
-    new_ids = turn.drop_repeated_stop_token(ENCODER.encode(turn.new_text))
+    new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text), ENCODER)
     return answer(tree, turn, new_ids, assistant(text), output_ids, closed=closed, **how)
 
 

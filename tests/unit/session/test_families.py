@@ -80,8 +80,8 @@ def as_an_sdk_sends_it(told: dict[str, Any]) -> Message:
 def speak(
     tree: InteractionTree, family: Family, messages: list[Message], reply: Reply
 ) -> Interaction:
-    turn = tree.build_open_turn(messages, family.template, tools=TOOLS)
-    new_ids = turn.drop_repeated_stop_token(ENCODER.encode(turn.new_text))
+    turn = tree.build_open_turn(messages, family.template, ENCODER, tools=TOOLS)
+    new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text), ENCODER)
     text = written(family, reply)
     pieces = list(text) if reply.own_split else [text]
     output = [i for piece in pieces for i in ENCODER.encode(piece)]
@@ -177,7 +177,7 @@ def test_a_rewritten_reply_forks_and_says_in_what(change: dict[str, Any], why: s
     tree = converse(family, [("a", reply)])
     changed = normalize_chat_message({**message(family, reply, 0), **change})
     history = [user("a"), changed, user("b"), *turn("c", "d")]
-    opened = tree.build_open_turn(history, family.template, tools=TOOLS)
+    opened = tree.build_open_turn(history, family.template, ENCODER, tools=TOOLS)
     assert (opened.parent, opened.reuse, opened.differing_field) == (None, "none", why)
 
 
@@ -197,5 +197,5 @@ def test_a_rewritten_question_and_other_tools_fork_too_but_a_new_branch_does_not
     history: list[Message], tools: Any, reuse: str, why: str | None
 ) -> None:
     tree = converse(FAMILIES[0], [("a", Reply("7")), ("b", Reply("7"))])
-    opened = tree.build_open_turn(history, FAMILIES[0].template, tools=tools)
+    opened = tree.build_open_turn(history, FAMILIES[0].template, ENCODER, tools=tools)
     assert (opened.reuse, opened.differing_field) == (reuse, why)

@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_hpc.session.chat_template import ChatTemplate, Message
-from areal_hpc.session.tree import REPLY_PLACEHOLDER, InteractionTree, unpack_ids
+from areal_hpc.session.text_after_reply import REPLY_MARK
+from areal_hpc.session.tree import InteractionTree, unpack_ids
 from tests.support.chatml import CHATML
 from tests.support.prompt_audit import prompt_ids
 from tests.unit.session.model_stub import ENCODER, TEMPLATE, assistant, say, turn, user
@@ -45,10 +46,10 @@ def test_the_json_of_a_sequence_is_its_ids(turns: list[tuple[str, str]]) -> None
 def test_marks_within_the_last_message_are_not_what_the_template_says_behind_it() -> None:
     tree, end = InteractionTree(), "<|im_end|>\n<|im_start|>assistant\n"
     long = user("a file that an agent has read: <think> and more")
-    assert tree.build_open_turn([long], TEMPLATE).text_after_messages == end
-    begun = tree.build_open_turn([long], TEMPLATE, prefill="<think>\nWell")
+    assert tree.build_open_turn([long], TEMPLATE, ENCODER).text_after_messages == end
+    begun = tree.build_open_turn([long], TEMPLATE, ENCODER, prefill="<think>\nWell")
     assert begun.text_after_messages == f"{end}<think>\nWell"
-    short = tree.build_open_turn([user("as")], TEMPLATE)  # which is in `assistant`, too
+    short = tree.build_open_turn([user("as")], TEMPLATE, ENCODER)  # which is in `assistant`, too
     assert short.text_after_messages == short.new_text
 
 
@@ -125,7 +126,7 @@ def test_what_follows_a_reply_is_what_the_template_writes_after_the_whole_histor
 def test_user_text_that_looks_like_the_placeholder_costs_only_the_splice() -> None:
     tree = InteractionTree()
     say(tree, [user("a")], "one")
-    history = [user("a"), *turn("one", REPLY_PLACEHOLDER)]
+    history = [user("a"), *turn("one", REPLY_MARK)]
     second = say(tree, history, "two")
     assert second.reuse == "retokenized"
     assert prompt_ids(tree, second) == rendered_ids(history)

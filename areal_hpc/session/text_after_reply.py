@@ -1,0 +1,97 @@
+"""Text that a chat template writes after a reply whose tokens are known.
+
+Only this part of a reused prompt is tokenized. The whole conversation is rendered with a mark in
+the place of the reply's text: what comes after that is right for every template that prints the
+mark once, whatever it remembers of the history. A template may write a tool's result only after the
+call that it answers, or end a turn otherwise after a call. So a reply that called keeps its calls,
+with the mark before the arguments of the last, and what the model said after that is taken off.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from areal_hpc.errors import ChatTemplateError
+from areal_hpc.session.chat_template import ChatTemplate, Message
+
+REPLY_MARK = "\u241fthe reply stood here\u241f"
+MARKED_ARGUMENT = "!"
+"""Comes before the others, also in a template that sorts them."""
+MIN_COMMON_CHARS = 2
+Render = Callable[[Sequence[Message]], str]
+
+
+def render_text_after_reply(
+    render: Render,
+    template: ChatTemplate,
+    messages: Sequence[Message],
+    reply_indices: Sequence[int],
+    said: str,
+) -> str | None:
+    """The text after the last of the replies in `messages` that we know.
+
+    None if the template does not tell that. The other replies matter only for where they stand: a
+    template that refuses what one of them holds is given it without. `said` is how the last one
+    ends, its stop token left out.
+    """
+    last = reply_indices[-1]
+    for keeps_all_calls in (True, False):
+        conversation = [*messages]
+        for i in reply_indices:
+            conversation[i] = _build_bare_reply(messages[i], keeps_all_calls)
+        for reply in _list_marked_replies(conversation[last]):
+            conversation[last] = reply
+            try:
+                _, mark, text = render(conversation).partition(REPLY_MARK)
+                call_end = _find_said_call_end(template, reply, said)
+            except ChatTemplateError:
+                continue
+            if mark and REPLY_MARK not in text and text.startswith(call_end):
+                return text[len(call_end) :]
+    return None
+
+
+def _build_bare_reply(message: Message, keeps_all_calls: bool) -> Message:
+    """A reply without its reasoning, which a template may hide in a longer conversation."""
+    bare = {key: value for key, value in message.items() if key != "reasoning_content"}
+    if calls := message.get("tool_calls"):
+        bare["tool_calls"] = [*calls] if keeps_all_calls else calls[:1]
+    return bare
+
+
+def _list_marked_replies(reply: Message) -> Iterable[Message]:
+    """The reply with the mark in its last call, which comes first, or in place of its text."""
+    if calls := reply.get("tool_calls"):
+        given = calls[-1]["function"]["arguments"]
+        arguments = {MARKED_ARGUMENT: REPLY_MARK, **(given if isinstance(given, dict) else {})}
+        function = {**calls[-1]["function"], "arguments": arguments}
+        marked: list[Any] = [*calls[:-1], {**calls[-1], "function": function}]
+        yield {"role": "assistant", "content": "", "tool_calls": marked}
+    yield {"role": "assistant", "content": REPLY_MARK}
+
+
+def _find_said_call_end(template: ChatTemplate, reply: Message, said: str) -> str:
+    """What the template writes from the mark to the end of what the model said.
+
+    It is nothing after a text. After a call it is as much of what the template writes there, if the
+    conversation ends with it, as ends most like `said`; if nothing does, all but the turn's end.
+    """
+    if "tool_calls" not in reply:
+        return ""
+
+    def render_end(reply: Message) -> str:
+        text = template.render_prompt([{"role": "user", "content": "x"}, reply], opens_reply=False)
+        return text.rpartition(REPLY_MARK)[2]
+
+    written = render_end(reply)
+    ends = [written[:end] for end in range(len(written), 0, -1)]
+    best = max(ends, key=lambda one: _count_common_last_chars(one, said), default="")
+    if _count_common_last_chars(best, said) >= MIN_COMMON_CHARS:
+        return best
+    return written.removesuffix(render_end({"role": "assistant", "content": REPLY_MARK}))
+
+
+def _count_common_last_chars(one: str, other: str) -> int:
+    count = 0
+    while count < min(len(one), len(other)) and one[-count - 1] == other[-count - 1]:
+        count += 1
+    return count
