@@ -135,7 +135,7 @@ class ArealOpenAI(AsyncOpenAI):
             InvalidRewardError: (a ValueError) The reward is no finite number.
         """
         interaction = find_interaction_to_reward(self.tree, interaction_id)
-        give_reward(interaction, parse_reward(reward))
+        give_reward(interaction, parse_reward(reward), is_named=True)
 
     def set_last_reward(self, reward: float | Reward) -> None:
         """Reward the last completed interaction.
@@ -146,7 +146,7 @@ class ArealOpenAI(AsyncOpenAI):
         """
         if not len(self.tree):
             raise RuntimeError("there is no completed interaction to reward")
-        give_reward(self.tree.last_completed, parse_reward(reward))
+        give_reward(self.tree.last_completed, parse_reward(reward), is_named=False)
 
     def set_final_reward(self, reward: float | Reward) -> None:
         """The older name of `set_last_reward`."""

@@ -25,7 +25,7 @@ COMPARED_STEPS_BEFORE = 20
 MIN_COMPARED_STEPS_BEFORE = 5
 """Fewer say nothing of what is usual."""
 MIN_BEST_SHARE_OF_EQUAL_GROUPS = 0.9
-"""Of the groups with equal rewards, the share at the best one that makes the tasks solved."""
+"""Of the groups that teach nothing, the share at the best one that makes the tasks solved."""
 MIN_REWARD_DROP_SHARE_OF_RANGE = 0.1
 """Of the range of rewards seen, the smallest fall that counts."""
 MIN_FAILED_TRIES_IN_STEP = 8
@@ -82,7 +82,7 @@ def check_learning_signal(rows: Sequence[TrainedStepRow], config: AlertsConfig) 
     if all(map(_is_mostly_solved, rows[-wanted:])):
         return alert(
             level="note",
-            message=f"the tasks are solved: {since} have {equal:.0%} of groups with equal rewards, "
+            message=f"the tasks are solved: {since} have {equal:.0%} of groups without an advantage, "
             "nearly all of them at the best one",
             hint="stop here, or train on harder tasks",
         )
@@ -95,7 +95,7 @@ def check_learning_signal(rows: Sequence[TrainedStepRow], config: AlertsConfig) 
         )
     return alert(
         level="failure",
-        message=f"{since} taught nothing: {equal:.0%} of groups have equal rewards"
+        message=f"{since} taught nothing: no reply has an advantage in {equal:.0%} of groups"
         f"{_describe_rewards(last)}",
         hint="read replies with areal-hpc shards show RUN 0, then check the agent's reward and "
         "the learning rate",
@@ -103,19 +103,14 @@ def check_learning_signal(rows: Sequence[TrainedStepRow], config: AlertsConfig) 
 
 
 def _lacks_learning_signal(row: TrainedStepRow, config: AlertsConfig) -> bool:
-    if "critic/grad_norm" in row:  # it compares all episodes of a batch, and may be warming up
-        has_gradient = any(row.get(name) != 0 for name in ("grad_norm", "critic/grad_norm"))
-        return not has_gradient or row.get("reward/std") == 0
-    if "kl/teacher" in row:  # it judges every token, whatever the rewards are
-        return row.get("grad_norm") == 0
-    return row.get("grad_norm") == 0 or _get_zero_variance_share(row) >= config.max_zero_variance
+    norms = [row[name] for name in ("grad_norm", "critic/grad_norm") if name in row]
+    has_gradient = any(norm != 0 for norm in norms)
+    return not has_gradient or _get_zero_variance_share(row) >= config.max_zero_variance
 
 
 def _get_zero_variance_share(row: TrainedStepRow) -> float:
-    """Groups that teach nothing; where groups are compared with one another, all or none."""
-    if "groups/zero_variance" not in row:
-        return 1.0 if row.get("reward/std") == 0 and row["episodes"] > 1 else 0.0
-    share: float = row["groups/zero_variance"] or 0.0
+    """The share of groups in which no trained token has an advantage."""
+    share: float = row.get("groups/zero_variance") or 0.0
     return share
 
 
@@ -257,6 +252,21 @@ def check_reply_length(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> 
     )
 
 
+def check_unrewarded_replies(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
+    """Replies of trained episodes are left out, as no reward reaches them."""
+    count = rows[-1].get("reply/unrewarded")
+    if not count:
+        return None
+    return Alert(
+        "unrewarded_replies",
+        "note",
+        rows[-1]["step"],
+        f"{count} replies of this step's episodes are not trained: no reward reaches them",
+        "return one number for the episode, reward these replies, or set "
+        "rollout.agent.credit=chronological",
+    )
+
+
 def check_free_disk(rows: Sequence[TrainedStepRow], config: AlertsConfig) -> Alert | None:
     """Little room is left on the storage of the run directory."""
     bound, free_bytes = config.min_free_disk_gib, rows[-1].get("disk/free_bytes")
@@ -309,16 +319,12 @@ RULES: tuple[AlertRule, ...] = (
         (
             "grad_norm",
             "critic/grad_norm",
-            "kl/teacher",
-            "reward/std",
             "groups/zero_variance",
             "groups/all_best",
             "groups/all_worst",
         ),
-        "steps in a row whose gradient is zero, or nearly all of whose groups have equal rewards "
-        "(with a critic: the critic's gradient is zero too, or all episodes have equal rewards; "
-        "with a baseline over the batch, or none: all episodes have equal rewards; "
-        "with a teacher rewards do not matter); "
+        "steps in a row whose gradient is zero (a critic's too), or in nearly all of whose groups "
+        "no trained token has an advantage; "
         "only a note where rewards have varied and these groups have the best one: the tasks are "
         "solved",
         check_learning_signal,
@@ -390,6 +396,14 @@ RULES: tuple[AlertRule, ...] = (
         "replies reach their limit of tokens",
         "{value:.0%} of replies reached their limit of tokens, above {bound:.0%}",
         "raise rollout.sampling.max_new_tokens, or reward shorter replies",
+    ),
+    AlertRule(
+        "unrewarded_replies",
+        "note",
+        (),
+        ("reply/unrewarded",),
+        "rewards name replies, and none of them reaches some others, which are not trained",
+        check_unrewarded_replies,
     ),
     AlertRule(
         "full_disk",

@@ -72,9 +72,7 @@ CATALOGUE: tuple[Metric, ...] = (
         ("reward/standard_error", "", "-",
          "standard deviation of the groups' mean rewards / sqrt(groups)"),
         ("groups/zero_variance", "share", "down",
-         "groups whose rewards vary less than `trainer.objective.min_reward_std`: they teach "
-         "nothing. Absent with `trainer.objective.baseline` of `batch_mean` or `none`, with which "
-         "they teach as well"),
+         "groups in which no trained token has an advantage: they teach nothing"),
         ("groups/all_best", "share", "-",
          "groups of which every episode has the highest reward that the run has seen"),
         ("groups/all_worst", "share", "down",
@@ -108,6 +106,9 @@ CATALOGUE: tuple[Metric, ...] = (
          "mean over episodes of a number of `Reward(metrics=...)`"),
         ("reply/cut_fraction", "share", "down",
          "replies that ended because they reached their limit of tokens"),
+        ("reply/unrewarded", "", "down",
+         "completed replies of the batch's episodes that are not trained, as no reward reaches "
+         "them"),
         ("episode/turns_mean", "", "-", "model calls of an episode"),
         ("episode/turns_max", "", "-", "the most model calls of an episode"),
         ("episode/duration_mean_s", "s", "down", "from the start to the end of an episode"),

@@ -117,4 +117,4 @@ def describe_step_efficiency(rows: Sequence[MetricRow]) -> Iterator[str]:
     wasted = [row["groups/zero_variance"] for row in trained if row.get("groups/zero_variance")]
     if wasted:
         share = sum(wasted) / len(trained)
-        yield f"{share:.0%} of the groups had equal rewards (zero variance) and taught nothing"
+        yield f"{share:.0%} of the groups had no advantage (zero variance) and taught nothing"

@@ -1,12 +1,14 @@
 """Credit assignment: rewards pass back from a reply to the turns that led to it.
 
 What an interaction earns is its own reward plus `turn_discount` times what its followers earn, the
-mean of them if there are several. Two rules say who follows whom:
+mean of them if there are several. A rule says which interactions follow which:
 
-`tree`: the interactions that extend it. Conversations that no prefix links (an agent hands over to
-another one, whose instructions differ) follow one another when they do not overlap in time. Those
-that ran side by side stay apart, so that no reward leaks between siblings; both pass on to whatever
-began after all of them had ended.
+`tree`: where a reward names a reply, the interactions that extend it. Conversations that no prefix
+links (an agent hands over to another one, whose instructions differ) follow one another when they
+do not overlap in time. Those that ran side by side stay apart, so that no reward leaks between
+siblings; both pass on to whatever began after all of them had ended. Where no reward names a reply,
+what was given is the whole episode's, and all its interactions led to it: each is followed by the
+one that was completed next.
 
 `chronological`: the interaction whose request arrived next, whatever it was about; one without any
 reward earns 0. This is AReaL's rule (`InteractionCache.apply_reward_discount`).
@@ -65,12 +67,21 @@ def compute_credited_rewards(
 def map_followers(
     tree: InteractionTree, rule: CreditRule = "tree", left_out: Collection[str] = ()
 ) -> dict[str, list[str]]:
-    """Who follows each interaction of a session, by id; those `left_out` are ignored."""
+    """The ids of each interaction's followers, by its id; those `left_out` are ignored."""
     kept = [one for one in tree if one.interaction_id not in left_out]
-    if rule == "tree":
+    if rule == "chronological":
+        order = sorted(kept, key=lambda one: one.asked_at)
+    elif has_episode_reward(tree):
+        order = kept
+    else:
         return _map_followers_by_tree(kept)
-    order = sorted(kept, key=lambda one: one.asked_at)
     return {one.interaction_id: [after.interaction_id] for one, after in itertools.pairwise(order)}
+
+
+def has_episode_reward(tree: InteractionTree) -> bool:
+    """The session was rewarded, and no reward names a reply: it is the whole episode's."""
+    rewarded = [one for one in tree if one.reward is not None]
+    return bool(rewarded) and not any(one.is_reward_named for one in rewarded)
 
 
 def pass_back_rewards(

@@ -11,8 +11,10 @@ The style decides how replies are packed and nothing else: both train the same r
 row has the episode's reward, all that was given to its replies added up. What each reply earns, the
 trainer works out from the row's record, which says who follows whom (`session.credit`).
 
-A reply that no reward reaches, neither its own nor one given earlier or later in its conversation,
-teaches nothing and is no row; it may be context in others. One that its client left is not trained.
+A number that was given for the whole episode trains all its completed replies. Where rewards name
+replies, one that no reward reaches, neither its own nor one given earlier or later in its
+conversation, teaches nothing and is no row; it may be context in others, and its episode's record
+counts it. One that its client left is not trained.
 Auxiliary conversations are rows of a kind of their own, in no batch, and take no part in credit.
 A session that failed is kept whole, for people to read: a row per leaf, whatever was rewarded.
 """
@@ -32,6 +34,7 @@ from areal_hpc.session.credit import (
     InteractionReward,
     find_replies_client_disconnected_from,
     find_retry_orphans,
+    has_episode_reward,
     map_followers,
     pass_back_rewards,
     sum_and_clamp_rewards,
@@ -75,20 +78,14 @@ def plan_rows(
     tree: InteractionTree, settings: ExportSettings = DEFAULT_EXPORT_SETTINGS
 ) -> list[RowPlan]:
     """The rows of a session, in order of the interactions they end with."""
-    orphans = find_retry_orphans(tree) if settings.drop_retry_orphans else frozenset()
-    # No row names a reply that its client left: it would cut off those that it stands between.
-    left_out = (
-        orphans
-        | find_replies_client_disconnected_from(tree)
-        | find_auxiliary_reply_reasons(tree).keys()
-    )
+    left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
     followers = map_followers(tree, settings.credit, left_out)
     given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     # In chronological order an interaction without any reward earns 0.
     is_ordered = settings.credit == "chronological"
     own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
     earned = pass_back_rewards(own, followers, 1.0, own_is_total=settings.is_credited)
-    kept = _find_replies_that_rewards_reach(tree, earned)
+    kept = _find_trained_replies(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []
     for path, trained, temperature in _iterate_paths_with_temperature(tree, kept, settings.style):
@@ -99,10 +96,27 @@ def plan_rows(
     return rows
 
 
-def _find_replies_that_rewards_reach(
+def find_replies_without_credit(tree: InteractionTree, drop_retry_orphans: bool) -> set[str]:
+    """Ids of the replies that are in no row: of retries, of clients that left, and auxiliary ones.
+
+    A reply whose client left would cut off those that it stands between.
+    """
+    return {
+        *(find_retry_orphans(tree) if drop_retry_orphans else ()),
+        *find_replies_client_disconnected_from(tree),
+        *find_auxiliary_reply_reasons(tree),
+    }
+
+
+def _find_trained_replies(
     tree: InteractionTree, earned: Mapping[str, InteractionReward]
 ) -> set[str]:
-    """Completed interactions that a reward reaches, or that go on from one which was given."""
+    """Completed interactions of `earned` that a reward reaches, or that go on from one of these.
+
+    The reward of an episode reaches all of them.
+    """
+    if has_episode_reward(tree):
+        return {name for name in earned if tree[name].completed}
     kept, rewarded = set[str](), set[str]()
     for one in tree:  # parents come first
         name = one.interaction_id
@@ -214,7 +228,14 @@ def build_training_rows(
     if len(tree) and compute_episode_reward(tree) is None:
         raise ValueError("a session without rewards cannot be exported for training")
     plans = plan_rows(tree, settings)
-    record = msgspec.structs.replace(record, is_credited=settings.is_credited)
+    left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
+    completed = {one.interaction_id for one in tree if one.completed} - left_out
+    trained = frozenset[str]().union(*(plan.trained for plan in plans))
+    record = msgspec.structs.replace(
+        record,
+        is_credited=settings.is_credited,
+        unrewarded_replies=len(completed - trained),
+    )
     return [build_row(plan, key, index, record) for index, plan in enumerate(plans)]
 
 
@@ -293,7 +314,7 @@ def build_row(
         temperature=plan.temperature or 1.0,  # greedy: the engine's log-probs are unscaled
         kind=key.kind,
         eval_step=key.eval_step,
-        record=msgspec.structs.replace(record, calls=calls),
+        record=msgspec.structs.replace(record, calls=calls, reward=plan.reward),
         meta={"messages": [m for one in plan.path for m in (*one.new_messages, one.reply)]},
         tool_schemas=tool_schemas,
         sampling_mask=mask,

@@ -33,9 +33,13 @@ def find_interaction_to_reward(tree: InteractionTree, interaction_id: str | None
     return tree[interaction_id]
 
 
-def give_reward(interaction: Interaction, reward: Reward) -> None:
-    """Reward an interaction; a second reward replaces the first."""
+def give_reward(interaction: Interaction, reward: Reward, is_named: bool) -> None:
+    """Reward an interaction; a second reward replaces the first.
+
+    `is_named` says that the agent chose this reply by its id.
+    """
     interaction.reward, interaction.given_reward = reward.value, reward
+    interaction.is_reward_named = is_named
 
 
 def parse_reward(reward: object) -> Reward:

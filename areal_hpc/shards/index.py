@@ -29,7 +29,7 @@ class ShardTicket(msgspec.Struct, frozen=True):
     rows: list[int]
     """Row numbers in the shard."""
     rewards: list[float]
-    """One per row, exactly as stored (float32)."""
+    """One per row, in double precision."""
     oldest_version: int
     """Packed version of the oldest weights that sampled one of its tokens; -1 without any."""
 
@@ -65,7 +65,7 @@ def group_training_rows_by_ticket(
     kinds: npt.NDArray[np.uint8],
     ticket_ids: npt.NDArray[np.int64],
     attempts: npt.NDArray[np.int32],
-    rewards: npt.NDArray[np.float32],
+    rewards: Sequence[float],
     versions: Sequence[npt.NDArray[np.int64]],
 ) -> list[ShardTicket]:
     """The tickets of the training rows, by first row. All arguments have one element per row."""
@@ -76,7 +76,11 @@ def group_training_rows_by_ticket(
             rows_of.setdefault(key, []).append(row)
     return [
         ShardTicket(
-            ticket_id, attempt, rows, rewards[rows].tolist(), _find_oldest_version(versions, rows)
+            ticket_id,
+            attempt,
+            rows,
+            [rewards[row] for row in rows],
+            _find_oldest_version(versions, rows),
         )
         for (ticket_id, attempt), rows in rows_of.items()
     ]

@@ -145,6 +145,11 @@ def build_index_line(path: Path) -> SealedShard:
 
 def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedShard:
     reader = ShardReader(path)
+    records = list(reader.read_records())
+    rewards = [
+        float(stored) if record.reward is None else record.reward
+        for record, stored in zip(records, reader.read_column("reward"), strict=True)
+    ]
     return SealedShard(
         file=path.name,
         bytes=size_bytes,
@@ -155,10 +160,10 @@ def _build_line_with_digest(path: Path, size_bytes: int, digest: str) -> SealedS
             reader.read_column("kind"),
             reader.read_column("ticket_id"),
             reader.read_column("attempt"),
-            reader.read_column("reward"),
+            rewards,
             np.split(reader.read_column("versions"), reader.read_column("offsets")[1:-1]),
         ),
-        untrained=group_untrained_rows_by_session(reader.list_kinds(), reader.read_records()),
+        untrained=group_untrained_rows_by_session(reader.list_kinds(), records),
     )
 
 

@@ -77,7 +77,7 @@ def write_sealed_shard(
                 pieces["kind"][0],
                 pieces["ticket_id"][0],
                 pieces["attempt"][0],
-                pieces["reward"][0],
+                [trajectory.reward for trajectory in trajectories],
                 pieces["versions"],
             ),
             untrained=group_untrained_rows_by_session(

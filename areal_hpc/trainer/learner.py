@@ -53,6 +53,7 @@ from areal_hpc.trainer.batch.training_rows import (
     build_rows,
     build_rows_to_score,
     measure_largest_abs_advantage,
+    measure_share_of_idle_groups,
     read_sound_rows_on_all_ranks,
 )
 from areal_hpc.trainer.batch.untrainable import (
@@ -253,6 +254,7 @@ class Learner:
             "version": str(self.version),
             **metrics,
             "advantage/abs_max": measure_largest_abs_advantage(rows),
+            **({"groups/zero_variance": measure_share_of_idle_groups(batch, rows)} if rows else {}),
             **build_loss_metrics(stats.sums, stats.maxima, stats.histograms),
             **self._frozen.build_metrics(stats.sums, scores),
             **of_critic,

@@ -61,6 +61,10 @@ class RowRecord(Struct, frozen=True, omit_defaults=True, kw_only=True):
     calls: list[CallRecord] = []
     is_credited: bool = False
     """The rewards of its calls are what each earned: the agent's client has passed them back."""
+    reward: float | None = None
+    """Of the row, in double precision: its column has single."""
+    unrewarded_replies: int = 0
+    """Completed replies of its episode that no reward reaches: no row trains them."""
     auxiliary_reason: str = ""
     """Of an auxiliary conversation: why it is one."""
     cause: str = ""

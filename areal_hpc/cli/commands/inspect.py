@@ -260,9 +260,11 @@ def _compare_runs(arguments: argparse.Namespace) -> int:
 
 
 def _audit_tickets(arguments: argparse.Namespace) -> int:
+    from areal_hpc.metrics.step_metrics import read_metrics
     from areal_hpc.view.audit.ticket_status import TicketStatus, audit_run
 
-    audit = audit_run(parse_run_dir(arguments.run))
+    paths = parse_run_dir(arguments.run)
+    audit = audit_run(paths)
     faulty = [
         one for one in audit.tickets if one.status in (TicketStatus.DUPLICATE, TicketStatus.LOST)
     ]
@@ -289,6 +291,8 @@ def _audit_tickets(arguments: argparse.Namespace) -> int:
         kinds = sorted(audit.non_training_episodes_by_kind.items())
         counts = " and ".join(f"{count} {kind}" for kind, count in kinds)
         print(f"kept beside the tickets, never trained on: {counts} episodes")
+    if unrewarded := sum(row.get("reply/unrewarded") or 0 for row in read_metrics(paths.metrics)):
+        print(f"{unrewarded} replies of trained episodes are not trained: no reward reaches them")
     print(audit.summary_line)
     return 0 if audit.is_consistent else ShardError.exit_code
 

@@ -111,6 +111,10 @@ def _format_rows(session: Session) -> Iterator[str]:
             f"{trained} of replies, which are trained; {len(calls)} "
             f"call{'s' if len(calls) > 1 else ''}, reward {row.reward:g}",
         )
+    if rows and (unrewarded := rows[0].record.unrewarded_replies):
+        yield _format_labeled_line(
+            "", f"{unrewarded} replies are not trained: no reward reaches them"
+        )
     # A stand-in leaves no token out: what a run would record is taken as recorded.
     is_recorded = session.request.records_sampling_mask
     for reasons, tokens in count_untrainable_tokens(

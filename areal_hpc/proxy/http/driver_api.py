@@ -21,12 +21,12 @@ from areal_hpc.session.auxiliary import (
     find_conversation_replies,
     list_conversations,
 )
-from areal_hpc.session.credit import (
-    compute_credited_rewards,
-    find_replies_client_disconnected_from,
-    find_retry_orphans,
+from areal_hpc.session.credit import compute_credited_rewards
+from areal_hpc.session.export import (
+    build_areal_batch_of_one_row,
+    find_replies_without_credit,
+    plan_rows_with_unrewarded,
 )
-from areal_hpc.session.export import build_areal_batch_of_one_row, plan_rows_with_unrewarded
 from areal_hpc.session.rewards import find_interaction_to_reward, parse_reward
 from areal_hpc.session.soundness import find_client_reported_field_defect
 from areal_hpc.session.tree import Interaction, InteractionTree
@@ -205,7 +205,12 @@ class DriverApi:
         except InvalidRewardError as error:
             raise ProxyRequestError(400, str(error), key="reward") from error
         self._recorder.journal_and_apply(
-            events.RewardSet(session.session_id, interaction.interaction_id, reward)
+            events.RewardSet(
+                session.session_id,
+                interaction.interaction_id,
+                reward,
+                is_named=request.interaction_id is not None,
+            )
         )
         return wire.SetRewardReply(interaction.interaction_id)
 
@@ -363,12 +368,7 @@ def build_export_rows(
     Raises:
         ProxyRequestError: The discount is no finite number.
     """
-    orphans = find_retry_orphans(tree) if request.drop_retry_orphans else frozenset()
-    left_out = (
-        orphans
-        | find_replies_client_disconnected_from(tree)
-        | find_auxiliary_reply_reasons(tree).keys()
-    )
+    left_out = find_replies_without_credit(tree, request.drop_retry_orphans)
     try:
         earned = compute_credited_rewards(tree, request.discount, request.credit, left_out)
     except InvalidRewardError as error:

@@ -60,6 +60,8 @@ class RewardSet(Struct, tag="reward", frozen=True):
     interaction_id: str
     reward: float | Reward
     """A plain number in journals of earlier versions."""
+    is_named: bool = False
+    """The agent named the interaction; else the last one has the reward of the episode."""
 
 
 class ConversationsMarkedAuxiliary(Struct, tag="auxiliary", frozen=True):

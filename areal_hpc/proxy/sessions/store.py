@@ -244,7 +244,8 @@ class SessionStore:
                 session.sampled_tokens += event.tokens
             case events.RewardSet():
                 tree = self.sessions[event.session_id].tree
-                give_reward(tree[event.interaction_id], parse_reward(event.reward))
+                reward = parse_reward(event.reward)
+                give_reward(tree[event.interaction_id], reward, event.is_named)
             case events.ConversationsMarkedAuxiliary():
                 self.sessions[event.session_id].tree.auxiliary |= event.reasons
             case events.SessionEnded():

@@ -20,7 +20,7 @@ class AlertsConfig(BaseConfig):
     no_signal_steps: Annotated[int | None, Field(ge=1)] = 3
     """Failure: so many steps in a row have no gradient, or `max_zero_variance` is reached."""
     max_zero_variance: Annotated[float, Field(gt=0, le=1)] = 0.9
-    """Share of groups with equal rewards from which on a step teaches nothing."""
+    """Share of groups without an advantage from which on a step teaches nothing."""
     max_reward_drop_std: Annotated[float | None, Field(gt=0)] = 3.0
     """Failure: the reward fell by so many standard deviations of the 20 steps before."""
     max_engine_trainer_diff: Annotated[float | None, Field(gt=0)] = 0.1

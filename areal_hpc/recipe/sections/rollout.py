@@ -93,7 +93,7 @@ class RolloutConfig(BaseConfig):
     min_samples: Annotated[int | None, Field(ge=2)] = None
     """Train a group with at least this many episodes when the others failed; null: all."""
     filter_same_reward: bool = False
-    """Leave groups whose episodes all earned the same out of training; they teach nothing."""
+    """Leave out groups whose episodes all earned the same in all, whatever each reply earned."""
     should_accept: str = ""
     """`package.module:function` of `{"rewards": array, "task": row}`: whether to train it."""
     curriculum: str = ""

@@ -85,15 +85,13 @@ def summarize_rewards(
     """Rewards of the batch, and the shares of groups that teach nothing. No rewards: no metrics.
 
     `reward_range` is the range of rewards up to and including this batch: without a difference
-    between its ends nothing is best or worst. Groups vary as `objective/advantages.py` says; where
-    they are compared with one another those whose rewards are equal teach as well.
+    between its ends nothing is best or worst.
     """
     min_reward_std = objective.min_reward_std
     if not groups or reward_range is None:
         return {"episodes": 0, "groups": 0}
     rewards = np.concatenate(groups)
     means = np.array([group.mean() for group in groups])
-    spreads = [group.std(ddof=1) if len(group) > 1 else 0.0 for group in groups]
     has_varied = reward_range.highest - reward_range.lowest >= min_reward_std
 
     def compute_share_at(reward_bound: float) -> float:
@@ -113,9 +111,6 @@ def summarize_rewards(
         "groups/all_best": compute_share_at(reward_range.highest),
         "groups/all_worst": compute_share_at(reward_range.lowest),
     }
-    if objective.baseline not in ("batch_mean", "none"):
-        equal = [spread < min_reward_std for spread in spreads]
-        metrics["groups/zero_variance"] = float(np.mean(equal))
     return metrics
 
 

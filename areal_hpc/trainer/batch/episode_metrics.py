@@ -26,6 +26,8 @@ class EpisodeRecord:
     ended_at: float
     calls: dict[str, CallRecord]
     """Its model calls by id; of one that several rows share, the record that trains it."""
+    unrewarded_replies: int = 0
+    """Replies that no reward reaches."""
 
     @property
     def duration_s(self) -> float:
@@ -48,7 +50,9 @@ def merge_rows_into_episode(records: Sequence[RowRecord]) -> EpisodeRecord:
     for call in (call for record in records for call in record.calls):
         if call.trained or call.id not in calls:
             calls[call.id] = call
-    return EpisodeRecord(first.cell, first.started_at, first.ended_at, calls)
+    return EpisodeRecord(
+        first.cell, first.started_at, first.ended_at, calls, first.unrewarded_replies
+    )
 
 
 def summarize_episodes(episodes: Sequence[EpisodeRecord]) -> dict[str, float]:
@@ -74,6 +78,8 @@ def _summarize_turns_and_cut_replies(episodes: Sequence[EpisodeRecord]) -> dict[
         "episode/turns_mean": float(np.mean(turns)),
         "episode/turns_max": max(turns),
     }
+    if unrewarded := sum(episode.unrewarded_replies for episode in episodes):
+        metrics["reply/unrewarded"] = unrewarded
     if trained:
         cut = [call.finish_reason == CUT_FINISH_REASON for call in trained]
         metrics["reply/cut_fraction"] = float(np.mean(cut))

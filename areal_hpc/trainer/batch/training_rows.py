@@ -305,6 +305,19 @@ def measure_largest_abs_advantage(rows: Sequence[TrainingRow]) -> float:
     return float(max((values_N.max(initial=0.0) for values_N in seen), default=0.0))
 
 
+def measure_share_of_idle_groups(
+    batch: Sequence[TrajectoryRow], rows: Sequence[TrainingRow]
+) -> float:
+    """Of the batch's groups, those in which no token that the loss sees has an advantage."""
+    has_advantage: dict[int, bool] = {}
+    for trajectory, row in zip(batch, rows, strict=True):
+        seen = row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]
+        has_advantage[trajectory.ticket_id] = has_advantage.get(
+            trajectory.ticket_id, False
+        ) or bool(np.any(seen))
+    return 1.0 - sum(has_advantage.values()) / max(1, len(has_advantage))
+
+
 def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:
     """The row's loss mask without the replies that were cut at their limit of tokens."""
     mask_T = row.loss_mask_T.copy()

@@ -27,7 +27,7 @@ def compute_value_loss(
     if clip_value is not None:
         bounded_N = before_N + (values_N - before_N).clamp(-clip_value, clip_value)
         bounded_terms_N = (bounded_N - returns_N).square() / 2
-        clipped_N = (bounded_terms_N > terms_N) & (bounded_N != values_N)
+        clipped_N = (bounded_terms_N > terms_N) & ((values_N - before_N).abs() > clip_value)
         terms_N = torch.maximum(terms_N, bounded_terms_N)
     total = terms_N.sum()
     count = torch.full_like(total, len(values_N))

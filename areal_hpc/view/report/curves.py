@@ -17,7 +17,7 @@ CURVE_TITLE_BY_METRIC = {
     "reply/tokens_mean": "reply length",
     "reply/cut_fraction": "cut replies",
     "reply/repeated_fraction": "repetition",
-    "groups/zero_variance": "groups with equal rewards",
+    "groups/zero_variance": "groups without an advantage",
     "staleness/mean": "staleness",
     "logprob/engine_trainer_mean_abs_diff": "engine against trainer",
     "kl/behavior": "KL to the policy that sampled",

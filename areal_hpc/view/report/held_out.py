@@ -7,7 +7,7 @@ from areal_hpc.evaluation.statistics import Estimate, compare_paired
 from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.rundir.manifests import EvaluationResult
 
-MIN_COMPARED_TASKS = 6
+MIN_COMPARED_TASKS = 2
 ResultsBySet = Mapping[str, Sequence[EvaluationResult]]
 """Results of each evaluation set, by step."""
 

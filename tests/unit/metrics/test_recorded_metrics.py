@@ -17,6 +17,7 @@ NOT_THERE = re.compile(
     r"|episode/(duration_.*|tool_time_fraction)|weights/write_s|time/cell_wait_s|cells/idle_s"
     r"|advantage/abs_max|evaluation/.*|throughput/(mfu|tokens_per_s_per_gpu)|kl/(reference|teacher)"
     r"|tokens/untrainable|time/(score|files)_s|critic/.*|groups|episode/rewarded_failures"
+    r"|reply/unrewarded"
 )
 
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from areal_hpc.errors import InvalidRewardError
 from areal_hpc.session.chat_template import Message
+from areal_hpc.session.credit import compute_credited_rewards
 from areal_hpc.session.export import (
     EpisodeKey,
     ExportStyle,
@@ -119,7 +120,7 @@ def test_a_row_names_the_tools_of_each_call_and_holds_their_schemas_once() -> No
 
 def test_a_call_keeps_its_own_reward_whatever_the_row_earned() -> None:
     tree, (first, left, right) = branches(0.25, None)
-    give_reward(right, Reward(0.5, parts={"format": 0.5}))
+    give_reward(right, Reward(0.5, parts={"format": 0.5}), is_named=True)
     record = RowRecord(session_id="s", task_index=3)
     expected: dict[ExportStyle, list[float]] = {
         "concat": [0.75] * 2,
@@ -167,6 +168,51 @@ def test_a_branch_that_nobody_judged_is_no_row_but_what_it_shares_is_trained() -
     assert {left.interaction_id} in [plan.trained for plan in plans]
 
 
+EPISODES: dict[str, tuple[list[tuple[str, str, tuple[float, float]]], list[float | None]]] = {
+    # conversation that goes on, reply, time; what each earns at a turn discount of .5
+    "a sub-agent as a tool": (
+        [("planner", "", (0, 1)), ("worker", "", (2, 3)), ("planner", "0", (4, 5))],
+        [0.25, 0.5, 1.0],
+    ),
+    "a hand-off before the end": ([("planner", "", (0, 3)), ("worker", "", (2, 4))], [0.5, 1.0]),
+    "a vote": ([("vote", "", (0, 1))] * 3, [0.25, 0.5, 1.0]),
+    "a title that ends last": (
+        [("task", "", (0, 1)), ("task", "0", (2, 3)), ("title", "", (2.5, 3.5))],
+        [0.25, 0.5, 1.0],
+    ),
+}
+
+
+@pytest.mark.parametrize("scene", EPISODES)
+def test_a_reward_of_the_episode_trains_all_its_replies(scene: str) -> None:
+    calls, earned = EPISODES[scene]
+    tree = InteractionTree()
+    for who, after, during in calls:
+        history = [user(who)] if not after else [user(who), *turn("said by " + who)]
+        say(tree, history, "said by " + who, during=during)
+    give_reward(tree.last_completed, Reward(1.0), is_named=False)
+    found = compute_credited_rewards(tree, 0.5)
+    assert [one.total for one in found.values()] == earned
+    for style in ("concat", "individual"):
+        rows = build_training_rows(
+            tree, KEY, settings=ExportSettings(style, drop_retry_orphans=False)
+        )
+        trained = [call.id for row in rows for call in row.record.calls if call.trained]
+        assert sorted(trained) == sorted(one.interaction_id for one in tree)
+        assert {row.reward for row in rows} == {1.0}
+        assert {row.record.unrewarded_replies for row in rows} == {0}
+
+
+def test_replies_that_no_named_reward_reaches_are_counted() -> None:
+    tree, (first, left, right) = branches(None, 1.0)
+    rows = build_training_rows(tree, KEY)
+    assert [row.record.unrewarded_replies for row in rows] == [1]
+    give_reward(right, Reward(1.0), is_named=False)
+    rows = build_training_rows(tree, KEY)
+    trained = {call.id for row in rows for call in row.record.calls if call.trained}
+    assert trained == {one.interaction_id for one in (first, left, right)}
+
+
 def test_a_reply_that_its_client_left_is_never_trained() -> None:
     tree, (first, left, _) = branches(None, 1.0)
     left.finish_reason = "abort"
@@ -205,7 +251,7 @@ def test_what_comes_before_a_reply_that_its_client_left_is_followed_by_what_come
 def test_a_reward_that_a_client_passed_back_elsewhere_is_no_replys_own() -> None:
     tree = InteractionTree()
     first, last = chain(tree, "one", "two")
-    give_reward(first, Reward(1.0, parts={"format": 0.5}))
+    give_reward(first, Reward(1.0, parts={"format": 0.5}), is_named=True)
     first.reward, last.reward = None, 0.0
     (row,) = build_training_rows(tree, KEY, settings=ExportSettings(is_credited=True))
     assert [call.reward for call in row.record.calls] == [None, Reward(0.0)]

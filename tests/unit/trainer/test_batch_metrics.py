@@ -1,6 +1,7 @@
 """What a batch's rows say of its rewards, groups and replies."""
 
-from typing import Literal
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,9 @@ from areal_hpc.trainer.batch.batch_metrics import (
     summarize_replies,
     summarize_rewards,
 )
-from areal_hpc.trainer.batch.training_rows import ADVANTAGE_CHANNEL, build_rows
+from areal_hpc.trainer.batch.training_rows import build_rows, measure_share_of_idle_groups
+from areal_hpc.wire.agent_reward import Reward
+from areal_hpc.wire.row_record import CallRecord, RowRecord
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 
@@ -57,7 +60,6 @@ def summarize(
 def test_groups_that_teach_nothing_are_told_by_where_they_stand() -> None:
     found = summarize(groups([1, 1], [0, 0], [0, 1], [0.5, 0.5]))
     assert found["episodes"] == 8
-    assert found["groups/zero_variance"] == 0.75
     assert (found["groups/all_best"], found["groups/all_worst"]) == (0.25, 0.25)
     assert found["reward/mean"] == 0.5
     assert (found["reward/min"], found["reward/max"]) == (0.0, 1.0)
@@ -67,7 +69,6 @@ def test_groups_that_teach_nothing_are_told_by_where_they_stand() -> None:
 
 def test_best_and_worst_are_those_of_the_run_and_a_constant_reward_is_neither() -> None:
     constant = summarize(groups([0.3, 0.3], [0.3, 0.3]))
-    assert constant["groups/zero_variance"] == 1.0
     assert (constant["groups/all_best"], constant["groups/all_worst"]) == (0.0, 0.0)
     later = summarize(groups([0, 0], [0, 0]), RewardRange(0.0, 1.0))
     assert (later["groups/all_best"], later["groups/all_worst"]) == (0.0, 1.0)
@@ -75,23 +76,42 @@ def test_best_and_worst_are_those_of_the_run_and_a_constant_reward_is_neither() 
     assert extend_reward_range(None, []) is None
 
 
-@pytest.mark.parametrize("baseline", ["batch_mean", "none"])
-def test_groups_that_are_compared_with_one_another_teach_though_each_has_equal_rewards(
-    baseline: Literal["batch_mean", "none"],
-) -> None:
-    objective = ObjectiveConfig(baseline=baseline, scale_rewards="batch")
-    single = groups([1], [0], [0])
-    found = summarize(single, objective=objective)
-    assert (found["episodes"], found["groups"]) == (3, 3)
-    assert "groups/zero_variance" not in found
-    advantages = [built.channels[ADVANTAGE_CHANNEL] for built in build_rows(
-        single, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)]  # fmt: skip
-    assert any(one.any() for one in advantages)
+def share_of_idle_groups(batch: list[TrajectoryRow], **keys: Any) -> float:
+    objective = ObjectiveConfig(**keys)
+    built = build_rows(batch, WeightVersion(1, 0), [GenerationFork(1, 0)], objective)
+    return measure_share_of_idle_groups(batch, built)
+
+
+def test_a_group_is_idle_where_no_token_has_an_advantage() -> None:
+    batch = groups([1, 1], [0, 0], [0, 1], [0.5, 0.5])
+    assert share_of_idle_groups(batch) == 0.75
+    assert share_of_idle_groups(groups([1], [0], [0]), baseline="batch_mean") == 0.0
+    assert share_of_idle_groups(groups([1], [1]), baseline="batch_mean") == 1.0
+
+
+def test_equal_episodes_with_other_rewards_by_turn_are_not_idle() -> None:
+    def episode(number: int, *rewards: float) -> TrajectoryRow:
+        calls = [
+            CallRecord(
+                id=f"{number}-{at}",
+                followers=[f"{number}-{at + 1}"] if at + 1 < len(rewards) else [],
+                trained=True,
+                reward=Reward(reward),
+                prompt_tokens=1 + 2 * at,
+                reply_tokens=1,
+            )
+            for at, reward in enumerate(rewards)
+        ]
+        return replace(row(0, number, sum(rewards), "0101"), record=RowRecord(calls=calls))
+
+    batch = [episode(0, 1.0, 0.0), episode(1, 0.0, 1.0)]
+    assert share_of_idle_groups(batch, credit="turn") == 0.0
+    assert share_of_idle_groups(batch, credit="episode") == 1.0
 
 
 def test_an_episode_of_several_rows_counts_once_with_their_mean() -> None:
     found = summarize([row(0, 0, 1.0), row(0, 0, 0.0), row(0, 1, 0.5)])
-    assert (found["episodes"], found["groups"], found["groups/zero_variance"]) == (2, 1, 1.0)
+    assert (found["episodes"], found["groups"]) == (2, 1)
     assert summarize([]) == {"episodes": 0, "groups": 0}
 
 

@@ -71,19 +71,19 @@ def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path:
 
 def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> None:
     samples = [[1.0, 1.0, 0.0], [0.0, 0.0, 1.0]]
-    before = found_of(tmp_path / "a", [1.0] * 6 + [0.0] * 6, samples)
-    after = found_of(tmp_path / "b", [0.0] * 5 + [1.0] + [0.0] * 6, samples)
+    before = found_of(tmp_path / "a", [1.0] * 7 + [0.0] * 5, samples)
+    after = found_of(tmp_path / "b", [0.0] * 6 + [1.0] + [0.0] * 5, samples)
     found = {(one.set_name, one.metric): one for one in compare_reports(before, after)}
     assert found.keys() == {("valid", "avg@1")} | {
         ("aime", one) for one in ("avg@3", "pass@3", "pass@1", "cons@3")
     }
     worse = found["valid", "avg@1"]
-    assert (worse.comparison.better, worse.comparison.worse) == (0, 5)
-    assert worse.comparison.difference.value == pytest.approx(-5 / 12)
+    assert (worse.comparison.better, worse.comparison.worse) == (0, 6)
+    assert worse.comparison.difference.value == pytest.approx(-0.5)
     assert worse.verdict == "worse"
     assert found["aime", "pass@3"].verdict == "no difference is shown"
     table = "\n".join(format_comparison("step 0", "step 20", list(found.values())))
-    assert "-0.417" in table
+    assert "-0.500" in table
     assert "no difference is shown" in table
 
 
