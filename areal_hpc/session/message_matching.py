@@ -83,17 +83,29 @@ def find_differing_field(recorded: Message, received: Message) -> str | None:
 
     Both are in normal form. Ids of tool calls make no difference, because SDKs number calls
     anew and no call is told from another by its id alone; nor does reasoning that is missing,
-    because most SDKs drop it, nor white space around text beside tool calls, nor arguments that
-    a client adds to a call of ours: Claude Code writes out those that have defaults.
+    because most SDKs drop it, or that stands in the text, nor white space around text beside tool
+    calls, nor the name that a framework gives its agent, nor arguments that a client adds to a call
+    of ours: Claude Code writes out those that have defaults.
     """
+    is_reply = recorded.get("role") == "assistant"
     for field in COMPARED_FIELDS:
         if (
             _get_comparable_value(recorded, field) != _get_comparable_value(received, field)
             and not (field == "reasoning_content" and field not in received)
             and not (field == "tool_calls" and _have_calls_with_added_arguments(recorded, received))
+            and not (field == "name" and is_reply)
+            and not (field == "content" and is_reply and _has_inlined_reasoning(recorded, received))
         ):
             return field
     return None
+
+
+def _has_inlined_reasoning(recorded: Message, received: Message) -> bool:
+    """True if a client put our reasoning before our text, between the marks of most templates."""
+    _, mark, text = received["content"].rpartition("</think>")
+    return bool(
+        mark and recorded.get("reasoning_content") and text.strip() == recorded["content"].strip()
+    )
 
 
 def _have_calls_with_added_arguments(recorded: Message, received: Message) -> bool:

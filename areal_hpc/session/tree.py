@@ -22,6 +22,7 @@ from areal_hpc.errors import ChatTemplateError
 from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
 from areal_hpc.session.message_matching import find_differing_field
 from areal_hpc.session.text_after_reply import render_text_after_reply
+from areal_hpc.session.tool_turns import align_tool_turns
 from areal_hpc.wire.agent_reward import Reward
 from areal_hpc.wire.row_record import PromptReuse
 
@@ -174,10 +175,21 @@ class _MessageNode:
     interaction: Interaction | None = None
 
     def find_child(self, message: Message) -> _MessageNode | None:
-        for node in self.children:
-            if node.message == message or find_differing_field(node.message, message) is None:
-                return node
-        return None
+        """The child that a message is: of equal ones that with its calls' ids, or the last."""
+        equal = [
+            node
+            for node in self.children
+            if node.message == message or find_differing_field(node.message, message) is None
+        ]
+        ids = _list_call_ids(message)
+        return next(
+            (node for node in equal if _list_call_ids(node.message) == ids),
+            equal[-1] if equal else None,
+        )
+
+    def add_child(self, message: Message) -> _MessageNode:
+        self.children.append(_MessageNode(message))
+        return self.children[-1]
 
     def find_field_differing_from_child(self, message: Message) -> str | None:
         """How a message differs from the one of its role that is known in its place."""
@@ -202,6 +214,7 @@ class InteractionTree:
     def __init__(self) -> None:
         self._roots: dict[bytes, _MessageNode] = {}
         self._entries: dict[str, _TreeEntry] = {}
+        self._reply_by_call_id: dict[str, Message] = {}
         self.auxiliary: dict[str, str] = {}
         """Why a conversation is not to be learned from, by the id of its first reply."""
 
@@ -246,6 +259,7 @@ class InteractionTree:
         def render(conversation: Sequence[Message]) -> str:
             return _render_up_to_reply_text(template, conversation, tools, variables, prefill)
 
+        messages = align_tool_turns(messages, self._reply_by_call_id)
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
@@ -304,13 +318,15 @@ class InteractionTree:
             node = self._roots.setdefault(_sort_json_keys(interaction.context), _MessageNode({}))
         else:
             node = self._entries[interaction.parent_id].node
-        for message in (*interaction.new_messages, interaction.reply):
-            child = node.find_child(message)
-            if child is None:
-                child = _MessageNode(message)
-                node.children.append(child)
-            node = child
+        reply = interaction.reply
+        for message in interaction.new_messages:
+            node = node.find_child(message) or node.add_child(message)
+        known = node.find_child(reply)
+        if known is None or _list_call_ids(known.message) != _list_call_ids(reply):
+            known = node.add_child(reply)  # equal replies are told apart by their calls' ids
+        node = known
         node.interaction = interaction
+        self._reply_by_call_id |= dict.fromkeys(_list_call_ids(reply), reply)
         self._entries[interaction.interaction_id] = _TreeEntry(interaction, node)
 
     def cache_ids_json(self, interaction_id: str, own_ids_json_inside: bytes) -> None:
@@ -357,6 +373,10 @@ class InteractionTree:
 
 def _has_assistant_message(messages: Sequence[Message]) -> bool:
     return any(one["role"] == "assistant" for one in messages)
+
+
+def _list_call_ids(message: Message) -> list[str]:
+    return [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
 
 
 def unpack_ids(packed_ids: bytes) -> npt.NDArray[np.int32]:

@@ -20,6 +20,8 @@ def format_trial(episode_number: int, outcome: EpisodeOutcome, session: Session)
     yield f"--- task {episode_number} {'-' * 60}"
     for call, one in enumerate(session.tree, start=1):
         yield from _format_interaction(call, one)
+    for name, count in session.count_uses_of_ignored_params().items():
+        yield _format_labeled_line("no effect", f"{name}, in {count} calls")
     if outcome.status == "ok":
         yield _format_labeled_line("reward", f"{outcome.reward:g}")
         yield from _format_rows(session)

@@ -8,6 +8,7 @@ import msgspec
 from areal_hpc.proxy.engine.generation import SamplingParams
 from areal_hpc.proxy.engine.model_call import ModelCall
 from areal_hpc.session.call_records import decode_sampling_params_json
+from areal_hpc.session.tool_turns import list_unpaired
 from areal_hpc.session.tree import Interaction
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION, StartSessionRequest
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
@@ -21,10 +22,10 @@ def enforce_sampling_and_note_ignored(
     """The call with the run's sampling parameters, if its session is bound to them.
 
     Those of the request that are replaced are named as without effect, and so are
-    `unknown_params`.
+    `unknown_params` and results of tools that belong to no call.
     """
     sampling, replaced = apply_enforced_sampling(call.sampling, session)
-    ignored = [*call.ignored, *unknown_params, *replaced]
+    ignored = [*call.ignored, *unknown_params, *replaced, *list_unpaired(call.messages)]
     return msgspec.structs.replace(call, sampling=sampling, ignored=ignored)
 
 

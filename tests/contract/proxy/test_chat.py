@@ -5,8 +5,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from areal_hpc.session.tool_turns import UNANSWERED_CALL, UNKNOWN_CALL
 from areal_hpc.wire.ledger import TicketRef
-from tests.contract.proxy.talk import LEAST, QUESTION, counted, turn
+from tests.contract.proxy.talk import LEAST, QUESTION, counted, ignored, turn
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
 from tests.support.waiting import wait_for
@@ -190,3 +191,29 @@ def test_what_a_client_does_to_its_history_is_counted(stage: Stage, key: str) ->
     stage.chat(key, [*QUESTION, *turn("something else")])
     more = [counted(stage, name) - count for name, count in zip(names, before, strict=True)]
     assert more == [2, 1, 1, 0]
+
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+
+
+def test_a_name_that_a_framework_gives_our_reply_changes_nothing(stage: Stage, key: str) -> None:
+    letters = stage.speak_in_letters()
+    stage.chat(key, QUESTION)
+    reply, question = turn("hello")
+    stage.chat(key, [*QUESTION, {**reply, "name": "model"}, question])
+    stage.assert_continued(letters)
+
+
+def test_results_without_a_call_and_calls_without_a_result_are_answered_and_counted(
+    stage: Stage, key: str
+) -> None:
+    calls = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+    result = {"role": "tool", "content": "7", "tool_call_id": "other"}
+    before = ignored(stage)
+    assert stage.chat(key, [*QUESTION, calls, result]).status_code == 200
+    for name in (UNKNOWN_CALL, UNANSWERED_CALL):
+        place = ("/chat/completions", name)
+        assert ignored(stage)[place] == before.get(place, 0) + 1
+    (interaction,) = stage.journaled(key)
+    assert {UNKNOWN_CALL, UNANSWERED_CALL} <= {*interaction.ignored}
+    assert stage.log.count(UNKNOWN_CALL) == 1
