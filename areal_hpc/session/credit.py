@@ -191,10 +191,11 @@ def find_replies_client_disconnected_from(tree: InteractionTree) -> frozenset[st
 
 
 def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
-    """Ids of replies that nobody used: the same request was sent again after they were given.
+    """Ids of replies that nobody used: a retry of the same request came after they were given.
 
-    A client whose connection broke repeats its request, though the first reply was recorded.
-    Replies that were extended, rewarded, or sampled side by side are none.
+    A client whose connection broke repeats its request, and says so, though the first reply was
+    recorded. Replies that were extended, rewarded, or sampled side by side are none. An equal
+    request that does not call itself a retry is another sample.
     """
     used = {one.parent_id for one in tree}
     latest: dict[tuple[object, ...], float] = {}
@@ -203,6 +204,8 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
         for one in tree
     }
     for one in tree:
+        if not one.is_retry:
+            continue
         request = requests[one.interaction_id]
         latest[request] = max(latest.get(request, -math.inf), one.asked_at)
     return frozenset(
@@ -210,5 +213,5 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
         for one in tree
         if one.interaction_id not in used
         and one.reward is None
-        and latest[requests[one.interaction_id]] >= one.answered_at > 0
+        and latest.get(requests[one.interaction_id], -math.inf) >= one.answered_at > 0
     )

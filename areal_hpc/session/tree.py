@@ -81,6 +81,8 @@ class Interaction(msgspec.Struct, kw_only=True):
     """JSON of the sampling parameters that the engine was asked for."""
     ignored: list[str] = []
     """Names of what the request asked for in vain: hints, unknown parameters, hosted tools."""
+    is_retry: bool = False
+    """Its client said that it asked before and had no reply."""
     kept_counts: bytes = b""
     """Of each sampled token, how many could have been in its place (uint16), if that was recorded.
     Then `logprobs` are of the distribution over these."""

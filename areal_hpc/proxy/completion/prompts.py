@@ -71,6 +71,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Of its session's, for each choice."""
     is_retrievable: bool
     """The reply may be asked for again."""
+    is_retry: bool
+    """The client has no reply to an equal request before."""
 
     def build_request(self, choice_index: int) -> GenerateRequest:
         """One try at generating a choice."""
@@ -117,6 +119,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
             ignored=[*self.ignored_params_and_dropped_tools],
+            is_retry=self.is_retry,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
         )
@@ -205,6 +208,7 @@ class PromptBuilder:
             records_sampling_mask=records_sampling_mask,
             reserved_tokens_per_choice=reserved_tokens,
             is_retrievable=call.is_retrievable,
+            is_retry=call.is_retry,
         )
 
     async def _prepare_sampling_for_parsers(

@@ -68,6 +68,8 @@ class ModelCall(msgspec.Struct, frozen=True):
     """What the reply begins with; the model goes on from there."""
     is_retrievable: bool = True
     """The reply may be asked for again."""
+    is_retry: bool = False
+    """Its client says that it asks once more: it has no reply to an equal request before."""
 
     @property
     def ignored_names_and_dropped_tools(self) -> list[str]:

@@ -79,7 +79,7 @@ class AgentApi:
             tolerant = replace(
                 said, error_formatter=dialect.error_formatter, passes_unknown_params=True
             )
-            yield replace(tolerant, streams=True)
+            yield replace(tolerant, streams=True, asks_model=True)
             if path in TOKEN_COUNT_SUFFIX_BY_PATH:
                 below = f"{path}/{TOKEN_COUNT_SUFFIX_BY_PATH[path]}"
                 yield replace(
@@ -162,12 +162,16 @@ class AgentApi:
         """Answers model calls in a dialect."""
 
         async def answer(
-            session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
+            session: Session,
+            request: msgspec.Struct,
+            unknown_params: Sequence[str],
+            is_retry: bool,
         ) -> RouteResult:
             exchange = self._read_call_and_enforce_sampling(
                 path, dialect, session, request, unknown_params
             )
-            call, answer_id = exchange.call, exchange.answer_id
+            call = msgspec.structs.replace(exchange.call, is_retry=is_retry)
+            answer_id = exchange.answer_id
             if exchange.streams:
                 live = await self._completions.stream(session, call, answer_id)
                 return ModelAnswer(exchange, live)

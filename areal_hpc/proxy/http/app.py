@@ -11,6 +11,7 @@ from collections.abc import (
     Iterator,
     MutableMapping,
 )
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import msgspec
@@ -33,6 +34,7 @@ from areal_hpc.proxy.http.google_api import (
     find_key_if_google_dialect,
     read_query_parameters,
 )
+from areal_hpc.proxy.http.repeated_requests import Answer, NamedRequests, is_counted_retry
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -107,6 +109,7 @@ class ProxyApp:
             )
         )
         self._google_routes = Routes(GoogleApi(model, completions).list_routes())
+        self._named_requests = NamedRequests()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -149,18 +152,16 @@ class ProxyApp:
             ]
             if route.opened_by == "admin" and not digest:
                 _refuse_start_of_ticket_session(arguments)
-            result = route.answer(*arguments)
-            if inspect.iscoroutine(result):
-                result = await cancel_on_disconnect(receive, result)
-            if isinstance(result, ModelAnswer):
-                extra_headers = _build_answer_headers(result.exchange)
-                if isinstance(result.reply, ReplyStream):
-                    told = send_events(send, extra_headers, result.exchange, result.reply)
-                    await cancel_on_disconnect(receive, told)
-                    return
-                result = result.reply
-            content = result if isinstance(result, bytes) else msgspec.json.encode(result)
-            status, form = 200, route.answer_content_type
+            if route.asks_model:
+                answer = await self._answer_once(
+                    session, body, route, arguments, scope, receive, send
+                )
+            else:
+                answer = await _answer(route, arguments, receive, send)
+            if answer.is_sent:
+                return
+            status, content, form = 200, answer.content, answer.content_type
+            extra_headers = answer.headers
         except ClientDisconnectedError:
             return
         except Exception as caught:  # boundary: one request's failure must not reach the others
@@ -186,6 +187,38 @@ class ProxyApp:
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
+
+    async def _answer_once(
+        self,
+        session: Session | None,
+        body: bytes,
+        route: Route,
+        arguments: list[object],
+        asgi_scope: Scope,
+        receive: Receive,
+        send: Send,
+    ) -> Answer:
+        """The answer of the model, or the one that was given to a request of the same name."""
+        headers = dict(asgi_scope["headers"])
+        request = self._named_requests.find(session, headers, body)
+        is_retry = is_counted_retry(headers)
+        if request is None:
+            return await _answer(route, [*arguments, is_retry], receive, send)
+        async with request.lock:
+            if request.answer is not None:
+                return request.answer
+            is_retry, request.tries = is_retry or request.tries > 0, request.tries + 1
+            sent: list[bytes] = []
+
+            async def send_and_keep(message: MutableMapping[str, Any]) -> None:
+                sent.append(message.get("body", b""))
+                await send(message)
+
+            answer = await _answer(route, [*arguments, is_retry], receive, send_and_keep)
+            request.answer = replace(
+                answer, content=answer.content or b"".join(sent), is_sent=False
+            )
+            return answer
 
     def _build_too_large_error(self) -> ProxyRequestError:
         return ProxyRequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
@@ -286,6 +319,23 @@ class ProxyApp:
             yield unknown
         elif route.request is not None:
             yield decode_request_json(body, route.request)
+
+
+async def _answer(route: Route, arguments: list[object], receive: Receive, send: Send) -> Answer:
+    """What a route answers; a stream has been sent by then."""
+    result = route.answer(*arguments)
+    if inspect.iscoroutine(result):
+        result = await cancel_on_disconnect(receive, result)
+    headers: Headers = []
+    if isinstance(result, ModelAnswer):
+        exchange, headers = result.exchange, _build_answer_headers(result.exchange)
+        if isinstance(result.reply, ReplyStream):
+            told = send_events(send, headers, exchange, result.reply)
+            await cancel_on_disconnect(receive, told)
+            return Answer(b"", exchange.stream_media_type, headers, is_sent=True)
+        result = result.reply
+    content = result if isinstance(result, bytes) else msgspec.json.encode(result)
+    return Answer(content, route.answer_content_type, headers)
 
 
 def _refuse_start_of_ticket_session(arguments: list[object]) -> None:

@@ -89,12 +89,18 @@ class GoogleApi:
 
         for prefix in GOOGLE_PREFIXES:
             named = prefix + "/models/{model}:"
-            yield post(named + _GENERATE, self._answer_generate_content, GenerateContentRequest)
+            yield post(
+                named + _GENERATE,
+                self._answer_generate_content,
+                GenerateContentRequest,
+                asks_model=True,
+            )
             yield post(
                 named + _STREAM,
                 self._answer_stream_generate_content,
                 GenerateContentRequest,
                 streams=True,
+                asks_model=True,
                 json_type="array",
             )
             yield post(named + _COUNT, self._count_tokens, CountTokensRequest)
@@ -107,12 +113,14 @@ class GoogleApi:
         query: Mapping[str, str],
         request: GenerateContentRequest,
         unknown_params: Sequence[str],
+        is_retry: bool,
     ) -> RouteResult:
         _read_delivery(query)
         exchange = GenerateContentExchange(request, session, self._model, "whole")
         call = exchange.call = self._enforce_sampling_and_count_ignored(
             _GENERATE, session, exchange.call, unknown_params
         )
+        call = msgspec.structs.replace(call, is_retry=is_retry)
         answers = await self._completions.answer(session, call, exchange.answer_id)
         return ModelAnswer(exchange, exchange.format_reply(answers))
 
@@ -122,11 +130,13 @@ class GoogleApi:
         query: Mapping[str, str],
         request: GenerateContentRequest,
         unknown_params: Sequence[str],
+        is_retry: bool,
     ) -> RouteResult:
         exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
         call = exchange.call = self._enforce_sampling_and_count_ignored(
             _STREAM, session, exchange.call, unknown_params
         )
+        call = msgspec.structs.replace(call, is_retry=is_retry)
         live = await self._completions.stream(session, call, exchange.answer_id)
         return ModelAnswer(exchange, live)
 

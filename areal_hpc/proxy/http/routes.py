@@ -56,6 +56,8 @@ class Route:
     """What the answer is if it is JSON."""
     streams: bool = False
     """It may answer with server-sent events."""
+    asks_model: bool = False
+    """A session records the answer; it takes, last, whether the request is a retry."""
     is_open_after_session_end: bool = False
     """Also for a session that has ended."""
     passes_unknown_params: bool = False

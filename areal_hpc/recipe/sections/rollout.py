@@ -52,7 +52,7 @@ class AgentExecutionConfig(BaseConfig):
     credit: Literal["tree", "chronological"] = "tree"
     """Whom a reward passes back to: `tree`: what led to it; `chronological`: all earlier calls."""
     drop_retry_orphans: bool = True
-    """Drop unused replies to a retried request; false if the agent resamples on purpose."""
+    """Drop unused replies to a request that its client then sent again, and said so."""
 
     def build_export_settings(self, is_credited: bool) -> ExportSettings:
         """How rows are made; `is_credited` if the agent has passed rewards back itself."""

@@ -40,6 +40,7 @@ def answer(
     closed: bool = True,
     temperature: float = 1.0,
     version: int = 7,
+    is_retry: bool = False,
     during: tuple[float, float] = (0.0, 0.0),
 ) -> Interaction:
     """Add what the model says in a turn to the tree."""
@@ -59,6 +60,7 @@ def answer(
         finish_reason="stop" if closed else "length",
         closed=closed,
         temperature=temperature,
+        is_retry=is_retry,
         asked_at=during[0],
         answered_at=during[1],
         is_reward_named=True,  # where a test gives it one

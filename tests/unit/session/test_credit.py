@@ -134,7 +134,7 @@ def test_a_discount_is_finite(discount: float) -> None:
 def test_a_reply_whose_request_was_sent_again_is_an_orphan_and_may_be_left_out() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "one", during=(0, 1))
-    say(tree, [user("a")], "two", during=(2, 3))
+    say(tree, [user("a")], "two", during=(2, 3), is_retry=True)
     assert find_retry_orphans(tree) == {lost.interaction_id}
     tree.last_completed.reward = 1.0
     assert totals(tree, left_out=find_retry_orphans(tree)) == [1.0]
@@ -145,12 +145,19 @@ def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
     say(tree, [user("a")], "one", during=(0, 1))
     say(tree, [user("a")], "two", during=(2, 3)).reward = 0.0
     say(tree, [user("a"), *turn("one")], "x", during=(4, 5))
-    say(tree, [user("a")], "three", during=(6, 7))
+    say(tree, [user("a")], "three", during=(6, 7), is_retry=True)
+    assert find_retry_orphans(tree) == frozenset()
+
+
+def test_an_equal_request_that_is_no_retry_is_another_sample() -> None:
+    tree = InteractionTree()
+    for start in (0, 2, 4):
+        say(tree, [user("a")], "vote", during=(start, start + 1))
     assert find_retry_orphans(tree) == frozenset()
 
 
 def test_replies_sampled_side_by_side_are_no_orphans() -> None:
     tree = InteractionTree()
     for text in ("one", "two"):
-        say(tree, [user("a")], text, during=(0, 1))
+        say(tree, [user("a")], text, during=(0, 1), is_retry=True)
     assert find_retry_orphans(tree) == frozenset()

@@ -270,7 +270,7 @@ def test_what_a_client_passed_back_itself_is_no_sum_of_rewards() -> None:
 def test_retry_orphans_are_dropped_unless_they_are_wanted() -> None:
     tree = InteractionTree()
     lost = say(tree, [user("a")], "lost", during=(0, 1))
-    say(tree, [user("a")], "kept", during=(2, 3))
+    say(tree, [user("a")], "kept", during=(2, 3), is_retry=True)
     say(tree, [user("a"), *turn("kept")], "x", during=(3, 4)).reward = 1.0
     expected: dict[ExportStyle, int] = {"concat": 1, "individual": 2}
     for style, kept in expected.items():
