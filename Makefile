@@ -90,7 +90,7 @@ acceptance: setup-tests slurm harnesses framework-programs gyms oracles
 	$(PYTEST) tests/acceptance
 
 nightly: ## the long proofs, MINUTES=60 a call: each call goes on where the last one stopped
-nightly: setup-tests slurm harnesses framework-programs gyms oracles
+nightly: setup-tests slurm-roots harnesses framework-programs gyms oracles
 	@scripts/install_browser.sh
 	@$(BIN)/python -m tests.support.nightly --minutes $(MINUTES)
 

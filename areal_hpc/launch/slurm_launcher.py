@@ -40,6 +40,7 @@ from areal_hpc.slurm.batch_script.successors import build_dependency_on_job_or_s
 from areal_hpc.slurm.run_jobs import LiveJob
 from areal_hpc.slurm.submit import (
     SubmittedJob,
+    raise_if_federated,
     reset_job_and_write_files,
     submit_held_job,
     submit_held_successor,
@@ -70,6 +71,7 @@ def submit(
         ClusterError: There is no Slurm here, it does not answer, or jobs of the run wait or run.
     """
     # What does not fit is refused before anything is written.
+    raise_if_federated()
     build_remaining_job_requests(recipe, Path.cwd(), plan=plan)
     with prepare_and_lock_run(
         recipe,

@@ -28,7 +28,12 @@ from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.slurm.batch_script.script import JobRequest, RunContext, build_job_requests
-from areal_hpc.slurm.submit import SubmittedJob, submit_held_array, write_member_payload
+from areal_hpc.slurm.submit import (
+    SubmittedJob,
+    raise_if_federated,
+    submit_held_array,
+    write_member_payload,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,6 +144,7 @@ def submit_sweep(
         RecipeError: Something the recipe names is missing or wrong, or Slurm refuses a job.
         ClusterError: There is no Slurm here, or jobs of a run wait or run.
     """
+    raise_if_federated()
     with ExitStack() as stack:
         ready = [
             stack.enter_context(prepare_and_lock_run(run, print_line=print_line, fresh=fresh))

@@ -1,11 +1,12 @@
 """Scripts and payloads of jobs, and their submission; the only module that imports submitit."""
 
+import os
 import re
 import shutil
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from areal_hpc.rundir.jobs import (
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.batch_script.script import PAYLOAD_FILE, JobRequest
 from areal_hpc.slurm.batch_script.successors import build_options_to_start_after_failure
+from areal_hpc.slurm.commands import run_slurm_command
 from areal_hpc.slurm.submit_exactly_once import JobIdentity, submit_script
 from areal_hpc.wire.fault_points import fault_point
 
@@ -202,6 +204,28 @@ def reset_job_and_write_files(
     )
     launch.paths.script.write_text(render_script(request))
     return launch.paths
+
+
+def raise_if_federated(environ: Mapping[str, str] = os.environ) -> None:
+    """Refuse clusters among which Slurm chooses: a job could come back on another one.
+
+    Raises:
+        RecipeError: This cluster is in a federation, or the environment names others.
+    """
+    if named := environ.get("SLURM_CLUSTERS"):
+        raise RecipeError(
+            f"SLURM_CLUSTERS={named} sends jobs to other clusters, which is not supported",
+            key="SLURM_CLUSTERS",
+            hint="unset it, and submit on a login node of the cluster itself",
+        )
+    with suppress(ClusterError):  # what Slurm has to say about jobs it says at their submission
+        shown = run_slurm_command("scontrol", "show", "federation")
+        if found := re.search(r"^Federation: *(\S+)", shown):
+            raise RecipeError(
+                f"the cluster is in federation {found[1]}, which is not supported",
+                key="cluster.slurm",
+                hint="submit on a cluster that is in no federation",
+            )
 
 
 @dataclass(frozen=True, slots=True)

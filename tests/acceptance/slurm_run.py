@@ -1,6 +1,7 @@
 """The quick start, cut down, as jobs of a devcluster: watched through its files and commands."""
 
 import re
+import time
 from collections.abc import Callable, Container
 from dataclasses import dataclass
 from datetime import datetime
@@ -99,6 +100,17 @@ class SlurmRun:
         recipe = "recipes/quickstart_slurm.yaml"
         self.areal_hpc("submit", recipe, fileroot, "--wait", timeout_s=timeout_s)
         return [reward for _, reward in self.judged()]
+
+    def submit_as_shipped(self) -> None:
+        """Submit the recipe as it is, and wait for nothing."""
+        fileroot = f"cluster.fileroot={self.paths.root.parents[1]}"
+        self.areal_hpc("submit", "recipes/quickstart_slurm.yaml", fileroot)
+
+    def preempt(self, job: str) -> float:
+        """Want one of the job's nodes for a moment, with higher priority; when that was."""
+        whole = ("--partition=priority", "--exclusive", f"--nodelist={self.nodes(job)[-1]}")
+        self.cluster.submit("sleep 1", *whole, "--mem=100")
+        return time.time()
 
     def sighting(self, job: str) -> Sighting:
         """What `status`, `why` and `logs` say now; all of them must work."""

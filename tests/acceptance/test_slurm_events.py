@@ -73,13 +73,6 @@ def is_away(run: SlurmRun, job: str) -> bool:
     return run.state(job) not in STOPPING
 
 
-def preempt(run: SlurmRun, job: str) -> float:
-    """Want one of the job's nodes for a moment, with higher priority; when that was."""
-    whole = ("--partition=priority", "--exclusive", f"--nodelist={run.nodes(job)[-1]}")
-    run.cluster.submit("sleep 1", *whole, "--mem=100")
-    return time.time()
-
-
 def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> None:
     """Strike the trainer, and see it go on under its number."""
     run.await_steps(COMMIT_EVERY_STEPS + 1)
@@ -107,7 +100,7 @@ def befalls_trainer(run: SlurmRun, name: str, strike: Callable[[], float]) -> No
 def preempt_at(run: SlurmRun, point: str) -> float:
     """Preempt the trainer while one of its ranks is held at a point."""
     run.hold(point)
-    struck_at = preempt(run, "trainer")
+    struck_at = run.preempt("trainer")
     run.await_true(lambda: run.is_told_to_stop("trainer"))
     time.sleep(AFTER_SIGNAL_S)
     run.release(point)
@@ -235,7 +228,7 @@ def cell_is_cancelled(run: SlurmRun, cell: str) -> None:
 
 def test_a_run_outlives_what_befalls_its_cells(run: SlurmRun) -> None:
     run.submit()
-    befalls_cell(run, "cell preempted", "cell-0", lambda cell, node: preempt(run, cell))
+    befalls_cell(run, "cell preempted", "cell-0", lambda cell, node: run.preempt(cell))
     befalls_cell(run, "slurmd killed", "cell-1", lambda cell, node: kill_slurmd(run, node))
     befalls_cell(run, "node down", "cell-0", lambda cell, node: set_down(run, node))
     memory_runs_out(run)
@@ -250,7 +243,7 @@ def test_an_evaluation_job_that_is_preempted_judges_on(run: SlurmRun) -> None:
     run.await_true(lambda: len(run.judged()) >= 2)
     starts, begun = run.starts("evaluation"), len(run.events("evaluation_begun"))
     run.await_true(lambda: len(run.events("evaluation_begun")) > begun)
-    struck_at = preempt(run, "evaluation")
+    struck_at = run.preempt("evaluation")
     run.await_true(lambda: run.starts("evaluation") > starts or is_away(run, "evaluation"))
     sighting = run.sighting("evaluation")
     run.await_true(lambda: run.starts("evaluation") > starts)

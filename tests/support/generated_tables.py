@@ -18,6 +18,7 @@ from tests.support import (
     oracle_table,
     rank_kill,
     slurm_events_table,
+    slurm_releases,
     soak_table,
     submissions_table,
 )
@@ -36,6 +37,7 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("bias.md", "eight"): bias_table.table_of_eight,
     ("bias.md", "norms"): bias_table.norm_table,
     ("bias.md", "three"): bias_table.table_of_three,
+    ("devcluster.md", "releases"): slurm_releases.table,
     ("dialects.md", "parameters"): _render_dialects,
     ("errors.md", "agents"): mistakes.agent_mistakes_table,
     ("errors.md", "mistakes"): mistakes.mistakes_table,

@@ -2,9 +2,10 @@
 
     python -m tests.support.nightly [--minutes 60] [--again]
 
-A file of tests/acceptance is one step, and so is each other tier in the thorough profile: more
-examples of hypothesis, whole matrices. What passed for the present commit does not run again;
-`--again` forgets that. Exit code 1: something failed; its log is named.
+A file of tests/acceptance is one step, so is each other tier in the thorough profile (more examples
+of hypothesis, whole matrices), and each part of the tests on every other Slurm that is unpacked.
+What passed for the present commit does not run again; `--again` forgets that. Exit code 1:
+something failed; its log is named.
 """
 
 import argparse
@@ -15,7 +16,9 @@ import sys
 import time
 from pathlib import Path
 
+from areal_hpc.slurm.devcluster.roots import list_unpacked_versions
 from tests.support.environments import CHECKOUT
+from tests.support.slurm_releases import PARTS
 
 FOLDER = CHECKOUT / ".nightly"
 STATE = FOLDER / "state.json"
@@ -29,7 +32,9 @@ def read_commit() -> str:
 
 def list_steps() -> list[str]:
     files = sorted((CHECKOUT / "tests" / "acceptance").glob("test_*.py"))
-    return [*(str(file.relative_to(CHECKOUT)) for file in files), *THOROUGH]
+    releases = list_unpacked_versions(CHECKOUT)
+    on_releases = [f"{release} {part}" for release in releases for part in PARTS]
+    return [*(str(file.relative_to(CHECKOUT)) for file in files), *THOROUGH, *on_releases]
 
 
 def read_outcomes(commit: str) -> dict[str, str]:
@@ -45,7 +50,8 @@ def run_step(step: str) -> bool:
     log = get_log(step)
     variables = {"HYPOTHESIS_PROFILE": "thorough"} if step in THOROUGH else {}
     with log.open("w") as output:
-        command = [sys.executable, "-m", "pytest", step]
+        module = "pytest" if step.startswith("tests/") else "tests.support.slurm_releases"
+        command = [sys.executable, "-m", module, *step.split()]
         ended = subprocess.run(
             command, cwd=CHECKOUT, env={**os.environ, **variables}, stdout=output, stderr=output
         )
@@ -53,7 +59,7 @@ def run_step(step: str) -> bool:
 
 
 def get_log(step: str) -> Path:
-    return FOLDER / f"{Path(step).stem}.log"
+    return FOLDER / f"{Path(step).name.removesuffix('.py').replace(' ', '-')}.log"
 
 
 def main() -> int:

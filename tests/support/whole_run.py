@@ -17,6 +17,8 @@ from collections.abc import Sequence
 
 import pytest
 
+from areal_hpc.slurm.devcluster.roots import list_unpacked_versions
+from tests.support.environments import CHECKOUT
 from tests.support.file_durations import estimate_s, write_table
 
 MAX_RETRIED = 5
@@ -117,6 +119,8 @@ def list_untested(arguments: Sequence[str]) -> list[str]:
     ]
     if "tests/slurm" not in arguments:
         absent.insert(0, "Slurm (make test SLURM=1 installs and tests it, as root on Debian)")
+    elif not list_unpacked_versions(CHECKOUT):
+        absent.insert(0, "Slurm 24.11 and 26.05: not unpacked here (make slurm-roots)")
     return [*absent, NEVER_TESTED]
 
 

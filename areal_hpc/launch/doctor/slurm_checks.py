@@ -5,14 +5,15 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from areal_hpc.errors import ClusterError
+from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import get_options_by_sample_job
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
+from areal_hpc.slurm.batch_script.container import spell_pyxis_image
 from areal_hpc.slurm.commands import run_slurm_command
-from areal_hpc.slurm.submit import render_script
+from areal_hpc.slurm.submit import raise_if_federated, render_script
 from areal_hpc.slurm.versions import describe_proof, is_proven_or_between
 
 REQUIRED_COMMANDS = ("sbatch", "srun", "squeue", "scontrol", "scancel")
@@ -26,6 +27,10 @@ def check_slurm_answers(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         version = doctor_subject.slurm_answer.settings.get("SLURM_VERSION", "?")
         yield ok("slurm", f"{version} answers: {', '.join(REQUIRED_COMMANDS)}")
         yield judge_release(version)
+        try:
+            raise_if_federated()
+        except RecipeError as refusal:
+            yield fail("federation", refusal.problems[0].message, refusal.problems[0].hint)
     elif not doctor_subject.involves_slurm:
         yield ok("slurm", f"none here ({outage}); `areal-hpc run` works without it")
     elif missing:
@@ -122,10 +127,12 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"
         yield fail("pyxis", "srun has no --container-image", hint)
     yield judge_commands_in_container(doctor_subject.slurm)
-    for image in {container.train, container.serve}:
-        if image.startswith("/") and Path(image).exists():
+    for image in sorted({container.train, container.serve}):
+        image = spell_pyxis_image(image) if container.kind == "pyxis" else image
+        is_file = image.startswith((".", "/")) or image.endswith(".sif")
+        if is_file and Path(image).exists():
             yield ok("image", image)
-        elif image.startswith("/"):
+        elif is_file:
             missing = f"there is no container image at {image}"
             yield fail("image", missing, "build it, or name another")
 

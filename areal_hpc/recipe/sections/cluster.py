@@ -19,6 +19,17 @@ WantedGpus = (
     | Annotated[tuple[Annotated[int, Field(ge=0)] | str, ...], Field(min_length=1)]
 )
 SlurmFlags = tuple[Annotated[str, Field(pattern=FLAG_PATTERN)], ...]
+_REFUSED_SBATCH_FLAGS = {
+    "array": "`areal-hpc submit --sweep KEY=V1,V2` submits runs as arrays",
+    "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
+    "cluster-constraint": "federations are not supported; submit on one cluster",
+    "het-group": "each job of a run is one of its own; `jobs.trainer` and `jobs.cell` tell them "
+    "apart",
+    "wrap": "the job's command is the supervisor's",
+    "test-only": "`areal-hpc doctor RECIPE` asks Slurm whether it would take the jobs",
+    "parsable": "`areal-hpc status` lists the jobs' numbers",
+}
+"""Options of sbatch that would break what reads its answer or the job's number, and other ways."""
 
 
 class JobOptions(BaseConfig):
@@ -68,6 +79,15 @@ class JobOptions(BaseConfig):
     """Further options of srun, which starts the tasks: `--cpu-bind=cores`."""
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""
+
+    @field_validator("sbatch_flags")
+    @classmethod
+    def _refuse_flags_that_break_runs(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
+        for flag in flags or ():
+            name = flag.removeprefix("--").partition("=")[0]
+            if name in _REFUSED_SBATCH_FLAGS:
+                raise ValueError(f"--{name} is refused: {_REFUSED_SBATCH_FLAGS[name]}")
+        return flags
 
 
 class JobKindOptions(BaseConfig):

@@ -148,6 +148,20 @@ def test_containers_bring_their_own_interpreters(tmp_path: Path) -> None:
     assert "--nv" not in scripts["cell-1"], "it has no GPU"
 
 
+def test_an_image_beside_the_recipe_is_a_file_to_pyxis_and_a_name_is_not(tmp_path: Path) -> None:
+    images = "cluster.slurm.container={kind: pyxis, train: a.sqsh, serve: 'nvcr.io#me/b:1'}"
+    requests = build_remaining_job_requests(recipe(tmp_path, images), HERE)
+    scripts = {request.job: render_script(request) for request in requests}
+    assert "--container-image=./a.sqsh " in scripts["trainer"]
+    assert "--container-image=nvcr.io#me/b:1 " in scripts["cell-0"].replace("'", "")
+
+
+def test_a_mount_that_pyxis_would_split_is_refused(tmp_path: Path) -> None:
+    images = "cluster.slurm.container={kind: pyxis, train: a.sqsh, serve: b.sqsh, mounts: ['/a,b']}"
+    with pytest.raises(RecipeError, match="without commas, got /a,b"):
+        build_remaining_job_requests(recipe(tmp_path, images), HERE)
+
+
 def sweep_of(fileroot: Path, array: str) -> list[str]:
     def read(further: Sequence[str]) -> Recipe:
         return recipe(fileroot, *further)

@@ -132,3 +132,17 @@ def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
 def test_flags_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="pattern"):
         SlurmConfig.model_validate({"sbatch_flags": ["-N 4"]})
+
+
+@pytest.mark.parametrize(
+    ("flag", "said"),
+    [
+        ("--array=0-3", "submits runs as arrays"),
+        ("--clusters=a,b", "on one cluster"),
+        ("--cluster-constraint=fast", "federations are not supported"),
+        ("--het-group=1", "each job of a run is one of its own"),
+    ],
+)
+def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, said: str) -> None:
+    with pytest.raises(ValueError, match=f"{flag.partition('=')[0]} is refused: .*{said}"):
+        SlurmConfig.model_validate({"jobs": {"cell": {"sbatch_flags": [flag]}}})
