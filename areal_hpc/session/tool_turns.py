@@ -104,15 +104,16 @@ def _find_reply(call: Mapping[str, Any], reply_by_call_id: Mapping[str, Message]
 def _add_calls(
     turns: list[_ToolTurn], message: Message, reply_by_call_id: Mapping[str, Message]
 ) -> None:
-    foreign = _ToolTurn(message, [])
-    for call in message["tool_calls"]:
-        turn, reply = foreign, _find_reply(call, reply_by_call_id)
-        if reply is not None:
-            same = [one for one in turns if one.reply is reply]
-            turn = same[0] if same else _ToolTurn(message, [], reply)
-        if turn not in turns:
+    replies = [_find_reply(call, reply_by_call_id) for call in message["tool_calls"]]
+    if None in replies:
+        turns.append(_ToolTurn(message, [*message["tool_calls"]]))
+        return
+    for call, reply in zip(message["tool_calls"], replies, strict=True):
+        turn = next((one for one in turns if one.reply is reply), None)
+        if turn is None:
+            turn = _ToolTurn(message, [], reply)
             turns.append(turn)
-        if reply is None or call not in turn.calls:  # a client may repeat one
+        if call not in turn.calls:  # a client may repeat one
             turn.calls.append(call)
 
 

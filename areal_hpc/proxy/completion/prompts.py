@@ -201,7 +201,9 @@ class PromptBuilder:
             answer_id=answer_id,
             asked_at=asked_at,
             give_up_at=give_up_at,
-            parseable_tools=[*(call.tools or ())] if self._model.must_parse_reply(call) else None,
+            parseable_tools=call.tool_choice.select_allowed_tools(call.tools)
+            if self._model.must_parse_reply(call)
+            else None,
             reasons_before_grammar=reasons_first,
             ignored_params_and_dropped_tools=call.ignored_names_and_dropped_tools,
             prefill=call.prefill or "",
@@ -219,10 +221,7 @@ class PromptBuilder:
             return sampling, False
         # The parsers need the marks that a reader of plain text would not want to see.
         sampling = msgspec.structs.replace(sampling, skip_special_tokens=False)
-        choice, tools = (
-            call.tool_choice,
-            call.tool_choice.select_allowed_tools_for_grammar(call.tools or ()),
-        )
+        choice, tools = call.tool_choice, call.tool_choice.select_allowed_tools(call.tools)
         strict = any(tool["function"].get("strict") for tool in tools)
         if sampling.active_grammar_names:
             tools = []  # a reply held to another grammar calls nothing

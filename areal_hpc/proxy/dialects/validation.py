@@ -166,18 +166,21 @@ def parse_tool_choice(
     tool_name: str | None,
     *,
     parallel: bool,
+    allowed_names: Sequence[str] = (),
 ) -> ToolChoice:
     """Tool choice of a request that offers `tools`.
 
     Its mode is `none`, `auto` or `required`, None is `auto`; the tool of a `tool_name` must be
-    called.
+    called, and if there are `allowed_names` no others may be.
 
     Raises:
         ProxyRequestError: 400, naming `tool_choice` or `tools`; also if nobody can tell the calls
             of this model's replies from their text.
     """
-    if tool_name is not None and all(tool["function"]["name"] != tool_name for tool in tools):
-        raise ProxyRequestError(400, f"there is no tool {tool_name!r}", key="tool_choice")
+    offered = {tool["function"]["name"] for tool in tools}
+    for name in (*allowed_names, *([] if tool_name is None else [tool_name])):
+        if name not in offered:
+            raise ProxyRequestError(400, f"there is no tool {name!r}", key="tool_choice")
     if mode == "required" and not tools:
         raise ProxyRequestError(400, "tool_choice needs tools", key="tool_choice")
     if not tools or (mode == "none" and tool_name is None):
@@ -190,7 +193,8 @@ def parse_tool_choice(
             hint="set inference.tool_call_parser to the model's format",
         )
     must_call = mode == "required" or tool_name is not None
-    return ToolChoice("required" if must_call else "auto", tool_name, parallel)
+    mode = "required" if must_call else "auto"
+    return ToolChoice(mode, tool_name, parallel, tuple(allowed_names))
 
 
 def encode_schema_unless_must_call(

@@ -33,15 +33,15 @@ class ToolChoice(msgspec.Struct, frozen=True):
         """The reply is a call, and no text."""
         return self.mode == "required"
 
-    def select_allowed_tools_for_grammar(
-        self, tools: Sequence[dict[str, Any]]
-    ) -> list[dict[str, Any]]:
-        """The tools that may be called, as a grammar is made of them. The model is shown all."""
-        allowed, more = self.allowed, {"strict": True} if self.follows_schemas else {}
+    def select_allowed_tools(self, tools: Sequence[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """The tools that may be called; the model is shown all. A call of another stays text."""
+        allowed = self.allowed
         return [
-            {**tool, "function": {**tool["function"], **more}}
-            for tool in tools
-            if not allowed or tool["function"]["name"] in allowed
+            {**tool, "function": {**tool["function"], "strict": True}}
+            if self.follows_schemas
+            else tool
+            for tool in tools or ()
+            if self.mode != "none" and (not allowed or tool["function"]["name"] in allowed)
         ]
 
 
@@ -125,7 +125,8 @@ class ServedModel:
 
     def must_parse_reply(self, call: ModelCall) -> bool:
         """True if a reply may hold more than text."""
-        return call.raw_prompt is None and (self.reasoning_parser is not None or bool(call.tools))
+        may_call = bool(call.tool_choice.select_allowed_tools(call.tools))
+        return call.raw_prompt is None and (self.reasoning_parser is not None or may_call)
 
 
 def require_max_position_embeddings(model_dir: Path) -> int:

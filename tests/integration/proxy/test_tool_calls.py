@@ -168,12 +168,73 @@ def test_a_stream_has_one_call_a_chunk(stage: Stage) -> None:
     assert "".join(delta.content or "" for delta in chunks).strip() == "I add."
 
 
-def test_tools_that_may_not_be_called_are_neither_shown_nor_looked_for(stage: Stage) -> None:
+GOOGLE_TOOL = {"name": "add", "parametersJsonSchema": {"type": "object"}}
+FORBIDDING: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
+    ("/v1/chat/completions", {"messages": QUESTION, "tools": [CHAT_TOOL]}, {"tool_choice": "none"}),
+    (
+        "/v1/messages",
+        {"messages": QUESTION, "tools": [{"name": "add", "input_schema": {"type": "object"}}]},
+        {"tool_choice": {"type": "none"}},
+    ),
+    (
+        "/v1/responses",
+        {"input": "Hi", "tools": [{"type": "function", "name": "add", "parameters": {}}]},
+        {"tool_choice": "none"},
+    ),
+    (
+        "/v1beta/models/tiny:generateContent",
+        {
+            "contents": {"parts": [{"text": "Hi"}]},
+            "tools": [{"functionDeclarations": [GOOGLE_TOOL]}],
+        },
+        {"toolConfig": {"functionCallingConfig": {"mode": "NONE"}}},
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "forbidding"), FORBIDDING)
+def test_tools_that_may_not_be_called_are_shown_and_not_looked_for(
+    stage: Stage, route: str, body: dict[str, Any], forbidding: dict[str, Any]
+) -> None:
     key = says(stage, CALL)
-    message = stage.chat(key, QUESTION, tools=[CHAT_TOOL], tool_choice="none").json()
-    assert message["choices"][0]["message"]["content"] == CALL
-    prompt = stage.tokenizer.decode(stage.sglang.requests[0]["input_ids"])
-    assert "add" not in prompt
+    headers = {"x-goog-api-key" if "models" in route else "x-api-key": key}
+    for more in ({}, forbidding):
+        answer = stage.http.post(f"{stage.url}{route}", json=body | more, headers=headers)
+        assert answer.status_code == 200, answer.text
+    called, silent = stage.journaled(key)
+    assert called.reply["tool_calls"]
+    assert (silent.reply["content"], "tool_calls" in silent.reply) == (CALL, False)
+    prompts = [request["input_ids"] for request in stage.sglang.requests[-2:]]
+    assert prompts[0] == prompts[1]
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+@pytest.mark.parametrize("route", ["/v1/chat/completions", "/v1/responses"])
+def test_the_prompt_has_all_tools_whichever_are_allowed(
+    stage: Stage, route: str, mode: str
+) -> None:
+    key = says(stage, CALL)
+    functions = [CHAT_TOOL["function"], {"name": "sub", "parameters": {"type": "object"}}]
+    if route == "/v1/responses":
+        body: dict[str, Any] = {
+            "input": "Hi",
+            "tools": [{"type": "function"} | one for one in functions],
+        }
+        allowed = [{"type": "function", "name": "sub"}, {"type": "mcp", "server_label": "x"}]
+        choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": allowed}
+    else:
+        tools = [{"type": "function", "function": one} for one in functions]
+        body = {"messages": QUESTION, "tools": tools}
+        allowed = [{"type": "function", "function": {"name": "sub"}}]
+        choice = {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": allowed}}
+    for more in ({}, {"tool_choice": choice}):
+        answer = stage.post(route, body | more, key)
+        assert answer.status_code == 200, answer.text
+    free, bound = stage.sglang.requests[-2:]
+    assert free["input_ids"] == bound["input_ids"]
+    assert [len(one.reply.get("tool_calls", [])) for one in stage.journaled(key)] == [1, 0]
+    grammar = bound["sampling_params"].get("structural_tag") or ""
+    assert ("sub" in grammar, "add" in grammar) == (mode == "required", False)
 
 
 @pytest.mark.parametrize(

@@ -155,7 +155,7 @@ def build_model_call(
     prefill, messages = _split_prefill(request.messages)
     return ModelCall(
         messages=[*_build_system_message(request.system), *_build_conversation(messages)],
-        tools=tools if choice.mode != "none" else None,
+        tools=tools or None,
         tool_choice=choice,
         template_variables=_build_thinking_variables(request, model, ignored) or None,
         sampling=SamplingParams(

@@ -153,7 +153,7 @@ def build_model_call(
     top_k = get_given_or_default(config.top_k, defaults.top_k) or -1
     return ModelCall(
         messages=[*_build_system_message(request.system_instruction), *build_messages(contents)],
-        tools=tools if choice.mode != "none" else None,
+        tools=tools or None,
         tool_choice=choice,
         template_variables=_build_thinking_variables(config.thinking_config, model, ignored),
         sampling=SamplingParams(

@@ -159,6 +159,6 @@ def read_tool_choice(
         problem = f"there is no function {missing[0]!r}"
         raise ProxyRequestError(400, problem, key=f"{_CHOICE_KEY}.allowedFunctionNames")
     mode = {"ANY": "required", "NONE": "none"}.get(config.mode, "auto")
-    choice = parse_tool_choice(model, tools, mode, None, parallel=True)
+    choice = parse_tool_choice(model, tools, mode, None, parallel=True, allowed_names=names)
     follows = config.mode in ("ANY", "VALIDATED")
-    return msgspec.structs.replace(choice, allowed=tuple(names), follows_schemas=follows)
+    return msgspec.structs.replace(choice, follows_schemas=follows)

@@ -90,10 +90,21 @@ class _NamedTool(Struct):
     name: str
 
 
-class _NamedToolChoice(Struct, forbid_unknown_fields=True):
+class _AllowedTool(Struct):
     function: _NamedTool | None = None
     custom: _NamedTool | None = None
-    type: Literal["function", "custom"] = "function"
+
+
+class _AllowedTools(Struct, forbid_unknown_fields=True):
+    tools: list[_AllowedTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+class _ToolChoiceObject(Struct, forbid_unknown_fields=True):
+    function: _NamedTool | None = None
+    custom: _NamedTool | None = None
+    allowed_tools: _AllowedTools | None = None
+    type: Literal["function", "custom", "allowed_tools"] = "function"
 
 
 class _FunctionSchema(Struct):
@@ -166,7 +177,7 @@ class ChatRequest(SharedCompletionParams, forbid_unknown_fields=True, kw_only=Tr
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Meta(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     tools: Annotated[list[msgspec.Raw], Meta(extra={"items": _ChatTool})] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ToolChoiceObject | None = None
     functions: list[_FunctionSchema] | None = None
     """OpenAI's older form of `tools`, which `function_call` chooses among."""
     function_call: Literal["none", "auto"] | _NamedTool | None = None
@@ -231,7 +242,7 @@ def build_model_call(
     limit = request.max_completion_tokens or request.max_tokens or 0
     return ModelCall(
         messages=normalize_messages(messages),
-        tools=tools if choice.mode != "none" else None,
+        tools=tools or None,
         tool_choice=choice,
         template_variables={
             **_build_thinking_variables(request, model, ignored),
@@ -350,12 +361,18 @@ def _read_tools_and_choice(
         name = old.name if isinstance(old, _NamedTool) else None
         return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
     tools = build_tool_schemas(request.tools, model, ignored, dropped)
-    asked = request.tool_choice
-    mode = asked if isinstance(asked, str) else None
-    named = asked.function or asked.custom if isinstance(asked, _NamedToolChoice) else None
+    asked, parallel = request.tool_choice, request.parallel_tool_calls is not False
+    if not isinstance(asked, _ToolChoiceObject):
+        return tools, parse_tool_choice(model, tools, asked, None, parallel=parallel)
+    if asked.allowed_tools is not None:
+        listed = asked.allowed_tools.tools
+        names = [tool.name for one in listed if (tool := one.function or one.custom)]
+        mode = asked.allowed_tools.mode if names else "none"
+        choice = parse_tool_choice(model, tools, mode, None, parallel=parallel, allowed_names=names)
+        return tools, choice
+    named = asked.function or asked.custom
     name = named.name if named else None
-    parallel = request.parallel_tool_calls is not False
-    return tools, parse_tool_choice(model, tools, mode, name, parallel=parallel)
+    return tools, parse_tool_choice(model, tools, None, name, parallel=parallel)
 
 
 def build_tool_schemas(

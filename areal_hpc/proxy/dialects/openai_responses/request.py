@@ -4,7 +4,7 @@
 the open, and taken back from there.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -35,7 +35,7 @@ from areal_hpc.proxy.dialects.validation import (
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
 from areal_hpc.proxy.sessions.store import Session
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
@@ -43,9 +43,26 @@ from areal_hpc.session.completion_prompts import RAW_PROMPT_CONTEXT
 LOGPROBS_INCLUDE = "message.output_text.logprobs"
 
 
-class _NamedToolChoice(Struct, forbid_unknown_fields=True):
+class _NamedToolChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="function"):
     name: str
-    type: Literal["function", "custom"]
+
+
+class _CustomToolChoice(_NamedToolChoice, tag="custom"):
+    pass
+
+
+class _AllowedTool(Struct):
+    name: str | None = None
+    """Tools of a provider's servers have none."""
+    type: str = "function"
+
+
+class _AllowedToolChoice(Struct, forbid_unknown_fields=True, tag_field="type", tag="allowed_tools"):
+    tools: list[_AllowedTool]
+    mode: Literal["auto", "required"] = "auto"
+
+
+_ToolChoiceObject = _NamedToolChoice | _CustomToolChoice | _AllowedToolChoice
 
 
 class _TextFormat(Struct):
@@ -89,7 +106,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: Annotated[list[msgspec.Raw], Meta(extra={"items": AnyTool})] | None = None
-    tool_choice: Literal["none", "auto", "required"] | _NamedToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | _ToolChoiceObject | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: PositiveParam | None = None
     temperature: Temperature | None = None
@@ -134,11 +151,7 @@ def build_model_call(
     dropped: list[str] = []
     offered = parse_tools(request.tools or [], model, ignored, dropped)
     tools = offered.schemas
-    asked_choice = request.tool_choice
-    mode = asked_choice if isinstance(asked_choice, str) else None
-    name = asked_choice.name if isinstance(asked_choice, _NamedToolChoice) else None
-    parallel = request.parallel_tool_calls is not False
-    choice = parse_tool_choice(model, tools, mode, name, parallel=parallel)
+    choice = _parse_tool_choice(request, tools, model)
     messages = [*_list_previous_messages(request, session)]
     if request.instructions:
         messages.insert(0, {"role": "system", "content": request.instructions})
@@ -159,7 +172,7 @@ def build_model_call(
     defaults = session.request.sampling
     call = ModelCall(
         messages=messages,
-        tools=tools if choice.mode != "none" else None,
+        tools=tools or None,
         tool_choice=choice,
         template_variables=variables or None,
         sampling=SamplingParams(
@@ -176,6 +189,21 @@ def build_model_call(
         is_retrievable=request.store is not False,
     )
     return call, offered
+
+
+def _parse_tool_choice(
+    request: ResponsesRequest, tools: Sequence[dict[str, Any]], model: ServedModel
+) -> ToolChoice:
+    asked, parallel = request.tool_choice, request.parallel_tool_calls is not False
+    mode, name, allowed = None, None, list[str]()
+    if isinstance(asked, _AllowedToolChoice):
+        allowed = [one.name for one in asked.tools if one.name is not None]
+        mode = asked.mode if allowed else "none"
+    elif isinstance(asked, _NamedToolChoice):
+        name = asked.name
+    else:
+        mode = asked
+    return parse_tool_choice(model, tools, mode, name, parallel=parallel, allowed_names=allowed)
 
 
 def _refuse_conflicting_options(request: ResponsesRequest) -> None:
