@@ -160,7 +160,7 @@ def _write_reply(
         alone = [{**reply, "tool_calls": [one]} if one else reply for one in calls]
         parts = [_write_reply(template, [_ASKED], one, tools) for one in alone]
         end = _MARK_PATTERN.findall(parts[-1])[-1]
-        return ";".join(part.removesuffix(end) for part in parts) + end
+        return ";".join(part.removesuffix(end) for part in parts) + str(end)
     shared = (i for i, pair in enumerate(zip(prompt, written, strict=False)) if len({*pair}) > 1)
     return written[next(shared, len(prompt)) :].rstrip("\n")
 

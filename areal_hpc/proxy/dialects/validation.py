@@ -193,8 +193,9 @@ def parse_tool_choice(
             hint="set inference.tool_call_parser to the model's format",
         )
     must_call = mode == "required" or tool_name is not None
-    mode = "required" if must_call else "auto"
-    return ToolChoice(mode, tool_name, parallel, tuple(allowed_names))
+    return ToolChoice(
+        "required" if must_call else "auto", tool_name, parallel, tuple(allowed_names)
+    )
 
 
 def encode_schema_unless_must_call(

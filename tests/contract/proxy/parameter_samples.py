@@ -94,11 +94,21 @@ def body_with(route: str, name: str, value: Any) -> dict[str, Any]:
     outer, _, inner = name.partition(".")
     if not outer.startswith("tools["):
         return {**LEAST[route], outer: {inner: value} if inner else value}
-    tool = {"/messages": TOOL, "/responses": ADD}.get(route, CHAT_ADD)
+    tool = _get_tool(route)
     tools = [{**tool, inner: value}] if inner else [tool, value]
     return {**LEAST[route], **with_tool(route, *tools)}
 
 
+def body_without(route: str, name: str) -> dict[str, Any]:
+    """The same request without that parameter."""
+    more = with_tool(route, _get_tool(route)) if name.startswith("tools[") else {}
+    return {**LEAST[route], **more}
+
+
+def _get_tool(route: str) -> dict[str, Any]:
+    return {"/messages": TOOL, "/responses": ADD}.get(route, CHAT_ADD)
+
+
 def with_tool(route: str, *tools: Mapping[str, Any]) -> dict[str, Any]:
-    """Tools that are not for this model, which has no tool-call parser."""
+    """Tools that may not be called: this model has no tool-call parser."""
     return {"tools": tools, "tool_choice": {"type": "none"} if route == "/messages" else "none"}

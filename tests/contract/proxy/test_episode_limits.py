@@ -113,4 +113,4 @@ def test_limits_outlive_the_proxy(stage: Stage, ref: TicketRef) -> None:
     stage.restart_proxy()
     assert [stage.chat(key, QUESTION).status_code for _ in range(2)] == [200, 400]
     stage.finish_session(key, 1.0)
-    assert stage.finish_ticket(ref, session_id) == 1
+    assert stage.finish_ticket(ref, session_id) == 2

@@ -322,11 +322,11 @@ def test_what_the_model_reads_of_contents(stage: Stage, key: str) -> None:
     ask_well(stage, key, contents=history, **more)
     assert stage.prompt_of(stage.sglang.requests[0]) == (
         "<|im_start|>system\nBe\nbrief.<|im_end|>\n<|im_start|>user\nWhat is 3 + 4?<|im_end|>\n"
-        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\nError: no such number<|im_end|>\n"
-        '<|im_start|>tool\n7<|im_end|>\n<|im_start|>tool\n{"sum":8}<|im_end|>\n'
+        "<|im_start|>assistant\n<|im_end|>\n<|im_start|>tool\n7<|im_end|>\n"
+        '<|im_start|>tool\n{"sum":8}<|im_end|>\n<|im_start|>tool\nError: no such number<|im_end|>\n'
         '<|im_start|>tool\n{"a":1,"b":null}<|im_end|>\n<|im_start|>user\ngo\non<|im_end|>\n'
         "<|im_start|>assistant\n"
     )
     (interaction,) = stage.journaled(key)
     ids = [one["tool_call_id"] for one in interaction.new_messages if one["role"] == "tool"]
-    assert ids == ["call_3", "call_1", "call_2", "gone"]
+    assert ids == ["call_1", "call_2", "call_3", "gone"]

@@ -11,7 +11,7 @@ from areal_hpc.proxy.dialects.parameter_docs import (
 )
 from areal_hpc.proxy.dialects.refused_parameters import REFUSED_SAMPLING_OF_OTHER_ENGINES
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
-from tests.contract.proxy.parameter_samples import HINTS, REFUSED, USED, body_with
+from tests.contract.proxy.parameter_samples import HINTS, REFUSED, USED, body_with, body_without
 from tests.contract.proxy.talk import QUESTION, ask_least, assert_refused, ignored
 from tests.support.proxy_stage import Stage
 
@@ -33,8 +33,8 @@ def test_used_parameters_are_accepted_and_not_counted(stage: Stage, route: str) 
 
 @pytest.mark.parametrize("route", DIALECT_BY_ROUTE)
 def test_a_hint_changes_nothing_and_is_counted(stage: Stage, route: str) -> None:
-    plain = sent(stage, route, {})
     for name, value in HINTS[route].items():
+        plain = sent(stage, route, body_without(route, name))
         before, note = ignored(stage), f" {route}: {name!r} has no effect here"
         assert sent(stage, route, body_with(route, name, value)) == plain, name
         found = ignored(stage)

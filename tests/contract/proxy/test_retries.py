@@ -22,7 +22,7 @@ def send(
     route: str = "/chat/completions",
     /,
     stream: bool = False,
-    **headers: str,
+    **headers: Any,
 ) -> httpx.Response:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
     named |= {"x-goog-api-key": key} if "models" in route else {"authorization": f"Bearer {key}"}
@@ -51,8 +51,8 @@ def test_only_what_calls_itself_a_repeat_is_one(
     stage: Stage,
     ref: TicketRef,
     route: str,
-    first: Mapping[str, str],
-    second: Mapping[str, str],
+    first: Mapping[str, Any],
+    second: Mapping[str, Any],
     samples: int,
     rows: int,
 ) -> None:

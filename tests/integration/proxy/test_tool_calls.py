@@ -198,7 +198,8 @@ def test_tools_that_may_not_be_called_are_shown_and_not_looked_for(
 ) -> None:
     key = says(stage, CALL)
     headers = {"x-goog-api-key" if "models" in route else "x-api-key": key}
-    for more in ({}, forbidding):
+    free: dict[str, Any] = {}
+    for more in (free, forbidding):
         answer = stage.http.post(f"{stage.url}{route}", json=body | more, headers=headers)
         assert answer.status_code == 200, answer.text
     called, silent = stage.journaled(key)
@@ -220,7 +221,7 @@ def test_the_prompt_has_all_tools_whichever_are_allowed(
             "input": "Hi",
             "tools": [{"type": "function"} | one for one in functions],
         }
-        allowed = [{"type": "function", "name": "sub"}, {"type": "mcp", "server_label": "x"}]
+        allowed: list[Any] = [{"type": "function", "name": "sub"}, {"type": "mcp"}]
         choice: dict[str, Any] = {"type": "allowed_tools", "mode": mode, "tools": allowed}
     else:
         tools = [{"type": "function", "function": one} for one in functions]
