@@ -18,7 +18,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 mirror=${DEBIAN_MIRROR:-http://deb.debian.org/debian}
 keyring=/usr/share/keyrings/debian-archive-keyring.gpg
 slurm_packages=(slurmctld slurmd slurmdbd slurm-client slurm-wlm-basic-plugins slurm-wlm-mysql-plugin)
-slurm_programs=(sacct sacctmgr salloc sattach sbatch sbcast scancel scontrol sdiag sinfo sprio squeue
+programs=(apptainer sacct sacctmgr salloc sattach sbatch sbcast scancel scontrol sdiag sinfo sprio squeue
   sreport srun sshare sstat strigger slurmctld slurmd slurmdbd slurmstepd)
 multiarch=x86_64-linux-gnu
 
@@ -55,22 +55,33 @@ fetch_packages() { # folder, suite, packages
   }
 }
 
-link_programs() { # folder: its programs go to bin/ with the folder's own loader and libraries
-  local made=$1 name program
-  local libraries=$made/usr/lib/$multiarch:$made/lib/$multiarch:$made/usr/lib/$multiarch/slurm-wlm
-  local loader=$made/usr/lib/$multiarch/ld-linux-x86-64.so.2
-  [ -e "$loader" ] || loader=$made/lib/$multiarch/ld-linux-x86-64.so.2
+link_programs() { # folder: its programs go to bin/
+  local made=$1 name program starter=lib/$multiarch/apptainer/bin/starter
   mkdir "$made/bin.part"
-  for name in "${slurm_programs[@]}"; do
+  for name in "${programs[@]}"; do
     for program in "$made"/usr/{bin,sbin}/"$name"{,-wlm}; do # -wlm: what Debian's alternatives choose
-      [ ! -f "$program" ] || [ -L "$program" ] || cp "$program" "$made/bin.part/$name"
+      [ ! -f "$program" ] || [ -L "$program" ] || copy_with_own_libraries "$made" "$program" "bin.part/$name"
     done
-    [ -e "$made/bin.part/$name" ] || continue
-    # RPATH, in which libraries of plugins are searched too, and not RUNPATH.
-    "$loader" --library-path "$libraries" "$made/usr/bin/patchelf" --set-interpreter "$loader" \
-      --force-rpath --set-rpath "$libraries" "$made/bin.part/$name"
   done
+  if [ -e "$made/usr/$starter" ]; then
+    # Apptainer looks for its files from where it lies; its starter takes the folder above lib/ARCH for /usr.
+    mkdir -p "$made/${starter%/*}" "$made/var/lib/apptainer/mnt/session"
+    copy_with_own_libraries "$made" "$made/usr/$starter" "$starter"
+    ln -s ../etc ../var "$made/lib"
+    ln -s . "$made/lib/lib"
+  fi
   mv "$made/bin.part" "$made/bin"
+}
+
+copy_with_own_libraries() { # folder, program, copy in the folder
+  local made=$1 libraries loader
+  libraries=$made/usr/lib/$multiarch:$made/lib/$multiarch:$made/usr/lib/$multiarch/slurm-wlm
+  loader=$made/usr/lib/$multiarch/ld-linux-x86-64.so.2
+  [ -e "$loader" ] || loader=$made/lib/$multiarch/ld-linux-x86-64.so.2
+  cp "$2" "$made/$3"
+  # RPATH, in which libraries of plugins are searched too, and not RUNPATH.
+  "$loader" --library-path "$libraries" "$made/usr/bin/patchelf" --set-interpreter "$loader" \
+    --force-rpath --set-rpath "$libraries" "$made/$3"
 }
 
 check_version() { # name

@@ -12,6 +12,7 @@ from hypothesis import settings
 from xdist.scheduler import LoadScopeScheduling
 
 from tests.support.deadlines import Deadline, get_slowness
+from tests.support.environments import CHECKOUT
 from tests.support.file_durations import estimate_s, get_group
 from tests.support.thoroughness import is_thorough
 
@@ -21,6 +22,8 @@ SHORTEST_S = 0.001
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+# Apptainer as `make slurm-roots` unpacks it, where the machine has none.
+os.environ["PATH"] += f"{os.pathsep}{CHECKOUT / '.roots' / 'apptainer' / 'bin'}"
 # A shell starts what runs in the background deaf to Ctrl-C, and children inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 # A busy machine is slow, not wrong: examples have no deadline.

@@ -9,6 +9,7 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_hpc.sandbox.runtimes.apptainer import find_apptainer
 from tests.support.commands import areal_hpc
 from tests.support.process_commands import submitit_processes
 from tests.support.run_files import events_of, trained_steps
@@ -17,7 +18,7 @@ from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(1500)
 
-ISOLATIONS = ("bwrap", "podman")
+ISOLATIONS = ("bwrap", "podman", *(["apptainer"] if find_apptainer() else []))
 GROUPS, STEPS = 5, 10
 RUN_TIMEOUT_S = 1200.0
 CHECK_TIMEOUT_S = 600.0

@@ -22,7 +22,7 @@ DOCUMENT = CHECKOUT / "docs" / "devcluster.md"
 LOGS = CHECKOUT / ".nightly"
 FAULTS = "tests/slurm/test_faults.py"
 PARTS = {
-    "suite": ("tests/slurm", f"--ignore={FAULTS}"),
+    "suite": ("tests/slurm", f"--ignore={FAULTS}", "--numprocesses=2", "--dist=loadscope"),
     "faults": (FAULTS,),
     "events": ("tests/acceptance/test_slurm_events.py",),
     "learning": ("tests/acceptance/test_slurm_learning.py",),
@@ -37,7 +37,7 @@ def run_part(release: str, part: str) -> bool:
     environ = os.environ | {"TESTS_SLURM": release, "HYPOTHESIS_PROFILE": "thorough"}
     began_s = time.monotonic()
     with log.open("w") as output:
-        command = [sys.executable, "-m", "pytest", "-rfE", *PARTS[part]]
+        command = [sys.executable, "-m", "pytest", "-q", "-rfE", *PARTS[part]]
         code = subprocess.run(
             command, cwd=CHECKOUT, env=environ, stdout=output, stderr=output
         ).returncode
