@@ -16,7 +16,7 @@ SIDE_BY_SIDE := --numprocesses 4 --dist loadscope --no-loadscope-reorder --max-w
 TIERS := tests/unit tests/contract tests/integration $(if $(SLURM),tests/slurm)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-tests framework-programs harnesses harnesses-newest gyms oracles slurm slurm-roots demo test durations \
+.PHONY: help setup setup-tests framework-programs harnesses harnesses-newest gyms oracles slurm slurm-roots demo test tests durations \
   check lint format unit contract integration slurm-tests acceptance nightly soak parity gpu gpu8 clean
 
 help: ## this list
@@ -53,7 +53,10 @@ demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 star
 	@$(BIN)/areal-hpc run recipes/quickstart.yaml $(if $(FRESH),--fresh)
 	@echo "make demo FRESH=1 keeps this run and starts another"
 
-test: check $(if $(SLURM),slurm) ## all that needs no GPU: the checks, then the tests (SLURM=1: those on Slurm too)
+test: setup-tests $(if $(SLURM),slurm) ## all that needs no GPU: checks and tests (SLURM=1: those on Slurm too)
+	@$(MAKE) --no-print-directory --jobs 2 check tests
+
+tests: setup-tests
 	@$(BIN)/python -m tests.support.whole_run $(SIDE_BY_SIDE) $(TIERS)
 
 durations: ## test, and write how long each file takes

@@ -17,10 +17,11 @@ GROUP_LAYOUT = "group_layout_cpu_over_ours"
             ("--pairs", "1", "--trajectories", "8"),
             ["seal_over_raw", "read_over_raw", f"{GROUP_LAYOUT}_write", f"{GROUP_LAYOUT}_read"],
         ),
-        (
+        pytest.param(
             "weights",
             ("--gib", "0.01", "--bucket-mib", "1", "--pairs", "1", "--updates", "0"),
             ["broadcast_over_bare"],
+            marks=pytest.mark.thorough,
         ),
     ],
 )

@@ -88,6 +88,7 @@ def test_doctor_compares_limits_with_the_jobs_of_the_recipe(
     limited.slurm("scancel", waiting)
 
 
+@pytest.mark.thorough
 def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
     limited: Devcluster, tmp_path: Path
 ) -> None:
@@ -109,6 +110,7 @@ def test_a_limit_that_passes_by_itself_is_worth_another_try_and_others_are_not(
     said_by(run.call("cancel", root))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("end", choose(["crash", "stop"], "crash"))
 def test_a_job_that_a_limit_keeps_from_submitting_itself_is_brought_back(
     limited: Devcluster, tmp_path: Path, end: str

@@ -80,6 +80,7 @@ def test_a_killed_process_of_one_cell_is_started_again_beside_the_other(
     assert job.words_of("cell-0") == ["began 1", "done"]
 
 
+@pytest.mark.thorough
 def test_a_cell_that_gives_up_stays_away_until_the_next_start_of_its_job(
     cluster: Devcluster, tmp_path: Path
 ) -> None:

@@ -212,6 +212,7 @@ def unrecorded(
         return list_unrecorded_live_jobs(paths)
 
 
+@pytest.mark.thorough
 def test_a_refused_submission_is_remembered_and_told(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:

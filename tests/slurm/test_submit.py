@@ -100,6 +100,7 @@ ALL_BUT_SFT_HELD = (
 )
 
 
+@pytest.mark.thorough
 def test_a_sweep_is_an_array_for_each_job_and_a_directory_for_each_run(
     cluster: Devcluster, run: Submitting, light: tuple[str, ...]
 ) -> None:

@@ -66,6 +66,7 @@ def record_of(recipe: Path) -> list[dict[str, object]]:
     return found
 
 
+@pytest.mark.thorough
 def test_what_the_recipe_names_is_fetched_once_and_checked(recipe: Path, hub: SmallHub) -> None:
     said_by(prefetch(recipe, hub))
     model, train, valid = record_of(recipe)

@@ -50,6 +50,7 @@ def test_a_route_that_is_not_listed_does_not_exist(cell: Cell) -> None:
     assert cell.control("").status_code == 404
 
 
+@pytest.mark.thorough
 @pytest.mark.usefixtures("before")
 def test_the_server_itself_listens_on_loopback_only(cell: Cell) -> None:
     listening = {

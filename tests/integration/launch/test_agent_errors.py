@@ -108,6 +108,7 @@ def test_an_agent_that_fails_its_trial_tasks_ends_the_run_before_any_ticket(
     assert "raised KeyError: 'anwser'" in capfd.readouterr().out.splitlines()[0]
 
 
+@pytest.mark.thorough
 def test_an_agent_that_blocks_the_event_loop_is_told_and_ctrl_c_is_known(
     start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -125,6 +126,7 @@ def test_an_agent_that_blocks_the_event_loop_is_told_and_ctrl_c_is_known(
     assert capfd.readouterr().out.startswith("the run was stopped by Ctrl-C")
 
 
+@pytest.mark.thorough
 def test_what_a_run_does_is_told_and_a_killed_launcher_is_known(
     start: Callable[..., ScreenedRun], capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,6 +9,7 @@ from tests.support.commands import areal_hpc
 pytestmark = pytest.mark.timeout(400)
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_evaluated_is_said_before_anything_starts(tmp_path: Path) -> None:
     nothing = areal_hpc("eval", tmp_path)
     assert nothing.returncode == 78

@@ -23,10 +23,11 @@ OUTER = "3,5,7,9"
             ("trainer.parallel.dp=2", "inference.replicas_per_cell=2"),
             {"trainer.0": "3", "trainer.1": "5", "inference.0": "7,9"},
         ),
-        (
+        pytest.param(
             "auto",
             ("inference.tp=2", "inference.nodes_per_replica=2"),
             {"trainer.0": "3", "inference.0": "5", "follower.1": "7"},
+            marks=pytest.mark.thorough,
         ),
     ],
 )
@@ -47,6 +48,7 @@ def test_each_process_sees_its_own_gpus_of_those_that_the_launcher_sees(
     assert seen == without | expected
 
 
+@pytest.mark.thorough
 def test_a_recipe_of_one_node_starts_its_servers_on_gpus_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,6 +14,7 @@ from tests.support.small_run import SmallRun, await_none_left, started_from
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.thorough
 def test_a_run_whose_launcher_is_killed_stops_and_completes(model: Path, tmp_path: Path) -> None:
     """Ctrl-C in each phase is in tests/acceptance."""
     overrides = (*started_from(model), "trainer.total_steps=2")

@@ -138,6 +138,7 @@ def test_running_a_finished_run_says_so_and_changes_nothing(finished: SmallRun) 
     assert finished.paths.metrics.read_bytes() == before
 
 
+@pytest.mark.thorough
 def test_a_finished_run_goes_on_from_python_when_more_steps_are_asked_for(
     finished: SmallRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

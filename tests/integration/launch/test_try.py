@@ -18,6 +18,7 @@ from areal_hpc.wire.trajectory import TrajectoryRow
 from tests.support.commands import areal_hpc
 from tests.support.scripted_sglang import LoopThread, Script, ScriptedSGLang, start_web_app
 from tests.support.small_run import WITHOUT_SETS
+from tests.support.thoroughness import choose
 
 AGENTS = "tests.support.trial_agents"
 QUESTION = "How many roads must a man walk down?"
@@ -65,14 +66,17 @@ def test_a_conversation_its_reward_and_its_rows_are_shown(
     assert not (tmp_path / "runs").exists(), "a trial leaves nothing behind"
 
 
+FAILING_AGENTS = [
+    ("MisspellingAgent", "tests/support/trial_agents.py:51\n"),
+    ("SilentAgent", "no call to the model had been answered"),
+    ("WordyAgent", "the agent returned 'good' (str), expected a finite float"),
+    ("ToolAgent", "set inference.tool_call_parser to the model's format"),
+]
+
+
 @pytest.mark.parametrize(
     ("agent", "said"),
-    [
-        ("MisspellingAgent", "tests/support/trial_agents.py:51\n"),
-        ("SilentAgent", "no call to the model had been answered"),
-        ("WordyAgent", "the agent returned 'good' (str), expected a finite float"),
-        ("ToolAgent", "set inference.tool_call_parser to the model's format"),
-    ],
+    choose(FAILING_AGENTS, FAILING_AGENTS[0], FAILING_AGENTS[3]),
 )
 def test_a_failing_agent_is_told_with_its_place_and_ends_with_70(
     agent: str, said: str, recipe: tuple[str, ...]

@@ -118,6 +118,7 @@ class WithSandbox:
             await sandbox.stop()
 
 
+@pytest.mark.thorough
 def test_a_model_repairs_a_module_by_commands(tasks: Path, tmp_path: Path) -> None:
     row = find_row(tasks)
     source = Path(row["harbor"]["folder"], "solution", f"{MODULE}.py").read_text()

@@ -94,6 +94,7 @@ def test_an_endless_answer_is_worth_zero_everywhere(monkeypatch: pytest.MonkeyPa
             assert easy == 1.0
 
 
+@pytest.mark.thorough
 def test_a_wrapper_needs_one_try_of_its_usual_time(caplog: pytest.LogCaptureFixture) -> None:
     async def use() -> tuple[float, float, int]:
         wrapper = AsyncRewardWrapper(math_reward, timeout_seconds=scaled(15.0))

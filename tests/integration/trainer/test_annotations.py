@@ -81,6 +81,7 @@ def test_they_are_what_transformers_finds_with_the_weights_that_the_step_began_w
     assert other["digests"] == report["digests"], "training has not seen them, to the bit"
 
 
+@pytest.mark.thorough
 def test_layouts_agree(ranks: RankServer, sampled: Path, tmp_path: Path) -> None:
     expected = get_annotations(replay(ranks, sampled, tmp_path / "1", "sampled", dp=1)[0])
     for parallel in ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2}):

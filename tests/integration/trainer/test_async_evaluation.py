@@ -6,6 +6,7 @@ from contextlib import ExitStack, closing
 from pathlib import Path
 
 import msgspec
+import pytest
 import torch
 
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
@@ -152,6 +153,7 @@ def test_training_goes_on_and_the_last_step_is_judged(stack: ExitStack, tmp_path
     ]
 
 
+@pytest.mark.thorough
 def test_lost_weights_give_way_to_the_present_ones(stack: ExitStack, tmp_path: Path) -> None:
     court = Court(stack, tmp_path, total_steps=1000)
     court.follow(lambda: court.step == 3, most_steps=3)

@@ -111,6 +111,7 @@ THRIFTY: dict[str, Any] = {
 }  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("parallel", "more"),
     choose([({}, {}), ({"dp": 2}, {}), ({}, THRIFTY)], ({"dp": 2}, {})),
@@ -136,6 +137,7 @@ def test_a_killed_run_ends_with_the_same_bits(
         assert one["digests"] == other["digests"]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("parallel", choose([{"tp": 2}, {"pp": 2}, {"dp": 2}], {"pp": 2}), ids=str)
 def test_a_run_goes_on_in_another_layout(
     ranks: RankServer, stale: Path, tmp_path: Path, parallel: dict[str, int]

@@ -72,6 +72,7 @@ def test_alone_it_has_the_gradient_of_transformers_in_float64(
     assert second["entropy/mean"] > after["entropy/mean"]
 
 
+@pytest.mark.thorough
 def test_layouts_agree(ranks: RankServer, equal: Path, tmp_path: Path) -> None:
     expected = measure(ranks, equal, tmp_path / "1", COEF)
     layouts: tuple[dict[str, int], ...] = ({"cp": 2}, {"dp": 2}, {"tp": 2}, {"pp": 2})

@@ -129,6 +129,7 @@ def test_a_model_that_asks_for_dropout_trains_to_the_same_bits(
     assert outcome.reports[0]["digests"] == expected[1][0]
 
 
+@pytest.mark.thorough
 def test_killed_sft_ends_bit_equal(ranks: RankServer, paths: RunPaths, tmp_path: Path) -> None:
     answers = {one: f"{one} three" for one in ("one", "two", "three", "one two", "three two one")}
 

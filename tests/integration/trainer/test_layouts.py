@@ -22,7 +22,9 @@ from tests.support.deadlines import scaled
 from tests.support.layout_launch import Findings, launch
 from tests.support.layout_worker import make_rows
 from tests.support.parity_table import (
-    FAMILIES,
+    FAMILIES as EVERY_FAMILY,
+)
+from tests.support.parity_table import (
     GRADIENT_BOUND,
     LAYOUTS,
     LOGPROB_BOUND,
@@ -32,9 +34,11 @@ from tests.support.parity_table import (
 from tests.support.rank_server import RankServer
 from tests.support.reference_models import hf_model
 from tests.support.sglang_server import serving
+from tests.support.thoroughness import choose
 
 pytestmark = pytest.mark.timeout(900)
 
+FAMILIES = choose(EVERY_FAMILY, "llama", "qwen3_moe")
 OTHERS = ("TP2", "PP2", "CP2", "DP2, EP2")
 ALL = (*OTHERS, "1")
 RESUMED_FROM = {"PP2": ("TP2",), "CP2": ("PP2",), "DP2, EP2": ("TP2", "PP2"), "1": OTHERS}
@@ -197,6 +201,7 @@ def test_transformers_scores_an_exported_checkpoint_as_the_trainer_did(
     check_logprobs(findings[layout][family]["checkpoint_logprobs"], score)
 
 
+@pytest.mark.thorough
 def test_sglang_scores_an_exported_checkpoint_as_the_trainer_did(
     findings: dict[str, Findings], exported: Export, tmp_path: Path
 ) -> None:

@@ -69,6 +69,7 @@ def test_a_layer_keeps_as_much_as_is_estimated(scenario: Scenario, paths: RunPat
         assert measured == pytest.approx(estimated, rel=0.04), arch.family
 
 
+@pytest.mark.thorough
 @pytest.mark.on_ranks(1)
 def test_recomputed_layers_keep_as_much_as_is_estimated(
     scenario: Scenario, paths: RunPaths

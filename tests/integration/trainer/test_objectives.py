@@ -53,6 +53,7 @@ def train(
     return train_copy(ranks, stale, folder, objective, parallel=parallel, steps=STEPS, more=more)
 
 
+@pytest.mark.thorough
 def test_rows_are_judged_whole_in_layouts(ranks: RankServer, stale: Path, tmp_path: Path) -> None:
     expected = train(ranks, stale, tmp_path / "1", OBJECTIVE)
     assert max(line["staleness/max"] for line in expected) == 2

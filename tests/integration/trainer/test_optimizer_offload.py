@@ -24,8 +24,14 @@ from tests.support.replay_worker import (
     state_of,
     take_step,
 )
+from tests.support.thoroughness import choose
 
 OFFLOADED = {"offload": {"optimizer": True}}
+SETTINGS: list[dict[str, Any]] = [
+    {"dtype": "bfloat16"},
+    {"dtype": "bfloat16", "parallel": {"dp": 2}},
+    {"parallel": {"tp": 2}},
+]
 
 
 def train(
@@ -47,7 +53,7 @@ def digests_of(outcome: TaskExit) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{"dtype": "bfloat16"}, {"dtype": "bfloat16", "parallel": {"dp": 2}}, {"parallel": {"tp": 2}}],
+    choose(SETTINGS, SETTINGS[1]),
     ids=str,
 )
 def test_a_run_ends_with_the_same_bits(

@@ -292,6 +292,7 @@ def test_a_command_that_is_killed_has_done_all_or_nothing(
     assert "quarantined" not in tickets_by_status(paths)
 
 
+@pytest.mark.thorough
 def test_a_replay_sets_aside_what_its_run_did(ranks: RankServer, tmp_path: Path) -> None:
     run = record_run(tmp_path / "run", STEPS)
     write_recipe(run, {**TRAINER, "total_steps": STEPS})

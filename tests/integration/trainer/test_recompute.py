@@ -21,6 +21,7 @@ from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.step import MicroBatch, make_micro_batches_of_this_rank, run_forward_backward
 from tests.support.layout_worker import exported_gradients
 from tests.support.replay_worker import Scenario
+from tests.support.thoroughness import choose
 
 DENSE = Architecture("qwen2", 3, 64, 8, 4, 8, 128, 256, 1e-6, 1e4, None, tied=True)
 MIXTURE = replace(DENSE, family="qwen3_moe", experts=MoeConfig(4, 2, 48, norm_weights=True))
@@ -31,6 +32,12 @@ SETTINGS = [
     {"recompute": "selective", "recompute_modules": ["layernorm"]},
     {"recompute": "full", "offload": True},
     {"offload": True},
+]
+LAYOUTS = [
+    {"parallel": {"tp": 2}},
+    {"parallel": {"pp": 2}},
+    {"parallel": {"cp": 2}},
+    {"parallel": {"dp": 2, "ep": 2}},
 ]
 LENGTHS = (60, 33, 47, 21)
 
@@ -92,10 +99,9 @@ def test_gradients_on_one_rank(scenario: Scenario, paths: RunPaths) -> None:
 
 @pytest.mark.parametrize(
     "scenario",
-    [{"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}, {"parallel": {"cp": 2}},
-     {"parallel": {"dp": 2, "ep": 2}}],
+    choose(LAYOUTS, LAYOUTS[1]),
     indirect=True,
-)  # fmt: skip
+)
 @pytest.mark.on_ranks(2)
 def test_gradients_on_two_ranks(scenario: Scenario, paths: RunPaths) -> None:
     check_settings(ParallelConfig.model_validate(scenario["trainer"]["parallel"]))

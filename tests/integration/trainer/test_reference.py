@@ -142,6 +142,7 @@ KILLS: list[tuple[dict[str, Any], dict[str, int], str]] = [
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("objective", "parallel", "fault"),
     choose(KILLS, KILLS[1]),

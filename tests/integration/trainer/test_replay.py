@@ -88,6 +88,7 @@ def test_recorded_steps_are_replayed_bit_by_bit(recorded: RunPaths, tmp_path: Pa
     assert state["parent"] == "step_00000004"
 
 
+@pytest.mark.thorough
 def test_a_reference_that_followed_the_policy_is_found_again(
     ranks: RankServer, tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ def test_a_reference_that_followed_the_policy_is_found_again(
     assert found[5]["kl/reference"] == expected[5]["kl/reference"] != 0
 
 
+@pytest.mark.thorough
 def test_other_settings_hold_for_the_asked_steps_alone(recorded: RunPaths, tmp_path: Path) -> None:
     words = ("--steps", "2..3", "--out", str(tmp_path / "out"), "trainer.optimizer.lr=1e-4",
              "trainer.objective.proximal=none",

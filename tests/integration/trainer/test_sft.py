@@ -50,6 +50,7 @@ def start(paths: RunPaths) -> subprocess.Popen[bytes]:
     )  # fmt: skip
 
 
+@pytest.mark.thorough
 def test_a_stopped_sft_stage_of_a_run_that_is_cancelled_at_once_saves_nothing(
     paths: RunPaths,
 ) -> None:

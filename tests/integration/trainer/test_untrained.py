@@ -29,6 +29,7 @@ from tests.support.thoroughness import choose
 NAIVE = {"proximal": "none", "off_policy_correction": "none"}
 """The ratio is to the engine's log-probabilities, without a bound below: it can overflow."""
 EQUAL = [0.5] * SAMPLES
+SPLIT = [{"parallel": {"dp": 2, "ep": 2}}, {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}]
 LAYOUTS: list[dict[str, int]] = [{}, {"dp": 2}, {"tp": 2}]
 FAILED, STOPPED = 70, 143
 
@@ -155,7 +156,7 @@ def test_each_optimizer_step_of_a_batch_is_judged_alone(ranks: RankServer, tmp_p
 @pytest.mark.on_ranks(2)
 @pytest.mark.parametrize(
     "scenario",
-    [{"parallel": {"dp": 2, "ep": 2}}, {"parallel": {"tp": 2}}, {"parallel": {"pp": 2}}],
+    choose(SPLIT, SPLIT[0]),
     indirect=True,
 )
 def test_no_layout_learns_from_unusable_gradients(scenario: Scenario, paths: RunPaths) -> None:

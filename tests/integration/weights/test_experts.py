@@ -57,6 +57,7 @@ def cell(
         yield cell
 
 
+@pytest.mark.thorough
 def test_experts_are_compared_and_a_byte_that_changes_on_the_way_is_found(
     cell: Cell, model: transformers.Qwen3MoeForCausalLM
 ) -> None:

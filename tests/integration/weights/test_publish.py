@@ -295,6 +295,7 @@ def test_a_byte_that_changes_on_the_way_is_found(cell: Cell) -> None:
         update(cell, publisher, 1, model)
 
 
+@pytest.mark.thorough
 def test_a_member_killed_in_a_broadcast_costs_its_group_once(cell: Cell, tmp_path: Path) -> None:
     before = incarnations(cell)
 
@@ -327,6 +328,7 @@ def test_a_member_killed_in_a_broadcast_costs_its_group_once(cell: Cell, tmp_pat
     assert restarted > before[1]
 
 
+@pytest.mark.thorough
 def test_a_member_whose_node_vanishes_restarts_no_other(cell: Cell, tmp_path: Path) -> None:
     before = incarnations(cell)
     with (
