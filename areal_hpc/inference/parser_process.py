@@ -7,6 +7,7 @@ what may be shown while a reply is still being said, and keeps what SGLang would
 - SGLang's streaming detectors lose text and swallow calls that turn out to be malformed. So a
   streamed reply is shown up to where a call may begin; the rest is parsed whole at the end.
 - A call that does not parse, or names an unknown tool, is returned as the text it is.
+- So is one that a limit cut: some detectors close it themselves, with the arguments it had by then.
 """
 
 import os
@@ -34,6 +35,16 @@ from sglang.srt.parser.reasoning_parser import ReasoningParser
 MAX_OPEN_REPLIES = 4096
 CALL_MARKER_ATTRIBUTES = ("bot_token", "tool_call_start_token")
 """Attributes in which SGLang's detectors keep the text that begins a call."""
+CALL_END_ATTRIBUTES = (
+    "eot_token",
+    "function_end_token",
+    "suffix",
+    "tool_call_end",
+    "tool_call_end_token",
+    "tool_call_function_end_token",
+)
+"""Those in which they keep the text that ends one, or several."""
+_MARK_PATTERN = re.compile("<[^<>]+>")
 _LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 
 
@@ -172,10 +183,11 @@ class ReplyParser:
         """Line breaks that are part of the reasoning only if more of it follows."""
         self._markers = _list_call_markers(self._calls) if self._calls is not None else []
 
-    def feed(self, text: str, is_last: bool) -> ParserReply:
+    def feed(self, text: str, is_last: bool, is_cut: bool = False) -> ParserReply:
         """What can be shown after the next text, all of it after the last.
 
-        What SGLang fails on is shown as it is, and from then on nothing is parsed.
+        `is_cut` says of the last that the model did not end there itself. What SGLang fails on is
+        shown as it is, and from then on nothing is parsed.
         """
         shown = ParserReply()
         try:
@@ -185,7 +197,7 @@ class ReplyParser:
             self._calls = self._reasoning = None
         self._body += body
         try:
-            shown.text, shown.calls = self._pop_text_and_calls(is_last)
+            shown.text, shown.calls = self._pop_text_and_calls(is_last, is_cut)
         except Exception as error:  # boundary: as above
             shown.error, shown.text = repr(error), self._pop_text_until(len(self._body))
             self._calls = self._reasoning = None
@@ -201,10 +213,15 @@ class ReplyParser:
             reasoning, body = reasoning + more_reasoning, body + more_body
         return self._trim_line_breaks(reasoning, body)
 
-    def _pop_text_and_calls(self, is_last: bool) -> tuple[str, list[ParsedToolCall]]:
+    def _pop_text_and_calls(self, is_last: bool, is_cut: bool) -> tuple[str, list[ParsedToolCall]]:
         """What can be shown of the text outside of the reasoning; calls once it is whole."""
         if is_last:
-            return self._pop_rest_and_calls()
+            whole, cut_call = self._body, ""
+            if is_cut and self._calls is not None and self._calls.has_tool_call(whole):
+                end = _find_end_of_last_closed_call(self._calls, whole)
+                self._body, cut_call = whole[:end], whole[max(end, self._shown_chars) :]
+            text, calls = self._pop_rest_and_calls()
+            return text + cut_call, calls
         if self._calls is None:
             return self._pop_text_until(len(self._body)), []
         if not self._markers or self._calls.has_tool_call(self._body):
@@ -260,6 +277,21 @@ def _list_call_markers(parser: Any) -> list[str]:
     if frames is not None:
         markers.add(frames("x").trigger)
     return sorted(markers - {"", None}, key=len, reverse=True)
+
+
+def _find_end_of_last_closed_call(parser: Any, body: str) -> int:
+    """Index behind the last end of a call; that of the body in a format that marks none.
+
+    Calls of such a format are literals, which do not parse before they are whole.
+    """
+    ends = {getattr(parser.detector, name, "") for name in CALL_END_ATTRIBUTES}
+    frames = _get_structure_info(parser)
+    if frames is not None:
+        end = frames("x").end
+        ends.update(_MARK_PATTERN.findall(end)[:1] or [end])
+    ends -= {"", None}
+    found = [body.rfind(end) + len(end) for end in ends if end in body]
+    return max(found, default=0 if ends else len(body))
 
 
 def _count_partial_marker_chars(text: str, markers: Sequence[str]) -> int:
@@ -321,7 +353,7 @@ class ParseRequestHandler:
             return ParserReply(is_unknown=True)
         if request.last:
             del self._replies[request.reply]
-        return reply.feed(request.text, request.last)
+        return reply.feed(request.text, request.last, request.cut)
 
 
 def main() -> None:

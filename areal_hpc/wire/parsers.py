@@ -28,6 +28,8 @@ class ParseChunkRequest(Struct, tag="parse", frozen=True):
     """Numbers the reply to the client whose text this is."""
     text: str
     last: bool
+    cut: bool = False
+    """Of the last text: the model did not end the reply itself, as at a limit of tokens."""
     opening: ReplyParseContext | None = None
     """Comes with the first text."""
 

@@ -88,7 +88,7 @@ class CompletionService:
             answers = await _gather_or_cancel(
                 [self._generate_choice(prompt, choice) for choice in range(call.n)]
             )
-            said = [await self._parse_reply(prompt, answer.generation.text) for answer in answers]
+            said = [await self._parse_reply(prompt, answer.generation) for answer in answers]
             return [
                 self._record_reply(prompt, choice, answer, said[choice])
                 for choice, answer in enumerate(answers)
@@ -119,14 +119,15 @@ class CompletionService:
 
         return await self._generate_with_failover(prompt, choice_index, generate)
 
-    async def _parse_reply(self, prompt: PreparedCall, text: str) -> ReplyContent:
+    async def _parse_reply(self, prompt: PreparedCall, generation: Generation) -> ReplyContent:
+        text, is_cut = generation.text, not generation.ends_with_stop_token
         if self._parsers is None or prompt.parseable_tools is None:
             return ReplyContent(text)
         said = ReplyContent()
         reader = self._parsers.build_reply_parser(
             prompt.parseable_tools, prompt.turn.text_after_messages
         )
-        said.append_and_assign_call_ids(await reader.feed(text, is_last=True))
+        said.append_and_assign_call_ids(await reader.feed(text, is_last=True, is_cut=is_cut))
         return said
 
     async def stream(self, session: Session, call: ModelCall, answer_id: str) -> ReplyStream:
@@ -196,7 +197,8 @@ class CompletionService:
                 lambda: failover.is_possible and not reply_stream.abandoned,
             )
             if reader is not None:
-                rest = await reader.feed("", is_last=True)
+                is_cut = not answer.generation.ends_with_stop_token
+                rest = await reader.feed("", is_last=True, is_cut=is_cut)
                 said.append_and_assign_call_ids(rest)
                 reply_stream.put(ReplyChunk(choice_index, rest, EMPTY_CHUNK))
             if reply_stream.abandoned:

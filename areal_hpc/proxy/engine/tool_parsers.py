@@ -230,8 +230,8 @@ class RemoteReplyParser:
         self._opening: ReplyParseContext | None = parse_context
         self._number = parsers.allocate_id()
 
-    async def feed(self, text: str, *, is_last: bool = False) -> ReplyContent:
-        """What the next text adds.
+    async def feed(self, text: str, *, is_last: bool = False, is_cut: bool = False) -> ReplyContent:
+        """What the next text adds; `is_cut` says of the last that the model did not end there.
 
         Text that the parsers fail on is shown as it is: the reply is worth more than its form.
 
@@ -239,7 +239,7 @@ class RemoteReplyParser:
             ProxyRequestError: The parsers died, or were stuck, in the middle of a streamed reply.
         """
         request = ParseChunkRequest(
-            self._parsers.allocate_id(), self._number, text, is_last, self._opening
+            self._parsers.allocate_id(), self._number, text, is_last, is_cut, self._opening
         )
         try:
             try:

@@ -12,7 +12,9 @@ import pytest
 from anthropic import Anthropic
 from anthropic.types import Message
 
+from areal_hpc.jobs.environment import get_interpreter
 from areal_hpc.wire.ledger import TicketRef
+from tests.support.chatml import REASONING_CHATML, write_model_dir
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
 from tests.support.scripted_sglang import Script
@@ -652,3 +654,29 @@ def test_a_chat_may_demand_a_custom_tool_whose_input_has_a_form(stage: Stage) ->
     refused = stage.chat(says(stage, "x"), wrong, tools=tools)
     assert refused.status_code == 400
     assert "messages[1].tool_calls[0]" in refused.text
+
+
+def test_a_call_that_a_limit_cut_is_text_and_ends_by_length(tmp_path: Path) -> None:
+    whole = (
+        "<tool_call>\n<function=add>\n<parameter=x>\n3\n</parameter>\n"
+        "<parameter=y>\n4\n</parameter>\n</function>\n</tool_call>"
+    )
+    coder = Stage(
+        tmp_path,
+        model_dir=write_model_dir(tmp_path / "model", template=REASONING_CHATML),
+        tool_call_parser="qwen3_coder",
+        serve_python=get_interpreter("serve", "auto"),
+    )
+    try:
+        for text, calls in ((whole[: whole.index("</parameter>")], 0), (whole, 1)):
+            for stream in (False, True):
+                script = Script(text, finish="length")
+                coder.sglang.script = lambda request, script=script: script
+                _, key = coder.open_session(TicketRef(1, 0))
+                answer = coder.chat(key, QUESTION, tools=[CHAT_TOOL], stream=stream)
+                assert '"finish_reason":"length"' in answer.text
+                (interaction,) = coder.journaled(key)
+                assert len(interaction.reply.get("tool_calls", [])) == calls
+                assert interaction.reply["content"] == ("" if calls else text)
+    finally:
+        coder.close()
