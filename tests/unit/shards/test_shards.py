@@ -141,7 +141,7 @@ def test_the_index_tells_rewards_and_the_oldest_sampling_weights(paths: RunPaths
     (shard,) = read_index(paths.shard_index_dir)
     rewards = [reward for one in shard.tickets for reward in one.rewards]
     assert rewards[-1] == 0.1  # where the column has its neighbor in single precision
-    assert np.float32(rewards).tolist() == reader.read_column("reward").tolist()
+    assert np.array(rewards, np.float32).tolist() == reader.read_column("reward").tolist()
     assert [one.oldest_version for one in shard.tickets] == [(1 << 32) + 1, (1 << 32) + 5]
 
 
