@@ -82,7 +82,7 @@ def check_learning_signal(rows: Sequence[TrainedStepRow], config: AlertsConfig) 
     if all(map(_is_mostly_solved, rows[-wanted:])):
         return alert(
             level="note",
-            message=f"the tasks are solved: {since} have {equal:.0%} of groups without an advantage, "
+            message=f"the tasks are solved: {since} have {equal:.0%} of groups without advantage, "
             "nearly all of them at the best one",
             hint="stop here, or train on harder tasks",
         )

@@ -17,7 +17,6 @@ from areal_hpc.proxy.sessions.sealing import TicketSealer
 from areal_hpc.proxy.sessions.store import Session, compute_key_digest, generate_key
 from areal_hpc.recipe.sections.proxy_and_shards import ProxyConfig
 from areal_hpc.session.auxiliary import (
-    find_auxiliary_reply_reasons,
     find_conversation_replies,
     list_conversations,
 )

@@ -118,9 +118,7 @@ def test_a_report_says_what_the_files_of_the_run_say(tmp_path: Path) -> None:
     assert "steps limited 8 by generation" in text
     assert "process_exited (cell-2)" in text
     assert "the run is limited by generation" in text
-    assert (
-        "made/run: step 0 to 8 4 0.250 0.750 +0.500 [-inf, +inf] no difference is shown" in text
-    )
+    assert "made/run: step 0 to 8 4 0.250 0.750 +0.500 [-inf, +inf] no difference is shown" in text
     assert "entropy/mean 0.5 nats 0.325 nats 0.15 nats" in text
     assert "trainer.checkpoint_every_steps 5 1" in text, "key, default and value"
     (one,) = report.runs
