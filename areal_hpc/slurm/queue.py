@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from areal_hpc.errors import ClusterError, SlurmCommandError, SlurmTimeoutError
 from areal_hpc.slurm.commands import build_comma_lists, parse_slurm_timestamp, run_slurm_command
 from areal_hpc.slurm.states import UNKNOWN_STATE, JobPhase, JobState, parse_canceller, parse_state
+from areal_hpc.slurm.versions import parse_exit_status
 from areal_hpc.wire.backoff import Backoff
 
 SQUEUE_COLUMNS = (
@@ -112,8 +113,8 @@ def parse_squeue(text: str) -> list[SlurmJobRecord]:
 
 
 def _parse_squeue_row(cells: Sequence[str]) -> SlurmJobRecord:
-    job_id, state, reason, nodes, start, end, restarts, wait_status, name, *rest = cells[:-1]
-    status = int(wait_status) if wait_status.isdigit() else 0
+    job_id, state, reason, nodes, start, end, restarts, exit_status, name, *rest = cells[:-1]
+    exit_code, signal = parse_exit_status(exit_status)
     return SlurmJobRecord(
         job_id=job_id,
         state=parse_state(state),
@@ -122,8 +123,8 @@ def _parse_squeue_row(cells: Sequence[str]) -> SlurmJobRecord:
         started_or_expected_at=parse_slurm_timestamp(start),
         ended_or_latest_end_at=parse_slurm_timestamp(end),
         restarts=int(restarts) if restarts.isdigit() else None,
-        exit_code=status >> 8 & 0xFF,
-        signal=status & 0x7F,
+        exit_code=exit_code,
+        signal=signal,
         name=name,
         comment="|".join(rest),
     )

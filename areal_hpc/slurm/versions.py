@@ -1,14 +1,19 @@
 """Differences between releases of Slurm, 22.05 to 26.05, and what is proven on which.
 
 Everything else that this package asks of Slurm is the same in all of them. The words of states and
-reasons are in `states.py` and `reasons.py`, each under the releases that have it.
+reasons are in `states.py` and `reasons.py`, each under the releases that have it. One difference
+needs nothing of us: from 24.05 Slurm itself requeues a preempted job that ends at the warning
+(`GRACE_PREEMPT` of its job_mgr.c), though its work may be done; it finds that out as it starts.
 """
 
 import re
 from datetime import datetime
 
 PROVEN_RELEASES = ("22.05", "24.11", "26.05")
-"""Releases that the tests on devclusters run on; docs/devcluster.md has what was seen on each."""
+"""Releases that devclusters can be of, and the tests run on: those of Debian 12, Debian 13 and sid.
+
+docs/devcluster.md has what was seen on each.
+"""
 
 _ERROR_LINE_PATTERN = re.compile(
     # To 24.11, and srun in all: `slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT ...`
@@ -39,6 +44,16 @@ def describe_proof(version: str) -> str:
 def is_proven_or_between(version: str) -> bool:
     """True of releases from the oldest to the newest that the tests run on."""
     return PROVEN_RELEASES[0] <= parse_release(version) <= PROVEN_RELEASES[-1]
+
+
+def parse_exit_status(text: str) -> tuple[int, int]:
+    """Exit code and signal of a job, in squeue's column `exit_code`; zeros where there is none."""
+    code, colon, signal = text.partition(":")
+    if not code.isdigit():
+        return 0, 0
+    if colon:  # from 23.02: `1:0`
+        return int(code), int(signal) if signal.isdigit() else 0
+    return int(code) >> 8 & 0xFF, int(code) & 0x7F  # 22.05: the status of wait(2), `256`
 
 
 def is_slurm_error_line(line: str) -> bool:

@@ -147,8 +147,7 @@ class SlurmRun:
 
     def restarts(self, job: str) -> int:
         """How often Slurm has requeued it."""
-        shown = self.cluster.slurm("scontrol", "show", "job", self.job_id(job), "--oneliner")
-        return int(shown.split(" Restarts=")[1].split()[0])
+        return self.cluster.restarts(self.job_id(job))
 
     # Files -----------------------------------------------------------------------------------
 

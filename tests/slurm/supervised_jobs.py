@@ -196,7 +196,7 @@ class SupervisedJob:
 
     def restarts(self) -> int:
         """How often Slurm has requeued it."""
-        return int(self.shown().split(" Restarts=")[1].split()[0])
+        return self.cluster.restarts(self.job_id)
 
     def outcome(self) -> TaskExit:
         """The first task's last word."""

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from areal_hpc.slurm.versions import is_slurm_error_line
 from tests.support.devclusters import Devcluster
 from tests.support.environments import CHECKOUT
 
@@ -56,7 +57,7 @@ def test_processes_of_ours_are_the_nodes_shortage_and_commands_in_a_sandbox_thei
     program.write_text(PROGRAM)
     run = f"PYTHONPATH={CHECKOUT} OMP_NUM_THREADS=1 {sys.executable} {program}"
     job = cluster.submit(run, "--partition=priority", "--mem=500")
-    told = [line for line in cluster.await_output(job, 3) if not line.startswith("slurmstepd")]
+    told = [line for line in cluster.await_output(job, 3) if not is_slurm_error_line(line)]
     ran_out = "the memory of the job, or of the node, ran out"
     assert told == [
         f"NodeResourceShortageError | the gym was killed: {ran_out}",

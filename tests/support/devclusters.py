@@ -24,7 +24,7 @@ from tests.support.waiting import wait_for
 NETWORK_LINKS = Path("/sys/class/net")
 CONTROL_GROUPS = Path("/sys/fs/cgroup")
 TESTED_RELEASE = os.environ.get("TESTS_SLURM", "")
-"""Release of Slurm that tests run on, one of `roots.VERSIONS`; empty for the machine's own."""
+"""Release of Slurm that tests run on, one of `PROVEN_RELEASES`; empty for the machine's own."""
 SLURM_POLL_S = 0.2
 """Between two questions to Slurm: each is a process of its own."""
 
@@ -95,6 +95,11 @@ class Devcluster:
 
     def job_state(self, job: str) -> str:
         return self.slurm("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
+
+    def restarts(self, job: str) -> int:
+        """How often Slurm has requeued a job."""
+        shown = self.slurm("scontrol", "show", "job", job, "--oneliner")
+        return int(shown.split(" Restarts=")[1].split()[0])
 
     def await_state(self, job: str, *states: str) -> None:
         """Return once a job is in one of these states."""

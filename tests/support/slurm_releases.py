@@ -2,7 +2,7 @@
 
     python -m tests.support.slurm_releases RELEASE PART...
 
-`RELEASE` is one of `roots.VERSIONS`; parts are the keys of `PARTS`. What came of each goes to
+`RELEASE` is one of `PROVEN_RELEASES`; parts are the keys of `PARTS`. What came of each goes to
 `benchmarks/results/slurm_releases.json` and the table, with the version that Slurm itself prints.
 """
 
@@ -13,7 +13,9 @@ import sys
 import time
 from typing import Any
 
-from areal_hpc.slurm.devcluster.roots import VERSIONS, find_slurm_root, get_programs_dir
+from areal_hpc.slurm.devcluster.processes import get_search_path
+from areal_hpc.slurm.devcluster.roots import find_slurm_root, get_programs_dir
+from areal_hpc.slurm.versions import PROVEN_RELEASES
 from tests.support.environments import CHECKOUT
 from tests.support.results import read_results, write_results
 from tests.support.tables import markdown, write_table
@@ -52,7 +54,9 @@ def run_part(release: str, part: str) -> bool:
     }
     measured = read_results("slurm_releases", {})
     measured.setdefault(release, {})[part] = figures
-    write_results("slurm_releases", {one: measured[one] for one in VERSIONS if one in measured})
+    write_results(
+        "slurm_releases", {one: measured[one] for one in PROVEN_RELEASES if one in measured}
+    )
     write_table(DOCUMENT, "releases", table())
     return code == 0
 
@@ -60,8 +64,8 @@ def run_part(release: str, part: str) -> bool:
 def read_version(release: str) -> str:
     """What the release's Slurm calls itself."""
     root = find_slurm_root(release)
-    program = f"{get_programs_dir(root)}/squeue" if root else "squeue"
-    return subprocess.check_output([program, "--version"], text=True).strip()
+    path = f"{get_programs_dir(root)}:{get_search_path()}" if root else get_search_path()
+    return subprocess.check_output(["slurmctld", "-V"], text=True, env={"PATH": path}).strip()
 
 
 def table() -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from areal_hpc.cli.arguments import UNHEALTHY_EXIT_CODE, CommandGroup
 from areal_hpc.errors import RecipeError
 from areal_hpc.slurm.devcluster.paths import DevclusterPaths, get_default_root
-from areal_hpc.slurm.devcluster.roots import VERSIONS, get_programs_dir
+from areal_hpc.slurm.versions import PROVEN_RELEASES
 
 BENCHMARKS_DIR = Path(__file__).resolve().parents[3] / "benchmarks"
 
@@ -113,7 +113,7 @@ def _add_devcluster_commands(commands: CommandGroup) -> None:
     add("--cpus-per-node", type=int, metavar="N", help="CPUs that each node reports (16)")
     add("--grace-s", type=int, metavar="S", help="preemption grace period in seconds (15)")
     slurm = "release of Slurm (the machine's own); others are unpacked by `make slurm-roots`"
-    add("--slurm", choices=VERSIONS, help=slurm)
+    add("--slurm", choices=PROVEN_RELEASES, help=slurm)
     no_accounting = "without slurmdbd and sacct"
     add("--no-accounting", dest="accounting", action="store_false", help=no_accounting)
     add("--loopback", dest="namespaces", action="store_false", help="no namespaces, even as root")
@@ -150,6 +150,7 @@ def _stop_and_remove_devcluster(arguments: argparse.Namespace) -> int:
 
 def _print_slurm_conf_export(arguments: argparse.Namespace) -> int:
     from areal_hpc.slurm.devcluster.cluster import read_plan
+    from areal_hpc.slurm.devcluster.roots import get_programs_dir
 
     made = read_plan(_get_devcluster_paths(arguments))
     print(f"export SLURM_CONF={shlex.quote(str(made.paths.slurm_conf))}")

@@ -1,8 +1,8 @@
 """Sandboxes of Apptainer (or SingularityCE), the container program of most clusters.
 
-Not run on the real program, which no registry here has: its command line is that of its
-documentation, and what tests run in its place takes no other. Limits, network and the filter of
-system calls are made here, as for enroot; namespaces of processes and the root are Apptainer's.
+Tests run on Apptainer 1.4.5 where `make slurm-roots` unpacked it, else on a stand-in that takes no
+other options than its documentation has. Limits, network and the filter of system calls are made
+here, as for enroot; namespaces of processes and the root are Apptainer's.
 """
 
 import shutil

@@ -141,7 +141,7 @@ def read_plan(paths: DevclusterPaths) -> DevclusterPlan:
 
 def read_slurm_version(plan: DevclusterPlan) -> str:
     """What the cluster's Slurm calls itself, such as `slurm-wlm 24.11.5`."""
-    return processes.run_command_unchecked(("squeue", "--version"), plan.environ).stdout.strip()
+    return processes.run_command_unchecked(("slurmctld", "-V"), plan.environ).stdout.strip()
 
 
 def stop_and_remove_cluster(paths: DevclusterPaths) -> bool:

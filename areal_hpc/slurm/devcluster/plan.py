@@ -58,7 +58,7 @@ class DevclusterSettings:
     namespaces: bool = True
     """One network, host-name, process and mount namespace per node; otherwise loopback ports."""
     slurm: str = ""
-    """Release of Slurm, one of `roots.VERSIONS`; empty for the machine's own, whatever it is."""
+    """Release of Slurm, one of `versions.PROVEN_RELEASES`; empty for the machine's own."""
 
     def __post_init__(self) -> None:
         for key, least, most in (

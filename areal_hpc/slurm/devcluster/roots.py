@@ -4,15 +4,13 @@ A root's programs name their own loader and libraries: they run in the machine's
 and so does what they start. Munge and MariaDB are the machine's, whatever the version.
 """
 
-import re
 from pathlib import Path
 
 from areal_hpc.checkout import find_checkout
-from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.slurm.commands import run_slurm_command
+from areal_hpc.errors import RecipeError
+from areal_hpc.slurm.devcluster import processes
+from areal_hpc.slurm.versions import PROVEN_RELEASES, parse_release
 
-VERSIONS = ("22.05", "24.11", "26.05")
-"""Releases that a devcluster can be of: those of Debian 12, Debian 13 and sid."""
 _PLUGIN_DIR = "usr/lib/x86_64-linux-gnu/slurm-wlm"
 
 
@@ -42,7 +40,7 @@ def list_unpacked_versions(checkout: Path) -> list[str]:
     """Versions that have a root in a checkout, oldest first."""
     return [
         version
-        for version in VERSIONS
+        for version in PROVEN_RELEASES
         if (checkout / ".roots" / version / "bin" / "slurmctld").exists()
     ]
 
@@ -60,8 +58,7 @@ def get_plugin_dir(slurm_root: str) -> str:
 def _read_own_version() -> str:
     """Release of the machine's own Slurm, as in `22.05`; empty where there is none."""
     try:
-        said = run_slurm_command("squeue", "--version")
-    except ClusterError:
+        said = processes.run_command_unchecked(("slurmctld", "-V"), {}).stdout
+    except FileNotFoundError:
         return ""
-    found = re.search(r"\b\d\d\.\d\d(?=\.)", said)
-    return found[0] if found else ""
+    return parse_release(said)

@@ -9,6 +9,7 @@ from areal_hpc.slurm.versions import (
     find_error_time,
     is_proven_or_between,
     is_slurm_error_line,
+    parse_exit_status,
     parse_release,
 )
 
@@ -41,6 +42,16 @@ def test_an_error_of_srun_has_no_time() -> None:
 )
 def test_what_programs_log_is_no_error_of_slurm(line: str) -> None:
     assert not is_slurm_error_line(line)
+
+
+@pytest.mark.parametrize(
+    ("printed", "status"),
+    [("256", (1, 0)), ("9", (0, 9)), ("1:0", (1, 0)), ("0:9", (0, 9)), ("0", (0, 0)), ("", (0, 0))],
+)
+def test_exit_statuses_are_those_of_22_05_and_of_later_ones(
+    printed: str, status: tuple[int, int]
+) -> None:
+    assert parse_exit_status(printed) == status
 
 
 @pytest.mark.parametrize(
