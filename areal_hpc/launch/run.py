@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import re
 import shlex
 import signal
 import sys
@@ -28,6 +29,7 @@ from areal_hpc.view.state.run_state import read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
+_REFERENCE_PATTERN = re.compile(r"(\\*)\$\{")
 STOPPING_MESSAGE = "\nstopping; jobs have a moment to save a checkpoint"
 
 
@@ -81,7 +83,7 @@ def run(
         ClusterError: Another launcher works in this run directory, or the allocation ends.
         JobFailedError: A job failed for good.
     """
-    recipe = _load_with_overrides(recipe, overrides)
+    recipe = load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
     if not fresh and report_if_finished(recipe, paths, new_run_hint):
         return _read_run_result(paths, "finished")
@@ -129,7 +131,7 @@ def submit(
         ClusterError: There is no Slurm here, or jobs of the run wait or run.
         JobFailedError: A job failed for good while this waited.
     """
-    recipe = _load_with_overrides(recipe, overrides)
+    recipe = load_with_overrides(recipe, overrides)
     paths = RunPaths(recipe.run_dir.resolve())
     if not fresh and report_if_finished(recipe, paths, new_run_hint):
         return _read_run_result(paths, "finished")
@@ -244,13 +246,22 @@ def say(message: str) -> None:
     print(message, flush=True)
 
 
-def _load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
-    given = [f"{key}={json.dumps(value, default=str)}" for key, value in overrides.items()]
-    if not isinstance(recipe, Recipe):
-        return load_recipe(recipe, given)
-    if not given:
-        return recipe
-    return merge_overrides(recipe, given)
+def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
+    """A recipe with other values of its keys, which are what they are: no text is read as YAML."""
+    texts = {key: json.dumps(value, default=str) for key, value in overrides.items()}
+    if isinstance(recipe, Recipe):
+        given = [f"{key}={text}" for key, text in texts.items()]
+        return merge_overrides(recipe, given) if given else recipe
+    # A text given in Python is itself: what looks like a reference to a key in it is escaped.
+    return load_recipe(
+        recipe,
+        [f"{key}={_REFERENCE_PATTERN.sub(_escape_reference, one)}" for key, one in texts.items()],
+    )
+
+
+def _escape_reference(found: re.Match[str]) -> str:
+    """The beginning of a reference in JSON, with a backslash and those before it doubled."""
+    return found[1] * 2 + r"\\${"
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:

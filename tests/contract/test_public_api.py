@@ -11,6 +11,7 @@ import areal_hpc
 from areal_hpc.areal import PPOTrainer
 from areal_hpc.areal.api import AsyncRewardWrapper
 from areal_hpc.areal.experimental.openai import ArealOpenAI
+from areal_hpc.launch.run import load_with_overrides
 from tests.support.deadlines import scaled
 
 IMPORT = """
@@ -55,6 +56,15 @@ def test_keys_of_a_recipe_are_overridden() -> None:
         areal_hpc.run(recipe, trainer={"total_stps": 2})
     with pytest.raises(areal_hpc.RecipeError, match="total_stps"):
         areal_hpc.submit("recipes/quickstart.yaml", trainer={"total_stps": 2})
+
+
+@pytest.mark.parametrize(
+    "text", ["costs ${trainer.total_steps}", "\\\\${x}", "null", "1e5", "[a]", "a: b", "", "0x1F"]
+)
+def test_a_text_given_in_python_is_not_read_as_yaml(text: str) -> None:
+    for recipe in ("recipes/quickstart.yaml", areal_hpc.load_recipe("recipes/quickstart.yaml")):
+        loaded = load_with_overrides(recipe, {"rollout": {"workflow_kwargs": {"text": text}}})
+        assert loaded.rollout.workflow_kwargs["text"] == text
 
 
 def types(client: areal_hpc.ArealOpenAI, trainer: PPOTrainer) -> None:

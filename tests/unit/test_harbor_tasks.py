@@ -218,3 +218,25 @@ def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> Non
         right, wrong = module.faults[0]
         faulty = module.source.replace(right, wrong, 1)
         assert len(list(draw_cases(module, faulty, random.Random(1)))) >= 7
+
+
+@pytest.mark.parametrize(
+    ("container", "work_dir", "variables", "built"),
+    [
+        ("FROM x\nRUN <<EOF\nENV A=1\nCOPY a /b\nWORKDIR /c\nEOF\nENV B=2\n", "", {"B": "2"}, 1),
+        ("FROM x\nRUN <<-'E' cat\n\tENV A=1\n\tE\nWORKDIR /d\n", "/d", {}, 1),
+        ("FROM x\nCOPY <<A <<B /app/\nENV A=1\nA\nENV B=1\nB\nENV C=3\n", "", {"C": "3"}, 1),
+        ("# escape=`\nFROM x\nENV A=1 `\n  B=2\nWORKDIR /e\n", "/e", {"A": "1", "B": "2"}, 0),
+        ("FROM x AS one\nWORKDIR /one\nENV A=1\nRUN make\nFROM y\nENV B=2\n", "", {"B": "2"}, 0),
+        ("FROM --platform=p x AS one\nENV A=1\nFROM one\nWORKDIR /f\n", "/f", {"A": "1"}, 0),
+        ("FROM x\nADD app.tgz /app/\n", "", {}, 1),
+        ("FROM x\nRUN cat <<< word\nENV A=1\n", "", {"A": "1"}, 1),
+    ],
+)
+def test_a_dockerfile_is_read_as_docker_reads_it(
+    tmp_path: Path, container: str, work_dir: str, variables: dict[str, str], built: int
+) -> None:
+    (tmp_path / "Dockerfile").write_text(container)
+    found = read_container_file(tmp_path / "Dockerfile")
+    assert (found.work_dir, found.variables, found.copies) == (work_dir, variables, [])
+    assert len(found.instructions_needing_build) == built

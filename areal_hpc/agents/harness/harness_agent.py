@@ -168,7 +168,8 @@ class HarnessAgent:
 
 
 def insert_task_into_command(command: Sequence[str], task: str) -> list[str]:
-    """The command with the task's text in its place."""
+    """The command with the task's text in its place; one that begins as an option gets a space."""
+    task = f" {task}" if task.startswith("-") else task
     if any(TASK_PLACEHOLDER in word for word in command):
         return [word.replace(TASK_PLACEHOLDER, task) for word in command]
     return [*command, task]

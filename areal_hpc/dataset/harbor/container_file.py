@@ -8,12 +8,14 @@ import json
 import posixpath
 import re
 import shlex
+from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
 
-_INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"FROM", "LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
+_HEREDOC_PATTERN = re.compile(r"(?<!<)<<(-?)([\"']?)(\w+)\2")
+_INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
 """Instructions that change no file and no command."""
 
 
@@ -35,9 +37,14 @@ def read_container_file(path: Path) -> ContainerFile:
     Raises:
         RecipeError: A file that it copies is not there, or lies outside; or it cannot be read.
     """
-    found = ContainerFile()
+    found, stages = ContainerFile(), dict[str, ContainerFile]()
     for line in _split_into_instructions(path.read_text(errors="replace")):
         name, *rest = line.split(maxsplit=1)
+        if name.upper() == "FROM":  # only the last stage is what a task runs in
+            image, *stage_name = [one for one in "".join(rest).split() if one[:2] != "--"] or [""]
+            found = deepcopy(stages.get(image, ContainerFile()))
+            stages[stage_name[-1] if stage_name else str(len(stages))] = found
+            continue
         try:
             _apply_instruction(found, name.upper(), "".join(rest).strip(), path)
         except ValueError as error:
@@ -50,10 +57,19 @@ def read_container_file(path: Path) -> ContainerFile:
 
 
 def _split_into_instructions(text: str) -> list[str]:
-    """Instructions, each on one line."""
+    """Instructions, each on one line; the lines of a here-document belong to its own."""
+    escape = re.match(r"\s*#\s*escape\s*=\s*([`\\])", text, re.IGNORECASE)
+    mark = re.escape(escape[1] if escape else "\\")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    joined = re.sub(r"\\[ \t]*\n", " ", "\n".join(lines))
-    return [line.strip() for line in joined.splitlines() if line.strip()]
+    rest = iter(re.sub(rf"{mark}[ \t]*\n", " ", "\n".join(lines)).splitlines())
+    instructions = []
+    for line in rest:
+        for dash, _, delimiter in _HEREDOC_PATTERN.findall(line):
+            while (inner := next(rest, delimiter)) != delimiter:
+                if dash and inner.lstrip("\t") == delimiter:
+                    break
+        instructions.append(line.strip())
+    return [line for line in instructions if line]
 
 
 def _apply_instruction(
@@ -81,7 +97,8 @@ def _parse_variables(arguments: str) -> dict[str, str]:
 
 def _is_plain_local_copy(arguments: str) -> bool:
     options = "--from|--chmod|--exclude|--parents"
-    return not re.search(rf"{options}|https?://|\$|<<|\*|\.tar|git@", arguments)
+    archives = r"\.tar|\.t[gbx]z|\.(?:gz|bz2|xz|zst)\b"
+    return not re.search(rf"{options}|https?://|\$|<<|\*|{archives}|git@", arguments)
 
 
 def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> list[tuple[str, str]]:

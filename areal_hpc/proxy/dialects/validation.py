@@ -1,5 +1,7 @@
 """Request validation shared by all dialects."""
 
+import codecs
+import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -32,6 +34,9 @@ MAX_TOP_K = 2**31 - 1
 TopK = Annotated[int, Meta(ge=-1, le=MAX_TOP_K)]
 ToolName = Annotated[str, Meta(min_length=1)]
 
+_HIGH, _LOW = rb"\\u[dD][89abAB][0-9a-fA-F]{2}", rb"\\u[dD][c-fC-F][0-9a-fA-F]{2}"
+_LONE_ESCAPE_PATTERN = re.compile(_HIGH + b"(?!" + _LOW + b")|(?<!" + _HIGH + b")" + _LOW)
+_LONE_SURROGATE_PATTERN = re.compile("[\ud800-\udfff]")
 _ERROR_PATH_PATTERN = re.compile(r" - at `\$\.?([^`]*)`$")
 _FIELD_ERROR_PATTERN = re.compile(r"(unknown|missing required) field `([^`]+)`")
 
@@ -53,7 +58,10 @@ def decode_request_json(
     decoder = _get_decoder(json_type)
     try:
         if isinstance(body, bytes):
+            body = body.removeprefix(codecs.BOM_UTF8)
             body.decode()  # a decoder passes over texts that its form does not ask for
+            if _LONE_ESCAPE_PATTERN.search(body):
+                body = _replace_lone_surrogates(body)
         try:
             return decoder.decode(body)
         except msgspec.ValidationError:  # perhaps of a null, which few requests hold
@@ -66,8 +74,14 @@ def decode_request_json(
             )
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:
         raise ProxyRequestError(400, f"the body is not JSON: {error}") from error
+
+
+def _replace_lone_surrogates(body: bytes) -> bytes:
+    """JSON with a sign of its own for each half of a pair, which no UTF-8 holds."""
+    text = json.dumps(json.loads(body), ensure_ascii=False)
+    return _LONE_SURROGATE_PATTERN.sub("\N{REPLACEMENT CHARACTER}", text).encode()
 
 
 @cache
@@ -114,6 +128,11 @@ def check_token_ids(model: ServedModel, key: str, tokens: Iterable[int | str] | 
             raise ProxyRequestError(
                 400, f"{key} takes token ids below {vocab_size}, got {token!r}", key=key
             )
+
+
+def format_left_out_part(part_type: str) -> str:
+    """What the model reads in the place of a part of a tool's result that is no text."""
+    return f"[{part_type} left out: this model reads text]"
 
 
 class TypedObject(Struct):

@@ -26,7 +26,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
     allowed: tuple[str, ...] = ()
     """The tools that may be called; all when there is none."""
     follows_schemas: bool = False
-    """Arguments are as the schemas say, also of tools that do not ask for it."""
+    """Arguments are as the schemas say, as they are of a tool that must be called or is strict."""
 
     @property
     def must_call(self) -> bool:
@@ -38,7 +38,7 @@ class ToolChoice(msgspec.Struct, frozen=True):
         allowed = self.allowed
         return [
             {**tool, "function": {**tool["function"], "strict": True}}
-            if self.follows_schemas
+            if self.follows_schemas or self.must_call
             else tool
             for tool in tools or ()
             if self.mode != "none" and (not allowed or tool["function"]["name"] in allowed)

@@ -140,6 +140,11 @@ class ProxyApp:
                     key = value.decode("latin-1")
                 elif name == b"content-length" and int(value) > self._max_request_bytes:
                     raise self._build_too_large_error()
+                elif name == b"content-encoding" and value.lower() != b"identity":
+                    problem = (
+                        f"a body of content-encoding {value[:40].decode('latin-1')!r} is not read"
+                    )
+                    raise ProxyRequestError(415, problem, hint="send it as it is")
             # Before there is memory for a body.
             session, digest = self._authenticate_and_get_digest(route, key, scope)
             if session is not None:

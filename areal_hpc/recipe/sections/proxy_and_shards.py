@@ -43,12 +43,22 @@ class ProxyConfig(BaseConfig):
     unknown_parameters: Literal["ignore", "refuse"] = "ignore"
     """What becomes of a parameter that the proxy does not know and that changes no sampling."""
     dropped_tools: tuple[str, ...] = (
+        "apply_patch*",
+        "bash_*",
         "code_execution*",
+        "code_interpreter*",
+        "computer*",
+        "file_search*",
         "image_generation*",
+        "local_shell*",
+        "mcp*",
+        "memory_*",
+        "shell*",
+        "text_editor_*",
         "tool_search*",
         "web_fetch*",
         "web_search*",
     )
-    """Types of tools that a provider's servers would run, as patterns: never told to the model."""
+    """Types of tools that only a provider's models or servers know: never told to the model."""
     message_normalizer: str | None = None
     """`package.module:function` that normalizes each message before comparison and rendering."""

@@ -2,24 +2,34 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.session.chat_template import ChatTemplate, Message
+from areal_hpc.session.message_matching import normalize_chat_message
 from areal_hpc.trainer.batch.packing import TrainingRow
 
-Conversation = list[dict[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class Demonstration:
+    """A conversation in normal form that ends with an assistant's message."""
+
+    messages: list[Message]
+    tools: list[dict[str, Any]] | None = None
+    """Schemas of the tools that its prompt shows."""
 
 
-def read_demonstrations(path: Path) -> list[Conversation]:
+def read_demonstrations(path: Path) -> list[Demonstration]:
     """The conversations of a JSON-lines file, each ending with an assistant's message.
 
     Raises:
         RecipeError: A line is not such a conversation, or there is none.
     """
-    conversations: list[Conversation] = []
+    conversations: list[Demonstration] = []
     with path.open() as stream:
         for number, line in enumerate(stream, 1):
             if line.strip():
@@ -29,16 +39,18 @@ def read_demonstrations(path: Path) -> list[Conversation]:
     return conversations
 
 
-def _read_demonstration(line: str, location: str) -> Conversation:
+def _read_demonstration(line: str, location: str) -> Demonstration:
     problem = "a demonstration is {'messages': [...]} ending with an assistant's message"
     try:
-        messages: Conversation = json.loads(line)["messages"]
+        found = json.loads(line)
+        messages = [normalize_chat_message(one) for one in found["messages"]]
         is_right = bool(messages) and messages[-1]["role"] == "assistant"
-    except (ValueError, TypeError, LookupError) as error:
+        tools: list[dict[str, Any]] | None = found.get("tools") or None
+    except (ValueError, TypeError, LookupError, AttributeError) as error:
         raise RecipeError(f"{problem}: {error!r}", key=location) from error
-    if not is_right:
-        raise RecipeError(problem, key=location)
-    return messages
+    if not is_right or not isinstance(tools, list | None):
+        raise RecipeError(f"{problem}; `tools` beside them is a list", key=location)
+    return Demonstration(messages, tools)
 
 
 def get_batch_indices(step: int, batch_size: int, size: int, seed: int) -> list[int]:
@@ -65,22 +77,21 @@ class ConversationTokenizer:
     def __init__(self, model_dir: Path) -> None:
         from transformers import AutoTokenizer
 
+        self._template = ChatTemplate.from_model_dir(model_dir)
         self._tokenizer = AutoTokenizer.from_pretrained(model_dir)
         self._end = self._tokenizer.eos_token_id
 
-    def build_rows(self, conversations: Sequence[Conversation]) -> list[TrainingRow]:
+    def build_rows(self, demonstrations: Sequence[Demonstration]) -> list[TrainingRow]:
         """One row per conversation; its last message is scored.
 
         Raises:
             RecipeError: The template rewrites the prompt once the reply is there.
         """
-        render = self._tokenizer.apply_chat_template
-        prompts = render(
-            [messages[:-1] for messages in conversations],
-            tokenize=False,
-            add_generation_prompt=True,
-        )
-        wholes = render(list(conversations), tokenize=False)
+        render = self._template.render_prompt
+        prompts = [render(one.messages[:-1], tools=one.tools) for one in demonstrations]
+        wholes = [
+            render(one.messages, tools=one.tools, opens_reply=False) for one in demonstrations
+        ]
         for prompt, whole in zip(prompts, wholes, strict=True):
             if not whole.startswith(prompt):
                 raise RecipeError(

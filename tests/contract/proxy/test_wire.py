@@ -208,8 +208,7 @@ def test_arguments_that_are_no_object_are_kept(stage: Stage, key: str, given: An
         {"type": "function_call", "call_id": "c", "name": "f", "arguments": given},
         {"type": "function_call_output", "call_id": "c", "output": "7"},
     ]
-    expected = 200 if given is not None else 400
-    assert stage.post("/responses", {"input": items}, key).status_code == expected
+    assert stage.post("/responses", {"input": items}, key).status_code == 200
     use = {"type": "tool_use", "id": "c", "name": "f", "input": given}
     result = {"type": "tool_result", "tool_use_id": "c", "content": "7"}
     blocks = [

@@ -50,6 +50,10 @@ def stage(parsing_stage: Stage) -> Stage:
     return parsing_stage
 
 
+def let_say(stage: Stage, script: Script) -> None:
+    stage.sglang.script = lambda request: script
+
+
 def says(stage: Stage, text: str, piece_tokens: int = 1) -> str:
     """Let the model say `text`; the key of a new session."""
     stage.sglang.requests.clear()
@@ -670,8 +674,7 @@ def test_a_call_that_a_limit_cut_is_text_and_ends_by_length(tmp_path: Path) -> N
     try:
         for text, calls in ((whole[: whole.index("</parameter>")], 0), (whole, 1)):
             for stream in (False, True):
-                script = Script(text, finish="length")
-                coder.sglang.script = lambda request, script=script: script
+                let_say(coder, Script(text, finish="length"))
                 _, key = coder.open_session(TicketRef(1, 0))
                 answer = coder.chat(key, QUESTION, tools=[CHAT_TOOL], stream=stream)
                 assert '"finish_reason":"length"' in answer.text

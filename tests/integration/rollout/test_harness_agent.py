@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from areal_hpc.agents.harness.harness_agent import HarnessAgent
+from areal_hpc.agents.harness.harness_agent import HarnessAgent, insert_task_into_command
 from areal_hpc.agents.harness.harness_folder import HarnessFolder
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.rollout import AgentExecutionConfig
@@ -32,6 +32,12 @@ PATH = "areal_hpc.agents.harness.harness_agent.HarnessAgent"
 REWARD = f"{__name__}:judge"
 PROGRAM = Path(__file__).with_name("harness_program.py")
 SANDBOXED: dict[str, Any] = {"isolation": "bwrap", "sandbox": {"network": "session-only"}}
+
+
+@pytest.mark.parametrize("command", [["codex", "{task}"], ["gemini", "-p", "{task}"], ["mini"]])
+def test_a_task_that_begins_as_an_option_is_a_text(command: list[str]) -> None:
+    assert insert_task_into_command(command, "- fix the test")[-1] == " - fix the test"
+    assert insert_task_into_command(command, "fix - it")[-1] == "fix - it"
 
 
 def judge(

@@ -24,6 +24,7 @@ from areal_hpc.proxy.dialects.validation import (
     decode_request_json,
     encode_schema_unless_must_call,
     filter_out_hosted_tools,
+    format_left_out_part,
     get_given_or_default,
     parse_tool_choice,
 )
@@ -46,9 +47,17 @@ class _ToolUse(Struct, tag="tool_use"):
     """An object; a text where a client hands back arguments that were none."""
 
 
+class _Image(Struct, tag="image"):
+    pass
+
+
+class _Document(Struct, tag="document"):
+    pass
+
+
 class _ToolResult(Struct, tag="tool_result"):
     tool_use_id: str
-    content: str | list[_Text] = ""
+    content: str | list[_Text | _Image | _Document] = ""
     is_error: bool | None = None
 
 
@@ -56,15 +65,23 @@ class _Thinking(Struct, tag="thinking"):
     thinking: str
 
 
+class _RedactedThinking(Struct, tag="redacted_thinking"):
+    """Reasoning of another model, which nobody here can read."""
+
+
 class _InputMessage(Struct):
     role: Literal["user", "assistant", "system"]
-    content: str | list[_Text | _ToolUse | _ToolResult | _Thinking]
+    content: str | list[_Text | _ToolUse | _ToolResult | _Thinking | _RedactedThinking]
 
 
 class _InputToolChoice(Struct, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
+
+
+PLACEHOLDER_TOOL = "DeferredToolPlaceholder"
+"""Claude Code's, in the place of tools that Anthropic's servers would look up: it always fails."""
 
 
 class _InputTool(Struct, forbid_unknown_fields=True):
@@ -203,6 +220,20 @@ def _split_prefill(
 
 
 def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
+    """The messages; users' that follow one another are one turn, as Anthropic says."""
+    before: Message = {}
+    for message in _build_messages(messages):
+        if before and before["role"] == message["role"] == "user":
+            before = {**before, "content": f"{before['content']}\n{message['content']}"}
+            continue
+        if before:
+            yield before
+        before = message
+    if before:
+        yield before
+
+
+def _build_messages(messages: Sequence[_InputMessage]) -> Iterator[Message]:
     for i, message in enumerate(messages):
         if message.role == "system":
             yield from _build_system_message(_read_system_texts(message, i))
@@ -247,8 +278,14 @@ def _read_tool_result_text(block: _ToolResult) -> str:
     if isinstance(block.content, str):
         text = block.content
     else:
-        text = "\n".join(one.text for one in block.content)
+        text = "\n".join(map(_read_result_part, block.content))
     return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
+
+
+def _read_result_part(part: _Text | _Image | _Document) -> str:
+    if isinstance(part, _Text):
+        return part.text
+    return format_left_out_part(str(part.__struct_config__.tag))
 
 
 def _build_assistant_message(message: _InputMessage, i: int) -> Message:
@@ -264,7 +301,7 @@ def _build_assistant_message(message: _InputMessage, i: int) -> Message:
             given = {} if block.input is None else block.input
             arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
             calls.append(format_tool_call(block.id, block.name, arguments))
-        else:
+        elif not isinstance(block, _RedactedThinking):
             raise _build_misplaced_block_error(message, i, j)
     fields = {"reasoning_content": reasoning or None, "tool_calls": calls}
     return {"role": "assistant", "content": text, **fields}
@@ -288,10 +325,12 @@ def _parse_tools(
 ) -> list[dict[str, Any]]:
     """The tools as chat templates expect them. Hints in them are added to `ignored`."""
     unknown = ignored if model.ignores_unknown else None
-    tools: list[_InputTool] = [
+    declared: list[_InputTool] = [
         decode_request_json(one, _InputTool, f"tools[{i}]", unknown)
         for i, one in filter_out_hosted_tools(raw_tools, model, dropped)
     ]
+    tools = [one for one in declared if one.name != PLACEHOLDER_TOOL]
+    dropped += [PLACEHOLDER_TOOL] * (len(tools) < len(declared))
     ignored += sorted({hint for tool in tools for hint in list_ignored_params(tool, "tools[].")})
     return [
         build_function_tool(tool.name, tool.description, tool.input_schema, tool.strict)

@@ -29,6 +29,7 @@ from areal_hpc.proxy.dialects.validation import (
     build_function_tool,
     decode_request_json,
     filter_out_hosted_tools,
+    format_left_out_part,
     parse_tool_choice,
 )
 from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel, ToolChoice
@@ -294,7 +295,13 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
         raise ProxyRequestError(400, problem, key=f"messages[{i}].audio", hint="send its text")
     content = message.content or ""
     if not isinstance(content, str):
-        content = "\n".join(_read_text_part(part, i, j) for j, part in enumerate(content))
+        is_result = message.role in ("tool", "function")
+        content = "\n".join(
+            format_left_out_part(part.type)
+            if is_result and part.type in _UNREAD_PART_TYPES
+            else _read_text_part(part, i, j)
+            for j, part in enumerate(content)
+        )
     calls: list[dict[str, Any]] = [
         {"id": call.id, "function": _read_call(call, i, j)}
         for j, call in enumerate(message.tool_calls or ())
@@ -322,6 +329,9 @@ def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, str]:
         problem = "a tool call needs a function or a custom tool"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].tool_calls[{j}]")
     return {"name": call.function.name, "arguments": _encode_arguments(call.function)}
+
+
+_UNREAD_PART_TYPES = ("image_url", "input_audio", "file")
 
 
 def _read_text_part(part: _ContentPart, i: int, j: int) -> str:

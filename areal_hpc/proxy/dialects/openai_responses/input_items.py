@@ -4,7 +4,8 @@ The items of one reply (reasoning, a message, calls) come back one by one; toget
 message of the assistant, as it was when the model said it.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 import msgspec
@@ -14,6 +15,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.custom_tools import encode_custom_input
 from areal_hpc.proxy.dialects.openai_responses.output_items import find_item_in_replies
 from areal_hpc.proxy.dialects.openai_responses.tools import qualify_tool_name
+from areal_hpc.proxy.dialects.validation import format_left_out_part
 from areal_hpc.proxy.engine.reply import format_tool_call
 from areal_hpc.session.chat_template import Message
 from areal_hpc.session.message_matching import normalize_chat_message
@@ -28,6 +30,16 @@ class ContentPart(Struct):
     refusal: str | None = None
 
 
+class _ChatFunction(Struct):
+    name: str
+    arguments: Any = ""
+
+
+class _ChatCall(Struct):
+    function: _ChatFunction
+    id: str | None = None
+
+
 class InputItem(Struct):
     """One item of `input`; which fields it must have depends on its type.
 
@@ -36,7 +48,7 @@ class InputItem(Struct):
 
     type: str = "message"
     id: str | None = None
-    role: Literal["user", "assistant", "system", "developer"] | None = None
+    role: Literal["user", "assistant", "system", "developer", "tool"] | None = None
     content: str | list[ContentPart] | None = None
     call_id: str | None = None
     name: str | None = None
@@ -46,6 +58,9 @@ class InputItem(Struct):
     input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
+    tool_calls: list[_ChatCall] | None = None
+    """Of a message as Chat Completions have it, and so is the next."""
+    tool_call_id: str | None = None
 
     @property
     def is_reference(self) -> bool:
@@ -55,13 +70,18 @@ class InputItem(Struct):
 
 
 _REQUIRED_FIELDS_BY_TYPE = {
-    "message": ("role", "content"),
-    "function_call": ("call_id", "name", "arguments"),
+    "message": ("role",),
+    "function_call": ("call_id", "name"),
     "function_call_output": ("call_id", "output"),
     "custom_tool_call": ("call_id", "name", "input"),
     "custom_tool_call_output": ("call_id", "output"),
     "reasoning": (),
 }
+_HOSTED_ITEM_TYPE_PATTERNS = (
+    *("*_call", "*_call_output", "mcp_*", "tool_search*", "*compaction*", "program*"),
+)
+"""Of what tools of a provider's servers did, and of what those made of a history."""
+_IMAGE_PART_TYPES = ("input_image", "image_url", "input_file")
 _TEXT_PART_TYPES = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
@@ -82,6 +102,18 @@ def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> lis
             item = msgspec.convert(found, InputItem)
         resolved.append(item)
     return resolved
+
+
+def keep_known_items(items: Iterable[InputItem], ignored: list[str]) -> list[InputItem]:
+    """The items without those of hosted tools, whose types are added to `ignored`."""
+    hosted = [
+        item.type not in _REQUIRED_FIELDS_BY_TYPE
+        and any(fnmatchcase(item.type, one) for one in _HOSTED_ITEM_TYPE_PATTERNS)
+        for item in items
+    ]
+    pairs = [*zip(items, hosted, strict=True)]
+    ignored += sorted({f"input[{item.type}]" for item, is_hosted in pairs if is_hosted})
+    return [item for item, is_hosted in pairs if not is_hosted]
 
 
 def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
@@ -125,6 +157,9 @@ def _require_supported_complete_item(item: InputItem, i: int) -> None:
     if needed is None:
         problem = f"items of type {item.type!r} are not supported"
         raise ProxyRequestError(400, problem, key=f"input[{i}].type")
+    is_chat_call = item.role == "assistant" and item.tool_calls
+    if item.type == "message" and item.content is None and not is_chat_call:
+        needed = (*needed, "content")
     for name in needed:
         if getattr(item, name) is None:
             problem = f"an item of type {item.type!r} needs {name}"
@@ -137,29 +172,53 @@ def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
         parts = item.content or item.summary or []
         return {"reasoning_content": _join_texts(parts, f"input[{i}].content") or None}
     if item.type == "function_call":
-        name, given = qualify_tool_name(item.namespace, item.name or ""), item.arguments
-        arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
+        name = qualify_tool_name(item.namespace, item.name or "")
+        arguments = _encode_arguments(item.arguments)
         return {"tool_calls": [format_tool_call(item.call_id, name, arguments)]}
     if item.type == "custom_tool_call":
         arguments = encode_custom_input(item.input or "")
         return {"tool_calls": [format_tool_call(item.call_id, item.name or "", arguments)]}
     if item.type == "message" and item.role == "assistant":
-        return {"content": _join_texts(item.content or "", f"input[{i}].content", separator="")}
+        text = _join_texts(item.content or "", f"input[{i}].content", separator="")
+        calls = [
+            format_tool_call(one.id, one.function.name, _encode_arguments(one.function.arguments))
+            for one in item.tool_calls or ()
+        ]
+        return {"content": text} | ({"tool_calls": calls} if calls else {})
     return None
+
+
+def _encode_arguments(given: Any) -> str:
+    if given is None or isinstance(given, str):
+        return given or ""
+    return msgspec.json.encode(given).decode()
 
 
 def _build_non_assistant_message(item: InputItem, i: int) -> Message:
     if item.type in ("function_call_output", "custom_tool_call_output"):
-        text = _join_texts(item.output or "", f"input[{i}].output")
+        text = _join_texts(item.output or "", f"input[{i}].output", shows_images=True)
         return {"role": "tool", "tool_call_id": item.call_id, "content": text}
+    if item.role == "tool":
+        text = _join_texts(item.content or "", f"input[{i}].content", shows_images=True)
+        return {"role": "tool", "tool_call_id": item.tool_call_id, "content": text}
     return {"role": item.role, "content": _join_texts(item.content or "", f"input[{i}].content")}
 
 
-def _join_texts(content: str | Sequence[ContentPart], key: str, separator: str = "\n") -> str:
+def _join_texts(
+    content: str | Sequence[ContentPart],
+    key: str,
+    separator: str = "\n",
+    *,
+    shows_images: bool = False,
+) -> str:
+    """The texts of parts; with `shows_images` a placeholder stands for each image or file."""
     if isinstance(content, str):
         return content
     texts = []
     for j, part in enumerate(content):
+        if shows_images and part.type in _IMAGE_PART_TYPES:
+            texts.append(format_left_out_part(part.type))
+            continue
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in (*_TEXT_PART_TYPES, "refusal") or text is None:
             problem = f"content parts of type {part.type!r} are not supported"

@@ -130,7 +130,7 @@ class _ResponsesExchange(Exchange):
             "truncation": "disabled",
             "usage": None,
             "user": request.user,
-            "metadata": request.metadata or {},
+            "metadata": {k: v for k, v in (request.metadata or {}).items() if v is not None},
         }
 
     def _format_and_store_response(

@@ -14,6 +14,7 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
+    keep_known_items,
     resolve_references,
 )
 from areal_hpc.proxy.dialects.openai_responses.output_items import ID_PREFIX_WITH_INSTRUCTIONS
@@ -118,7 +119,7 @@ class ResponsesRequest(Struct, forbid_unknown_fields=True, kw_only=True):
     """`LOGPROBS_INCLUDE`, and what other models and hosted tools would add, which are not here."""
     stream: bool | None = None
     store: bool | None = None
-    metadata: dict[str, str] | None = None
+    metadata: dict[str, str | None] | None = None
     user: str | None = None
     client_metadata: IgnoredParam = None
     context_management: IgnoredParam = None
@@ -158,7 +159,8 @@ def build_model_call(
     if isinstance(request.input, str):
         messages.append({"role": "user", "content": request.input})
     else:
-        messages += build_messages(resolve_references(request.input or [], session.tree))
+        items = resolve_references(request.input or [], session.tree)
+        messages += build_messages(keep_known_items(items, ignored))
     if not messages:
         raise ProxyRequestError(400, "input is empty", key="input")
     effort = request.reasoning.effort if request.reasoning else None

@@ -1,0 +1,190 @@
+"""What clients send that is not as documents say: read as what it says, or refused by its name."""
+
+import gzip
+import json
+from typing import Any
+
+import pytest
+
+from tests.contract.proxy.talk import LEAST, QUESTION, ignored
+from tests.support.proxy_stage import Stage
+
+CALL = {"id": "c", "type": "function", "function": {"name": "add", "arguments": "{}"}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
+
+
+def send(stage: Stage, key: str, body: bytes, **headers: str) -> Any:
+    named = {"authorization": f"Bearer {key}"} | headers
+    return stage.http.post(f"{stage.url}/v1/chat/completions", content=body, headers=named)
+
+
+def prompt_of_last(stage: Stage) -> str:
+    return stage.prompt_of(stage.sglang.requests[-1])
+
+
+@pytest.mark.parametrize("encoding", ["gzip", "zstd", "br"])
+def test_an_encoded_body_is_refused_by_its_encoding(stage: Stage, key: str, encoding: str) -> None:
+    body = gzip.compress(json.dumps(LEAST["/chat/completions"]).encode())
+    answer = send(stage, key, body, **{"content-encoding": encoding})
+    assert answer.status_code == 415
+    assert encoding in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("text", "read"),
+    [
+        (b"a \\ud800 b", "a \N{REPLACEMENT CHARACTER} b"),
+        (b"\\udc00", "\N{REPLACEMENT CHARACTER}"),
+        (b"\\ud83d\\ude00", "\N{GRINNING FACE}"),
+        (b"\\\\ud800", "\\ud800"),
+    ],
+)
+def test_half_a_pair_of_surrogates_is_a_sign_of_its_own(
+    stage: Stage, key: str, text: bytes, read: str
+) -> None:
+    body = b'\xef\xbb\xbf{"messages":[{"role":"user","content":"' + text + b'"}]}'
+    answer = send(stage, key, body)
+    assert answer.status_code == 200, answer.text
+    assert f"<|im_start|>user\n{read}<|im_end|>" in prompt_of_last(stage)
+
+
+def test_hosted_items_are_left_out_and_counted(stage: Stage, key: str) -> None:
+    kinds = ["web_search_call", "mcp_call", "mcp_list_tools", "local_shell_call", "compaction"]
+    kinds += ["local_shell_call_output", "image_generation_call", "code_interpreter_call"]
+    items = [{"type": kind, "id": kind, "status": "completed"} for kind in kinds]
+    body = {"input": [*items, {"role": "user", "content": "Hi"}]}
+    assert stage.post("/v1/responses", body, key).status_code == 200
+    assert prompt_of_last(stage).startswith("<|im_start|>user\nHi<|im_end|>")
+    assert {("/responses", f"input[{kind}]") for kind in kinds} <= ignored(stage).keys()
+    unknown = stage.post("/v1/responses", {"input": [{"type": "mesage"}]}, key)
+    assert unknown.json()["error"]["param"] == "input[0].type"
+
+
+def test_turns_in_the_shape_of_chats_are_read(stage: Stage, key: str) -> None:
+    items: list[Any] = [
+        *QUESTION,
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c", "content": "RESULT"},
+    ]
+    body = {"input": items, "metadata": {"a": None, "b": "x"}}
+    answer = stage.post("/v1/responses", body, key)
+    assert (answer.status_code, answer.json().get("metadata")) == (200, {"b": "x"})
+    (interaction,) = stage.journaled(key)
+    chat = stage.chat(stage.open_session()[1], items)
+    assert chat.status_code == 200
+    first, second = stage.sglang.requests
+    assert first["input_ids"] == second["input_ids"]
+    assert [one["role"] for one in interaction.new_messages] == ["user", "assistant", "tool"]
+
+
+RESULTS_WITH_IMAGES: list[tuple[str, dict[str, Any], str]] = [
+    (
+        "/v1/messages",
+        {
+            "messages": [
+                *QUESTION,
+                {
+                    "role": "assistant",
+                    "content": [
+                        {"type": "redacted_thinking", "data": "x"},
+                        {"type": "tool_use", "id": "c", "name": "read", "input": {}},
+                    ],
+                },
+                {
+                    "role": "user",
+                    "content": [
+                        {
+                            "type": "tool_result",
+                            "tool_use_id": "c",
+                            "content": [{"type": "text", "text": "a file"}, IMAGE],
+                        }
+                    ],
+                },
+            ],
+            "max_tokens": 9,
+        },
+        "[image left out: this model reads text]",
+    ),
+    (
+        "/v1/responses",
+        {
+            "input": [
+                *QUESTION,
+                {"type": "function_call", "call_id": "c", "name": "read", "arguments": "{}"},
+                {
+                    "type": "function_call_output",
+                    "call_id": "c",
+                    "output": [
+                        {"type": "input_text", "text": "a file"},
+                        {"type": "input_image", "image_url": "data:image/png;base64,AA=="},
+                    ],
+                },
+            ]
+        },
+        "[input_image left out: this model reads text]",
+    ),
+    (
+        "/v1/chat/completions",
+        {
+            "messages": [
+                *QUESTION,
+                {"role": "assistant", "tool_calls": [CALL]},
+                {
+                    "role": "tool",
+                    "tool_call_id": "c",
+                    "content": [
+                        {"type": "text", "text": "a file"},
+                        {"type": "image_url", "image_url": {"url": "data:,"}},
+                    ],
+                },
+            ]
+        },
+        "[image_url left out: this model reads text]",
+    ),
+]
+
+
+@pytest.mark.parametrize(("route", "body", "placeholder"), RESULTS_WITH_IMAGES)
+def test_an_image_in_a_tools_result_is_named_beside_the_text(
+    stage: Stage, key: str, route: str, body: dict[str, Any], placeholder: str
+) -> None:
+    answer = stage.post(route, body, key)
+    assert answer.status_code == 200, answer.text
+    assert f"<|im_start|>tool\na file\n{placeholder}<|im_end|>" in prompt_of_last(stage)
+
+
+HOSTED_TOOLS = {
+    "/responses": [
+        *["mcp", "code_interpreter", "file_search", "computer_use_preview", "local_shell"],
+        *["shell", "apply_patch"],
+    ],
+    "/messages": ["bash_20250124", "text_editor_20250728", "memory_20250818", "computer_20250124"],
+}
+
+
+@pytest.mark.parametrize("route", HOSTED_TOOLS)
+def test_tools_that_only_a_providers_models_know_are_left_out(
+    stage: Stage, key: str, route: str
+) -> None:
+    function = {"name": "add", "parameters": {}, "type": "function"}
+    none: Any = "none"
+    if route == "/messages":
+        function, none = {"name": "add", "input_schema": {}}, {"type": "none"}
+    tools = [function, *({"type": kind, "name": "x"} for kind in HOSTED_TOOLS[route])]
+    answer = stage.post(f"/v1{route}", {**LEAST[route], "tools": tools, "tool_choice": none}, key)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["x-areal-dropped-tools"] == ", ".join(sorted(HOSTED_TOOLS[route]))
+
+
+def test_claude_codes_placeholder_is_no_tool(stage: Stage, key: str) -> None:
+    names = ("add", "DeferredToolPlaceholder")
+    tools = [{"name": name, "input_schema": {}, "defer_loading": True} for name in names]
+    body = {**LEAST["/messages"], "tools": tools, "tool_choice": {"type": "none"}}
+    assert stage.post("/v1/messages", body, key).status_code == 200
+    assert "DeferredToolPlaceholder" not in prompt_of_last(stage)
+
+
+def test_users_that_follow_one_another_are_one_turn_of_messages(stage: Stage, key: str) -> None:
+    body = {"messages": [{"role": "user", "content": text} for text in ("a", "b")]}
+    assert stage.post("/v1/messages", body, key).status_code == 200
+    assert prompt_of_last(stage).startswith("<|im_start|>user\na\nb<|im_end|>")
