@@ -46,7 +46,7 @@ oracles: setup ## a Python with TRL and verl (0.4 GB), which only acceptance tes
 slurm: ## the distribution's Slurm, for devclusters (root on Debian or Ubuntu; starts no service)
 	@scripts/install_slurm.sh
 
-slurm-roots: slurm ## Slurm 24.11 and 26.05 and Apptainer beside the machine's own (1 GB in .roots/, minutes)
+slurm-roots: slurm ## Slurm 24.11 and 26.05 and Apptainer beside the machine's own (0.4 GB in .roots/)
 	@scripts/make_root.sh 24.11 26.05 apptainer
 
 demo: setup ## train a tiny agent end to end on this machine's CPU (FRESH=1 starts over)
