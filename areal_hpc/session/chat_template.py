@@ -34,12 +34,11 @@ Message = dict[str, Any]
 """One chat message in normal form (see `message_matching.normalize_chat_message`)."""
 
 
-_PROBE_RESULT = "the result of a tool"
 _PROBE_CALL = {"id": "call00001", "type": "function", "function": {"name": "f", "arguments": {}}}
 _TOOL_CONVERSATION: list[Message] = [
-    {"role": "user", "content": "x"},
+    {"role": "user", "content": "a question"},
     {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]},
-    {"role": "tool", "content": _PROBE_RESULT, "tool_call_id": "call00001"},
+    {"role": "tool", "content": "the result of a tool", "tool_call_id": "call00001"},
 ]
 """What shows the habits of a template."""
 
@@ -186,23 +185,24 @@ class ChatTemplate:
             return False
         return True
 
-    def require_tool_results(self) -> None:
-        """Demand that the model reads what a tool gave back.
+    def require_messages(self, *, with_tools: bool) -> None:
+        """Demand that the model reads what a user says and, `with_tools`, what a tool gives back.
 
         Raises:
             RecipeError: The template leaves it out, or refuses it.
         """
-        problem = "leaves out what a tool gave back"
+        said = _TOOL_CONVERSATION if with_tools else _TOOL_CONVERSATION[:1]
         try:
-            if _PROBE_RESULT in self.render_prompt(_TOOL_CONVERSATION):
-                return
+            text = self.render_prompt(said)
+            lost = [one["role"] for one in said if one["content"] not in text]
+            problem = f"leaves out what a {lost[0]} says" if lost else ""
         except ChatTemplateError as error:
-            problem = f"refuses what a tool gave back: {error}"
-        raise RecipeError(
-            f"the model's chat template {problem}",
-            key="inference.tool_call_parser",
-            hint="use a template with tools (chat_template.jinja), or set no tool_call_parser",
-        )
+            problem = f"refuses a conversation with a {said[-1]['role']}: {error}"
+        if problem:
+            hint = "give chat_template.jinja of a model of texts"
+            if with_tools:
+                hint += " and tools, or set no inference.tool_call_parser"
+            raise RecipeError(f"the model's chat template {problem}", key="model", hint=hint)
 
     @cached_property
     def changing_turn_end(self) -> tuple[str, str] | None:

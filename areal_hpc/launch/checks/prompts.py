@@ -38,8 +38,7 @@ def find_prompt_problems(
     """
     tasks = TaskSet.read_or_empty(tasks_file)
     template = ChatTemplate.from_model_dir(model_dir)
-    if recipe.inference.tool_call_parser is not None:
-        template.require_tool_results()
+    template.require_messages(with_tools=recipe.inference.tool_call_parser is not None)
     encoder = TokenEncoder.from_model_dir(model_dir)
     lengths: dict[int, int] = {}
     notes: list[str] = []

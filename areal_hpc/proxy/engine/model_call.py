@@ -108,12 +108,11 @@ class ServedModel:
         """A model in Hugging Face format; its own context limit when None is given.
 
         Raises:
-            RecipeError: The directory lacks a tokenizer, a chat template, or the limit; or calls
-                are parsed, and the template has no place for what a tool gives back.
+            RecipeError: The directory lacks a tokenizer, a chat template, or the limit; or the
+                template has no place for what is said, or tools give back if calls are parsed.
         """
         template = ChatTemplate.from_model_dir(model_dir)
-        if tool_call_parser is not None:
-            template.require_tool_results()
+        template.require_messages(with_tools=tool_call_parser is not None)
         return cls(
             model_name,
             template,

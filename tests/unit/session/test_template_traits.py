@@ -124,22 +124,24 @@ def test_a_template_that_prints_arguments_as_they_are_is_given_text() -> None:
 
 
 @pytest.mark.parametrize(
-    ("source", "complaint"),
+    ("trait", "complaint"),
     [
-        (_START + "{% if m.role != 'tool' %}" + _TURN + "{% endif %}" + _END, "leaves out"),
-        (
-            _START
-            + _RESULT.replace("<r>", "{{ raise_exception('no tools') }}<r>")
-            + "{% endif %}"
-            + _END,
-            "no tools",
-        ),
+        ("{% if m.role != 'tool' %}" + _TURN + "{% endif %}", "leaves out what a tool says"),
+        ("{% if m.role == 'tool' %}{{ raise_exception('never') }}{% endif %}" + _TURN, "never"),
     ],
 )
-def test_a_template_without_results_of_tools_is_refused(source: str, complaint: str) -> None:
+def test_a_template_without_results_of_tools_is_refused(trait: str, complaint: str) -> None:
+    template = ChatTemplate(_START + trait + _END)
+    template.require_messages(with_tools=False)
     with pytest.raises(RecipeError, match=complaint):
-        ChatTemplate(source).require_tool_results()
-    ChatTemplate(TRAITS["a result with the call"]).require_tool_results()
+        template.require_messages(with_tools=True)
+    ChatTemplate(TRAITS["a result with the call"]).require_messages(with_tools=True)
+
+
+def test_a_template_that_takes_no_texts_is_refused() -> None:
+    source = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    with pytest.raises(RecipeError, match="leaves out what a user says"):
+        ChatTemplate(source).require_messages(with_tools=False)
 
 
 def test_reasoning_is_shown_to_a_template_that_calls_it_thinking() -> None:
