@@ -17,8 +17,10 @@ from areal_hpc.recipe.hub_cache import find_snapshot
 from areal_hpc.recipe.loading import flatten_keys, flatten_keys_hiding_private_values
 from areal_hpc.recipe.private_values import hide_private_values_equal_in
 from areal_hpc.recipe.recipe import Recipe
+from areal_hpc.recipe.sections.trainer import compute_learning_rate
 from areal_hpc.rollout.episodes.effective_limits import check_task_limits
 from areal_hpc.rundir.atomic import write_atomic, write_atomic_private
+from areal_hpc.rundir.checkpoints import find_latest_checkpoint
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.rendezvous import ensure_admin_key, ensure_service_key
 
@@ -145,9 +147,16 @@ def report_or_refuse_recipe_changes(
         print_line(f"changed  {key}: {before.get(key)!r} -> {now.get(key)!r}")
     optimizer, steps_key = recipe.trainer.optimizer, "trainer.total_steps"
     if steps_key in changed and optimizer.decay != "constant" and not optimizer.schedule_steps:
+        checkpoint = find_latest_checkpoint(paths.checkpoints_dir)
+        step = checkpoint.step if checkpoint else 0
+        old, new = (
+            compute_learning_rate(step, total_steps, optimizer)
+            for total_steps in (before[steps_key], recipe.trainer.total_steps)
+        )
         print_line(
-            f"note     the learning rate decays over {steps_key}, so it is another one from the "
-            f"next step on; trainer.optimizer.schedule_steps={before.get(steps_key)} keeps it"
+            f"note     the learning rate decays over {steps_key}: at step {step + 1} it is "
+            f"{new:.3g} in place of {old:.3g}; trainer.optimizer.schedule_steps="
+            f"{before[steps_key]} keeps it"
         )
 
 

@@ -163,7 +163,9 @@ CATALOGUE: tuple[Metric, ...] = (
          "its 99th percentile, to 4 %"),
         ("logprob/engine_trainer_kl", "nats", "down",
          "KL(engine || trainer) per token, estimated by k3"),
-        ("logprob/compared_tokens", "tokens", "-", "tokens that these four are about"),
+        ("logprob/compared_tokens", "tokens", "-",
+         "tokens that these four are about; with several mini-batches and `proximal` of "
+         "`log_linear` or `none` those of the first, as the others meet changed weights"),
         ("padding_waste", "share", "down", "places of forward passes that hold padding"),
         ("step/skipped", "", "down",
          "optimizer steps of the batch that were not taken: no gradient, or none that is finite"),

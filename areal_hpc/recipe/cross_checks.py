@@ -16,6 +16,9 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
+SMALLEST_DECAY_OF_A_STEP = 2.0**-25
+"""Of a weight: 1 less any smaller share is 1 in float32."""
+
 
 def find_conflicts(recipe: Recipe) -> Iterator[Problem]:
     """What no single key can tell: values that do not fit together."""
@@ -68,6 +71,13 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
         yield (
             f"trainer.optimizer.warmup_steps={trainer.optimizer.warmup_steps}: the learning rate "
             f"never reaches its peak in {steps} steps"
+        )
+    optimizer = trainer.optimizer
+    if 0 < optimizer.lr * optimizer.weight_decay < SMALLEST_DECAY_OF_A_STEP:
+        yield (
+            f"trainer.optimizer.weight_decay={optimizer.weight_decay:g} has no effect: a step at "
+            f"lr={optimizer.lr:g} takes {optimizer.lr * optimizer.weight_decay:.0e} of a weight "
+            "away, which rounds to nothing in float32; set weight_decay=0, or decay more"
         )
     rollout = recipe.rollout
     if rollout.failed_episodes == "drop" and rollout.min_samples is None:

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from areal_hpc.errors import ClusterError, Problem, ShardError
 from areal_hpc.metrics.step_metrics import PhaseTimer, find_best_step
 from areal_hpc.metrics.writer import replace_non_finite_by_none
-from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
 from areal_hpc.rundir.checkpoints import RewardRange, TrainerState, UntrainedBatchPart
 from areal_hpc.rundir.jsonl import JsonMetricRow
 from areal_hpc.rundir.paths import RunPaths, format_step_dir
@@ -78,7 +78,6 @@ from areal_hpc.trainer.objective.loss_metrics import (
 from areal_hpc.trainer.objective.loss_stats import LossStats, ReducedStats
 from areal_hpc.trainer.objective.mismatch_metrics import measure_engine_mismatch
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss, interpolate_logprobs
-from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.rank_progress import note_place_reached
 from areal_hpc.trainer.scoring.critic_trainer import CriticTrainer
 from areal_hpc.trainer.scoring.frozen_models import FrozenModels

@@ -14,19 +14,6 @@ from areal_hpc.trainer.model.policy import TrainedNetwork
 from areal_hpc.trainer.optimizer_offload import hold_master_stand_ins, offload_optimizer
 
 
-def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
-    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
-    total_steps = config.schedule_steps or total_steps
-    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
-    last = max(1, total_steps - 1 - config.warmup_steps)
-    progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))
-    if config.decay == "constant":
-        return config.lr * warmup
-    linear = 1.0 - progress
-    share = linear if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
-
-
 def build_optimizer(
     policy: TrainedNetwork, config: AdamConfig, *, is_offloaded: bool = False
 ) -> Any:

@@ -117,8 +117,12 @@ def _build_micro_batch(network: Network, pack: Pack, first_of: npt.NDArray[np.in
 def _move_sampling_mask_to_device(mask: SamplingMask, device: torch.device) -> SampleableTokens:
     rows_K = np.repeat(np.arange(len(mask.counts_T)), mask.counts_T)
     starts = np.cumsum([0, *mask.counts_T.tolist()]).tolist()
-    ids_K = torch.from_numpy(mask.ids.astype(np.int64)).to(device, non_blocking=True)
-    return SampleableTokens(ids_K, torch.from_numpy(rows_K).to(device, non_blocking=True), starts)
+    forbids_N = np.zeros(len(mask.counts_T), np.bool_) if mask.forbids_T is None else mask.forbids_T
+
+    def move(array: np.ndarray[Any, Any]) -> torch.Tensor:
+        return torch.from_numpy(array).to(device, non_blocking=True)
+
+    return SampleableTokens(move(mask.ids.astype(np.int64)), move(rows_K), starts, move(forbids_N))
 
 
 class PassErrorContext:

@@ -57,6 +57,9 @@ class SamplingMask:
     """How many; 0 where none were left out, or nobody sampled."""
     ids: npt.NDArray[np.int32]
     """Those of one place after those of another."""
+    forbids_T: npt.NDArray[np.bool_] | None = None
+    """Places whose `ids` are those that could not be sampled, in place of those that could; None
+    without any, as in shards."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

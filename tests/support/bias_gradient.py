@@ -24,7 +24,6 @@ from areal_hpc.trainer.batch.training_rows import (
 )
 from areal_hpc.trainer.objective.importance_sampling import TokenRowMap
 from areal_hpc.trainer.objective.policy_loss import compute_policy_loss
-from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import TrajectoryRow
 from areal_hpc.wire.weight_version import GenerationFork, WeightVersion
 from tests.support.bias_toy import Array, ToyTask, compute_logprobs
@@ -63,7 +62,7 @@ def compute_mean_gradient(
     weights: Array,
 ) -> Array:
     """The weighted mean of the negative loss's derivatives by the logits, over batches."""
-    rows_of = [build_batch([[one.turns]], ExportSettings()) for one in task.episodes]
+    rows_of = [build_batch([[one.turns]], task.settings) for one in task.episodes]
     kinds = list(dict.fromkeys(one.turns for one in task.episodes))
     kind_of = [kinds.index(one.turns) for one in task.episodes]
     known: dict[tuple[int, ...], list[TrainingRow]] = {}

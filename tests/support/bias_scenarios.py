@@ -10,8 +10,10 @@ import numpy as np
 import areal_hpc.trainer.model.cpu.megatron_cpu  # noqa: F401  (before anything of Megatron)
 from areal_hpc.recipe.presets import PRESETS
 from areal_hpc.recipe.sections.trainer import ObjectiveConfig
+from areal_hpc.wire.proxy import ExportSettings
 from tests.support.bias_gradient import compute_expected_gradient, draw_gradients, measure_cosine
 from tests.support.bias_toy import (
+    AGENTS,
     CONTEXTS,
     MAX_TURNS,
     VOCAB,
@@ -24,6 +26,7 @@ from tests.support.bias_toy import (
     keep_shortest,
     keep_those_that_succeed,
     keep_unequal,
+    list_agents_episodes,
     list_branched_episodes,
     list_linear_episodes,
     make_policy,
@@ -60,6 +63,15 @@ def _stale(sigma: float) -> Callable[[int], ToyTask]:
     return make
 
 
+def _agents(agent: str, named: int | None = None) -> Callable[[int], ToyTask]:
+    return lambda seed: make_task(list_agents_episodes(seed, agent, named), make_policy(seed))
+
+
+def _chronological(seed: int) -> ToyTask:
+    task = _agents("a sub-agent as a tool", named=0)(seed)
+    return replace(task, settings=ExportSettings(credit="chronological"))
+
+
 def _greedy(seed: int) -> ToyTask:
     acting = take_best(make_policy(seed), slice(1, 4))
     task = act_otherwise(_linear("graded")(seed), acting, LATER, is_target=True)
@@ -92,6 +104,11 @@ SCENARIOS: dict[str, Callable[[int], ToyTask]] = {
     "two branches, a judge for each": lambda seed: make_task(
         list_branched_episodes(seed), make_policy(seed)
     ),
+    **{f"{agent}, a reward of the episode": _agents(agent) for agent in AGENTS},
+    "a sub-agent as a tool, the reward names the first reply": _agents(
+        "a sub-agent as a tool", named=0
+    ),
+    "a sub-agent as a tool, the same, `rollout.agent.credit=chronological`": _chronological,
     "binary, `filter_same_reward`": lambda seed: keep_unequal(_linear("binary")(seed)),
     "binary, `extra_samples=1`": lambda seed: keep_shortest(_linear("binary")(seed)),
     "binary, 80 % of long episodes fail and are repeated": _retried,

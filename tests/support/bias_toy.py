@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from areal_hpc.wire.proxy import ExportSettings
 from tests.support.sample_episodes import MadeUpTurn
 
 Array = npt.NDArray[np.float64]
@@ -64,6 +65,8 @@ class ToyTask:
     """What the divergence from either costs."""
     critic: Array | None = None
     """What a critic says in each context."""
+    settings: ExportSettings = field(default_factory=ExportSettings)
+    """How episodes become rows."""
 
     @cached_property
     def truth(self) -> Array:
@@ -148,6 +151,44 @@ def list_branched_episodes(seed: int) -> list[ToyEpisode]:
         )
         for root, left, right in itertools.product(range(VOCAB), repeat=3)
     ]
+
+
+AGENTS: dict[str, list[tuple[int, tuple[float, float]]]] = {
+    "a sub-agent as a tool": [(NOBODY, (0, 1)), (NOBODY, (2, 3)), (0, (4, 5))],
+    "a hand-off before the end": [(NOBODY, (0, 3)), (NOBODY, (2, 4)), (1, (5, 6))],
+    "a vote": [(NOBODY, (0, 1)), (NOBODY, (2, 3)), (NOBODY, (4, 5))],
+    "a title that ends last": [(NOBODY, (0, 1)), (0, (2, 3)), (NOBODY, (2.5, 3.5))],
+}
+"""Of each reply the one that it extends, and its time."""
+
+
+def list_agents_episodes(seed: int, agent: str, named: int | None = None) -> list[ToyEpisode]:
+    """Three replies of several conversations, judged together.
+
+    The reward is the episode's, or it names a reply by its number. A title earns nothing.
+    """
+    judge = np.random.default_rng(seed + 2500).normal(0, 1, (VOCAB,) * MAX_TURNS)
+    if "title" in agent:
+        judge = np.broadcast_to(judge[:, :, :1], judge.shape)
+    rewarded = MAX_TURNS - 1 if named is None else named
+    found = []
+    for tokens in itertools.product(range(VOCAB), repeat=MAX_TURNS):
+        first, second, _ = tokens
+        contexts = (0, 1 + first % 3, 4 + 3 * (first % 3) + second % 3)
+        if agent == "a vote":
+            contexts = (0, 0, 0)
+        turns = tuple(
+            MadeUpTurn(
+                parent,
+                float(judge[tokens]) if number == rewarded else None,
+                1,
+                is_named=named is not None,
+                during=during,
+            )
+            for number, (parent, during) in enumerate(AGENTS[agent])
+        )
+        found.append(ToyEpisode(tuple(zip(contexts, tokens, strict=True)), turns))
+    return found
 
 
 def make_task(

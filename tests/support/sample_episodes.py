@@ -30,6 +30,10 @@ class MadeUpTurn:
     top_p: float = 1.0
     is_recorded: bool = False
     """Each token is recorded as one that could be sampled."""
+    is_named: bool = True
+    """The reward names the reply; else it is the episode's."""
+    during: tuple[float, float] | None = None
+    """When it was asked and answered; one turn after the other unless given."""
 
     @property
     def sampling(self) -> bytes:
@@ -45,6 +49,7 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
     added: list[Interaction] = []
     for number, turn in enumerate(turns):
         parent = added[turn.parent] if 0 <= turn.parent < number else None
+        asked_at, answered_at = turn.during or (2.0 * number, 2.0 * number + 1)
         ids = [number * 10 + place for place in range(turn.tokens)]
         one = Interaction(
             interaction_id=f"reply-{number}",
@@ -64,9 +69,10 @@ def build_tree(turns: Sequence[MadeUpTurn]) -> InteractionTree:
             sampling=turn.sampling,
             kept_counts=np.ones(len(ids), "<u2").tobytes() if turn.is_recorded else b"",
             kept_ids=pack_ids(ids) if turn.is_recorded else b"",
-            asked_at=float(2 * number),
-            answered_at=float(2 * number + 1),
+            asked_at=asked_at,
+            answered_at=answered_at,
             reward=turn.reward,
+            is_reward_named=turn.is_named,
         )
         tree.add(one)
         added.append(one)

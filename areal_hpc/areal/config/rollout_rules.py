@@ -83,7 +83,9 @@ def _translate_partial_groups(value: Any, areal_values: ArealConfigValues) -> di
 def _non_sampling_generation_rules(section: str) -> tuple[KeyRule, ...]:
     """What `gconfig` and `eval_gconfig` have in common beside sampling."""
     return (
-        fixed_value_rule(f"{section}.min_new_tokens", 0, "replies have no least length"),
+        fixed_value_rule(
+            f"{section}.min_new_tokens", 0, "the agent asks for `min_tokens` in its calls"
+        ),
         unsupported_rule(f"{section}.stop", "a request names its own `stop`"),
         ignored_rule(f"{section}.stop_token_ids", "replies end where the model's own files say"),
         fixed_value_rule(f"{section}.frequency_penalty", 0.0, "a request may ask for it itself"),

@@ -316,7 +316,12 @@ class PromptBuilder:
         limit = call.sampling.max_new_tokens or session.request.sampling.max_new_tokens
         limit = min(limit, room)
         least = min(call.sampling.min_new_tokens, limit)
-        return msgspec.structs.replace(call.sampling, max_new_tokens=limit, min_new_tokens=least)
+        stops = call.sampling.stop_token_ids
+        if least:  # those that SGLang forbids meanwhile: the trainer reads here which they were
+            stops = sorted({*(stops or ()), *self._model.end_token_ids})
+        return msgspec.structs.replace(
+            call.sampling, max_new_tokens=limit, min_new_tokens=least, stop_token_ids=stops
+        )
 
 
 def _refuse_prefill_with_grammar(call: ModelCall) -> None:

@@ -95,6 +95,8 @@ class ServedModel:
     """Parameters that no dialect declares have no effect (`proxy.unknown_parameters`)."""
     dropped_tool_type_patterns: Sequence[str] = ()
     """Patterns of types of tools that the model is not told of (`proxy.dropped_tools`)."""
+    end_token_ids: Sequence[int] = ()
+    """Tokens that end a reply; `min_new_tokens` forbids them."""
 
     @classmethod
     def from_model_dir(
@@ -112,20 +114,40 @@ class ServedModel:
                 template has no place for what is said, or tools give back if calls are parsed.
         """
         template = ChatTemplate.from_model_dir(model_dir)
+        encoder = TokenEncoder.from_model_dir(model_dir)
         template.require_messages(with_tools=tool_call_parser is not None)
         return cls(
             model_name,
             template,
-            TokenEncoder.from_model_dir(model_dir),
+            encoder,
             context_tokens or require_max_position_embeddings(model_dir),
             tool_call_parser,
             reasoning_parser,
+            end_token_ids=list_end_token_ids(model_dir, encoder),
         )
 
     def must_parse_reply(self, call: ModelCall) -> bool:
         """True if a reply may hold more than text."""
         may_call = bool(call.tool_choice.select_allowed_tools(call.tools))
         return call.raw_prompt is None and (self.reasoning_parser is not None or may_call)
+
+
+ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|im_end|>")
+"""What SGLang 0.5.23 takes for ends besides (`srt/utils/hf_transformers/common.py`)."""
+
+
+def list_end_token_ids(model_dir: Path, encoder: TokenEncoder) -> list[int]:
+    """Ids of the tokens that end a reply for SGLang where a request names none."""
+    found: set[int | None] = {encoder.find_token_id(token) for token in ADDITIONAL_END_TOKENS}
+    for name in ("config.json", "generation_config.json"):
+        path = model_dir / name
+        ends = msgspec.json.decode(path.read_bytes()).get("eos_token_id") if path.exists() else None
+        found.update(ends if isinstance(ends, list) else [ends])
+    path = model_dir / "tokenizer_config.json"
+    end = msgspec.json.decode(path.read_bytes()).get("eos_token") if path.exists() else None
+    text = end.get("content") if isinstance(end, dict) else end
+    found.add(encoder.find_token_id(text) if text else None)
+    return sorted(one for one in found if one is not None)
 
 
 def require_max_position_embeddings(model_dir: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
@@ -89,6 +90,19 @@ class AdamConfig(BaseConfig):
     """Final learning rate as a share of the peak."""
     on_nonfinite: Literal["skip", "stop"] = "skip"
     """A gradient that is not finite: leave the step out, at most two batches in a row, or stop."""
+
+
+def compute_learning_rate(step: int, total_steps: int, config: AdamConfig) -> float:
+    """The rate of optimizer step `step`, counted from 0, out of `total_steps`."""
+    total_steps = config.schedule_steps or total_steps
+    warmup = min(1.0, (step + 1) / config.warmup_steps) if config.warmup_steps else 1.0
+    last = max(1, total_steps - 1 - config.warmup_steps)
+    progress = min(1.0, max(0.0, (step - config.warmup_steps) / last))
+    if config.decay == "constant":
+        return config.lr * warmup
+    linear = 1.0 - progress
+    share = linear if config.decay == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
+    return config.lr * warmup * (config.min_lr_ratio + (1.0 - config.min_lr_ratio) * share)
 
 
 class OverlongConfig(BaseConfig):

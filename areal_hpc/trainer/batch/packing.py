@@ -182,16 +182,19 @@ def _gather_sampling_mask_of_predicted(
         return None
     row_N = np.searchsorted(starts, predicted_N, side="right") - 1
     counts_N, ids = np.zeros(len(predicted_N), np.uint16), [np.empty(0, np.int32)]
+    forbids_N = np.zeros(len(predicted_N), np.bool_)
     for number, row in enumerate(rows):
         if (mask := row.sampling_mask) is None:
             continue
         own_N = row_N == number
         places = predicted_N[own_N] - starts[number]  # they rise, also under context parallelism
         counts_N[own_N] = mask.counts_T[places]
+        if mask.forbids_T is not None:
+            forbids_N[own_N] = mask.forbids_T[places]
         is_predicted_T = np.zeros(len(mask.counts_T), dtype=bool)
         is_predicted_T[places] = True
         ids.append(mask.ids[np.repeat(is_predicted_T, mask.counts_T)])
-    return SamplingMask(counts_N, np.concatenate(ids))
+    return SamplingMask(counts_N, np.concatenate(ids), forbids_N)
 
 
 def get_zigzag_positions(length: int, cp: int, rank: int) -> IntArray:

@@ -15,6 +15,7 @@ from areal_hpc.trainer.batch.episode_metrics import CUT_FINISH_REASON
 from areal_hpc.trainer.batch.packing import TEMPERATURE_CHANNEL, TrainingRow
 from areal_hpc.trainer.batch.untrainable import (
     drop_distorted_replies_from_loss_mask,
+    forbid_end_tokens,
     get_reply_span,
 )
 from areal_hpc.trainer.collectives import read_with_retries_on_all_ranks
@@ -170,7 +171,7 @@ def build_rows_to_score(
     """Rows as the networks that score them need them, without what scores decide."""
     masks, temperatures = _build_masks(batch, objective), _build_temperatures(batch)
     return [
-        TrainingRow(one.input_ids_T, mask_T, channels, one.sampling_mask)
+        TrainingRow(one.input_ids_T, mask_T, channels, forbid_end_tokens(one))
         for one, mask_T, channels in zip(batch, masks, temperatures, strict=True)
     ]
 
@@ -227,7 +228,9 @@ def build_rows(
             )
         channels |= temperatures[place]
         rows.append(
-            TrainingRow(trajectory.input_ids_T, masks[place], channels, trajectory.sampling_mask)
+            TrainingRow(
+                trajectory.input_ids_T, masks[place], channels, forbid_end_tokens(trajectory)
+            )
         )
     return rows
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from areal_hpc.errors import UntrainableBatchError
 from areal_hpc.wire.row_record import CallRecord
-from areal_hpc.wire.trajectory import TrajectoryRow
+from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
 
 MAX_UNTRAINABLE_FRACTION = 0.5
 """Of a batch's sampled tokens. Beyond, what is left is no sample of what the agent does."""
@@ -38,8 +38,8 @@ def list_sampling_distortions(
     """Names of the parameters by which a reply was not sampled from the softmax that is trained.
 
     That is one over the tokens that were left, if it `is_recorded` which these are.
-    What is left out had SGLang's default. `min_new_tokens` is not among them: it concerns the end
-    token alone, while it lasts.
+    What is left out had SGLang's default. `min_new_tokens` is among them only where nobody wrote
+    down which tokens it forbade (`forbid_end_tokens`).
     """
     if sampling.get("temperature", 1.0) == 0:
         yield "temperature=0"
@@ -51,6 +51,8 @@ def list_sampling_distortions(
         yield "min_p"
     if any(sampling.get(name) is not None for name in _GRAMMAR_PARAMETERS) and not is_recorded:
         yield "a grammar"
+    if sampling.get("min_new_tokens") and not sampling.get("stop_token_ids") and not is_recorded:
+        yield "min_new_tokens"
     if sampling.get("logit_bias"):
         yield "logit_bias"
     for name, neutral in _NEUTRAL_PENALTIES.items():
@@ -83,6 +85,34 @@ def drop_distorted_replies_from_loss_mask(
     for span in spans:
         mask_T[span] = 0
     return mask_T
+
+
+def forbid_end_tokens(row: TrajectoryRow) -> SamplingMask | None:
+    """The row's sampling mask, with the tokens that `min_new_tokens` kept from being sampled.
+
+    While it lasts no token can be sampled that ends a reply: the proxy asks for these by
+    `stop_token_ids`. A place whose tokens were recorded keeps these.
+    """
+    mask = row.sampling_mask
+    counts_T = np.zeros(row.num_tokens, np.uint16) if mask is None else mask.counts_T.copy()
+    forbids_T = np.zeros(row.num_tokens, np.bool_)
+    ids_of = dict[int, npt.NDArray[np.int32]]()
+    for call in row.record.calls:
+        ids = np.array(call.sampling.get("stop_token_ids") or [], np.int32)
+        least = min(call.sampling.get("min_new_tokens") or 0, call.reply_tokens)
+        for place in range(call.prompt_tokens, call.prompt_tokens + least * bool(len(ids))):
+            if not counts_T[place]:
+                forbids_T[place], ids_of[place] = True, ids
+    if not ids_of:
+        return mask
+    if mask is not None:
+        ends = np.cumsum(mask.counts_T)
+        for place in np.flatnonzero(mask.counts_T):
+            ids_of[int(place)] = mask.ids[ends[place] - mask.counts_T[place] : ends[place]]
+    for place, ids in ids_of.items():
+        counts_T[place] = len(ids)
+    flat = np.concatenate([ids_of[place] for place in sorted(ids_of)])
+    return SamplingMask(counts_T, flat, forbids_T)
 
 
 def count_untrainable_tokens(

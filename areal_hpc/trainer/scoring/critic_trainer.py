@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from areal_hpc.recipe.sections.trainer import TrainerConfig
+from areal_hpc.recipe.sections.trainer import TrainerConfig, compute_learning_rate
 from areal_hpc.trainer.batch.packing import (
     TrainingRow,
     count_scored_tokens,
@@ -26,7 +26,7 @@ from areal_hpc.trainer.model.critic import Critic, load_critic
 from areal_hpc.trainer.objective.loss_aggregation import compute_minibatch_factors
 from areal_hpc.trainer.objective.loss_stats import LossStats
 from areal_hpc.trainer.objective.value_loss import VALUE_SUM_NAMES, compute_value_loss
-from areal_hpc.trainer.optimizer import build_optimizer, compute_learning_rate
+from areal_hpc.trainer.optimizer import build_optimizer
 from areal_hpc.trainer.scoring.token_scores import ScoresByRow, compute_row_values
 from areal_hpc.trainer.step import (
     MicroBatch,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from areal_hpc.jobs.processes.signals import StopRequest
 from areal_hpc.metrics.writer import MetricsWriter
+from areal_hpc.recipe.sections.trainer import compute_learning_rate
 from areal_hpc.rundir.cancellation import is_cancelled_without_checkpoint
 from areal_hpc.rundir.checkpoints import TrainerState
 from areal_hpc.rundir.paths import RunPaths
@@ -23,7 +24,6 @@ from areal_hpc.trainer.model.families.architecture import read_architecture
 from areal_hpc.trainer.model.hf_weights import HfModelReader, load_hf, save_hf_model
 from areal_hpc.trainer.model.policy import TORCH_DTYPE_BY_NAME, Policy, build_policy
 from areal_hpc.trainer.objective.loss_stats import LossStats
-from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.process_groups import run_rank
 from areal_hpc.trainer.sft.sft_data import (
     ConversationTokenizer,

@@ -44,6 +44,7 @@ HINTS: dict[str, dict[str, Any]] = {
     },
     "tools[].functionDeclarations[].behavior": functions({**ADD, "behavior": "BLOCKING"}),
     "tools[googleSearch]": functions(ADD, googleSearch={}),
+    "tools[computerUse]": functions(ADD, computerUse={}),
 }
 """A request with a parameter of each kind that has no effect."""
 UNKNOWN: dict[str, dict[str, Any]] = {
@@ -145,7 +146,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"contents": [user("a"), {"role": "model", "parts": []}]}, "contents[1]"),
     ({"contents": [{"parts": [{"fileData": {}}]}]}, "contents[0].parts[0].fileData"),
     ({"contents": [{"parts": [{"functionCall": {"name": "a"}}]}]}, "contents[0].parts[0]"),
-    (functions(ADD, computerUse={}), "tools[0].computerUse"),
     (functions({"name": ""}), "tools[0].functionDeclarations[0].name"),
     ({"tools": [{"functionDeclarations": [ADD]}]}, "tools"),
     (

@@ -227,6 +227,28 @@ def test_what_could_be_sampled_is_recorded_with_the_odds_of_the_model(stage: Sta
             assert mask.counts_T.max() < 20, "of a grammar few tokens are left"
 
 
+def test_a_least_length_forbids_the_tokens_that_are_recorded(stage: Stage) -> None:
+    ref, least = TicketRef(3, 0), 12
+    session_id, key = stage.open_session(ref)
+    assert stage.chat(key, QUESTION, min_tokens=least, max_tokens=16).status_code == 200
+    stage.finish_session(key, 1.0)
+    stage.finish_ticket(ref, session_id)
+    stage.seal()
+    (row,) = stage.sealed_rows(ref)
+    (call,) = row.record.calls
+    stops = call.sampling["stop_token_ids"]
+    assert (call.sampling["min_new_tokens"], len(stops) > 0) == (least, True)
+    model = AutoModelForCausalLM.from_pretrained(stage.model_dir, dtype=torch.float64)
+    with torch.no_grad():
+        logits = model(torch.from_numpy(row.input_ids_T).long()[None]).logits[0]
+    logits[call.prompt_tokens - 1 : call.prompt_tokens - 1 + least, stops] = -torch.inf
+    places = np.flatnonzero(row.loss_mask_T)
+    assert len(places) >= least
+    for place in places:
+        expected = logits[place - 1].log_softmax(-1)[row.input_ids_T[place]].item()
+        assert row.logprobs_T[place] == pytest.approx(expected, abs=1e-4), place
+
+
 def test_a_client_that_hangs_up_frees_the_real_engine(stage: Stage) -> None:
     _, key = stage.open_session(REF)
     asked: Any = {"stream": True, "max_tokens": 900, "logit_bias": {"2": -100}}

@@ -15,7 +15,7 @@ from areal_hpc.wire.ledger import NO_VERSION, BatchManifest, SealedTicket, Ticke
 from areal_hpc.wire.proxy import ExportSettings
 from areal_hpc.wire.trajectory import SamplingMask, TrajectoryRow
 from tests.support.rank_server import RankServer, TaskExit
-from tests.support.recorded_run import record_run
+from tests.support.recorded_run import VOCAB, record_run
 from tests.support.sample_episodes import MadeUpTurn, build_batch
 
 GOOD = [MadeUpTurn(9, 0.5), MadeUpTurn(0, 0.0, tokens=3), MadeUpTurn(1, 1.0)]
@@ -101,6 +101,47 @@ def record_masks(rows: list[TrajectoryRow]) -> list[TrajectoryRow]:
         flat = np.array([one for own in ids for one in own], np.int32)
         found.append(replace(row, sampling_mask=SamplingMask(counts_T, flat)))
     return found
+
+
+STOPS = [300, 311]
+
+
+def record_all_but_stops(rows: list[TrajectoryRow]) -> list[TrajectoryRow]:
+    """Every reply was sampled from all tokens but two, which were written down one by one."""
+    found = []
+    for row in rows:
+        kept = np.setdiff1d(np.arange(VOCAB), STOPS)
+        counts_T = row.loss_mask_T.astype(np.uint16) * len(kept)
+        ids = np.tile(kept, int(row.loss_mask_T.sum())).astype(np.int32)
+        for call in row.record.calls:
+            call.sampling["top_p"] = 0.9
+        found.append(replace(row, sampling_mask=SamplingMask(counts_T, ids)))
+    return found
+
+
+def ask_for_long_replies(rows: list[TrajectoryRow]) -> None:
+    for call in (call for row in rows for call in row.record.calls):
+        call.sampling.update({"min_new_tokens": 100, "stop_token_ids": STOPS})
+
+
+def test_a_least_length_is_trained_as_it_was_sampled(ranks: RankServer, tmp_path: Path) -> None:
+    plain, listed, forbidden, split = (
+        train_one_batch(ranks, tmp_path / name, spoil, **parallel)
+        for name, spoil, parallel in (
+            ("plain", lambda rows: None, {}),
+            ("listed", record_all_but_stops, {}),
+            ("forbidden", ask_for_long_replies, {}),
+            ("split", ask_for_long_replies, {"tp": 2}),
+        )
+    )
+    assert {code for one, _ in (plain, listed, forbidden, split) for code in one.codes} == {0}
+    (whole,), (expected,), (found,), (in_parts,) = (
+        lines for _, lines in (plain, listed, forbidden, split)
+    )
+    for metric in ("loss", "grad_norm", "entropy/mean", "importance_weight/mean"):
+        assert found[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), metric
+        assert in_parts[metric] == pytest.approx(expected[metric], rel=2e-5, abs=1e-7), metric
+    assert found["entropy/mean"] < whole["entropy/mean"] - 1e-4
 
 
 def test_distributions_are_over_recorded_masks_in_every_layout(

@@ -224,6 +224,13 @@ def test_sampling_may_leave_tokens_out_where_it_is_recorded_which() -> None:
     assert list(find_likely_mistakes(recipe)) == []
 
 
+def test_a_weight_decay_that_rounds_to_nothing_is_told() -> None:
+    (doubt,) = find_likely_mistakes(
+        load_recipe(QUICKSTART, ["trainer.optimizer={lr: 1e-6, weight_decay: 0.01}"])
+    )
+    assert doubt.startswith("trainer.optimizer.weight_decay=0.01 has no effect")
+
+
 def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
     assert list(find_likely_mistakes(load_recipe(QUICKSTART))) == []
 

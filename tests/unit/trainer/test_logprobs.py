@@ -74,10 +74,11 @@ def test_values_and_gradients_are_those_of_a_log_softmax(
     assert not ours.grad[:, VOCAB:].any()
 
 
+@pytest.mark.parametrize("forbids", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.usefixtures("chunk_values")
 def test_distributions_are_over_the_tokens_that_could_be_sampled(
-    group: dist.ProcessGroup, dtype: torch.dtype
+    group: dist.ProcessGroup, dtype: torch.dtype, forbids: bool
 ) -> None:
     generator = torch.Generator().manual_seed(2)
     hidden = torch.randn(ROWS, COLUMNS, generator=generator).to(dtype)
@@ -87,11 +88,13 @@ def test_distributions_are_over_the_tokens_that_could_be_sampled(
     is_kept = torch.rand(ROWS, VOCAB, generator=generator) < 0.4
     is_kept[torch.arange(ROWS), labels] = True
     is_kept[3] = True  # all of them: noted as none
-    listed = [[] if row == 3 else is_kept[row].nonzero()[:, 0].tolist() for row in range(ROWS)]
+    forbids_N = (torch.arange(ROWS) % 2 == 0) & forbids
+    is_listed = is_kept ^ forbids_N[:, None]
+    listed = [[] if row == 3 else is_listed[row].nonzero()[:, 0].tolist() for row in range(ROWS)]
     counts = torch.tensor([len(one) for one in listed])
     starts = [0, *counts.cumsum(0).tolist()]
     ids = torch.tensor([token for one in listed for token in one])
-    kept = SampleableTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts)
+    kept = SampleableTokens(ids, torch.arange(ROWS).repeat_interleave(counts), starts, forbids_N)
 
     ours = hidden.clone().requires_grad_()
     values, entropy = consume_logits_into_logprobs_and_entropy(

@@ -2,12 +2,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from areal_hpc.recipe.sections.trainer import AdamConfig
+from areal_hpc.recipe.sections.trainer import AdamConfig, compute_learning_rate
 from areal_hpc.trainer.model.cpu import megatron_cpu  # noqa: F401  (before anything of Megatron)
 
 # isort: split
 from areal_hpc.trainer.loop.schedule import EvaluationSetSchedule, Schedule
-from areal_hpc.trainer.optimizer import compute_learning_rate
 from areal_hpc.trainer.sft.sft_data import get_batch_indices
 
 

@@ -15,6 +15,7 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.trainer.batch.training_rows import SCALE_CHANNEL, build_rows
 from areal_hpc.trainer.batch.untrainable import (
     count_untrainable_tokens,
+    forbid_end_tokens,
     list_sampling_distortions,
     raise_if_mostly_untrainable,
 )
@@ -84,6 +85,23 @@ def test_a_reply_whose_mask_is_recorded_of_every_token_stays_in_the_loss(is_whol
     assert found.loss_mask_T.tolist() == [0, 1, 1, 0, is_whole, is_whole]
     assert found.sampling_mask is row.sampling_mask
     assert count_untrainable_tokens([row]).total() == (0 if is_whole else 2)
+
+
+def test_tokens_that_a_least_length_forbade_are_out_of_the_distribution() -> None:
+    least = {**PLAIN, "min_new_tokens": 1, "stop_token_ids": [3, 7]}
+    row, _ = sample([least, {**least, "min_new_tokens": 5}], [PLAIN, PLAIN])
+    mask = forbid_end_tokens(row)
+    assert mask is not None
+    assert mask.forbids_T is not None
+    assert mask.counts_T.tolist() == [0, 2, 0, 0, 2, 2]
+    assert mask.ids.tolist() == [3, 7] * 3
+    assert mask.forbids_T.tolist() == [False, True, False, False, True, True]
+    recorded = SamplingMask(np.array([0, 1, 0, 0, 0, 0], np.uint16), row.input_ids_T[1:2])
+    both = forbid_end_tokens(replace(row, sampling_mask=recorded))
+    assert both is not None
+    assert both.ids.tolist() == [row.input_ids_T[1], 3, 7, 3, 7]
+    assert count_untrainable_tokens([row]).total() == 0
+    assert list_of(min_new_tokens=1) == ["min_new_tokens"]
 
 
 def sample(*of_rows: Sequence[dict[str, Any]]) -> list[TrajectoryRow]:

@@ -21,13 +21,15 @@ MIN_LOG_PROBABILITY = -1e3
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleableTokens:
-    """Tokens that could be sampled in each of N places; where there are none, all could."""
+    """Tokens that could be sampled in each of N places, or could not; where none are, all could."""
 
     ids_K: torch.Tensor
     rows_K: torch.Tensor
     """The place that each one is of, in order."""
     starts: Sequence[int]
     """On the host: the first one of each place, and the end [N + 1]."""
+    forbids_N: torch.Tensor
+    """True at the places whose tokens could not be sampled, while all others could."""
 
     def build_left_out_mask(self, rows: slice, first: int, columns: int) -> torch.Tensor | None:
         """True at the columns, counted from token `first`, that could not be; None if all could."""
@@ -38,11 +40,12 @@ class SampleableTokens:
         count = min(rows.stop, len(self.starts) - 1) - rows.start
         # Tokens of other ranks go to a column that is cut off: nothing is picked out by a mask.
         ids_K = torch.where((ids_K >= 0) & (ids_K < columns), ids_K, columns)
-        left_out = ids_K.new_ones((count, columns + 1), dtype=torch.bool)
-        left_out[rows_K, ids_K] = False
-        has_some = left_out.new_zeros(count)
-        has_some[rows_K] = True
-        return left_out[:, :columns] & has_some[:, None]
+        forbids = self.forbids_N[rows]
+        keeps_some = forbids.new_zeros(count)
+        keeps_some[rows_K] = True
+        left_out = (keeps_some & ~forbids)[:, None].repeat(1, columns + 1)
+        left_out[rows_K, ids_K] = forbids[rows_K]
+        return left_out[:, :columns]
 
 
 def consume_logits_into_token_logprobs(
