@@ -330,6 +330,10 @@ class TokenEncoder:
         """Id of each token, special ones left out that were added later."""
         return dict(self._tokenizer.get_vocab(with_added_tokens=False))
 
+    def find_token_id(self, token: str) -> int | None:
+        """Id of a token by its text; None if there is none."""
+        return self._tokenizer.token_to_id(token)
+
     def list_special_token_ids(self) -> list[int]:
         """Ids of the special tokens, which no text means."""
         added = self._tokenizer.get_added_tokens_decoder()
