@@ -158,15 +158,13 @@ class ChatTemplate:
         forms = [messages, [_shorten_call_ids(one) for one in messages]]
         if not self._takes_argument_texts:
             forms += [_replace_arguments(form, _make_arguments_object) for form in forms]
-        refusal: ChatTemplateError | None = None
-        for i, form in enumerate(forms):
-            if form not in forms[:i]:
-                try:
-                    return self._render(form, tools, variables, opens_reply)
-                except ChatTemplateError as error:
-                    refusal = refusal or error
-        assert refusal is not None
-        raise refusal
+        refusals = list[ChatTemplateError]()
+        for form in forms:
+            try:
+                return self._render(form, tools, variables, opens_reply)
+            except ChatTemplateError as error:
+                refusals.append(error)
+        raise refusals[0]
 
     @cached_property
     def _takes_argument_texts(self) -> bool:
@@ -174,16 +172,16 @@ class ChatTemplate:
 
         It raises if they are an object, or shows how Python writes one.
         """
-        probe = _replace_arguments(_TOOL_CONVERSATION, lambda _: {"probe": True})
-        try:
-            return "{'probe': True}" in self._render(probe, None, None, True)
-        except ChatTemplateError:
-            pass
-        try:
-            self._render(_replace_arguments(probe, _write_arguments), None, None, True)
-        except ChatTemplateError:
-            return False
-        return True
+
+        def render_with(arguments: Any) -> str:
+            probe = _replace_arguments(_TOOL_CONVERSATION, lambda _: arguments)
+            try:
+                return self._render(probe, None, None, True)
+            except ChatTemplateError:
+                return ""
+
+        objects, texts = render_with({"probe": True}), render_with('{"probe": true}')
+        return bool(texts) and (not objects or "{'probe': True}" in objects)
 
     def require_messages(self, *, with_tools: bool) -> None:
         """Demand that the model reads what a user says and, `with_tools`, what a tool gives back.
@@ -269,20 +267,17 @@ def _shorten_id(call_id: str | None) -> str:
 
 def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any]) -> list[Message]:
     """The messages with what `replace` makes of the arguments of their calls."""
-    return [
-        {**one, "tool_calls": [_replace_call_arguments(call, replace) for call in calls]}
-        if (calls := one.get("tool_calls"))
-        else one
-        for one in messages
-    ]
-
-
-def _replace_call_arguments(
-    call: Mapping[str, Any], replace: Callable[[Any], Any]
-) -> dict[str, Any]:
-    function = call["function"]
-    arguments = replace(function.get("arguments"))
-    return {**call, "function": {**function, "arguments": arguments}}
+    replaced = []
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            functions = [{**one["function"]} for one in calls]
+            for function in functions:
+                function["arguments"] = replace(function.get("arguments"))
+            pairs = zip(calls, functions, strict=True)
+            calls = [{**call, "function": function} for call, function in pairs]
+            message = {**message, "tool_calls": calls}
+        replaced.append(message)
+    return replaced
 
 
 def _write_arguments(arguments: Any) -> str:

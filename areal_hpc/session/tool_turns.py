@@ -74,8 +74,6 @@ def align_tool_turns(
     turns: list[_ToolTurn] = []
     for message in messages:
         if message.get("tool_calls"):
-            if not turns:
-                message = _take_in_text_before(aligned, message, reply_by_call_id)
             _add_calls(turns, message, reply_by_call_id)
         elif message["role"] == "tool" and turns:
             _add_result(turns, message)
@@ -84,17 +82,6 @@ def align_tool_turns(
             turns = []
             aligned.append(message)
     return aligned + [one for turn in turns for one in turn.list_messages()]
-
-
-def _take_in_text_before(
-    aligned: list[Message], message: Message, reply_by_call_id: Mapping[str, Message]
-) -> Message:
-    """The message with the text before it, if a client parted the two of one reply."""
-    reply = _find_reply(message["tool_calls"][0], reply_by_call_id)
-    text = aligned[-1] if aligned and aligned[-1]["role"] == "assistant" else None
-    if reply is None or text is None or message["content"] or not text["content"]:
-        return message
-    return {**message, **aligned.pop()} if text["content"] == reply["content"] else message
 
 
 def _find_reply(call: Mapping[str, Any], reply_by_call_id: Mapping[str, Message]) -> Message | None:

@@ -16,7 +16,6 @@ from areal_hpc.proxy.sessions.store import Session
 
 RETRY_COUNT_HEADER, IDEMPOTENCY_KEY_HEADER = b"x-stainless-retry-count", b"idempotency-key"
 MAX_KEPT_ANSWER_BYTES_PER_SESSION = 1 << 20
-MAX_IDEMPOTENCY_KEY_CHARS = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +53,11 @@ class NamedRequests:
         """The request of a key; None where there is no key.
 
         Raises:
-            ProxyRequestError: 400: the key is too long, or was another request's.
+            ProxyRequestError: 400: the key was another request's.
         """
         key, digest = headers.get(IDEMPOTENCY_KEY_HEADER, b""), hashlib.blake2b(body).digest()
         if session is None or not key:
             return None
-        if len(key) > MAX_IDEMPOTENCY_KEY_CHARS:
-            problem = f"an Idempotency-Key has at most {MAX_IDEMPOTENCY_KEY_CHARS} characters"
-            raise ProxyRequestError(400, problem)
         known = self._by_session.setdefault(session, {})
         request = known.setdefault(key, NamedRequest(digest))
         if request.body_digest != digest:

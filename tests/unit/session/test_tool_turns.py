@@ -102,13 +102,6 @@ def test_results_are_put_in_order_in_a_history_that_is_not_ours() -> None:
     assert align_tool_turns(without_ids, {}) == without_ids
 
 
-def test_the_text_and_the_calls_of_a_reply_may_come_back_in_two_messages() -> None:
-    tree = play(([ASKED], calls("a", content="Let me see.")))
-    text = normalize_chat_message({"role": "assistant", "content": "Let me see."})
-    turn = go_on(tree, ASKED, text, calls("a"), result("a"))
-    assert (turn.reuse, turn.new_messages) == ("reused", [result("a")])
-
-
 def test_reasoning_that_a_client_puts_into_the_text_makes_no_difference() -> None:
     reply = normalize_chat_message(
         {"role": "assistant", "content": "7", "reasoning_content": "3 + 4"}

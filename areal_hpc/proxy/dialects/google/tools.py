@@ -33,7 +33,7 @@ class _FunctionDeclaration(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
-    """Functions, or tools of other kinds: those that Google's servers would run, and the rest."""
+    """Functions, or tools of other kinds, which only Google's servers or models know."""
 
     function_declarations: list[msgspec.Raw] | None = None
     code_execution: Any = None
@@ -50,15 +50,17 @@ class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
 
 _HOSTED_TOOLS = (
     "code_execution",
+    "computer_use",
     "enterprise_web_search",
+    "file_search",
     "google_maps",
     "google_search",
     "google_search_retrieval",
+    "mcp_servers",
+    "retrieval",
     "url_context",
 )
 """Left out beside functions: agents offer them by themselves."""
-_REFUSED_TOOLS = ("computer_use", "file_search", "mcp_servers", "retrieval")
-"""Those that name a client's own machine, files or servers: who asks for one needs it."""
 
 
 class FunctionCallingConfig(Struct, rename="camel", forbid_unknown_fields=True):
@@ -94,7 +96,6 @@ def parse_tools(
     for i, one in enumerate(raw_tools):
         key = f"tools[{i}]"
         tool: _Tool = decode_request_json(spell_in_camel_case(one, _Tool), _Tool, key, unknown)
-        _raise_if_refused_tool(tool, key)
         wire_names = dict(zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True))
         given = (name for name in _HOSTED_TOOLS if getattr(tool, name) is not None)
         hosted |= {wire_names[name]: f"{key}.{wire_names[name]}" for name in given}
@@ -113,17 +114,6 @@ def parse_tools(
     ignored += sorted(hints)
     dropped += sorted(hosted)
     return functions
-
-
-def _raise_if_refused_tool(tool: _Tool, key: str) -> None:
-    for name, wire_name in zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True):
-        if name in _REFUSED_TOOLS and getattr(tool, name) is not None:
-            raise ProxyRequestError(
-                400,
-                f"{wire_name} is not supported",
-                key=f"{key}.{wire_name}",
-                hint="declare a function that the agent runs",
-            )
 
 
 def _build_tool(function: _FunctionDeclaration, tool_key: str) -> dict[str, Any]:
