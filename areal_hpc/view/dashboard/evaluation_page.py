@@ -1,6 +1,5 @@
 """What the page about a run's evaluations shows: each set over steps, and each task's rewards."""
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME, get_ticket_
 from areal_hpc.rundir.manifests import EvaluationResult, read_kept_evaluations_by_set
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.view.dashboard.evaluation_set_names import prepend_valid_and_sort, read_set_configs
+from areal_hpc.view.evaluations.evaluation_report import WrittenEstimate
 
 MAX_SHOWN_EVALUATIONS = 100
 """Of a set, the newest ones."""
@@ -78,21 +78,20 @@ def _describe_further_metrics(
 
 
 def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) -> JsonObject | None:
-    """The last evaluation against the first one of the same tasks.
+    """The last evaluation against the first one of the same tasks; None without two such.
 
-    None without two such, or with so few tasks that they can show nothing.
+    So few tasks that they can show nothing have no interval.
     """
     if first is last or first.n_tasks != last.n_tasks:
         return None
     paired = compare_paired(first.rewards, last.rewards)
-    if not math.isfinite(paired.difference.low):
-        return None
+    difference = WrittenEstimate.from_estimate(paired.difference)
     return {
         "from": first.step,
         "to": last.step,
-        "difference": paired.difference.value,
-        "low": paired.difference.low,
-        "high": paired.difference.high,
+        "difference": difference.value,
+        "low": difference.low,
+        "high": difference.high,
         "better": paired.better,
         "worse": paired.worse,
     }

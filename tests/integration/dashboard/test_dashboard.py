@@ -178,6 +178,7 @@ def test_evaluations_are_shown_by_set_step_and_task(url: str, run: RunPaths) -> 
     compared = valid["compared"]
     assert (compared["from"], compared["to"], compared["difference"]) == (0, 8, 0.25)
     assert (compared["better"], compared["worse"]) == (2, 1)
+    assert (compared["low"], compared["high"]) == (None, None), "four tasks show nothing"
     assert (found["name"], found["samples"], found["failures"]) == ("hard", 2, [1])
     assert found["first_ticket"] == 2_000_000, "of the sets in order: valid, easy, hard"
     assert found["compared"] is None

@@ -36,8 +36,11 @@ function drawMetric(set, { name, mean, low, high }) {
 function describeComparison(compared) {
   if (!compared) return "";
   const sign = (value) => `${value > 0 ? "+" : ""}${formatNumber(value)}`;
-  const shown = compared.low > 0 ? "better" : compared.high < 0 ? "worse" : "no difference is shown";
-  return `step ${compared.from} to ${compared.to}: ${sign(compared.difference)} [${sign(compared.low)}, ${sign(compared.high)}], `
+  const isBounded = compared.low !== null;
+  const interval = isBounded ? ` [${sign(compared.low)}, ${sign(compared.high)}]` : "";
+  const shown = !isBounded ? "too few tasks to show a difference"
+    : compared.low > 0 ? "better" : compared.high < 0 ? "worse" : "no difference is shown";
+  return `step ${compared.from} to ${compared.to}: ${sign(compared.difference)}${interval}, `
     + `${compared.better} tasks better, ${compared.worse} worse: ${shown}`;
 }
 
