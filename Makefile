@@ -88,7 +88,7 @@ slurm-tests: setup-tests slurm ## a real Slurm on this machine (root, for its na
 	$(PYTEST) tests/slurm
 
 acceptance: ## what the long proofs need (8 GB), then all of them in one go (four hours)
-acceptance: setup-tests slurm harnesses framework-programs gyms oracles
+acceptance: setup-tests slurm-roots harnesses framework-programs gyms oracles
 	@scripts/install_browser.sh
 	$(PYTEST) tests/acceptance
 
