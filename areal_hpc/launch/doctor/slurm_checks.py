@@ -127,6 +127,7 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         hint = "ask the administrators for pyxis, or container.kind=apptainer"
         yield fail("pyxis", "srun has no --container-image", hint)
     yield judge_commands_in_container(doctor_subject.slurm)
+    yield from judge_gpus_by_task(doctor_subject.slurm)
     for image in sorted({container.train, container.serve}):
         image = spell_pyxis_image(image) if container.kind == "pyxis" else image
         is_file = image.startswith((".", "/")) or image.endswith(".sif")
@@ -135,6 +136,20 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
         elif is_file:
             missing = f"there is no container image at {image}"
             yield fail("image", missing, "build it, or name another")
+
+
+def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
+    """Whether tasks in containers of pyxis would get GPUs of their own. Pure."""
+    kinds = (slurm, slurm.jobs.trainer, slurm.jobs.cell, slurm.jobs.sft, slurm.jobs.evaluation)
+    flags = [
+        flag for kind in kinds for flag in (*(kind.sbatch_flags or ()), *(kind.srun_flags or ()))
+    ]
+    if slurm.container.kind == "pyxis" and any(f.startswith("--gpus-per-task") for f in flags):
+        yield warn(
+            "GPUs by task",
+            "with --gpus-per-task only one task of a container of pyxis may see a GPU (pyxis#73)",
+            "leave it out: a job asks for the GPUs of its nodes, and each task takes its own",
+        )
 
 
 def judge_commands_in_container(slurm: SlurmConfig) -> CheckResult:

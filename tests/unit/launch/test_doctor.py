@@ -20,7 +20,7 @@ from areal_hpc.launch.doctor.partition_checks import (
 )
 from areal_hpc.launch.doctor.python_checks import check_interpreters
 from areal_hpc.launch.doctor.registry import CHECKS, DoctorCheck, run_checks
-from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container
+from areal_hpc.launch.doctor.slurm_checks import judge_commands_in_container, judge_gpus_by_task
 from areal_hpc.launch.doctor.storage_checks import check_storage, submit_job_and_check_storage
 from areal_hpc.launch.doctor.subject import DoctorSubject
 from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
@@ -155,6 +155,14 @@ def test_containers_without_munge_need_successors(
     options: dict[str, Any], status: CheckStatus
 ) -> None:
     assert judge_commands_in_container(SlurmConfig.model_validate(options)).verdict is status
+
+
+@pytest.mark.parametrize(("kind", "warnings"), [("pyxis", 1), ("apptainer", 0)])
+def test_gpus_by_task_are_warned_of_in_containers_of_pyxis(kind: str, warnings: int) -> None:
+    container = {"kind": kind, "train": "/a.sqsh", "serve": "/b.sqsh"}
+    jobs = {"cell": {"sbatch_flags": ["--gpus-per-task=1"]}}
+    site = SlurmConfig.model_validate({"container": container, "jobs": jobs})
+    assert len([*judge_gpus_by_task(site)]) == warnings
 
 
 @pytest.mark.parametrize(
