@@ -139,3 +139,17 @@ def test_a_job_that_a_limit_keeps_from_submitting_itself_is_brought_back(
     assert sorted(one.partition(".")[0] for one in running) == sorted(LIMITED_RUN)
     limited.slurm("scancel", *(job.job_id for job in jobs))
     wait_for(lambda: queued(limited) == [], every_s=SLURM_POLL_S)
+
+
+@pytest.mark.thorough
+def test_a_cluster_of_a_federation_is_refused_by_name(limited: Devcluster, tmp_path: Path) -> None:
+    limited.slurm("sacctmgr", "--immediate", "add", "federation", "both", "clusters=devcluster")
+    try:
+        wait_for(lambda: "both" in limited.slurm("scontrol", "show", "federation"))
+        run = Submitting(limited, tmp_path / "runs")
+        refused = run.submit(*HELD, *light_overrides(tmp_path))
+        assert refused.returncode == 78, refused.stderr
+        assert "the cluster is in federation both, which is not supported" in refused.stderr
+        assert not run.paths.root.exists()
+    finally:
+        limited.slurm("sacctmgr", "--immediate", "delete", "federation", "both")
