@@ -81,16 +81,18 @@ class ParserProcessClient:
                 limit=MAX_LINE_BYTES,
             )
             assert process.stdout is not None
-            first = b""
+            first, problem = b"", "ended at their start: the log has their error"
             try:
-                with contextlib.suppress(TimeoutError):
-                    first = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+                first = await asyncio.wait_for(process.stdout.readline(), START_TIMEOUT_S)
+            except TimeoutError:
+                problem = f"did not start within {START_TIMEOUT_S:g} s: is their storage slow?"
             finally:
                 if not first:  # also if the client that needed it has hung up
                     with contextlib.suppress(ProcessLookupError):
                         process.kill()
+                    await process.wait()
             if not first:
-                raise ParserLostError("the parser process does not start; see the log")
+                raise ParserLostError(f"SGLang's parsers {problem}")
             self._process = process
             self._reader = asyncio.ensure_future(
                 self._hand_out_replies_then_kill_process(process, process.stdout)

@@ -7,6 +7,7 @@ import pytest
 import uvloop
 
 from areal_hpc.errors import ParserLostError, ProxyRequestError
+from areal_hpc.proxy.engine import tool_parsers
 from areal_hpc.proxy.engine.reply import ReplyContent
 from areal_hpc.proxy.engine.tool_parsers import ParserProcessClient
 from areal_hpc.wire.parsers import ToolGrammarRequest
@@ -95,3 +96,16 @@ def test_a_client_that_leaves_while_parsers_start_leaves_no_process(tmp_path: Pa
                 await asyncio.sleep(0.01)
 
     uvloop.run(start_and_leave())  # as the proxy does
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [("#!/bin/sh\nexit 3\n", "ended at their start"), (SLOW, "did not start within 0.2 s")],
+)
+def test_parsers_that_do_not_start_say_how(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, problem: str
+) -> None:
+    monkeypatch.setattr(tool_parsers, "START_TIMEOUT_S", 0.2 if text is SLOW else PATIENCE_S)
+    parsers = ParserProcessClient(str(write_program(tmp_path, text)), "qwen", None)
+    with pytest.raises(ParserLostError, match=problem):
+        uvloop.run(parsers.start())
