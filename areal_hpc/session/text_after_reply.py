@@ -17,6 +17,8 @@ REPLY_MARK = "\u241fthe reply stood here\u241f"
 MARKED_ARGUMENT = "!"
 """Comes before the others, also in a template that sorts them."""
 MIN_COMMON_CHARS = 2
+MAX_END_CHARS = 512
+"""What a template writes after a call is shorter; arguments may be as long as a file."""
 Render = Callable[[Sequence[Message]], str]
 
 
@@ -83,15 +85,17 @@ def _find_said_call_end(template: ChatTemplate, reply: Message, said: str) -> st
         return text.rpartition(REPLY_MARK)[2]
 
     written = render_end(reply)
-    ends = [written[:end] for end in range(len(written), 0, -1)]
-    best = max(ends, key=lambda one: _count_common_last_chars(one, said), default="")
-    if _count_common_last_chars(best, said) >= MIN_COMMON_CHARS:
-        return best
+    ends = range(len(written), max(len(written) - MAX_END_CHARS, 0), -1)
+    common = {end: _count_common_last_chars(written, end, said) for end in ends}
+    best = max(ends, key=lambda end: common[end], default=0)
+    if best and common[best] >= MIN_COMMON_CHARS:
+        return written[:best]
     return written.removesuffix(render_end({"role": "assistant", "content": REPLY_MARK}))
 
 
-def _count_common_last_chars(one: str, other: str) -> int:
+def _count_common_last_chars(written: str, end: int, said: str) -> int:
+    """How many characters before `end` are those that `said` ends with."""
     count = 0
-    while count < min(len(one), len(other)) and one[-count - 1] == other[-count - 1]:
+    while count < min(end, len(said)) and written[end - count - 1] == said[-count - 1]:
         count += 1
     return count

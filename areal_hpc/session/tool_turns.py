@@ -5,6 +5,7 @@ in two, results as their tools end, a sentence where we said nothing. A template
 would show results under the wrong calls, and the conversation would be none that we know.
 """
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,19 +24,14 @@ class _ToolTurn:
     """Calls of one reply, and what came back."""
 
     message: Message
-    calls: list[dict[str, Any]]
     reply: Message | None = None
     """The reply of ours that made them."""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+    ids: set[str | None] = field(default_factory=set)
     results: dict[int, Message] = field(default_factory=dict)
     """By the index of a call."""
     others: list[Message] = field(default_factory=list)
     """Results of none of them."""
-
-    def find_unanswered(self, call_id: str | None) -> int | None:
-        for i, call in enumerate(self.calls):
-            if call_id is not None and call.get("id") == call_id and i not in self.results:
-                return i
-        return None
 
     def list_messages(self) -> Iterator[Message]:
         """The turn in the order of its calls; as we said it, if the client kept what we said."""
@@ -62,6 +58,47 @@ def _has_kept_texts(message: Message, reply: Message) -> bool:
     )
 
 
+class _ToolRun:
+    """Turns with tools that follow one another."""
+
+    def __init__(self, reply_by_call_id: Mapping[str, Message]) -> None:
+        self._reply_by_call_id = reply_by_call_id
+        self._turns: list[_ToolTurn] = []
+        self._turn_by_reply: dict[int, _ToolTurn] = {}
+        self._unanswered: dict[str | None, list[tuple[_ToolTurn, int]]] = {}
+        """Places of calls, by id."""
+
+    def add_calls(self, message: Message) -> None:
+        """Add the calls of a message, each to the reply that made it if all are known."""
+        replies = [self._reply_by_call_id.get(one.get("id")) for one in message["tool_calls"]]
+        foreign = _ToolTurn(message) if None in replies else None
+        for call, reply in zip(message["tool_calls"], replies, strict=True):
+            turn = foreign or self._turn_by_reply.get(id(reply)) or _ToolTurn(message, reply)
+            if not turn.calls:
+                self._turns.append(turn)
+                self._turn_by_reply[id(turn.reply)] = turn
+            if turn.reply is None or call["id"] not in turn.ids:  # a client may repeat one
+                place = (turn, len(turn.calls))
+                self._unanswered.setdefault(call.get("id"), []).append(place)
+                turn.calls.append(call)
+                turn.ids.add(call.get("id"))
+
+    def add_result(self, message: Message) -> bool:
+        """Add a result to the last call that it may answer; False if there are no calls."""
+        call_id = message.get("tool_call_id")
+        if call_id is not None and (places := self._unanswered.get(call_id)):
+            turn, index = places.pop()
+            turn.results[index] = message
+        elif self._turns:
+            self._turns[-1].others.append(message)
+        return bool(self._turns)
+
+    def list_messages(self) -> Iterator[Message]:
+        """The turns in the order in which their first calls came."""
+        for turn in self._turns:
+            yield from turn.list_messages()
+
+
 def align_tool_turns(
     messages: Sequence[Message], reply_by_call_id: Mapping[str, Message]
 ) -> list[Message]:
@@ -71,58 +108,27 @@ def align_tool_turns(
     call stays as it is, but for the order of its results.
     """
     aligned: list[Message] = []
-    turns: list[_ToolTurn] = []
+    run = _ToolRun(reply_by_call_id)
     for message in messages:
         if message.get("tool_calls"):
-            _add_calls(turns, message, reply_by_call_id)
-        elif message["role"] == "tool" and turns:
-            _add_result(turns, message)
-        else:
-            aligned += [one for turn in turns for one in turn.list_messages()]
-            turns = []
+            run.add_calls(message)
+        elif message["role"] != "tool" or not run.add_result(message):
+            aligned += run.list_messages()
+            run = _ToolRun(reply_by_call_id)
             aligned.append(message)
-    return aligned + [one for turn in turns for one in turn.list_messages()]
-
-
-def _find_reply(call: Mapping[str, Any], reply_by_call_id: Mapping[str, Message]) -> Message | None:
-    return reply_by_call_id.get(call.get("id") or "")
-
-
-def _add_calls(
-    turns: list[_ToolTurn], message: Message, reply_by_call_id: Mapping[str, Message]
-) -> None:
-    replies = [_find_reply(call, reply_by_call_id) for call in message["tool_calls"]]
-    if None in replies:
-        turns.append(_ToolTurn(message, [*message["tool_calls"]]))
-        return
-    for call, reply in zip(message["tool_calls"], replies, strict=True):
-        turn = next((one for one in turns if one.reply is reply), None)
-        if turn is None:
-            turn = _ToolTurn(message, [], reply)
-            turns.append(turn)
-        if call not in turn.calls:  # a client may repeat one
-            turn.calls.append(call)
-
-
-def _add_result(turns: Sequence[_ToolTurn], message: Message) -> None:
-    for turn in reversed(turns):
-        index = turn.find_unanswered(message.get("tool_call_id"))
-        if index is not None:
-            turn.results[index] = message
-            return
-    turns[-1].others.append(message)
+    return [*aligned, *run.list_messages()]
 
 
 def list_unpaired(messages: Sequence[Message]) -> list[str]:
     """What of a history has no partner: results without a call, calls without a result."""
-    unanswered = list[str]()
-    found = set[str]()
+    unanswered, found = Counter[str | None](), set[str]()
     for message in messages:
-        unanswered += [call["id"] for call in message.get("tool_calls") or () if call.get("id")]
+        unanswered.update(call.get("id") for call in message.get("tool_calls") or ())
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            if call_id in unanswered:
-                unanswered.remove(call_id)
+            if call_id is not None and unanswered[call_id] > 0:
+                unanswered[call_id] -= 1
             else:
                 found.add(UNKNOWN_CALL if call_id else MISSING_ID)
-    return sorted(found | ({UNANSWERED_CALL} if unanswered else set()))
+    is_unanswered = any(count for name, count in unanswered.items() if name is not None)
+    return sorted(found | ({UNANSWERED_CALL} if is_unanswered else set()))
