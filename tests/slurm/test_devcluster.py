@@ -92,7 +92,8 @@ def test_a_job_that_ends_at_the_warning_is_requeued_from_24_05_on(cluster: Devcl
 
 def test_a_job_runs_on_when_only_slurmd_is_killed(cluster: Devcluster, tmp_path: Path) -> None:
     sign = tmp_path / "sign"
-    cluster.submit(f"while :; do date > {sign}; sleep 0.2; done", "-w", "n03", "--exclusive")
+    there = ("--nodelist=n03", "--exclusive", "--no-requeue")  # else it may be back on that node
+    cluster.submit(f"while :; do date > {sign}; sleep 0.2; done", *there)
     wait_for(sign.exists)
     cluster.done("kill-node", "n03", "--only-slurmd")
     assert "without slurmd" in cluster.command("status").stdout
