@@ -16,6 +16,16 @@ from areal_hpc.recipe.sections.trainer import ObjectiveConfig
 from areal_hpc.wire.proxy import MAX_MASK_TOKENS_PER_POSITION
 from areal_hpc.wire.trajectory import GREEDY_TEMPERATURE_BOUND
 
+JUNK_SCORES = {
+    "game_of_life_halting": 1.0,
+    "coin_flip": 0.96,
+    "polynomial_equations": 0.37,
+    "rectangle_count": 0.25,
+    "acre": 0.18,
+    "syllogism": 0.15,
+}
+"""Sets of reasoning-gym and what their own scorers pay, in the mean, for one and the same reply that
+answers nothing: 0, 1 or None (0.1.25, a hundred tasks of each)."""
 SMALLEST_DECAY_OF_A_STEP = 2.0**-25
 """Of a weight: 1 less any smaller share is 1 in float32."""
 
@@ -37,6 +47,13 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
             yield (
                 f"evaluation.sets.{one.name} plays each task {one.n_samples} times at temperature "
                 f"0, and all samples come out alike; set evaluation.sets.{one.name}.sampling"
+            )
+    for source, key in recipe.train_dataset.list_sources("train_dataset"):
+        if score := JUNK_SCORES.get(source.reasoning_gym or ""):
+            yield (
+                f"{key}.reasoning_gym={source.reasoning_gym}: its own scorer pays {score} "
+                "for a reply that answers nothing, which the policy will find; give the tasks a "
+                "reward of your own"
             )
     trainer, default = recipe.trainer, ObjectiveConfig()
     for name in ("clip_low", "clip_high", "clip_dual"):

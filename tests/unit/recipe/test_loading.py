@@ -231,6 +231,13 @@ def test_a_weight_decay_that_rounds_to_nothing_is_told() -> None:
     assert doubt.startswith("trainer.optimizer.weight_decay=0.01 has no effect")
 
 
+def test_a_task_whose_own_scorer_pays_for_junk_is_told() -> None:
+    words = "train_dataset.reasoning_gym=coin_flip train_dataset.kwargs={size: 8, seed: 1}"
+    head, _, kwargs = words.partition(" ")
+    (doubt,) = find_likely_mistakes(load_recipe(QUICKSTART, [head, kwargs]))
+    assert doubt.startswith("train_dataset.reasoning_gym=coin_flip: its own scorer pays 0.96")
+
+
 def test_a_recipe_that_means_what_it_says_raises_no_doubt() -> None:
     assert list(find_likely_mistakes(load_recipe(QUICKSTART))) == []
 
