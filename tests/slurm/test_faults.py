@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from tests.slurm.operated import OperatedRun
-from tests.slurm.supervised_jobs import SupervisedJob
+from tests.slurm.supervised_jobs import TIME_LIMIT_MIN, SupervisedJob
 from tests.support.deadlines import scaled
 from tests.support.devclusters import SLURM_POLL_S, Devcluster
 from tests.support.submissions import stopped_slurmctld
@@ -23,8 +23,8 @@ pytestmark = [pytest.mark.thorough, pytest.mark.timeout(600)]
 
 SAFE = ("--partition=priority", "--requeue")
 SUSPENDED_S = 5.0
-AFTER_LIMIT_S = 75.0
-"""From the start of a job with a limit of a minute until that has passed, with Slurm's grace."""
+AFTER_LIMIT_S = 60.0 * TIME_LIMIT_MIN + 15.0
+"""From the start of a job with the shortest limit until that has passed, with Slurm's grace."""
 
 
 @pytest.fixture
@@ -132,13 +132,13 @@ def test_jobs_come_back_after_an_outage_in_which_a_limit_a_crash_and_a_stop_fall
     stopped.submit("steady", "--partition=priority", "--no-requeue")
     for job in (crashed, stopped):
         job.awaits_told("began 1")
-    limited.submit("steady", *SAFE, "--time=1", margin_s=20.0)
+    limited.submit("steady", *SAFE, f"--time={TIME_LIMIT_MIN}")
     limited.awaits_told("began 1")
     began_s = time.monotonic()
     with stopped_slurmctld(cluster):
         crashed.kill_process()
         stopped.stop_first_task()
-        wait_for(lambda: "saved 0" in limited.told, 120, limited.events)
+        wait_for(lambda: "saved 0" in limited.told, 60 * TIME_LIMIT_MIN, limited.events)
         time.sleep(max(0.0, began_s + AFTER_LIMIT_S - time.monotonic()))
     for job in (limited, crashed, stopped):
         wait_for(lambda job=job: "began 2" in job.told, 120, job.events)  # type: ignore[misc]

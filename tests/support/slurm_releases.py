@@ -83,12 +83,13 @@ def read_versions(parts: dict[str, Any]) -> str:
 
 
 def describe(figures: dict[str, Any] | None) -> str:
-    """What came of one part."""
+    """What came of one part; a note is a person's."""
     if figures is None:
         return "not run"
     failed = ", ".join(f"`{name}`" for name in figures["failed"])
     said = f"{figures['passed']} passed" + (f", failed: {failed}" if failed else "")
-    return f"{said}; {figures['minutes']:g} min"
+    note = f"; {figures['note']}" if "note" in figures else ""
+    return f"{said}; {figures['minutes']:g} min{note}"
 
 
 def main() -> int:
