@@ -104,8 +104,8 @@ def check_learning_signal(rows: Sequence[TrainedStepRow], config: AlertsConfig) 
 
 def _lacks_learning_signal(row: TrainedStepRow, config: AlertsConfig) -> bool:
     norms = [row[name] for name in ("grad_norm", "critic/grad_norm") if name in row]
-    has_gradient = any(norm != 0 for norm in norms)
-    return not has_gradient or _get_zero_variance_share(row) >= config.max_zero_variance
+    lacks_gradient = bool(norms) and all(norm == 0 for norm in norms)
+    return lacks_gradient or _get_zero_variance_share(row) >= config.max_zero_variance
 
 
 def _get_zero_variance_share(row: TrainedStepRow) -> float:

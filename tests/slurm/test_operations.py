@@ -183,8 +183,8 @@ def test_commands_work_without_accounting_and_torn_lines(bare: Devcluster, tmp_p
     run.command("audit")
     # Preempted, the job itself reads the list of excluded nodes and has Slurm requeue it.
     bare.submit("sleep 1", "--partition=priority", "--exclusive", "--mem=100")
-    trainer.awaits_words(3)
-    assert trainer.words[1] == "saved 0"
+    # On a slow machine its grace is over before it has saved.
+    trainer.awaits(lambda: trainer.words[-1].startswith("began 2"))
     status = run.command("status")
     assert f"trainer  {trainer.job_id}" in status
     assert "restart 1" in status

@@ -177,7 +177,7 @@ def test_the_time_left_and_what_limits_a_step_follow_from_the_last_rows() -> Non
     assert estimate_remaining_s([], 13) is None
     assert list(describe_step_efficiency(rows)) == [
         "a step takes 4.0 s: 65% generation, 35% training",
-        "50% of the groups had equal rewards (zero variance) and taught nothing",
+        "50% of the groups had no advantage (zero variance) and taught nothing",
     ]
 
 

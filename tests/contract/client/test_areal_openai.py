@@ -63,9 +63,12 @@ async def ask(client: ArealOpenAI, *messages: ChatCompletionMessageParam) -> str
     return (await client.chat.completions.create(model="m", messages=messages)).id
 
 
-async def two_turns(client: ArealOpenAI) -> tuple[str, str]:
-    """Ids of the first and the second completion."""
-    first = await client.chat.completions.create(model="m", messages=[HI])
+async def two_turns(client: ArealOpenAI, retries: int = 0) -> tuple[str, str]:
+    """Ids of the first and the second completion; the first is sent again if it is a retry."""
+    sent_again = {"x-stainless-retry-count": str(retries)}
+    first = await client.chat.completions.create(
+        model="m", messages=[HI], extra_headers=sent_again
+    )
     history: list[Any] = [HI, first.choices[0].message, AGAIN]
     return first.id, await ask(client, *history)
 
@@ -202,7 +205,7 @@ async def test_concat_gives_a_row_per_leaf_and_each_reply_once(server: ScriptedS
 
 async def test_an_unused_reply_to_a_repeated_request_can_be_dropped(client: ArealOpenAI) -> None:
     lost = await ask(client, HI)
-    _, last = await two_turns(client)
+    _, last = await two_turns(client, retries=1)
     client.set_reward(last, 1.0)
     kept = client.export_interactions(reward_discount=1.0, drop_retry_orphans=True)
     assert lost not in kept

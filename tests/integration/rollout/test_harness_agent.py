@@ -94,7 +94,7 @@ def test_a_program_is_judged_by_what_it_left_and_ends_with_its_episode(
 
 
 def make_spec(task: dict[str, Any]) -> EpisodeSpec:
-    return dataclasses.replace(spec(60.0), data=task)
+    return dataclasses.replace(spec(scaled(60.0)), data=task)
 
 
 @pytest.mark.parametrize(

@@ -67,7 +67,7 @@ def test_a_constant_reward_is_a_failure_after_three_steps(
     capfd.readouterr()
     assert exit_code_of("status", paths.root) == 1
     assert (
-        "failure  steps 1 to 3 taught nothing: 100% of groups have equal" in capfd.readouterr().out
+        "failure  steps 1 to 3 taught nothing: no reply has an advantage in 100% of groups" in capfd.readouterr().out
     )
 
 
