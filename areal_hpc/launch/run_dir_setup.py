@@ -148,7 +148,7 @@ def report_or_refuse_recipe_changes(
     optimizer, steps_key = recipe.trainer.optimizer, "trainer.total_steps"
     if steps_key in changed and optimizer.decay != "constant" and not optimizer.schedule_steps:
         checkpoint = find_latest_checkpoint(paths.checkpoints_dir)
-        step = checkpoint.step if checkpoint else 0
+        step = checkpoint.state.step if checkpoint else 0
         old, new = (
             compute_learning_rate(step, total_steps, optimizer)
             for total_steps in (before[steps_key], recipe.trainer.total_steps)

@@ -24,8 +24,8 @@ JUNK_SCORES = {
     "acre": 0.18,
     "syllogism": 0.15,
 }
-"""Sets of reasoning-gym and what their own scorers pay, in the mean, for one reply to all tasks that
-answers nothing: 0, 1 or None (0.1.25, a hundred tasks of each)."""
+"""Sets of reasoning-gym and what their own scorers pay in the mean for one reply to all tasks, 0, 1
+or None, which answers nothing (0.1.25, a hundred tasks of each)."""
 SMALLEST_DECAY_OF_A_STEP = 2.0**-25
 """Of a weight: 1 less any smaller share is 1 in float32."""
 

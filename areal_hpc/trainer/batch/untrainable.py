@@ -106,9 +106,9 @@ def forbid_end_tokens(row: TrajectoryRow) -> SamplingMask | None:
     if not ids_of:
         return mask
     if mask is not None:
-        ends = np.cumsum(mask.counts_T)
-        for place in np.flatnonzero(mask.counts_T):
-            ids_of[int(place)] = mask.ids[ends[place] - mask.counts_T[place] : ends[place]]
+        starts = np.cumsum([0, *mask.counts_T.tolist()]).tolist()
+        for place in np.flatnonzero(mask.counts_T).tolist():
+            ids_of[place] = mask.ids[starts[place] : starts[place + 1]]
     for place, ids in ids_of.items():
         counts_T[place] = len(ids)
     flat = np.concatenate([ids_of[place] for place in sorted(ids_of)])

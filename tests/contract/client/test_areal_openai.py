@@ -66,9 +66,7 @@ async def ask(client: ArealOpenAI, *messages: ChatCompletionMessageParam) -> str
 async def two_turns(client: ArealOpenAI, retries: int = 0) -> tuple[str, str]:
     """Ids of the first and the second completion; the first is sent again if it is a retry."""
     sent_again = {"x-stainless-retry-count": str(retries)}
-    first = await client.chat.completions.create(
-        model="m", messages=[HI], extra_headers=sent_again
-    )
+    first = await client.chat.completions.create(model="m", messages=[HI], extra_headers=sent_again)
     history: list[Any] = [HI, first.choices[0].message, AGAIN]
     return first.id, await ask(client, *history)
 

@@ -66,9 +66,8 @@ def test_a_constant_reward_is_a_failure_after_three_steps(
         append_line(paths.metrics, row)
     capfd.readouterr()
     assert exit_code_of("status", paths.root) == 1
-    assert (
-        "failure  steps 1 to 3 taught nothing: no reply has an advantage in 100% of groups" in capfd.readouterr().out
-    )
+    said = "failure  steps 1 to 3 taught nothing: no reply has an advantage in 100% of groups"
+    assert said in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("command", ["status", "why"])

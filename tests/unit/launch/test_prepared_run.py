@@ -20,6 +20,7 @@ from areal_hpc.launch.run_dir_setup import (
 from areal_hpc.recipe.loading import load_recipe
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.allocation_note import AllocationNote, write_allocation_note
+from areal_hpc.rundir.checkpoints import COMPLETE_MARKER_FILE, TrainerState, write_trainer_state
 from areal_hpc.rundir.paths import RunPaths
 from tests.support.environments import CHECKOUT
 from tests.support.waiting import wait_for
@@ -76,6 +77,10 @@ def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_pa
     paths = RunPaths(recipe.run_dir)
     paths.root.mkdir(parents=True)
     write_recipe_and_keep_replaced(recipe, paths.recipe)
+    checkpoint = paths.checkpoints_dir / "step_00000080"
+    checkpoint.mkdir(parents=True)
+    write_trainer_state(checkpoint, TrainerState(step=80, seed=1))
+    (checkpoint / COMPLETE_MARKER_FILE).touch()
 
     def resume(*more: str) -> str:
         said: list[str] = []
@@ -85,7 +90,9 @@ def test_a_resume_with_more_steps_tells_what_they_do_to_the_learning_rate(tmp_pa
         return "\n".join(said)
 
     grown = "trainer.total_steps=200"
-    assert "trainer.optimizer.schedule_steps=100 keeps it" in resume(grown)
+    told = resume(grown)
+    assert "at step 81 it is 0.00013 in place of 1.76e-05" in told
+    assert "trainer.optimizer.schedule_steps=100 keeps it" in told
     kept = resume(grown, "trainer.optimizer.schedule_steps=100")
     assert "changed  trainer.total_steps: 100 -> 200" in kept
     assert "note" not in kept
