@@ -96,7 +96,8 @@ def test_what_the_template_prints_before_a_reply_stands_before_its_beginning(
 
 
 def test_a_template_that_hides_where_a_reply_begins_is_refused(tmp_path: Path) -> None:
-    template = CHATML.replace("message.content +", "(message.content | upper) +")
+    shown = "(message.content | upper if message.role == 'assistant' else message.content) +"
+    template = CHATML.replace("message.content +", shown)
     stage = Stage(tmp_path, model_dir=write_model_dir(tmp_path / "model", template=template))
     try:
         answer = stage.post("/messages", {"messages": BEGUN}, stage.open_session()[1])
