@@ -21,6 +21,10 @@ MAX_EXACT_PAIRS = 14
 """Differences whose signs are all tried; of more, `N_SIGN_DRAWS` random choices are."""
 N_SIGN_DRAWS = 20_000
 _SIGN_BLOCK = 1000
+ROUNDING = 1e-9
+"""Differences that spread less, as a share of their size, are equal."""
+LARGEST_SHARE_OF_SHOWN_DIFFERENCE = 0.99
+"""Half an interval, as a share of equal differences that the test finds to be none of chance."""
 MAX_BOUND_STEPS = 2**20
 """Times the spread of the differences: a bound farther away is none."""
 _BISECTIONS = 60
@@ -48,6 +52,13 @@ class PairedComparison:
     better: int
     """Tasks on which the second is better."""
     worse: int
+
+    @property
+    def verdict(self) -> str:
+        """What the test says of the second."""
+        if self.p_value > 1 - CONFIDENCE:
+            return "no difference is shown"
+        return "better" if self.difference.value > 0 else "worse"
 
 
 def compute_pass_at_k_by_task(passes_T: Sequence[int], n_samples: int, k: int) -> TaskValues:
@@ -159,12 +170,15 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
     test = _SignFlipTest(differences)
     mean = float(differences.mean())
     low, high = test.find_bound(-1), test.find_bound(1)
+    p_value = test.compute_p_value(0.0)
     if low == high:
         half = _measure_half_width_of_agreement(np.concatenate([first, second]), len(differences))
+        if p_value <= 1 - CONFIDENCE:  # the interval says what the test says
+            half = min(half, LARGEST_SHARE_OF_SHOWN_DIFFERENCE * abs(mean))
         low, high = mean - half, mean + half
     return PairedComparison(
         Estimate(mean, low, high, len(differences)),
-        test.compute_p_value(0.0),
+        p_value,
         better=int((differences > 0).sum()),
         worse=int((differences < 0).sum()),
     )
@@ -176,7 +190,8 @@ class _SignFlipTest:
     def __init__(self, differences_T: TaskValues) -> None:
         n_tasks = len(differences_T)
         self._sum, self._n_tasks = float(differences_T.sum()), n_tasks
-        self._spread = float(np.ptp(differences_T))
+        spread = float(np.ptp(differences_T))
+        self._spread = spread if spread > ROUNDING * float(np.abs(differences_T).max()) else 0.0
         signed, counts = zip(*_iterate_sign_blocks(differences_T), strict=True)
         self._flipped_sums_S, self._sign_sums_S = np.concatenate(signed), np.concatenate(counts)
         self._is_exact = n_tasks <= MAX_EXACT_PAIRS

@@ -41,7 +41,8 @@ def countdown_reward(
     if text is None:
         return 0.0
     try:
-        sides = [evaluate_expression_and_list_numbers(side) for side in text.split("=")]
+        equation = text.rstrip(". ").split("=")
+        sides = [evaluate_expression_and_list_numbers(side) for side in equation]
     except (InvalidArithmeticError, ZeroDivisionError):
         return 0.0
     _, used = sides[0]

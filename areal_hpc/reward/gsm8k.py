@@ -8,7 +8,7 @@ from areal_hpc.reward.answer_extraction import extract_boxed, replace_typographi
 
 _THOUSANDS_PATTERN = re.compile(r"(?<=\d)(?:\{,\}|,?\\[,!])(?=\d{3})")
 """What LaTeX puts between thousands in the place of a comma: `1{,}234`, `1\\,234`, `1,\\!234`."""
-_NUMBER_PATTERN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?![\d,])|\d+)(?:\.\d+)?(?:/\d+)?")
+_NUMBER_PATTERN = re.compile(r"-?(?:\d{1,3}(?:,\d{3})+(?!\d|,\d)|\d+)(?:\.\d+)?(?:/\d+)?")
 """Commas belong to a number where they group thousands."""
 
 

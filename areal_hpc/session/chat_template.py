@@ -6,7 +6,7 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cached_property
 from pathlib import Path
@@ -155,16 +155,21 @@ class ChatTemplate:
             return self._render(messages, tools, variables, opens_reply)
         if self._takes_argument_texts:
             messages = _replace_arguments(messages, _write_arguments)
-        forms = [messages, [_shorten_call_ids(one) for one in messages]]
-        if not self._takes_argument_texts:
-            forms += [_replace_arguments(form, _make_arguments_object) for form in forms]
         refusals = list[ChatTemplateError]()
-        for form in forms:
+        for form in self._iterate_forms(messages):
             try:
                 return self._render(form, tools, variables, opens_reply)
             except ChatTemplateError as error:
                 refusals.append(error)
         raise refusals[0]
+
+    def _iterate_forms(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
+        """The messages, then as templates want them that refuse them so."""
+        yield messages
+        yield (shortened := [_shorten_call_ids(one) for one in messages])
+        if not self._takes_argument_texts:
+            for form in (messages, shortened):
+                yield _replace_arguments(form, _make_arguments_object)
 
     @cached_property
     def _takes_argument_texts(self) -> bool:

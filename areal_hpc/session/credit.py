@@ -198,20 +198,20 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
     request that does not call itself a retry is another sample.
     """
     used = {one.parent_id for one in tree}
-    latest: dict[tuple[object, ...], float] = {}
-    requests = {
-        one.interaction_id: (one.parent_id, one.context, one.new_ids, one.temperature)
-        for one in tree
-    }
+    equal_replies: dict[tuple[object, ...], list[Interaction]] = {}
     for one in tree:
-        if not one.is_retry:
-            continue
-        request = requests[one.interaction_id]
-        latest[request] = max(latest.get(request, -math.inf), one.asked_at)
-    return frozenset(
-        one.interaction_id
-        for one in tree
-        if one.interaction_id not in used
-        and one.reward is None
-        and latest.get(requests[one.interaction_id], -math.inf) >= one.answered_at > 0
-    )
+        request = (one.parent_id, one.context, one.new_ids, one.temperature)
+        equal_replies.setdefault(request, []).append(one)
+    orphans = set[str]()
+    for replies in equal_replies.values():
+        for retry in (one for one in replies if one.is_retry):
+            for one in reversed(replies):  # the newest is the one that the retry repeats
+                if (
+                    one.interaction_id not in used
+                    and one.interaction_id not in orphans
+                    and one.reward is None
+                    and 0 < one.answered_at <= retry.asked_at
+                ):
+                    orphans.add(one.interaction_id)
+                    break
+    return frozenset(orphans)

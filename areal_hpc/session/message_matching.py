@@ -102,10 +102,9 @@ def find_differing_field(recorded: Message, received: Message) -> str | None:
 
 def _has_inlined_reasoning(recorded: Message, received: Message) -> bool:
     """True if a client put our reasoning before our text, between the marks of most templates."""
-    _, mark, text = received["content"].rpartition("</think>")
-    return bool(
-        mark and recorded.get("reasoning_content") and text.strip() == recorded["content"].strip()
-    )
+    thought, _, text = received["content"].rpartition("</think>")
+    reasoning = (recorded.get("reasoning_content") or "").strip()
+    return bool(reasoning and reasoning in thought and text.strip() == recorded["content"].strip())
 
 
 def _have_calls_with_added_arguments(recorded: Message, received: Message) -> bool:

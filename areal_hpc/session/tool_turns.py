@@ -16,6 +16,8 @@ UNKNOWN_CALL = "tool_call_id (of no call)"
 MISSING_ID = "tool_call_id (missing)"
 UNANSWERED_CALL = "tool_calls (without a result)"
 """What is counted of a history that cannot be put in order."""
+FILLER_TEXTS = ("[System: Empty message content sanitised to satisfy protocol]",)
+"""What clients write where we said nothing: LiteLLM's."""
 _TEXT_FIELDS = ("content", "reasoning_content")
 
 
@@ -41,7 +43,8 @@ class _ToolTurn:
             places = {call.get("id"): i for i, call in enumerate(self.reply["tool_calls"])}
             order.sort(key=lambda i: places[self.calls[i]["id"]])
             message["tool_calls"] = [self.calls[i] for i in order]
-            if len(places) == len(order) and _has_kept_texts(message, self.reply):
+            is_merged = len(self.message["tool_calls"]) > len(order)
+            if len(places) == len(order) and _has_kept_texts(message, self.reply, is_merged):
                 said = {field: self.reply.get(field) for field in _TEXT_FIELDS if field in message}
                 message |= said
         yield message
@@ -49,13 +52,21 @@ class _ToolTurn:
         yield from self.others
 
 
-def _has_kept_texts(message: Message, reply: Message) -> bool:
-    """True if what we said is in a message, where that has a text at all."""
-    return all(
-        (reply.get(one) or "").strip() in message.get(one, "")
-        for one in _TEXT_FIELDS
-        if one in message
-    )
+def _has_kept_texts(message: Message, reply: Message, is_merged: bool) -> bool:
+    """True if a message says what we said, where it has a text at all.
+
+    One in which a client merged several replies says more, and reasoning may stand in the text.
+    """
+    reasoning = (reply.get("reasoning_content") or "").strip()
+    for name in _TEXT_FIELDS:
+        said, given = ((one.get(name) or "").strip() for one in (reply, message))
+        thought, _, rest = given.rpartition("</think>")
+        if name == "content" and reasoning and reasoning in thought:
+            given = rest.strip()
+        is_kept = given == said or given in FILLER_TEXTS or (is_merged and said in given)
+        if name in message and not is_kept:
+            return False
+    return True
 
 
 class _ToolRun:
@@ -126,7 +137,7 @@ def list_unpaired(messages: Sequence[Message]) -> list[str]:
         unanswered.update(call.get("id") for call in message.get("tool_calls") or ())
         if message["role"] == "tool":
             call_id = message.get("tool_call_id")
-            if call_id is not None and unanswered[call_id] > 0:
+            if unanswered[call_id] > 0:
                 unanswered[call_id] -= 1
             else:
                 found.add(UNKNOWN_CALL if call_id else MISSING_ID)

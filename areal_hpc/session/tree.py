@@ -185,7 +185,7 @@ class _MessageNode:
         ]
         ids = _list_call_ids(message)
         return next(
-            (node for node in equal if _list_call_ids(node.message) == ids),
+            (node for node in equal if ids and _list_call_ids(node.message) == ids),
             equal[-1] if equal else None,
         )
 

@@ -18,14 +18,15 @@ docs/devcluster.md has what was seen on each.
 UNPROVEN = "pyxis, enroot and memory limits of cgroup v2"
 """What needs a cluster that no test has."""
 
+_TIME = r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d"
 _ERROR_LINE_PATTERN = re.compile(
     # To 24.11, and srun in all: `slurmstepd-n01: error: *** STEP 1.0 ON n01 CANCELLED AT ...`
     r"(?:slurmstepd|srun|slurmd)(?:-\w+)?: (?:error|\S+: error)"
     # slurmstepd from 25.05: `[2026-11-29T08:21:13.243] error: *** STEP 1.0 ON n01 CANCELLED ...`,
-    # whose time has the form of slurm.conf's LogTimeFormat.
-    r"|\[[^\]]+\] error: "
+    # whose time has the default form of slurm.conf's LogTimeFormat.
+    rf"|\[{_TIME}[^\]]*\] error: "
 )
-_ERROR_TIME_PATTERN = re.compile(r" AT (\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d)|^\[(\d{4}-[-\d]+T[:\d]+)")
+_ERROR_TIME_PATTERN = re.compile(rf" AT ({_TIME})|^\[({_TIME})")
 
 
 def parse_release(version: str) -> str:

@@ -231,6 +231,7 @@ def test_repair_tasks_are_repeatable_and_each_fault_shows(tmp_path: Path) -> Non
         ("FROM --platform=p x AS one\nENV A=1\nFROM one\nWORKDIR /f\n", "/f", {"A": "1"}, 0),
         ("FROM x\nADD app.tgz /app/\n", "", {}, 1),
         ("FROM x\nRUN cat <<< word\nENV A=1\n", "", {"A": "1"}, 1),
+        ("FROM x\nRUN echo $((1<<20)) $((n<<k))\nENV A=1\n", "", {"A": "1"}, 1),
     ],
 )
 def test_a_dockerfile_is_read_as_docker_reads_it(

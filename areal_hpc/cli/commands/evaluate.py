@@ -125,5 +125,5 @@ def _print_comparison_and_get_exit_code(before: EvaluationReport, report: Evalua
     print("\n" + "\n".join(format_comparison(before.name, report.name, compared)))
     for line in list_uncompared_metrics(before, report, compared):
         print(line)
-    is_worse = any(one.verdict == "worse" for one in compared)
+    is_worse = any(one.comparison.verdict == "worse" for one in compared)
     return UNHEALTHY_EXIT_CODE if is_worse else 0

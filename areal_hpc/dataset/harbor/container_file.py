@@ -14,7 +14,7 @@ from pathlib import Path
 
 from areal_hpc.errors import RecipeError
 
-_HEREDOC_PATTERN = re.compile(r"(?<!<)<<(-?)([\"']?)(\w+)\2")
+_HEREDOC_PATTERN = re.compile(r"(?<!<)<<(-?)([\"']?)([A-Za-z_]\w*)\2")
 _INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
 """Instructions that change no file and no command."""
 
@@ -61,13 +61,14 @@ def _split_into_instructions(text: str) -> list[str]:
     escape = re.match(r"\s*#\s*escape\s*=\s*([`\\])", text, re.IGNORECASE)
     mark = re.escape(escape[1] if escape else "\\")
     lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
-    rest = iter(re.sub(rf"{mark}[ \t]*\n", " ", "\n".join(lines)).splitlines())
-    instructions = []
-    for line in rest:
+    lines = re.sub(rf"{mark}[ \t]*\n", " ", "\n".join(lines)).splitlines()
+    instructions, at = [], 0
+    while at < len(lines):
+        line, at = lines[at], at + 1
         for dash, _, delimiter in _HEREDOC_PATTERN.findall(line):
-            while (inner := next(rest, delimiter)) != delimiter:
-                if dash and inner.lstrip("\t") == delimiter:
-                    break
+            inner = [one.lstrip("\t") if dash else one for one in lines[at:]]
+            if delimiter in inner:  # else these marks are no here-document
+                at += inner.index(delimiter) + 1
         instructions.append(line.strip())
     return [line for line in instructions if line]
 

@@ -60,7 +60,8 @@ def decode_request_json(
         if isinstance(body, bytes):
             body = body.removeprefix(codecs.BOM_UTF8)
             body.decode()  # a decoder passes over texts that its form does not ask for
-            if _LONE_ESCAPE_PATTERN.search(body):
+            # A search for the pattern in every body would take the loop 70 ms a MB.
+            if (b"\\ud" in body or b"\\uD" in body) and _LONE_ESCAPE_PATTERN.search(body):
                 body = _replace_lone_surrogates(body)
         try:
             return decoder.decode(body)

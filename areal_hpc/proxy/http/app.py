@@ -1,6 +1,7 @@
 """ASGI application of the proxy: routes, keys, size limits, errors."""
 
 import asyncio
+import contextlib
 import hmac
 import inspect
 import re
@@ -34,7 +35,7 @@ from areal_hpc.proxy.http.google_api import (
     find_key_if_google_dialect,
     read_query_parameters,
 )
-from areal_hpc.proxy.http.repeated_requests import Answer, NamedRequests, is_counted_retry
+from areal_hpc.proxy.http.repeated_requests import Answer, RepeatedRequests, hash_request
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -109,7 +110,7 @@ class ProxyApp:
             )
         )
         self._google_routes = Routes(GoogleApi(model, completions).list_routes())
-        self._named_requests = NamedRequests()
+        self._repeated_requests = RepeatedRequests()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -205,24 +206,35 @@ class ProxyApp:
     ) -> Answer:
         """The answer of the model, or the one that was given to a request of the same name."""
         headers = dict(asgi_scope["headers"])
-        request = self._named_requests.find(session, headers, body)
-        is_retry = is_counted_retry(headers)
-        if request is None:
-            return await _answer(route, [*arguments, is_retry], receive, send)
-        async with request.lock:
-            if request.answer is not None:
-                return request.answer
-            is_retry, request.tries = is_retry or request.tries > 0, request.tries + 1
+        digest = hash_request(asgi_scope["path"], asgi_scope.get("query_string", b""), body)
+        requests = self._repeated_requests.get(session)
+        named = requests.find_named(headers, digest)
+        async with named.lock if named else contextlib.nullcontext():
+            if named and named.answer is not None:
+                return named.answer
+            is_retry = requests.is_retry(headers, digest, named)
             sent: list[bytes] = []
 
             async def send_and_keep(message: MutableMapping[str, Any]) -> None:
-                sent.append(message.get("body", b""))
+                if named:
+                    sent.append(message.get("body", b""))
                 await send(message)
 
-            answer = await _answer(route, [*arguments, is_retry], receive, send_and_keep)
-            request.answer = replace(
-                answer, content=answer.content or b"".join(sent), is_sent=False
-            )
+            try:
+                answer = await _answer(route, [*arguments, is_retry], receive, send_and_keep)
+            except ClientDisconnectedError:  # perhaps after the reply was recorded
+                if named:
+                    named.was_answered = True
+                raise
+            except Exception:
+                requests.note_refusal(digest)
+                raise
+            if not answer.is_whole:
+                requests.note_refusal(digest)
+            elif named:
+                named.was_answered = True
+                content = answer.content or b"".join(sent)
+                requests.keep_answer(named, replace(answer, content=content, is_sent=False))
             return answer
 
     def _build_too_large_error(self) -> ProxyRequestError:
@@ -336,8 +348,9 @@ async def _answer(route: Route, arguments: list[object], receive: Receive, send:
         exchange, headers = result.exchange, _build_answer_headers(result.exchange)
         if isinstance(result.reply, ReplyStream):
             told = send_events(send, headers, exchange, result.reply)
-            await cancel_on_disconnect(receive, told)
-            return Answer(b"", exchange.stream_media_type, headers, is_sent=True)
+            is_whole = await cancel_on_disconnect(receive, told)
+            form = exchange.stream_media_type
+            return Answer(b"", form, headers, is_sent=True, is_whole=is_whole)
         result = result.reply
     content = result if isinstance(result, bytes) else msgspec.json.encode(result)
     return Answer(content, route.answer_content_type, headers)

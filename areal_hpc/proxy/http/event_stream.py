@@ -62,8 +62,8 @@ class EventStream:
 
 async def send_events(
     send: Send, headers: Headers, exchange: Exchange, reply_stream: ReplyStream
-) -> None:
-    """Send a reply's events until they end.
+) -> bool:
+    """Send a reply's events until they end; False if an error ended them.
 
     Raises:
         Exception: What broke the reply, if nothing has been sent by then.
@@ -71,9 +71,11 @@ async def send_events(
     stream = EventStream(send, headers, exchange)
     events = exchange.stream_events(reply_stream)
     pinger = asyncio.create_task(stream.ping_when_silent())
+    is_whole = False
     try:
         async for block in events:
             await stream.send(block)
+        is_whole = True
     except Exception as caught:  # boundary: told to the client within the stream
         if not stream.begun:
             raise
@@ -85,6 +87,7 @@ async def send_events(
             await pinger
         await events.aclose()
     await stream.send(b"", is_last=True)
+    return is_whole
 
 
 def to_request_error(error: Exception) -> ProxyRequestError:

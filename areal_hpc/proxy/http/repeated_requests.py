@@ -1,7 +1,8 @@
 """Requests that say that they repeat another: they get its answer, or take its place.
 
 Two equal requests are two samples. SDKs count their retries in a header, and an idempotency key is
-the client's own name for a request, whatever became of it.
+the client's own name for a request, whatever became of it. A request that was refused left nothing
+behind, so that the next try of it is none.
 """
 
 import asyncio
@@ -16,6 +17,8 @@ from areal_hpc.proxy.sessions.store import Session
 
 RETRY_COUNT_HEADER, IDEMPOTENCY_KEY_HEADER = b"x-stainless-retry-count", b"idempotency-key"
 MAX_KEPT_ANSWER_BYTES_PER_SESSION = 1 << 20
+MAX_KEPT_REQUESTS_PER_SESSION = 1024
+"""Of the newest keys, and as many refusals."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,56 +30,88 @@ class Answer:
     headers: Headers
     is_sent: bool = False
     """It was streamed: the client has it."""
+    is_whole: bool = True
+    """No error ended its stream."""
 
 
 @dataclass(slots=True)
 class NamedRequest:
     """A request by its idempotency key; those of one key are answered in turn."""
 
-    body_digest: bytes
-    tries: int = 0
+    digest: bytes
+    was_answered: bool = False
     answer: Answer | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class NamedRequests:
-    """Requests of each session that have an idempotency key, with the newest answers."""
+class SessionRequests:
+    """The newest requests of a session that have an idempotency key, or were refused."""
 
     def __init__(self) -> None:
-        self._by_session: WeakKeyDictionary[Session, dict[bytes, NamedRequest]] = (
-            WeakKeyDictionary()
-        )
+        self._named: dict[bytes, NamedRequest] = {}
+        self._refused: dict[bytes, None] = {}
 
-    def find(
-        self, session: Session | None, headers: Mapping[bytes, bytes], body: bytes
-    ) -> NamedRequest | None:
+    def find_named(self, headers: Mapping[bytes, bytes], digest: bytes) -> NamedRequest | None:
         """The request of a key; None where there is no key.
 
         Raises:
             ProxyRequestError: 400: the key was another request's.
         """
-        key, digest = headers.get(IDEMPOTENCY_KEY_HEADER, b""), hashlib.blake2b(body).digest()
-        if session is None or not key:
+        key = headers.get(IDEMPOTENCY_KEY_HEADER, b"")
+        if not key:
             return None
-        known = self._by_session.setdefault(session, {})
-        request = known.setdefault(key, NamedRequest(digest))
-        if request.body_digest != digest:
+        request = self._named.setdefault(hashlib.blake2b(key).digest(), NamedRequest(digest))
+        if request.digest != digest:
             problem = "this Idempotency-Key was another request's"
             raise ProxyRequestError(400, problem, hint="give each request a key of its own")
-        _drop_oldest_answers(known)
+        self._drop_oldest()
         return request
 
+    def is_retry(
+        self, headers: Mapping[bytes, bytes], digest: bytes, named: NamedRequest | None
+    ) -> bool:
+        """True if a request says that it repeats one, and that one was not refused."""
+        was_refused = self._refused.pop(digest, self) is None
+        repeats = headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")
+        return not was_refused and (repeats or (named is not None and named.was_answered))
 
-def _drop_oldest_answers(known: dict[bytes, NamedRequest]) -> None:
-    total = sum(len(one.answer.content) for one in known.values() if one.answer)
-    for key, one in [*known.items()]:
-        if total <= MAX_KEPT_ANSWER_BYTES_PER_SESSION:
-            return
-        if one.answer is not None:
-            total -= len(one.answer.content)
-            del known[key]
+    def note_refusal(self, digest: bytes) -> None:
+        """Remember that a request was refused, or its stream broke."""
+        self._refused[digest] = None
+        while len(self._refused) > MAX_KEPT_REQUESTS_PER_SESSION:
+            del self._refused[next(iter(self._refused))]
+
+    def keep_answer(self, request: NamedRequest, answer: Answer) -> None:
+        """Keep the answer of a named request, in place of the oldest ones if there are many."""
+        request.answer = answer
+        self._drop_oldest()
+
+    def _drop_oldest(self) -> None:
+        kept_bytes = sum(len(one.answer.content) for one in self._named.values() if one.answer)
+        for key, one in [*self._named.items()]:
+            if (
+                kept_bytes <= MAX_KEPT_ANSWER_BYTES_PER_SESSION
+                and len(self._named) <= MAX_KEPT_REQUESTS_PER_SESSION
+            ):
+                return
+            if not one.lock.locked():
+                kept_bytes -= len(one.answer.content) if one.answer else 0
+                del self._named[key]
 
 
-def is_counted_retry(headers: Mapping[bytes, bytes]) -> bool:
-    """True if the client's SDK says that it sends a request once more."""
-    return headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")
+class RepeatedRequests:
+    """The requests of every session."""
+
+    def __init__(self) -> None:
+        self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
+
+    def get(self, session: Session | None) -> SessionRequests:
+        """Those of a session; of nobody's a fresh one."""
+        if session is None:
+            return SessionRequests()
+        return self._by_session.setdefault(session, SessionRequests())
+
+
+def hash_request(path: str, query: bytes, body: bytes) -> bytes:
+    """The digest by which a request is known again."""
+    return hashlib.blake2b(b"\0".join((path.encode(), query, body))).digest()

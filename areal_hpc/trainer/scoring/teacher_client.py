@@ -316,14 +316,16 @@ def _raise_if_distribution_differs(step: int, row: TrainingRow) -> None:
     if temperatures_T is not None and (temperatures_T[places] != 1.0).any():
         found = f"temperature {temperatures_T[places][temperatures_T[places] != 1.0][0]:g}"
     elif row.sampling_mask is not None:
-        found = "a sampling mask"
+        is_least = row.sampling_mask.forbids_T is not None
+        found = "min_new_tokens" if is_least else "a sampling mask"
     else:
         return
     raise UntrainableBatchError(
         f"batch {step}: a server gives log-probabilities of the whole softmax at temperature 1, "
         f"got a row sampled with {found}",
         key=URL_KEY,
-        hint="set rollout.agent.sampling=recipe with rollout.sampling.temperature=1, or "
+        hint="set rollout.agent.sampling=recipe with rollout.sampling.temperature=1, have the "
+        "agent ask without min_tokens, or set "
         f"trainer.objective.teacher.path in the place of url; {_QUARANTINE_HINT}",
     )
 

@@ -92,6 +92,7 @@ def _compare_last_with_first(first: EvaluationResult, last: EvaluationResult) ->
         "difference": difference.value,
         "low": difference.low,
         "high": difference.high,
+        "verdict": paired.verdict,
         "better": paired.better,
         "worse": paired.worse,
     }

@@ -18,12 +18,7 @@ from areal_hpc.evaluation.set_metrics import (
     estimate_metrics,
     format_metric_name,
 )
-from areal_hpc.evaluation.statistics import (
-    CONFIDENCE,
-    Estimate,
-    PairedComparison,
-    compare_paired,
-)
+from areal_hpc.evaluation.statistics import Estimate, PairedComparison, compare_paired
 from areal_hpc.rundir.atomic import write_atomic
 from areal_hpc.rundir.manifests import (
     EvaluationResult,
@@ -101,13 +96,6 @@ class ComparedMetric:
     before: float
     after: float
     comparison: PairedComparison
-
-    @property
-    def verdict(self) -> str:
-        """What the test of the difference says."""
-        if self.comparison.p_value > 1 - CONFIDENCE:
-            return "no difference is shown"
-        return "better" if self.comparison.difference.value > 0 else "worse"
 
 
 def build_evaluated_set(
@@ -287,7 +275,7 @@ def format_comparison(
                 f"{difference.value:+.3f}",
                 f"[{difference.low:+.3f}, {difference.high:+.3f}]",
                 f"{one.comparison.p_value:.3g}",
-                *(str(one.comparison.better), str(one.comparison.worse), one.verdict),
+                *(str(one.comparison.better), str(one.comparison.worse), one.comparison.verdict),
             )
         )
     yield from format_table(rows, right_aligned_columns={2, 3, 4, 6, 7, 8})

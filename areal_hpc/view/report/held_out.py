@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from areal_hpc.evaluation.statistics import Estimate, compare_paired
+from areal_hpc.evaluation.statistics import PairedComparison, compare_paired
 from areal_hpc.evaluation.ticket_numbers import VALIDATION_SET_NAME
 from areal_hpc.rundir.manifests import EvaluationResult
 
@@ -19,14 +19,7 @@ class PairedDifference:
     name: str
     before: float
     after: float
-    difference: Estimate
-
-    @property
-    def verdict(self) -> str:
-        """What the 95 % interval says."""
-        if self.difference.low <= 0 <= self.difference.high:
-            return "no difference is shown"
-        return "better" if self.difference.value > 0 else "worse"
+    comparison: PairedComparison
 
 
 def compare_evaluations(
@@ -62,5 +55,5 @@ def _compare_if_equally_many_tasks(
     n_tasks = len(after.rewards)
     if before is after or len(before.rewards) != n_tasks or n_tasks < MIN_COMPARED_TASKS:
         return
-    difference = compare_paired(before.rewards, after.rewards).difference
-    yield PairedDifference(title, before.mean_reward, after.mean_reward, difference)
+    comparison = compare_paired(before.rewards, after.rewards)
+    yield PairedDifference(title, before.mean_reward, after.mean_reward, comparison)

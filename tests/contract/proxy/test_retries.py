@@ -65,6 +65,16 @@ def test_only_what_calls_itself_a_repeat_is_one(
     assert count_trained_rows(stage, ref, session_id, key) == rows
 
 
+def test_the_retry_of_a_refused_request_takes_no_votes_place(stage: Stage, ref: TicketRef) -> None:
+    session_id, key = stage.open_session(ref)
+    assert [send(stage, key).status_code for _ in range(2)] == [200, 200]
+    stage.sglang.script = lambda request: Script(fault="400")
+    assert send(stage, key, x_stainless_retry_count="0").status_code == 400
+    stage.sglang.script = lambda request: Script()
+    assert send(stage, key, x_stainless_retry_count="1").status_code == 200
+    assert count_trained_rows(stage, ref, session_id, key) == 3
+
+
 def test_a_stream_is_answered_from_the_stored_one(stage: Stage, key: str) -> None:
     first = send(stage, key, stream=True, idempotency_key="k")
     again = send(stage, key, stream=True, idempotency_key="k")

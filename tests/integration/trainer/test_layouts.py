@@ -238,7 +238,7 @@ def test_names_are_those_of_transformers(exported: Export, family: str, tmp_path
 def test_the_weights_of_another_model_are_refused(root: Path, tmp_path: Path) -> None:
     checkpoint = choose_checkpoint(root / "TP2" / "llama" / "checkpoints", None)
     other = root / "TP2" / "qwen3_moe"
-    with pytest.raises(RecipeError, match="router"):
+    with pytest.raises(RecipeError, match="the checkpoint has"):
         export_checkpoint(checkpoint, other, tmp_path / "model", lambda line: None)
     assert not (tmp_path / "model").exists()
 

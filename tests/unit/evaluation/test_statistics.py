@@ -179,6 +179,14 @@ def test_the_interval_of_a_difference_says_what_its_p_value_says(values: list[fl
         assert (found.p_value <= 0.05) == (not found.difference.low <= 0 <= found.difference.high)
 
 
+def test_equal_differences_that_are_none_of_chance_have_an_interval_without_zero() -> None:
+    alike = compare_paired([0.5] * 10, [0.75] * 10)
+    assert (alike.verdict, alike.difference.low > 0) == ("better", True)
+    assert alike.difference.low < 0.25 < alike.difference.high
+    rounded = compare_paired([0.2, 0.8] * 5, [0.3, 0.9] * 5)
+    assert rounded.difference.high - rounded.difference.low > 0.01
+
+
 def test_four_better_tasks_of_thirty_show_nothing() -> None:
     found = compare_paired([0.0] * 30, [1.0] * 4 + [0.0] * 26)
     assert found.p_value == pytest.approx(0.125, abs=0.01)

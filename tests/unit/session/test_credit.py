@@ -149,6 +149,13 @@ def test_replies_that_were_extended_or_rewarded_are_no_orphans() -> None:
     assert find_retry_orphans(tree) == frozenset()
 
 
+def test_a_retry_takes_the_place_of_one_reply() -> None:
+    tree = InteractionTree()
+    votes = [say(tree, [user("a")], text, during=(at, at + 1)) for at, text in enumerate("xyz")]
+    say(tree, [user("a")], "w", during=(4, 5), is_retry=True)
+    assert find_retry_orphans(tree) == {votes[-1].interaction_id}
+
+
 def test_an_equal_request_that_is_no_retry_is_another_sample() -> None:
     tree = InteractionTree()
     for start in (0, 2, 4):

@@ -76,6 +76,13 @@ def test_other_seams_of_two_turns_are_the_same_conversation(history: list[Messag
     assert turn.differing_field is None
 
 
+def test_a_text_that_a_client_writes_beside_our_calls_is_read() -> None:
+    tree = play(FIRST)
+    turn = go_on(tree, ASKED, calls("a", content="not ok; new plan"), result("a"))
+    assert (turn.reuse, turn.differing_field) == ("none", "content")
+    assert "not ok; new plan" in turn.new_text
+
+
 @pytest.mark.parametrize(
     "history",
     [
@@ -129,18 +136,13 @@ def test_equal_replies_to_one_request_are_told_apart_by_their_calls() -> None:
 @pytest.mark.parametrize(
     ("history", "changed"),
     [
-        ([calls("a", content="I shall add."), result("a")], None),
         ([calls("a", content="B"), result("a")], "content"),
         ([calls("b", content="A"), result("b")], "tool_calls"),
     ],
 )
-def test_what_a_client_rewrites_is_read_as_it_says(
-    history: list[Message], changed: str | None
-) -> None:
-    tree = play(([ASKED], calls("a", content="A" if changed else "")))
-    turn = go_on(tree, ASKED, *history)
-    assert turn.differing_field == changed
-    assert (turn.parent is None) == (changed is not None)
+def test_what_a_client_rewrites_is_read_as_it_says(history: list[Message], changed: str) -> None:
+    turn = go_on(play(([ASKED], calls("a", content="A"))), ASKED, *history)
+    assert (turn.differing_field, turn.parent) == (changed, None)
 
 
 @pytest.mark.parametrize(

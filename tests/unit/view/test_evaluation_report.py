@@ -66,7 +66,7 @@ def test_one_task_alone_has_no_bounds_and_its_report_can_be_read_again(tmp_path:
         *("valid", "avg@1", "7.000", "[-inf,", "inf]", "1", "1")
     ]
     (same,) = compare_reports(report, report)
-    assert same.verdict == "no difference is shown"
+    assert same.comparison.verdict == "no difference is shown"
 
 
 def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> None:
@@ -80,8 +80,8 @@ def test_two_reports_are_compared_by_task_on_every_metric(tmp_path: Path) -> Non
     worse = found["valid", "avg@1"]
     assert (worse.comparison.better, worse.comparison.worse) == (0, 6)
     assert worse.comparison.difference.value == pytest.approx(-0.5)
-    assert worse.verdict == "worse"
-    assert found["aime", "pass@3"].verdict == "no difference is shown"
+    assert worse.comparison.verdict == "worse"
+    assert found["aime", "pass@3"].comparison.verdict == "no difference is shown"
     table = "\n".join(format_comparison("step 0", "step 20", list(found.values())))
     assert "-0.500" in table
     assert "no difference is shown" in table
@@ -108,7 +108,7 @@ def test_means_of_other_numbers_of_samples_are_compared_and_what_is_not_is_told(
     before, after = evaluate(1.0, 8, ("pass@k",)), evaluate(0.0, 4, ("pass@k",))
     (mean,) = compared = compare_reports(before, after)
     assert (mean.metric, mean.before, mean.after) == ("avg@4 (avg@8 before)", 1.0, 0.0)
-    assert mean.verdict == "worse"
+    assert mean.comparison.verdict == "worse"
     assert list(list_uncompared_metrics(before, after, compared)) == [
         "not compared: pass@4 of aime; of 8 has avg@8, pass@8"
     ]

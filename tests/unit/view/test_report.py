@@ -192,10 +192,10 @@ def test_paired_differences_of_the_same_tasks() -> None:
         "b, hard: step 8 to 0",
         "a, hard to b, the last evaluation of each",
     ]
-    assert found[0].difference.value == 0.75
-    half_width = found[0].difference.high - 0.75
+    assert found[0].comparison.difference.value == 0.75
+    half_width = found[0].comparison.difference.high - 0.75
     assert half_width == pytest.approx(2.02269 * 0.438529 / 40**0.5, rel=0.1)
-    assert [one.verdict for one in found] == ["better", "better", "worse", "worse"]
+    assert [one.comparison.verdict for one in found] == ["better", "better", "worse", "worse"]
     others = [("a", {"valid": [first, last]}, 1), ("b", {"valid": [make_result(0, [1.0])]}, 1)]
     assert len(list(compare_evaluations(others))) == 1, "they have other tasks"
 

@@ -38,8 +38,7 @@ function describeComparison(compared) {
   const sign = (value) => `${value > 0 ? "+" : ""}${formatNumber(value)}`;
   const isBounded = compared.low !== null;
   const interval = isBounded ? ` [${sign(compared.low)}, ${sign(compared.high)}]` : "";
-  const shown = !isBounded ? "too few tasks to show a difference"
-    : compared.low > 0 ? "better" : compared.high < 0 ? "worse" : "no difference is shown";
+  const shown = isBounded ? compared.verdict : "too few tasks to show a difference";
   return `step ${compared.from} to ${compared.to}: ${sign(compared.difference)}${interval}, `
     + `${compared.better} tasks better, ${compared.worse} worse: ${shown}`;
 }
