@@ -226,7 +226,7 @@ class ProxyApp:
                 if named:
                     named.was_answered = True
                 raise
-            except Exception:
+            except Exception:  # boundary: whatever refused it, the next try is no retry
                 requests.note_refusal(digest)
                 raise
             if not answer.is_whole:

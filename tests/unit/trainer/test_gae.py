@@ -309,3 +309,11 @@ def test_the_value_loss_equals_the_reference(clip_value: float | None) -> None:
 def test_keys_of_a_critic_belong_together(values: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError, match=expected.replace("(", r"\(")):
         ObjectiveConfig.model_validate(values)
+
+
+def test_values_that_moved_within_the_clip_are_not_counted_as_clipped() -> None:
+    """One of them moved by .013, where .2 is the clip: its sum with the value before is rounded."""
+    before = torch.tensor([0.01703648827970028, 0.5, 0.5])
+    values = torch.tensor([0.004138512071222067, 0.9, 0.1])
+    _, sums = compute_value_loss(values, before, torch.zeros(3), clip_value=0.2)
+    assert sums["value_clipped"].item() == 1.0
