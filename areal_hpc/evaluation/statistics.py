@@ -133,8 +133,6 @@ def _compute_standard_error(values: TaskValues) -> float:
 
 def _measure_half_width_of_agreement(values: TaskValues, n_tasks: int) -> float:
     """Half the interval of tasks that all agree: Wilson's for as many passes, times their size."""
-    if n_tasks == 1:
-        return math.inf
     is_share = bool((values >= 0).all() and (values <= 1).all())
     t_squared = compute_central_quantile(CONFIDENCE, n_tasks - 1) ** 2
     return (1.0 if is_share else float(np.abs(values).max())) * t_squared / (n_tasks + t_squared)

@@ -204,14 +204,10 @@ def find_retry_orphans(tree: InteractionTree) -> frozenset[str]:
         equal_replies.setdefault(request, []).append(one)
     orphans = set[str]()
     for replies in equal_replies.values():
+        unused = [one for one in replies if one.interaction_id not in used and one.reward is None]
         for retry in (one for one in replies if one.is_retry):
-            for one in reversed(replies):  # the newest is the one that the retry repeats
-                if (
-                    one.interaction_id not in used
-                    and one.interaction_id not in orphans
-                    and one.reward is None
-                    and 0 < one.answered_at <= retry.asked_at
-                ):
-                    orphans.add(one.interaction_id)
-                    break
+            before = [one for one in unused if 0 < one.answered_at <= retry.asked_at]
+            if before:  # the newest is the one that the retry repeats
+                orphans.add(before[-1].interaction_id)
+                unused.remove(before[-1])
     return frozenset(orphans)

@@ -13,7 +13,9 @@ from collections.abc import (
     MutableMapping,
 )
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
 import msgspec
 
@@ -35,7 +37,7 @@ from areal_hpc.proxy.http.google_api import (
     find_key_if_google_dialect,
     read_query_parameters,
 )
-from areal_hpc.proxy.http.repeated_requests import Answer, RepeatedRequests, hash_request
+from areal_hpc.proxy.http.repeated_requests import Answer, SessionRequests, hash_request
 from areal_hpc.proxy.http.routes import (
     ModelAnswer,
     Route,
@@ -110,7 +112,7 @@ class ProxyApp:
             )
         )
         self._google_routes = Routes(GoogleApi(model, completions).list_routes())
-        self._repeated_requests = RepeatedRequests()
+        self._requests_by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -206,13 +208,18 @@ class ProxyApp:
     ) -> Answer:
         """The answer of the model, or the one that was given to a request of the same name."""
         headers = dict(asgi_scope["headers"])
-        digest = hash_request(asgi_scope["path"], asgi_scope.get("query_string", b""), body)
-        requests = self._repeated_requests.get(session)
-        named = requests.find_named(headers, digest)
+        # Few requests need it, and it is as slow as the body is long.
+        compute_digest = partial(
+            hash_request, asgi_scope["path"], asgi_scope.get("query_string", b""), body
+        )
+        requests = SessionRequests()
+        if session is not None:
+            requests = self._requests_by_session.setdefault(session, requests)
+        named = requests.find_named(headers, compute_digest)
         async with named.lock if named else contextlib.nullcontext():
             if named and named.answer is not None:
                 return named.answer
-            is_retry = requests.is_retry(headers, digest, named)
+            is_retry = requests.is_retry(headers, named, compute_digest)
             sent: list[bytes] = []
 
             async def send_and_keep(message: MutableMapping[str, Any]) -> None:
@@ -227,10 +234,10 @@ class ProxyApp:
                     named.was_answered = True
                 raise
             except Exception:  # boundary: whatever refused it, the next try is no retry
-                requests.note_refusal(digest)
+                requests.note_refusal(compute_digest())
                 raise
             if not answer.is_whole:
-                requests.note_refusal(digest)
+                requests.note_refusal(compute_digest())
             elif named:
                 named.was_answered = True
                 content = answer.content or b"".join(sent)

@@ -7,13 +7,11 @@ behind, so that the next try of it is none.
 
 import asyncio
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.http.event_stream import Headers
-from areal_hpc.proxy.sessions.store import Session
 
 RETRY_COUNT_HEADER, IDEMPOTENCY_KEY_HEADER = b"x-stainless-retry-count", b"idempotency-key"
 MAX_KEPT_ANSWER_BYTES_PER_SESSION = 1 << 20
@@ -51,7 +49,9 @@ class SessionRequests:
         self._named: dict[bytes, NamedRequest] = {}
         self._refused: dict[bytes, None] = {}
 
-    def find_named(self, headers: Mapping[bytes, bytes], digest: bytes) -> NamedRequest | None:
+    def find_named(
+        self, headers: Mapping[bytes, bytes], compute_digest: Callable[[], bytes]
+    ) -> NamedRequest | None:
         """The request of a key; None where there is no key.
 
         Raises:
@@ -60,6 +60,7 @@ class SessionRequests:
         key = headers.get(IDEMPOTENCY_KEY_HEADER, b"")
         if not key:
             return None
+        digest = compute_digest()
         request = self._named.setdefault(hashlib.blake2b(key).digest(), NamedRequest(digest))
         if request.digest != digest:
             problem = "this Idempotency-Key was another request's"
@@ -68,12 +69,19 @@ class SessionRequests:
         return request
 
     def is_retry(
-        self, headers: Mapping[bytes, bytes], digest: bytes, named: NamedRequest | None
+        self,
+        headers: Mapping[bytes, bytes],
+        named: NamedRequest | None,
+        compute_digest: Callable[[], bytes],
     ) -> bool:
         """True if a request says that it repeats one, and that one was not refused."""
-        was_refused = self._refused.pop(digest, self) is None
         repeats = headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")
-        return not was_refused and (repeats or (named is not None and named.was_answered))
+        if not repeats and (named is None or not named.was_answered):
+            return False
+        digest = compute_digest()
+        was_refused = digest in self._refused
+        self._refused.pop(digest, None)
+        return not was_refused
 
     def note_refusal(self, digest: bytes) -> None:
         """Remember that a request was refused, or its stream broke."""
@@ -99,19 +107,8 @@ class SessionRequests:
                 del self._named[key]
 
 
-class RepeatedRequests:
-    """The requests of every session."""
-
-    def __init__(self) -> None:
-        self._by_session: WeakKeyDictionary[Session, SessionRequests] = WeakKeyDictionary()
-
-    def get(self, session: Session | None) -> SessionRequests:
-        """Those of a session; of nobody's a fresh one."""
-        if session is None:
-            return SessionRequests()
-        return self._by_session.setdefault(session, SessionRequests())
-
-
 def hash_request(path: str, query: bytes, body: bytes) -> bytes:
     """The digest by which a request is known again."""
-    return hashlib.blake2b(b"\0".join((path.encode(), query, body))).digest()
+    digest = hashlib.blake2b(path.encode() + b"?" + query + b"\0")
+    digest.update(body)
+    return digest.digest()

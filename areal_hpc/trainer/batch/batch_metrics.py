@@ -82,7 +82,7 @@ def extend_reward_range(
 def summarize_rewards(
     groups: Sequence[FloatArray], reward_range: RewardRange | None, objective: ObjectiveConfig
 ) -> dict[str, float]:
-    """Rewards of the batch, and the shares of groups that teach nothing. No rewards: no metrics.
+    """Rewards of the batch, and the shares of groups at an end of their range; none without rewards.
 
     `reward_range` is the range of rewards up to and including this batch: without a difference
     between its ends nothing is best or worst.
@@ -98,7 +98,7 @@ def summarize_rewards(
         near = [bool((abs(group - reward_bound) < min_reward_std).all()) for group in groups]
         return float(np.mean(near)) if has_varied else 0.0
 
-    metrics: dict[str, float] = {
+    return {
         "episodes": len(rewards),
         "groups": len(groups),
         "reward/mean": float(rewards.mean()),
@@ -111,7 +111,6 @@ def summarize_rewards(
         "groups/all_best": compute_share_at(reward_range.highest),
         "groups/all_worst": compute_share_at(reward_range.lowest),
     }
-    return metrics
 
 
 # Replies -----------------------------------------------------------------------------------------

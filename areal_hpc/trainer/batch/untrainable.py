@@ -99,8 +99,10 @@ def forbid_end_tokens(row: TrajectoryRow) -> SamplingMask | None:
     ids_of = dict[int, npt.NDArray[np.int32]]()
     for call in row.record.calls:
         ids = np.array(call.sampling.get("stop_token_ids") or [], np.int32)
+        if not len(ids):
+            continue
         least = min(call.sampling.get("min_new_tokens") or 0, call.reply_tokens)
-        for place in range(call.prompt_tokens, call.prompt_tokens + least * bool(len(ids))):
+        for place in range(call.prompt_tokens, call.prompt_tokens + least):
             if not counts_T[place]:
                 forbids_T[place], ids_of[place] = True, ids
     if not ids_of:
