@@ -82,7 +82,7 @@ def extend_reward_range(
 def summarize_rewards(
     groups: Sequence[FloatArray], reward_range: RewardRange | None, objective: ObjectiveConfig
 ) -> dict[str, float]:
-    """Rewards of the batch, and the shares of groups at an end of their range; none without rewards.
+    """Rewards of the batch, and shares of groups at an end of their range; none without rewards.
 
     `reward_range` is the range of rewards up to and including this batch: without a difference
     between its ends nothing is best or worst.
