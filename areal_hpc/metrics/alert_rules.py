@@ -422,14 +422,3 @@ RULES: tuple[AlertRule, ...] = (
         "areal-hpc status RUN names its node; exclude it if that lasts",
     ),
 )
-
-
-def render_alert_table() -> str:
-    """Every rule with its level, keys, metrics and meaning, as a Markdown table."""
-    lines = ["| alert | level | keys below `alerts` | looks at | means |", "|---|---|---|---|---|"]
-    for rule in RULES:
-        keys, metrics = (
-            ", ".join(f"`{one}`" for one in ones) for ones in (rule.config_keys, rule.metrics)
-        )
-        lines.append(f"| `{rule.name}` | {rule.level} | {keys} | {metrics} | {rule.meaning} |")
-    return "\n".join(lines)

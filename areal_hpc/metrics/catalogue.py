@@ -272,13 +272,3 @@ def find_metric(metric_name: str) -> Metric | None:
         ),
         None,
     )
-
-
-def render_metric_table() -> str:
-    """Every metric with unit, meaning, direction and source, as a Markdown table."""
-    lines = ["| metric | unit | good | meaning | from |", "|---|---|---|---|---|"]
-    lines += [
-        f"| `{one.name}` | {one.unit} | {one.direction} | {one.meaning} | {one.source} |"
-        for one in CATALOGUE
-    ]
-    return "\n".join(lines)

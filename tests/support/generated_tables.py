@@ -2,11 +2,10 @@
 
 from collections.abc import Callable
 
-from areal_hpc.agents.harness.programs import render_harness_table
-from areal_hpc.areal.config.translation import render_rule_table
-from areal_hpc.metrics.alert_rules import render_alert_table
-from areal_hpc.metrics.catalogue import render_metric_table
-from areal_hpc.proxy.dialects.parameter_docs import render_parameter_table
+from areal_hpc.agents.harness.programs import HARNESSES
+from areal_hpc.areal.config.translation import RULE_BY_KEY
+from areal_hpc.metrics.alert_rules import RULES
+from areal_hpc.metrics.catalogue import CATALOGUE
 from areal_hpc.proxy.http.agent_api import DIALECT_BY_ROUTE
 from tests.support import (
     agents_table,
@@ -16,6 +15,7 @@ from tests.support import (
     mistakes,
     newest_harnesses,
     oracle_table,
+    parameter_table,
     rank_kill,
     slurm_events_table,
     slurm_releases,
@@ -27,7 +27,43 @@ from tests.support.tables import write_table
 
 
 def _render_dialects() -> str:
-    return render_parameter_table({path: one.request for path, one in DIALECT_BY_ROUTE.items()})
+    forms = {path: one.request for path, one in DIALECT_BY_ROUTE.items()}
+    return parameter_table.render_parameter_table(forms)
+
+
+def _render_harnesses() -> str:
+    lines = ["| harness | package | dialect | remarks |", "|---|---|---|---|"]
+    for name, one in HARNESSES.items():
+        needs = f"needs Python {one.python_version}" if one.python_version else ""
+        remarks = "; ".join(filter(None, (needs, one.note)))
+        package = f"`{one.package}` {one.version} ({one.registry})"
+        lines.append(f"| `{name}` | {package} | {one.dialect} | {remarks} |")
+    return "\n".join(lines)
+
+
+def _render_alerts() -> str:
+    lines = ["| alert | level | keys below `alerts` | looks at | means |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        keys, metrics = (
+            ", ".join(f"`{one}`" for one in ones) for ones in (rule.config_keys, rule.metrics)
+        )
+        lines.append(f"| `{rule.name}` | {rule.level} | {keys} | {metrics} | {rule.meaning} |")
+    return "\n".join(lines)
+
+
+def _render_metrics() -> str:
+    lines = ["| metric | unit | good | meaning | from |", "|---|---|---|---|---|"]
+    lines += [
+        f"| `{one.name}` | {one.unit} | {one.direction} | {one.meaning} | {one.source} |"
+        for one in CATALOGUE
+    ]
+    return "\n".join(lines)
+
+
+def _render_areal_keys() -> str:
+    lines = ["| AReaL | here |", "|---|---|"]
+    lines += [f"| `{one.key}` | {one.recipe_counterpart_text} |" for one in RULE_BY_KEY.values()]
+    return "\n".join(lines)
 
 
 TABLES: dict[tuple[str, str], Callable[[], str]] = {
@@ -42,10 +78,10 @@ TABLES: dict[tuple[str, str], Callable[[], str]] = {
     ("errors.md", "agents"): mistakes.agent_mistakes_table,
     ("errors.md", "mistakes"): mistakes.mistakes_table,
     ("harnesses.md", "newest"): newest_harnesses.render_table,
-    ("harnesses.md", "programs"): render_harness_table,
-    ("metrics.md", "alerts"): render_alert_table,
-    ("metrics.md", "metrics"): render_metric_table,
-    ("migrating-from-areal.md", "keys"): render_rule_table,
+    ("harnesses.md", "programs"): _render_harnesses,
+    ("metrics.md", "alerts"): _render_alerts,
+    ("metrics.md", "metrics"): _render_metrics,
+    ("migrating-from-areal.md", "keys"): _render_areal_keys,
     ("objectives.md", "biases"): bias_table.table_of_biases,
     ("objectives.md", "oracles"): oracle_table.table,
     ("operating.md", "events"): slurm_events_table.tables,

@@ -364,14 +364,3 @@ def get_harness_program(harness_name: str, key: str) -> HarnessProgram:
             hint=f"choose from {', '.join(HARNESSES)}",
         )
     return HARNESSES[harness_name]
-
-
-def render_harness_table() -> str:
-    """The table of docs/harnesses.md."""
-    lines = ["| harness | package | dialect | remarks |", "|---|---|---|---|"]
-    for name, one in HARNESSES.items():
-        needs = f"needs Python {one.python_version}" if one.python_version else ""
-        remarks = "; ".join(filter(None, (needs, one.note)))
-        package = f"`{one.package}` {one.version} ({one.registry})"
-        lines.append(f"| `{name}` | {package} | {one.dialect} | {remarks} |")
-    return "\n".join(lines)

@@ -177,17 +177,3 @@ def _explain_unknown_key(key: str) -> str:
         "not a key of AReaL's that is known here; what a script hands to its workflow goes into "
         "rollout.workflow_kwargs"
     )
-
-
-def render_rule_table() -> str:
-    """Every key that is known, with what it becomes, as a Markdown table."""
-    lines = ["| AReaL | here |", "|---|---|"]
-    return "\n".join(
-        [
-            *lines,
-            *(
-                f"| `{rule.key}` | {rule.recipe_counterpart_text} |"
-                for rule in RULE_BY_KEY.values()
-            ),
-        ]
-    )
