@@ -7,9 +7,8 @@ make a task's own value surer and never stand for more tasks.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,14 +19,10 @@ CONFIDENCE = 0.95
 MAX_EXACT_PAIRS = 14
 """Differences whose signs are all tried; of more, `N_SIGN_DRAWS` random choices are."""
 N_SIGN_DRAWS = 20_000
-_SIGN_BLOCK = 1000
 ROUNDING = 1e-9
-"""Differences that spread less, as a share of their size, are equal."""
+"""Means that differ less, as a share of the largest difference, are equal."""
 LARGEST_SHARE_OF_SHOWN_DIFFERENCE = 0.99
 """Half an interval, as a share of equal differences that the test finds to be none of chance."""
-MAX_BOUND_STEPS = 2**20
-"""Times the spread of the differences: a bound farther away is none."""
-_BISECTIONS = 60
 
 TaskValues = NDArray[np.float64]
 
@@ -165,11 +160,12 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
         raise ValueError("a paired test needs at least one task")
     first, second = np.asarray(first_T, np.float64), np.asarray(second_T, np.float64)
     differences = second - first
-    test = _SignFlipTest(differences)
+    low_S, high_S = _split_tasks_in_two(differences)
+    n_rejected = int((1 - CONFIDENCE) * len(low_S))
+    low, high = float(np.sort(low_S)[n_rejected]), float(np.sort(high_S)[-1 - n_rejected])
     mean = float(differences.mean())
-    low, high = test.find_bound(-1), test.find_bound(1)
-    p_value = test.compute_p_value(0.0)
-    if low == high:
+    p_value = float(((low_S <= 0) & (high_S >= 0)).mean())
+    if high - low <= 4 * ROUNDING * np.abs(differences).max():  # they all are equal
         half = _measure_half_width_of_agreement(np.concatenate([first, second]), len(differences))
         if p_value <= 1 - CONFIDENCE:  # the interval says what the test says
             half = min(half, LARGEST_SHARE_OF_SHOWN_DIFFERENCE * abs(mean))
@@ -182,66 +178,27 @@ def compare_paired(first_T: Sequence[float], second_T: Sequence[float]) -> Paire
     )
 
 
-class _SignFlipTest:
-    """Two-sided test of the mean of paired differences by flipping their signs."""
+def _split_tasks_in_two(differences_T: TaskValues) -> tuple[TaskValues, TaskValues]:
+    """The smaller and the larger of the mean differences of both parts, for each choice of signs.
 
-    def __init__(self, differences_T: TaskValues) -> None:
-        n_tasks = len(differences_T)
-        self._sum, self._n_tasks = float(differences_T.sum()), n_tasks
-        spread = float(np.ptp(differences_T))
-        self._spread = spread if spread > ROUNDING * float(np.abs(differences_T).max()) else 0.0
-        signed, counts = zip(*_iterate_sign_blocks(differences_T), strict=True)
-        self._flipped_sums_S, self._sign_sums_S = np.concatenate(signed), np.concatenate(counts)
-        self._is_exact = n_tasks <= MAX_EXACT_PAIRS
-
-    def compute_p_value(self, difference: float) -> float:
-        """How often a mean at least as far from `difference` comes about where it is the truth."""
-        observed = abs(self._sum - difference * self._n_tasks) * (1 - 1e-12)
-        as_large = int(
-            (np.abs(self._flipped_sums_S - difference * self._sign_sums_S) >= observed).sum()
-        )
-        n_flips = len(self._flipped_sums_S)
-        return as_large / n_flips if self._is_exact else (as_large + 1) / (n_flips + 1)
-
-    def find_bound(self, direction: int) -> float:
-        """The farthest difference from the mean, up or down, that is not rejected."""
-        mean = self._sum / self._n_tasks
-        inside, step = 0.0, self._spread
-        if not step:  # every other difference is rejected, or none
-            step = abs(mean) or 1.0
-            return mean if self._rejects(mean + direction * step) else direction * math.inf
-        while not self._rejects(mean + direction * step):
-            inside, step = step, 2 * step
-            if step > MAX_BOUND_STEPS * self._spread:
-                return direction * math.inf
-        for _ in range(_BISECTIONS):
-            middle = (inside + step) / 2
-            if self._rejects(mean + direction * middle):
-                step = middle
-            else:
-                inside = middle
-        return mean + direction * inside
-
-    def _rejects(self, difference: float) -> bool:
-        return self.compute_p_value(difference) <= 1 - CONFIDENCE
-
-
-def _iterate_sign_blocks(
-    differences_T: TaskValues,
-) -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64]]]:
-    """Sums of the differences under choices of signs, and the sums of these signs, in blocks.
-
-    All choices for few differences; else `N_SIGN_DRAWS` random ones.
+    Flipping the signs of the deviations from d in one part makes their sum no smaller just where d
+    lies between both means. So these tell the p-value of every d. A part may be empty: then the
+    sum is as large for every d. All choices for few tasks; else random ones, and that of no flip.
     """
     n_tasks = len(differences_T)
-    if n_tasks <= MAX_EXACT_PAIRS:
-        bits = np.arange(2**n_tasks)[:, None] >> np.arange(n_tasks) & 1
-        blocks = iter([(1 - 2 * bits).astype(np.int8)])
+    if n_tasks <= MAX_EXACT_PAIRS:  # either part may be called the first
+        is_in_first_ST = np.arange(2 ** (n_tasks - 1))[:, None] >> np.arange(n_tasks) & 1
     else:
-        random: Any = np.random.default_rng(0)
-        blocks = (
-            1 - 2 * random.integers(0, 2, size=(_SIGN_BLOCK, n_tasks), dtype=np.int8)
-            for _ in range(N_SIGN_DRAWS // _SIGN_BLOCK)
-        )
-    for signs in blocks:
-        yield signs @ differences_T, signs.sum(axis=1, dtype=np.int64)
+        random = np.random.default_rng(0)
+        is_in_first_ST = random.integers(0, 2, (N_SIGN_DRAWS, n_tasks), dtype=np.int8)
+        is_in_first_ST[0] = 0
+    sizes_S = is_in_first_ST.sum(axis=1)
+    sums_S = np.einsum("st,t->s", is_in_first_ST, differences_T)
+    first_S = sums_S / np.maximum(sizes_S, 1)
+    second_S = (differences_T.sum() - sums_S) / np.maximum(n_tasks - sizes_S, 1)
+    tolerance = ROUNDING * np.abs(differences_T).max()
+    has_two_parts_S = (sizes_S > 0) & (sizes_S < n_tasks)
+    return (
+        np.where(has_two_parts_S, np.minimum(first_S, second_S) - tolerance, -np.inf),
+        np.where(has_two_parts_S, np.maximum(first_S, second_S) + tolerance, np.inf),
+    )
