@@ -114,7 +114,7 @@ class ChatTemplate:
     @classmethod
     def from_model_dir(cls, model_dir: Path) -> ChatTemplate:
         """The template of a model in Hugging Face format; RecipeError if it has no good one."""
-        config = _read_json_or_empty(model_dir / "tokenizer_config.json")
+        config = read_json_or_empty(model_dir / "tokenizer_config.json")
         template_file = model_dir / "chat_template.jinja"
         source = config.get("chat_template")
         if template_file.exists():
@@ -313,18 +313,13 @@ class TokenEncoder:
         path = model_dir / "tokenizer.json"
         if not path.exists():
             raise RecipeError(f"{model_dir} has no tokenizer.json", hint="save a fast tokenizer")
-        config = _read_json_or_empty(model_dir / "config.json")
+        config = read_json_or_empty(model_dir / "config.json")
         text_config = config.get("text_config", config)
         try:
             tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # boundary: the Rust side raises bare Exception
             raise RecipeError(f"{path} is damaged: {error}", hint="copy the model again") from error
         return cls(tokenizer, text_config.get("vocab_size"))
-
-    @property
-    def max_token_id(self) -> int:
-        """The largest id that a text can be encoded to."""
-        return max(self._tokenizer.get_vocab(with_added_tokens=True).values())
 
     def get_base_vocab_ids_by_token(self) -> dict[str, int]:
         """Id of each token, special ones left out that were added later."""
@@ -362,7 +357,8 @@ class TokenEncoder:
         return self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
 
 
-def _read_json_or_empty(path: Path) -> dict[str, Any]:
+def read_json_or_empty(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; an empty one where there is no file."""
     if not path.exists():
         return {}
     loaded: dict[str, Any] = json.loads(path.read_text())

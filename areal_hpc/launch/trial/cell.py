@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import socket
 import threading
 from collections.abc import AsyncIterator
-from pathlib import Path
 from types import TracebackType
 
 import aiohttp
@@ -132,7 +130,13 @@ class TrialCell:
         if base_url is not None and await _has_sglang_routes(base_url):
             yield base_url.removesuffix("/v1")
             return
-        end_id = read_end_token_id(self._config.proxy.model_path)
+        if not model.end_token_ids:
+            raise RecipeError(
+                f"{self._config.proxy.model_path} does not say eos_token_id",
+                key="model",
+                hint="copy generation_config.json of the base model into it",
+            )
+        end_id = model.end_token_ids[0]
         replies: ReplySource
         if base_url is not None:
             replies = CompletionsServerReplies(base_url, model.encoder, end_id)
@@ -170,23 +174,3 @@ async def _has_sglang_routes(base_url: str) -> bool:
             key="--base-url",
             hint="start it first, or leave --base-url out for random replies",
         ) from error
-
-
-def read_end_token_id(model_dir: Path) -> int:
-    """Id of the token that ends the model's turn.
-
-    Raises:
-        RecipeError: Neither configuration of the model names it.
-    """
-    for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
-        found = json.loads(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        if isinstance(found, list) and found:
-            found = found[0]
-        if isinstance(found, int):
-            return found
-    raise RecipeError(
-        f"{model_dir} does not say eos_token_id",
-        key="model",
-        hint="copy generation_config.json of the base model into it",
-    )

@@ -11,7 +11,12 @@ import msgspec
 
 from areal_hpc.errors import RecipeError
 from areal_hpc.proxy.engine.generation import SamplingParams
-from areal_hpc.session.chat_template import ChatTemplate, Message, TokenEncoder
+from areal_hpc.session.chat_template import (
+    ChatTemplate,
+    Message,
+    TokenEncoder,
+    read_json_or_empty,
+)
 from areal_hpc.session.message_matching import MessageRewriter
 
 
@@ -96,7 +101,7 @@ class ServedModel:
     dropped_tool_type_patterns: Sequence[str] = ()
     """Patterns of types of tools that the model is not told of (`proxy.dropped_tools`)."""
     end_token_ids: Sequence[int] = ()
-    """Tokens that end a reply; `min_new_tokens` forbids them."""
+    """Tokens that end a reply, the turn's own first; `min_new_tokens` forbids them."""
 
     @classmethod
     def from_model_dir(
@@ -137,17 +142,18 @@ ADDITIONAL_END_TOKENS = ("<|eom_id|>", "<|content_model_end_sampling|>", "<|ifm|
 
 
 def list_end_token_ids(model_dir: Path, encoder: TokenEncoder) -> list[int]:
-    """Ids of the tokens that end a reply for SGLang where a request names none."""
-    found: set[int | None] = {encoder.find_token_id(token) for token in ADDITIONAL_END_TOKENS}
-    for name in ("config.json", "generation_config.json"):
-        path = model_dir / name
-        ends = msgspec.json.decode(path.read_bytes()).get("eos_token_id") if path.exists() else None
-        found.update(ends if isinstance(ends, list) else [ends])
-    path = model_dir / "tokenizer_config.json"
-    end = msgspec.json.decode(path.read_bytes()).get("eos_token") if path.exists() else None
-    text = end.get("content") if isinstance(end, dict) else end
-    found.add(encoder.find_token_id(text) if text else None)
-    return sorted(one for one in found if one is not None)
+    """Ids of the tokens that end a reply for SGLang where a request names none.
+
+    The one that ends the model's turn comes first.
+    """
+    found: list[int | None] = []
+    for name in ("generation_config.json", "config.json"):
+        ends = read_json_or_empty(model_dir / name).get("eos_token_id")
+        found += ends if isinstance(ends, list) else [ends]
+    end = read_json_or_empty(model_dir / "tokenizer_config.json").get("eos_token")
+    texts = (end.get("content") if isinstance(end, dict) else end, *ADDITIONAL_END_TOKENS)
+    found += (encoder.find_token_id(text) for text in texts if text)
+    return list(dict.fromkeys(one for one in found if one is not None))
 
 
 def require_max_position_embeddings(model_dir: Path) -> int:
@@ -156,8 +162,7 @@ def require_max_position_embeddings(model_dir: Path) -> int:
     Raises:
         RecipeError: The configuration does not say.
     """
-    config = msgspec.json.decode((model_dir / "config.json").read_bytes())
-    limit = config.get("max_position_embeddings")
+    limit = read_json_or_empty(model_dir / "config.json").get("max_position_embeddings")
     if not isinstance(limit, int):
         raise RecipeError(
             f"{model_dir / 'config.json'} does not say max_position_embeddings",

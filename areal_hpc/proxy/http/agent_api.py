@@ -24,7 +24,7 @@ from areal_hpc.proxy.dialects.openai.chat import CHAT_DIALECT
 from areal_hpc.proxy.dialects.openai.completions import COMPLETIONS_DIALECT
 from areal_hpc.proxy.dialects.openai_responses import stored
 from areal_hpc.proxy.dialects.openai_responses.reply import RESPONSES_DIALECT
-from areal_hpc.proxy.engine.model_call import ServedModel
+from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
 from areal_hpc.proxy.engine.passthrough import GeneratePassthrough
 from areal_hpc.proxy.http.routes import ModelAnswer, Route, RouteResult
 from areal_hpc.proxy.sessions.store import Session
@@ -40,7 +40,49 @@ TOKEN_COUNT_SUFFIX_BY_PATH = {"/messages": "count_tokens", "/responses": "input_
 Handler = Callable[..., Coroutine[Any, Any, RouteResult]]
 
 
-class AgentApi:
+class ModelApi:
+    """What routes of all dialects do with a request that has been read."""
+
+    def __init__(self, model: ServedModel, completions: CompletionService) -> None:
+        self._model = model
+        self._completions = completions
+
+    async def answer_call(
+        self,
+        route: str,
+        session: Session,
+        exchange: Exchange,
+        unknown_params: Sequence[str],
+        is_retry: bool,
+    ) -> ModelAnswer:
+        """What the model says, whole or as it comes."""
+        call = self._enforce_sampling_and_count_ignored(route, session, exchange, unknown_params)
+        call = exchange.call = msgspec.structs.replace(call, is_retry=is_retry)
+        if exchange.streams:
+            live = await self._completions.stream(session, call, exchange.answer_id)
+            return ModelAnswer(exchange, live)
+        answers = await self._completions.answer(session, call, exchange.answer_id)
+        return ModelAnswer(exchange, exchange.format_reply(answers))
+
+    async def count_prompt_tokens(
+        self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
+    ) -> int:
+        """How many tokens the model would read."""
+        call = self._enforce_sampling_and_count_ignored(route, session, exchange, unknown_params)
+        prompts = self._completions.prompts
+        return (await prompts.build_prompt_json_inside_and_length(session, call))[1]
+
+    def _enforce_sampling_and_count_ignored(
+        self, route: str, session: Session, exchange: Exchange, unknown_params: Sequence[str]
+    ) -> ModelCall:
+        """The call as its session allows it; what it asks for in vain is counted."""
+        call = enforce_sampling_and_note_ignored(exchange.call, session.request, unknown_params)
+        names = call.ignored_names_and_dropped_tools
+        self._completions.metrics.count_ignored_parameters(route, session.client, names)
+        return call
+
+
+class AgentApi(ModelApi):
     """Answers agents. Without a passthrough there is no `/generate`."""
 
     def __init__(
@@ -49,8 +91,7 @@ class AgentApi:
         completions: CompletionService,
         passthrough: GeneratePassthrough | None,
     ) -> None:
-        self._model = model
-        self._completions = completions
+        super().__init__(model, completions)
         self._passthrough = passthrough
 
     def list_routes(self) -> Iterator[Route]:
@@ -130,52 +171,18 @@ class AgentApi:
         async def answer(
             session: Session, request: msgspec.Struct, unknown_params: Sequence[str]
         ) -> RouteResult:
-            call = self._read_call_and_enforce_sampling(
-                path, dialect, session, request, unknown_params
-            ).call
-            _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
-                session, call
-            )
+            exchange = dialect.read(request, session, self._model)
+            count = await self.count_prompt_tokens(path, session, exchange, unknown_params)
             kind = {"object": "response.input_tokens"} if path.startswith("/responses") else {}
             return msgspec.json.encode({**kind, "input_tokens": count})
 
         return answer
 
-    def _read_call_and_enforce_sampling(
-        self,
-        path: str,
-        dialect: Dialect,
-        session: Session,
-        request: msgspec.Struct,
-        unknown_params: Sequence[str],
-    ) -> Exchange:
-        """What a request asks for; what it asks for in vain is counted."""
-        exchange = dialect.read(request, session, self._model)
-        exchange.call = enforce_sampling_and_note_ignored(
-            exchange.call, session.request, unknown_params
-        )
-        names = exchange.call.ignored_names_and_dropped_tools
-        self._completions.metrics.count_ignored_parameters(path, session.client, names)
-        return exchange
-
     def _build_model_call_handler(self, path: str, dialect: Dialect) -> Handler:
         """Answers model calls in a dialect."""
 
-        async def answer(
-            session: Session,
-            request: msgspec.Struct,
-            unknown_params: Sequence[str],
-            is_retry: bool,
-        ) -> RouteResult:
-            exchange = self._read_call_and_enforce_sampling(
-                path, dialect, session, request, unknown_params
-            )
-            call = msgspec.structs.replace(exchange.call, is_retry=is_retry)
-            answer_id = exchange.answer_id
-            if exchange.streams:
-                live = await self._completions.stream(session, call, answer_id)
-                return ModelAnswer(exchange, live)
-            answers = await self._completions.answer(session, call, answer_id)
-            return ModelAnswer(exchange, exchange.format_reply(answers))
+        async def answer(session: Session, request: msgspec.Struct, *more: Any) -> RouteResult:
+            exchange = dialect.read(request, session, self._model)
+            return await self.answer_call(path, session, exchange, *more)
 
         return answer

@@ -1,7 +1,6 @@
 """ASGI application of the proxy: routes, keys, size limits, errors."""
 
 import asyncio
-import contextlib
 import hmac
 import inspect
 import re
@@ -12,7 +11,6 @@ from collections.abc import (
     Iterator,
     MutableMapping,
 )
-from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -160,9 +158,12 @@ class ProxyApp:
             ]
             if route.opened_by == "admin" and not digest:
                 _refuse_start_of_ticket_session(arguments)
-            if route.asks_model:
-                answer = await self._answer_once(
-                    session, body, route, arguments, scope, receive, send
+            if route.asks_model and session is not None:
+                requests = self._requests_by_session.setdefault(session, SessionRequests())
+                answer = await requests.answer_once(
+                    dict(scope["headers"]),
+                    partial(hash_request, scope["path"], scope["query_string"], body),
+                    lambda is_retry: _answer(route, [*arguments, is_retry], receive, send),
                 )
             else:
                 answer = await _answer(route, arguments, receive, send)
@@ -195,54 +196,6 @@ class ProxyApp:
             headers.append((b"retry-after", b"%d" % RETRY_AFTER_S))
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": content})
-
-    async def _answer_once(
-        self,
-        session: Session | None,
-        body: bytes,
-        route: Route,
-        arguments: list[object],
-        asgi_scope: Scope,
-        receive: Receive,
-        send: Send,
-    ) -> Answer:
-        """The answer of the model, or the one that was given to a request of the same name."""
-        headers = dict(asgi_scope["headers"])
-        # Few requests need it, and it is as slow as the body is long.
-        compute_digest = partial(
-            hash_request, asgi_scope["path"], asgi_scope.get("query_string", b""), body
-        )
-        requests = SessionRequests()
-        if session is not None:
-            requests = self._requests_by_session.setdefault(session, requests)
-        named = requests.find_named(headers, compute_digest)
-        async with named.lock if named else contextlib.nullcontext():
-            if named and named.answer is not None:
-                return named.answer
-            is_retry = requests.is_retry(headers, named, compute_digest)
-            sent: list[bytes] = []
-
-            async def send_and_keep(message: MutableMapping[str, Any]) -> None:
-                if named:
-                    sent.append(message.get("body", b""))
-                await send(message)
-
-            try:
-                answer = await _answer(route, [*arguments, is_retry], receive, send_and_keep)
-            except ClientDisconnectedError:  # perhaps after the reply was recorded
-                if named:
-                    named.was_answered = True
-                raise
-            except Exception:  # boundary: whatever refused it, the next try is no retry
-                requests.note_refusal(compute_digest())
-                raise
-            if not answer.is_whole:
-                requests.note_refusal(compute_digest())
-            elif named:
-                named.was_answered = True
-                content = answer.content or b"".join(sent)
-                requests.keep_answer(named, replace(answer, content=content, is_sent=False))
-            return answer
 
     def _build_too_large_error(self) -> ProxyRequestError:
         return ProxyRequestError(413, f"the request exceeds {self._max_request_bytes} bytes")
@@ -355,9 +308,8 @@ async def _answer(route: Route, arguments: list[object], receive: Receive, send:
         exchange, headers = result.exchange, _build_answer_headers(result.exchange)
         if isinstance(result.reply, ReplyStream):
             told = send_events(send, headers, exchange, result.reply)
-            is_whole = await cancel_on_disconnect(receive, told)
-            form = exchange.stream_media_type
-            return Answer(b"", form, headers, is_sent=True, is_whole=is_whole)
+            content, is_whole = await cancel_on_disconnect(receive, told)
+            return Answer(content, exchange.stream_media_type, headers, True, is_whole)
         result = result.reply
     content = result if isinstance(result, bytes) else msgspec.json.encode(result)
     return Answer(content, route.answer_content_type, headers)

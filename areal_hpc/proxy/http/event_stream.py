@@ -35,6 +35,8 @@ class EventStream:
         self._format_ping = exchange.format_ping
         self.begun = False
         """The client has the status: an error can only be told within the stream."""
+        self.blocks: list[bytes] = []
+        """What was sent."""
         self._last_sent_at = time.monotonic()
         self._sending = asyncio.Lock()
 
@@ -45,6 +47,7 @@ class EventStream:
                 self.begun = True
                 start = {"type": "http.response.start", "status": 200, "headers": self._headers}
                 await self._send(start)
+            self.blocks.append(block)
             await self._send(
                 {"type": "http.response.body", "body": block, "more_body": not is_last}
             )
@@ -62,8 +65,8 @@ class EventStream:
 
 async def send_events(
     send: Send, headers: Headers, exchange: Exchange, reply_stream: ReplyStream
-) -> bool:
-    """Send a reply's events until they end; False if an error ended them.
+) -> tuple[bytes, bool]:
+    """Send a reply's events until they end. All that was sent, and False if an error ended it.
 
     Raises:
         Exception: What broke the reply, if nothing has been sent by then.
@@ -87,7 +90,7 @@ async def send_events(
             await pinger
         await events.aclose()
     await stream.send(b"", is_last=True)
-    return is_whole
+    return b"".join(stream.blocks), is_whole
 
 
 def to_request_error(error: Exception) -> ProxyRequestError:

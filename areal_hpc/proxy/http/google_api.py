@@ -8,8 +8,6 @@ from urllib.parse import parse_qsl
 import msgspec
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.completion.sampling_rule import enforce_sampling_and_note_ignored
-from areal_hpc.proxy.completion.service import CompletionService
 from areal_hpc.proxy.dialects.google.reply import (
     Delivery,
     GenerateContentExchange,
@@ -19,17 +17,17 @@ from areal_hpc.proxy.dialects.google.reply import (
 from areal_hpc.proxy.dialects.google.request import (
     CountTokensRequest,
     GenerateContentRequest,
-    build_model_call,
 )
 from areal_hpc.proxy.dialects.google.spelling import spell_in_camel_case
-from areal_hpc.proxy.engine.model_call import ModelCall, ServedModel
-from areal_hpc.proxy.http.routes import ModelAnswer, Route, RouteResult
+from areal_hpc.proxy.http.agent_api import ModelApi
+from areal_hpc.proxy.http.routes import Route, RouteResult
 from areal_hpc.proxy.sessions.store import Session
 
 GOOGLE_PREFIXES = ("/v1beta", "/v1", "/v1alpha")
 """Versions of Google's API that its SDKs ask for; what is served is the same."""
 _GOOGLE_ONLY_PREFIXES = ("/v1beta/", "/v1alpha/")
 """Those that no other dialect has."""
+_MODEL = "/models/{model}:"
 _GENERATE, _STREAM, _COUNT = ("generateContent", "streamGenerateContent", "countTokens")
 _GOOGLE_ONLY_PATH_ENDS = tuple(f":{verb}" for verb in (_GENERATE, _STREAM, _COUNT))
 
@@ -56,12 +54,8 @@ def read_query_parameters(asgi_scope: MutableMapping[str, Any]) -> dict[str, str
     return dict(parse_qsl(text.decode("latin-1")))
 
 
-class GoogleApi:
+class GoogleApi(ModelApi):
     """Answers agents that speak Google's dialect."""
-
-    def __init__(self, model: ServedModel, completions: CompletionService) -> None:
-        self._model = model
-        self._completions = completions
 
     def list_routes(self) -> Iterator[Route]:
         """The routes, under every version."""
@@ -88,7 +82,7 @@ class GoogleApi:
             return Route("GET", path, "session", answer, **more)
 
         for prefix in GOOGLE_PREFIXES:
-            named = prefix + "/models/{model}:"
+            named = prefix + _MODEL
             yield post(
                 named + _GENERATE,
                 self._answer_generate_content,
@@ -112,33 +106,21 @@ class GoogleApi:
         session: Session,
         query: Mapping[str, str],
         request: GenerateContentRequest,
-        unknown_params: Sequence[str],
-        is_retry: bool,
+        *more: Any,
     ) -> RouteResult:
         _read_delivery(query)
         exchange = GenerateContentExchange(request, session, self._model, "whole")
-        call = exchange.call = self._enforce_sampling_and_count_ignored(
-            _GENERATE, session, exchange.call, unknown_params
-        )
-        call = msgspec.structs.replace(call, is_retry=is_retry)
-        answers = await self._completions.answer(session, call, exchange.answer_id)
-        return ModelAnswer(exchange, exchange.format_reply(answers))
+        return await self.answer_call(_MODEL + _GENERATE, session, exchange, *more)
 
     async def _answer_stream_generate_content(
         self,
         session: Session,
         query: Mapping[str, str],
         request: GenerateContentRequest,
-        unknown_params: Sequence[str],
-        is_retry: bool,
+        *more: Any,
     ) -> RouteResult:
         exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
-        call = exchange.call = self._enforce_sampling_and_count_ignored(
-            _STREAM, session, exchange.call, unknown_params
-        )
-        call = msgspec.structs.replace(call, is_retry=is_retry)
-        live = await self._completions.stream(session, call, exchange.answer_id)
-        return ModelAnswer(exchange, live)
+        return await self.answer_call(_MODEL + _STREAM, session, exchange, *more)
 
     async def _count_tokens(
         self,
@@ -148,23 +130,9 @@ class GoogleApi:
         unknown_params: Sequence[str],
     ) -> bytes:
         whole = request.build_whole_request()
-        requested_call = build_model_call(whole, session.request.sampling, self._model)
-        call = self._enforce_sampling_and_count_ignored(
-            _COUNT, session, requested_call, unknown_params
-        )
-        _, count = await self._completions.prompts.build_prompt_json_inside_and_length(
-            session, call
-        )
+        exchange = GenerateContentExchange(whole, session, self._model, "whole")
+        count = await self.count_prompt_tokens(_MODEL + _COUNT, session, exchange, unknown_params)
         return msgspec.json.encode({"totalTokens": count})
-
-    def _enforce_sampling_and_count_ignored(
-        self, verb: str, session: Session, requested_call: ModelCall, unknown_params: Sequence[str]
-    ) -> ModelCall:
-        """A call as its session allows it; what it asks for in vain is counted."""
-        call = enforce_sampling_and_note_ignored(requested_call, session.request, unknown_params)
-        route, names = f"/models/{{model}}:{verb}", call.ignored_names_and_dropped_tools
-        self._completions.metrics.count_ignored_parameters(route, session.client, names)
-        return call
 
     def _list_models(self, session: Session) -> bytes:
         return msgspec.json.encode({"models": [build_model_card(self._model.name, self._model)]})

@@ -6,11 +6,12 @@ behind, so that the next try of it is none.
 """
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 
-from areal_hpc.errors import ProxyRequestError
+from areal_hpc.errors import ClientDisconnectedError, ProxyRequestError
 from areal_hpc.proxy.http.event_stream import Headers
 
 RETRY_COUNT_HEADER, IDEMPOTENCY_KEY_HEADER = b"x-stainless-retry-count", b"idempotency-key"
@@ -33,11 +34,10 @@ class Answer:
 
 
 @dataclass(slots=True)
-class NamedRequest:
+class _NamedRequest:
     """A request by its idempotency key; those of one key are answered in turn."""
 
     digest: bytes
-    was_answered: bool = False
     answer: Answer | None = None
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -46,57 +46,60 @@ class SessionRequests:
     """The newest requests of a session that have an idempotency key, or were refused."""
 
     def __init__(self) -> None:
-        self._named: dict[bytes, NamedRequest] = {}
+        self._named: dict[bytes, _NamedRequest] = {}
         self._refused: dict[bytes, None] = {}
 
-    def find_named(
-        self, headers: Mapping[bytes, bytes], compute_digest: Callable[[], bytes]
-    ) -> NamedRequest | None:
-        """The request of a key; None where there is no key.
+    async def answer_once(
+        self,
+        headers: Mapping[bytes, bytes],
+        compute_digest: Callable[[], bytes],
+        answer: Callable[[bool], Awaitable[Answer]],
+    ) -> Answer:
+        """The answer to a request, or the one that was given under its key.
+
+        `answer` is told whether it is a retry: the request says that it repeats one, and that one
+        was not refused. The digest is what a request is known again by; few need it, and it is as
+        slow to compute as a body is long.
 
         Raises:
             ProxyRequestError: 400: the key was another request's.
         """
         key = headers.get(IDEMPOTENCY_KEY_HEADER, b"")
-        if not key:
-            return None
-        digest = compute_digest()
-        request = self._named.setdefault(hashlib.blake2b(key).digest(), NamedRequest(digest))
-        if request.digest != digest:
-            problem = "this Idempotency-Key was another request's"
-            raise ProxyRequestError(400, problem, hint="give each request a key of its own")
-        self._drop_oldest()
-        return request
+        is_retry = headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")
+        named = None
+        if key:
+            name, digest = hashlib.blake2b(key).digest(), compute_digest()
+            is_retry |= name in self._named
+            named = self._named.setdefault(name, _NamedRequest(digest))
+            if named.digest != digest:
+                problem = "this Idempotency-Key was another request's"
+                raise ProxyRequestError(400, problem, hint="give each request a key of its own")
+        async with named.lock if named else contextlib.nullcontext():
+            if named and named.answer is not None:
+                return named.answer
+            if is_retry and (digest := compute_digest()) in self._refused:
+                del self._refused[digest]
+                is_retry = False
+            is_whole = False
+            try:
+                given = await answer(is_retry)
+                is_whole = given.is_whole
+            except ClientDisconnectedError:  # perhaps after the reply was recorded
+                is_whole = True
+                raise
+            finally:
+                if not is_whole:
+                    self._refused[compute_digest()] = None
+                    while len(self._refused) > MAX_KEPT_REQUESTS_PER_SESSION:
+                        del self._refused[next(iter(self._refused))]
+            if named and is_whole:
+                named.answer = replace(given, is_sent=False)
+        self._drop_oldest_names()
+        return given
 
-    def is_retry(
-        self,
-        headers: Mapping[bytes, bytes],
-        named: NamedRequest | None,
-        compute_digest: Callable[[], bytes],
-    ) -> bool:
-        """True if a request says that it repeats one, and that one was not refused."""
-        repeats = headers.get(RETRY_COUNT_HEADER, b"0").strip() not in (b"", b"0")
-        if not repeats and (named is None or not named.was_answered):
-            return False
-        digest = compute_digest()
-        was_refused = digest in self._refused
-        self._refused.pop(digest, None)
-        return not was_refused
-
-    def note_refusal(self, digest: bytes) -> None:
-        """Remember that a request was refused, or its stream broke."""
-        self._refused[digest] = None
-        while len(self._refused) > MAX_KEPT_REQUESTS_PER_SESSION:
-            del self._refused[next(iter(self._refused))]
-
-    def keep_answer(self, request: NamedRequest, answer: Answer) -> None:
-        """Keep the answer of a named request, in place of the oldest ones if there are many."""
-        request.answer = answer
-        self._drop_oldest()
-
-    def _drop_oldest(self) -> None:
+    def _drop_oldest_names(self) -> None:
         kept_bytes = sum(len(one.answer.content) for one in self._named.values() if one.answer)
-        for key, one in [*self._named.items()]:
+        for name, one in [*self._named.items()]:
             if (
                 kept_bytes <= MAX_KEPT_ANSWER_BYTES_PER_SESSION
                 and len(self._named) <= MAX_KEPT_REQUESTS_PER_SESSION
@@ -104,7 +107,7 @@ class SessionRequests:
                 return
             if not one.lock.locked():
                 kept_bytes -= len(one.answer.content) if one.answer else 0
-                del self._named[key]
+                del self._named[name]
 
 
 def hash_request(path: str, query: bytes, body: bytes) -> bytes:
