@@ -186,7 +186,8 @@ def test_a_node_whose_epilog_fails_is_left_for_another(job: SupervisedJob) -> No
         assert node_of(job) != node
     finally:
         Path(f"{script}.fails").unlink(missing_ok=True)
+        # before the reconfiguration, in which Slurm 24.11 may forget that the node was drained
+        cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
         conf.write_text(before)
         cluster.slurm("scontrol", "reconfigure")
-        cluster.slurm("scontrol", "update", f"NodeName={node}", "State=RESUME")
     cluster.slurm("scancel", job.job_id)
