@@ -21,7 +21,9 @@ def code_reward(
 
     Of `tests`, `{"program": source}` calls what the answer defines and must end without an error;
     `{"cases": [{"input": ..., "output": ...}]}` are read and printed by the answer.
-    `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run.
+    `{"time_s": ..., "memory_bytes": ...}` beside them change the limits of each run. An answer's
+    functions get copies of their arguments; `{"arguments_change": true}` beside a `program` says
+    that it tests what becomes of its own, as of a list that is to be sorted in place.
 
     An answer runs in a sandbox and sees neither tests nor expected outputs: a `program` runs in
     another process and calls it over a socket, which carries literals alone.
@@ -36,7 +38,8 @@ def code_reward(
     wanted = {name: tests[name] for name in ("time_s", "memory_bytes") if name in tests}
     limits = ProgramLimits(**wanted)
     if "program" in tests:
-        return float(passes_tests(source, tests["program"], limits))
+        changes = bool(tests.get("arguments_change"))
+        return float(passes_tests(source, tests["program"], limits, arguments_change=changes))
     for case in tests["cases"]:
         outcome = run_program(source, case["input"], limits)
         if outcome.exit_code != 0 or _normalize_output_lines(

@@ -35,8 +35,6 @@ HARBOR_FOLDERS = (LOGS_DIR, TESTS_DIR, SOLUTION_DIR)
 """Folders that Harbor's tasks expect."""
 VERDICT_DIR = f"{LOGS_DIR}/verifier"
 TEST_OUTPUT_FILE = f"{VERDICT_DIR}/test-stdout.txt"
-MAX_EXIT_CODE_UNLESS_KILLED = 128
-"""A higher one tells the signal that ended a program."""
 MAX_VERDICT_BYTES = 1 << 16
 READ_RETRY_S, READ_PAUSE_S = 60.0, 2.0
 """How long reading a task's files is repeated (a server of files or a descriptor may be missing for
@@ -119,8 +117,8 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
     async def kill_commands_and_run_tests(self, sandbox: Sandbox) -> Reward:
         """Run the tests, after all that runs in the sandbox was killed, and read their verdict.
 
-        The reward is 0 where they give none: then the metric `no_verdict` is 1, and the note says
-        why. Of several rewards `reward` counts, else their mean.
+        The reward is 0 where they give none, or fail (exit code not 0): then `no_verdict` among the
+        metrics is 1, and the note says why. Of several rewards `reward` counts, else their mean.
 
         Raises:
             SandboxLostError: The sandbox is gone before the tests began.
@@ -139,9 +137,10 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
                 return build_no_verdict_reward(
                     f"the tests took longer than {self.test_timeout_s:g} s"
                 )
-            if told.exit_code > MAX_EXIT_CODE_UNLESS_KILLED:  # what an answer kills cannot judge it
+            if told.exit_code != 0:  # what an answer breaks cannot judge it
                 return build_no_verdict_reward(
-                    f"the tests were killed (exit code {told.exit_code})"
+                    f"the tests failed to judge (exit code {told.exit_code}); "
+                    f"{await _describe_test_output(sandbox)}"
                 )
             verdict = await _read_first_verdict_file(sandbox, ("reward.json", "reward.txt"))
             return parse_verdict(*verdict)
@@ -290,10 +289,12 @@ def _name_member(member_path: str) -> str:
 
 
 def _build_chmod_and_run_command(script: str) -> str:
-    """A script is run as a program where it says what runs it, else by the shell."""
-    path = f"/{script}"
-    quoted = shlex.quote(path)
-    return f"chmod +x {quoted} && {quoted}"
+    """A script is run as a program where it says what runs it, else by the shell.
+
+    No shell waits for it: what it starts has the same user, and may write to a shell's memory.
+    """
+    quoted = shlex.quote(f"/{script}")
+    return f"chmod +x {quoted} && exec {quoted}"
 
 
 async def _read_first_verdict_file(sandbox: Sandbox, names: Iterable[str]) -> tuple[str, bytes]:

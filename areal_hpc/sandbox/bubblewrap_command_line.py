@@ -47,27 +47,31 @@ def build_bwrap_command(
     program: Sequence[str],
     *,
     scripts: Mapping[str, int],
-    python_prefix: str | None,
+    readonly_folders: Mapping[str, str],
     scratch_bytes: int,
     filter_fd: int | None,
+    variables: Mapping[str, str] = PROGRAM_VARIABLES,
 ) -> list[str]:
     """The command line that runs a program in a sandbox of its own.
 
     Args:
         bwrap: Path of bubblewrap.
-        program: Its command line, within the sandbox.
+        program: Its command line, within the sandbox, of which it is the first process: whatever
+            it starts cannot end it by a signal, and ends with it.
         scripts: By name below `SCRIPTS_DIR`, a descriptor that the file's content is read from.
-        python_prefix: Folder of a Python outside of /usr, shown read-only; None if it is in /usr.
+        readonly_folders: Folders of this machine by their places in the sandbox.
         scratch_bytes: Size of each folder that the program may write in: `WORK_DIR`, /dev/shm.
         filter_fd: Descriptor of the filter of system calls; None for none.
+        variables: Its environment.
     """
     command = [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
         *("--new-session", "--cap-drop", "ALL", "--hostname", "sandbox", "--clearenv"),
+        "--as-pid-1",  # bubblewrap's own could be written to by the program (/proc/1/mem)
         *("--uid", str(NOBODY_UID), "--gid", str(NOBODY_UID)),
         *("--ro-bind", "/usr", "/usr"),
     ]
-    for name, value in PROGRAM_VARIABLES.items():
+    for name, value in variables.items():
         command += ["--setenv", name, value]
     for path in map(Path, SYSTEM_LINKS):
         if path.is_symlink():
@@ -76,8 +80,8 @@ def build_bwrap_command(
             command += ["--ro-bind", str(path), str(path)]
     for name in SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
-    if python_prefix is not None:
-        command += ["--ro-bind", python_prefix, python_prefix]
+    for place, folder in readonly_folders.items():
+        command += ["--ro-bind", folder, place]
     command += ["--proc", "/proc", "--dev", "/dev"]
     for folder in ("/dev/shm", WORK_DIR):
         command += ["--size", str(scratch_bytes), "--perms", "1777", "--tmpfs", folder]

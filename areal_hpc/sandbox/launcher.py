@@ -1,22 +1,44 @@
 """Program that sets limits on itself and becomes another one, within a sandbox.
 
-Stands alone, with the standard library only: `launcher.py JSON PYTHON SCRIPT`.
+Stands alone, with the standard library only: `launcher.py JSON PYTHON SCRIPT`. As the first process
+of a sandbox it stays that, out of the program's reach, and ends with the program.
 """
 
+import ctypes
 import json
 import math
 import os
 import resource
+import signal
 import sys
+
+PR_SET_DUMPABLE = 4
 
 
 def main() -> None:
-    """Set the limits, say so by one byte, and become the program."""
+    """Start the program as a child where the launcher is the first process, else become it."""
     limits = json.loads(sys.argv[1])
+    if limits["is_init"]:
+        # The program has the same user: only what is not dumpable is out of its reach (ptrace(2)).
+        ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        if child := os.fork():
+            os.closerange(0, os.sysconf("SC_OPEN_MAX"))
+            end_with_child(child)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     set_resource_limits(limits)
     os.write(limits["report_fd"], b"1")
     os.close(limits["report_fd"])
     os.execv(sys.argv[2], [sys.argv[2], "-I", *sys.argv[3:]])
+
+
+def end_with_child(child: int) -> None:
+    """Wait for orphans and for the child, whose exit code becomes this process's."""
+    while True:
+        pid, status = os.waitpid(-1, 0)
+        if pid == child:
+            code = os.waitstatus_to_exitcode(status)
+            os._exit(code if code >= 0 else 128 - code)
 
 
 def set_resource_limits(limits: dict[str, float]) -> None:

@@ -282,7 +282,7 @@ def _build_unisolated_command(
     """The command line without isolation, in a folder of `_make_program_work_folder`."""
     python, _ = _require_sandbox_python(as_nobody)
     # Here the kernel counts all processes of the user.
-    request = asdict(limits) | {"report_fd": report_fd}
+    request = asdict(limits) | {"report_fd": report_fd, "is_init": False}
     request["processes"] += _count_user_threads(NOBODY_UID if as_nobody else os.geteuid())
     launcher, *scripts = (
         str(Path(work_folder).parent / name) for name in (_LAUNCHER_PATH.name, *names)
@@ -315,13 +315,13 @@ def _open_files_and_build_isolated_command(
     contents = {**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()}
     scripts = {name: pass_content(content) for name, content in contents.items()}
     program_filter = build_seccomp_filter()
-    request = json.dumps(asdict(limits) | {"report_fd": report_fd})
+    request = json.dumps(asdict(limits) | {"report_fd": report_fd, "is_init": True})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     return build_bwrap_command(
         str(copy_bwrap_unless_runnable_by_all(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
         scripts=scripts,
-        python_prefix=prefix,
+        readonly_folders={} if prefix is None else {prefix: prefix},
         scratch_bytes=limits.scratch_bytes,
         filter_fd=None if program_filter is None else pass_content(program_filter),
     )

@@ -1,12 +1,14 @@
-"""Process of the tests of an answer: `judge_main.py LITERALS TESTS CHANNEL_FD`; prints the verdict.
+"""Process of the tests of an answer: prints the verdict.
 
-In a sandbox, with the standard library only. A name that the tests use and do not define is the
-answer's: calls of it go over the channel. Names of Python and of its library never are.
+`judge_main.py LITERALS TESTS OPTIONS CHANNEL_FD`, in a sandbox, with the standard library only. A
+name that the tests use and do not define is the answer's: calls of it go over the channel. Names of
+Python and of its library never are.
 """
 
 import builtins
 import contextlib
 import importlib
+import json
 import sys
 import types
 from collections.abc import Iterator
@@ -21,10 +23,12 @@ else:  # it lies beside this file, of a sandbox that has no package
 
 PASSED = "passed"
 """The last line that is printed when all tests have passed."""
+_ENDS_OF_ITERATION = (StopIteration, StopAsyncIteration)
+"""What `all`, `zip` and the like take for the end of what they go through."""
 
 
 class AnswerError(Exception):
-    """The answer raised what is not one of Python's own exceptions."""
+    """The answer raised what is not one of Python's own exceptions, or what ends an iteration."""
 
 
 class RemoteObject:
@@ -64,10 +68,13 @@ class RemoteObject:
 
 
 class AnswerClient:
-    """The tests' side of the channel."""
+    """The tests' side of the channel.
 
-    def __init__(self, channel: literals.JsonLineSocket) -> None:
-        self._channel = channel
+    `arguments_change`: what a function does to its arguments is done to those of the tests.
+    """
+
+    def __init__(self, channel: literals.JsonLineSocket, *, arguments_change: bool) -> None:
+        self._channel, self._arguments_change = channel, arguments_change
         started = channel.receive()
         self._raise_if_failed(started)
         self.names = {
@@ -84,7 +91,7 @@ class AnswerClient:
         arguments: tuple[Any, ...] = (),
         keywords: dict[str, Any] | None = None,
     ) -> Any:
-        """Have the answer do something; what came of it, and lists changed as it changed them."""
+        """Have the answer do something; what came of it."""
         self._channel.send(
             {
                 "target": target,
@@ -98,8 +105,9 @@ class AnswerClient:
         )
         reply = self._channel.receive()
         self._raise_if_failed(reply)
-        for mine, changed in zip(arguments, reply["arguments"], strict=True):
-            self._update_in_place(mine, literals.decode(changed, self._make_remote))
+        if self._arguments_change:
+            for mine, changed in zip(arguments, reply["arguments"], strict=True):
+                self._update_in_place(mine, literals.decode(changed, self._make_remote))
         return literals.decode(reply["value"], self._make_remote)
 
     def _make_remote_unless_stdlib(self, name: str) -> Any:
@@ -132,14 +140,16 @@ class AnswerClient:
     def _raise_if_failed(reply: dict[str, Any]) -> None:
         if "error" in reply:
             kind: Any = getattr(builtins, str(reply["error"]), None)
-            if not (isinstance(kind, type) and issubclass(kind, Exception)):
+            is_error = isinstance(kind, type) and issubclass(kind, Exception)
+            if not is_error or issubclass(kind, _ENDS_OF_ITERATION):
                 kind = AnswerError
             raise kind(str(reply.get("message", "")))
 
 
 def main() -> None:
     """Run the tests, and say so if all of them passed."""
-    judge = AnswerClient(literals.JsonLineSocket(int(sys.argv[3])))
+    options = json.loads(Path(sys.argv[3]).read_text(encoding="utf-8"))
+    judge = AnswerClient(literals.JsonLineSocket(int(sys.argv[4])), **options)
     tests = compile(Path(sys.argv[2]).read_text(encoding="utf-8"), "tests.py", "exec")
     module = types.ModuleType("__main__")  # as `unittest.main` looks for it
     vars(module).update(judge.names)

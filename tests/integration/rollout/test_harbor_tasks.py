@@ -172,6 +172,15 @@ FORGERIES = {
         f'subprocess.Popen(["sh", "-c", "{KEEP_WRITING}"], start_new_session=True)\\n'
         f"def {MODULE}(n): return []\\n' > {ANSWER}"
     ),
+    "an answer that writes the file which is read first": (
+        """printf 'open("/logs/verifier/reward.json", "w").write("1")\n' > """ + ANSWER
+    ),
+    "an answer that has the judge fail": (
+        "printf 'import os\n"
+        'os.rename("/logs/verifier", "/logs/old"); os.mkdir("/logs/verifier")\n'
+        'open("/logs/verifier/reward.txt", "w").write("1.0")\n'
+        f'os.chmod("/logs/verifier", 0o555)\n\' > {ANSWER}'
+    ),
     "an answer that looks for what is expected": (
         "printf 'import glob, json, os\\n"
         'found = glob.glob("/tests/*.json")\\n'
@@ -184,6 +193,34 @@ FORGERIES = {
 @pytest.mark.parametrize("forgery", FORGERIES)
 def test_a_forged_verdict_is_worth_nothing(forgery: str, tasks: Path) -> None:
     assert finish(judge_after(find_row(tasks), FORGERIES[forgery])).value == 0.0
+
+
+def test_no_process_of_the_judge_can_be_written_to(tasks: Path) -> None:
+    """The answer sees the processes above it: none has a memory that it may open."""
+    looks = (
+        "import os, pathlib\n"
+        f"def {MODULE}(n):\n"
+        "    for place in pathlib.Path('/proc').glob('[0-9]*/mem'):\n"
+        "        if place.parent.name not in (str(os.getpid()), 'self'):\n"
+        "            try: open(place, 'r+b'); pathlib.Path('/app/open').write_text(str(place))\n"
+        "            except OSError: pass\n"
+        "    return n\n"
+    )
+    row = find_row(tasks)
+    task = find_harbor_task(row)
+    assert task is not None
+
+    async def look() -> bool:
+        sandbox = await BwrapRuntime().start(task.apply_task_to_sandbox_spec(SandboxSpec()))
+        try:
+            await task.prepare(sandbox)
+            await sandbox.put(ANSWER, looks)
+            await task.kill_commands_and_run_tests(sandbox)
+            return (await sandbox.exec("test -e /app/open")).exit_code != 0
+        finally:
+            await sandbox.stop()
+
+    assert finish(look())
 
 
 def test_tests_without_a_verdict_say_so(
@@ -199,6 +236,10 @@ def test_tests_without_a_verdict_say_so(
         ),
         ("sleep 60", "took longer than 1 s"),
         ("echo much > /logs/verifier/reward.txt", "holds no reward"),
+        (
+            "echo 1.0 > /logs/verifier/reward.txt; exit 3",
+            "(exit code 3); no output",
+        ),
     ):
         (folder / "tests/test.sh").write_text(script)
         timeout_s = 1.0 if script.startswith("sleep") else 60.0

@@ -174,9 +174,32 @@ def test_the_right_answer_is_one() -> None:
 @pytest.mark.parametrize(
     "test",
     [
+        "assert all(map(solve, [20, 1]))",
+        "assert not [1 for got, want in zip(map(solve, [20]), [6765]) if got != want]",
+        "assert not any(map(lambda n: solve(n) != 6765, [20]))",
+    ],
+)
+def test_what_ends_an_iteration_ends_no_test(test: str) -> None:
+    for error in ("StopIteration", "StopAsyncIteration", "type('Mine', (StopIteration,), {})"):
+        answer = f"```python\ndef solve(n): raise {error}\n```"
+        assert code_reward("", answer, [], [], {"program": test}) == 0.0
+
+
+def test_arguments_are_copies_where_a_task_does_not_say_that_they_change() -> None:
+    emptied = "```python\ndef solve(xs): xs.clear(); return []\n```"
+    test = "xs = [3, 1, 2]\nassert solve(xs) == sorted(xs)"
+    assert code_reward("", emptied, [], [], {"program": test}) == 0.0
+    in_place = "```python\ndef sort_it(x): x.sort()\n```"
+    sorts = {"program": "x = [3, 1, 2]\nsort_it(x)\nassert x == [1, 2, 3]"}
+    assert code_reward("", in_place, [], [], sorts) == 0.0
+    assert code_reward("", in_place, [], [], {**sorts, "arguments_change": True}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "test",
+    [
         "assert not is_odd(2)\nassert is_odd(3)",
         "assert all(map(is_odd, [1, 3])), 'a function as an argument of Python\\'s own'",
-        "x = [3, 1, 2]\nsort_it(x)\nassert x == [1, 2, 3]",
         "assert pairs({'a': 1}) == [('a', 1)]",
         "assert list(count(3)) == [0, 1, 2]",
         "p = Point(1, 2)\nassert p.norm() == 5 and p.x == 1\nassert add([p, Point(3, 4)]) == 10",
@@ -195,7 +218,6 @@ def test_the_right_answer_is_one() -> None:
 def test_tests_of_the_usual_forms_work_over_the_channel(test: str) -> None:
     answer = (
         "def is_odd(n): return n % 2 == 1\n"
-        "def sort_it(x): x.sort()\n"
         "def pairs(d): return list(d.items())\n"
         "def count(n): yield from range(n)\n"
         "class Point:\n"

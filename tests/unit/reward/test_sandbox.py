@@ -187,6 +187,23 @@ def test_nothing_that_a_program_started_outlives_it(escape: str) -> None:
     wait_for(lambda: not is_running(marker), 30)
 
 
+def test_the_first_process_of_a_sandbox_is_out_of_a_program_s_reach() -> None:
+    """Who writes to its memory could have it say that all went well, and stay."""
+    source = (
+        "import os, signal\n"
+        "for name in ('mem', 'environ', 'fd/0'):\n"
+        "    try:\n"
+        "        os.open(f'/proc/1/{name}', os.O_RDWR if name == 'mem' else os.O_RDONLY)\n"
+        "    except PermissionError:\n"
+        "        print('refused')\n"
+        "for sign in (signal.SIGKILL, signal.SIGSTOP, signal.SIGINT, signal.SIGTERM):\n"
+        "    os.kill(1, sign)\n"
+        "print('there', os.getppid())\n"
+    )
+    outcome = run_program(source)
+    assert (outcome.exit_code, outcome.stdout) == (0, "refused\n" * 3 + "there 1\n")
+
+
 def is_running(marker: str) -> bool:
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):  # it has ended
