@@ -208,10 +208,10 @@ class ChatTemplate:
             raise RecipeError(f"the model's chat template {problem}", key="model", hint=hint)
 
     @cached_property
-    def changing_turn_end(self) -> tuple[str, str] | None:
+    def changing_turn_end(self) -> tuple[str, str]:
         """How a turn ends a conversation and how it ends within one, of gpt-oss' template.
 
-        None of others, where the two are the same.
+        Empty of others, where the two are the same.
         """
         turn, mark = _TOOL_CONVERSATION[0], "the reply"
         reply: Message = {"role": "assistant", "content": mark}
@@ -221,9 +221,9 @@ class ChatTemplate:
             last = self.render_prompt([turn, reply], opens_reply=False).rpartition(mark)[2]
             within = self.render_prompt([turn, reply]).rpartition(mark)[2].removesuffix(opening)
         except ChatTemplateError:
-            return None
+            return "", ""
         is_appended = len(opening) < len(asked + opening) == len(self.render_prompt([turn]))
-        return (last, within) if is_appended and last != within else None
+        return (last, within) if is_appended and last != within else ("", "")
 
     def _render(
         self,

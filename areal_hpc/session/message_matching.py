@@ -60,14 +60,16 @@ def build_normal_message(
 
 def _normalize_tool_call(call: Mapping[str, Any]) -> dict[str, Any]:
     function = call["function"]
-    arguments = function.get("arguments", "")
-    if isinstance(arguments, str):
-        # A malformed call stays the text it is, and so does one that no journal could hold.
-        with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
-            value = msgspec.json.decode(arguments)
-            if _WIDE_NUMBER_PATTERN.search(arguments):
-                msgspec.msgpack.encode(value)
-            arguments = value
+    arguments = function.get("arguments")
+    arguments = "" if arguments is None else arguments
+    if not isinstance(arguments, str):  # a client has read them
+        arguments = msgspec.json.encode(arguments).decode()
+    # A malformed call stays the text it is, and so does one that no journal could hold.
+    with contextlib.suppress(msgspec.DecodeError, RecursionError, OverflowError):
+        value = msgspec.json.decode(arguments)
+        if _WIDE_NUMBER_PATTERN.search(arguments):
+            msgspec.msgpack.encode(value)
+        arguments = value
     normal = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     if call.get("id") is not None:
         normal["id"] = call["id"]

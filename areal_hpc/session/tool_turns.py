@@ -43,30 +43,22 @@ class _ToolTurn:
             places = {call.get("id"): i for i, call in enumerate(self.reply["tool_calls"])}
             order.sort(key=lambda i: places[self.calls[i]["id"]])
             message["tool_calls"] = [self.calls[i] for i in order]
-            is_merged = len(self.message["tool_calls"]) > len(order)
-            if len(places) == len(order) and _has_kept_texts(message, self.reply, is_merged):
-                said = {field: self.reply.get(field) for field in _TEXT_FIELDS if field in message}
-                message |= said
+            if len(places) == len(order):
+                is_merged = len(self.message["tool_calls"]) > len(order)
+                message |= _find_our_texts(message, self.reply, is_merged)
         yield message
         yield from (self.results[i] for i in order if i in self.results)
         yield from self.others
 
 
-def _has_kept_texts(message: Message, reply: Message, is_merged: bool) -> bool:
-    """True if a message says what we said, where it has a text at all.
-
-    One in which a client merged several replies says more, and reasoning may stand in the text.
-    """
-    reasoning = (reply.get("reasoning_content") or "").strip()
-    for name in _TEXT_FIELDS:
-        said, given = ((one.get(name) or "").strip() for one in (reply, message))
-        thought, _, rest = given.rpartition("</think>")
-        if name == "content" and reasoning and reasoning in thought:
-            given = rest.strip()
-        is_kept = given == said or given in FILLER_TEXTS or (is_merged and said in given)
-        if name in message and not is_kept:
-            return False
-    return True
+def _find_our_texts(message: Message, reply: Message, is_merged: bool) -> dict[str, Any]:
+    """What the reply says in the place of a client's filler, or of several replies' texts."""
+    ours = {name: reply.get(name) or "" for name in _TEXT_FIELDS if message.get(name)}
+    return {
+        name: text
+        for name, text in ours.items()
+        if message[name] in FILLER_TEXTS or (is_merged and text.strip() in message[name])
+    }
 
 
 class _ToolRun:

@@ -126,8 +126,6 @@ class OpenTurn(msgspec.Struct, frozen=True):
     """Text that must be tokenized."""
     differing_field: str | None = None
     """In what the client's history departs from ours; None when it does not."""
-    changing_turn_end: tuple[str, str] | None = None
-    """`ChatTemplate.changing_turn_end`."""
 
     @property
     def text_after_messages(self) -> str:
@@ -148,11 +146,11 @@ class OpenTurn(msgspec.Struct, frozen=True):
             else self.new_text
         )
 
-    def drop_repeated_turn_end(self, encoded: list[int], encoder: TokenEncoder) -> list[int]:
+    def drop_repeated_turn_end(self, encoded: list[int]) -> list[int]:
         """Prompt ids after the parent's sequence, from the encoding of `new_text`.
 
         The text after a reply begins with what ends a turn. A model that closed its turn has
-        already said it, or what the template writes in its place at the end of a conversation.
+        already said it.
         """
         parent = self.parent
         if parent is None or not parent.closed:
@@ -161,10 +159,6 @@ class OpenTurn(msgspec.Struct, frozen=True):
         for count in range(min(len(said), len(encoded)), 0, -1):
             if said[-count:] == encoded[:count]:
                 return encoded[count:]
-        if self.changing_turn_end is not None:
-            last, within = map(encoder.encode, self.changing_turn_end)
-            if said[-len(last) :] == last and encoded[: len(within)] == within:
-                return encoded[len(within) :]
         return encoded
 
 
@@ -270,8 +264,11 @@ class InteractionTree:
             said_text = encoder.decode(said[:-1] if parent.closed else said)
             suffix = render_text_after_reply(render, template, messages, indices, said_text)
             if suffix is not None:
-                new, end = list(messages[known:]), template.changing_turn_end
-                return OpenTurn(parent, "reused", context, new, suffix, forked, end)
+                last, within = template.changing_turn_end
+                if parent.closed and last and encoder.decode(said).endswith(last):
+                    suffix = suffix.removeprefix(within)  # what it said stands for that
+                new = list(messages[known:])
+                return OpenTurn(parent, "reused", context, new, suffix, forked)
         text = render(messages)
         reuse: PromptReuse = "none" if parent is None else "retokenized"
         return OpenTurn(None, reuse, context, list(messages), text, forked)

@@ -103,7 +103,7 @@ def play_scene(template_source: str, scene: Sequence[Message]) -> Iterator[Playe
     for end in [*replies, len(scene)]:
         messages = scene[:end]
         turn = tree.build_open_turn(messages, template, encoder, tools=tools)
-        new_ids = turn.drop_repeated_turn_end(encoder.encode(turn.new_text), encoder)
+        new_ids = turn.drop_repeated_turn_end(encoder.encode(turn.new_text))
         new = encoder.decode(new_ids)
         prompt = (read if turn.parent else "") + new
         try:
@@ -142,8 +142,8 @@ def _find_turn_end(template: ChatTemplate, said: str) -> str:
     last = _MARK_PATTERN.findall(said)[-1:]
     if not (last and said.endswith(last[0])):
         return ""
-    changing = template.changing_turn_end
-    return changing[1] if changing is not None and changing[0] == last[0] else last[0]
+    at_the_end, within = template.changing_turn_end
+    return within if at_the_end == last[0] else last[0]
 
 
 def _write_reply(

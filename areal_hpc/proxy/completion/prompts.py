@@ -241,7 +241,7 @@ class PromptBuilder:
         if call.raw_prompt is None:
             turn = self._render_turn(session, call)
             encoded = await self.encode(turn.new_text, key)
-            new_ids = turn.drop_repeated_turn_end(encoded, encoder)
+            new_ids = turn.drop_repeated_turn_end(encoded)
         elif isinstance(call.raw_prompt, str):
             turn = match_text_prompt(session.tree, call.raw_prompt, encoder)
             new_ids = await self.encode(turn.new_text, key, add_special_tokens=turn.parent is None)

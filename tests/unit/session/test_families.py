@@ -81,7 +81,7 @@ def speak(
     tree: InteractionTree, family: Family, messages: list[Message], reply: Reply
 ) -> Interaction:
     turn = tree.build_open_turn(messages, family.template, ENCODER, tools=TOOLS)
-    new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text), ENCODER)
+    new_ids = turn.drop_repeated_turn_end(ENCODER.encode(turn.new_text))
     text = written(family, reply)
     pieces = list(text) if reply.own_split else [text]
     output = [i for piece in pieces for i in ENCODER.encode(piece)]

@@ -299,8 +299,7 @@ def _build_assistant_message(message: _InputMessage, i: int) -> Message:
             reasoning += block.thinking
         elif isinstance(block, _ToolUse):
             given = {} if block.input is None else block.input
-            arguments = given if isinstance(given, str) else msgspec.json.encode(given).decode()
-            calls.append(format_tool_call(block.id, block.name, arguments))
+            calls.append(format_tool_call(block.id, block.name, given))
         elif not isinstance(block, _RedactedThinking):
             raise _build_misplaced_block_error(message, i, j)
     fields = {"reasoning_content": reasoning or None, "tool_calls": calls}

@@ -152,8 +152,8 @@ def _build_assistant_message(
                 text += part.text or ""
             if part.function_call is not None:
                 call = part.function_call
-                arguments = msgspec.json.encode(call.args or {}).decode()
-                called.append(format_tool_call(calls.add_and_get_id(call), call.name, arguments))
+                call_id = calls.add_and_get_id(call)
+                called.append(format_tool_call(call_id, call.name, call.args or {}))
     fields = {"reasoning_content": reasoning or None, "tool_calls": called}
     return {"role": "assistant", "content": text, **fields}
 

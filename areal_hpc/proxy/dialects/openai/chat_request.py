@@ -308,9 +308,7 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
     ]
     if message.function_call is not None:
         function = message.function_call
-        calls.append(
-            {"function": {"name": function.name, "arguments": _encode_arguments(function)}}
-        )
+        calls.append({"function": {"name": function.name, "arguments": function.arguments}})
     return build_normal_message(
         "tool" if message.role == "function" else message.role,
         content,
@@ -321,14 +319,14 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
     )
 
 
-def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, str]:
+def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, Any]:
     """The function that a call calls; a custom tool is a function of one text."""
     if call.custom is not None:
         return {"name": call.custom.name, "arguments": encode_custom_input(call.custom.input)}
     if call.function is None:
         problem = "a tool call needs a function or a custom tool"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].tool_calls[{j}]")
-    return {"name": call.function.name, "arguments": _encode_arguments(call.function)}
+    return {"name": call.function.name, "arguments": call.function.arguments}
 
 
 _UNREAD_PART_TYPES = ("image_url", "input_audio", "file")
@@ -340,14 +338,6 @@ def _read_text_part(part: _ContentPart, i: int, j: int) -> str:
         problem = f"content parts of type {part.type!r} are not supported"
         raise ProxyRequestError(400, problem, key=f"messages[{i}].content[{j}].type")
     return text
-
-
-def _encode_arguments(function: _CalledFunction) -> str:
-    """A call's arguments as text, as the model wrote them."""
-    given = function.arguments
-    if given is None or isinstance(given, str):
-        return given or ""
-    return msgspec.json.encode(given).decode()
 
 
 def _read_tools_and_choice(

@@ -4,7 +4,7 @@ The items of one reply (reasoning, a message, calls) come back one by one; toget
 message of the assistant, as it was when the model said it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
@@ -104,26 +104,20 @@ def resolve_references(items: Sequence[InputItem], tree: InteractionTree) -> lis
     return resolved
 
 
-def keep_known_items(items: Iterable[InputItem], ignored: list[str]) -> list[InputItem]:
-    """The items without those of hosted tools, whose types are added to `ignored`."""
-    hosted = [
-        item.type not in _REQUIRED_FIELDS_BY_TYPE
-        and any(fnmatchcase(item.type, one) for one in _HOSTED_ITEM_TYPE_PATTERNS)
-        for item in items
-    ]
-    pairs = [*zip(items, hosted, strict=True)]
-    ignored += sorted({f"input[{item.type}]" for item, is_hosted in pairs if is_hosted})
-    return [item for item, is_hosted in pairs if not is_hosted]
-
-
-def build_messages(items: Sequence[InputItem]) -> Iterator[Message]:
+def build_messages(items: Sequence[InputItem], ignored: list[str]) -> Iterator[Message]:
     """The messages that items stand for, in normal form.
+
+    Those of hosted tools are left out, and their types are added to `ignored`.
 
     Raises:
         ProxyRequestError: 400, naming what cannot be read.
     """
     reply: dict[str, Any] = {}
     for i, item in enumerate(items):
+        if _is_hosted(item):
+            if (name := f"input[{item.type}]") not in ignored:
+                ignored.append(name)
+            continue
         _require_supported_complete_item(item, i)
         said = _read_assistant_fields(item, i)
         if said is None or not _continues_assistant_message(reply, said):
@@ -152,6 +146,12 @@ def _continues_assistant_message(reply: dict[str, Any], item_message: dict[str, 
     return "tool_calls" in item_message or "content" not in reply
 
 
+def _is_hosted(item: InputItem) -> bool:
+    return item.type not in _REQUIRED_FIELDS_BY_TYPE and any(
+        fnmatchcase(item.type, one) for one in _HOSTED_ITEM_TYPE_PATTERNS
+    )
+
+
 def _require_supported_complete_item(item: InputItem, i: int) -> None:
     needed = _REQUIRED_FIELDS_BY_TYPE.get(item.type)
     if needed is None:
@@ -173,25 +173,18 @@ def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
         return {"reasoning_content": _join_texts(parts, f"input[{i}].content") or None}
     if item.type == "function_call":
         name = qualify_tool_name(item.namespace, item.name or "")
-        arguments = _encode_arguments(item.arguments)
-        return {"tool_calls": [format_tool_call(item.call_id, name, arguments)]}
+        return {"tool_calls": [format_tool_call(item.call_id, name, item.arguments)]}
     if item.type == "custom_tool_call":
         arguments = encode_custom_input(item.input or "")
         return {"tool_calls": [format_tool_call(item.call_id, item.name or "", arguments)]}
     if item.type == "message" and item.role == "assistant":
         text = _join_texts(item.content or "", f"input[{i}].content", separator="")
         calls = [
-            format_tool_call(one.id, one.function.name, _encode_arguments(one.function.arguments))
+            format_tool_call(one.id, one.function.name, one.function.arguments)
             for one in item.tool_calls or ()
         ]
         return {"content": text} | ({"tool_calls": calls} if calls else {})
     return None
-
-
-def _encode_arguments(given: Any) -> str:
-    if given is None or isinstance(given, str):
-        return given or ""
-    return msgspec.json.encode(given).decode()
 
 
 def _build_non_assistant_message(item: InputItem, i: int) -> Message:

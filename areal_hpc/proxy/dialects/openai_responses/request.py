@@ -14,7 +14,6 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.openai_responses.input_items import (
     InputItem,
     build_messages,
-    keep_known_items,
     resolve_references,
 )
 from areal_hpc.proxy.dialects.openai_responses.output_items import ID_PREFIX_WITH_INSTRUCTIONS
@@ -160,7 +159,7 @@ def build_model_call(
         messages.append({"role": "user", "content": request.input})
     else:
         items = resolve_references(request.input or [], session.tree)
-        messages += build_messages(keep_known_items(items, ignored))
+        messages += build_messages(items, ignored)
     if not messages:
         raise ProxyRequestError(400, "input is empty", key="input")
     effort = request.reasoning.effort if request.reasoning else None
