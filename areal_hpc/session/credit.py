@@ -50,18 +50,21 @@ def compute_credited_rewards(
     turn_discount: float,
     rule: CreditRule = "tree",
     left_out: Collection[str] = (),
+    *,
+    own_is_total: bool = False,
 ) -> dict[str, InteractionReward]:
     """Reward of every interaction of a session, by id, in order of completion.
 
-    Those `left_out`, which have no followers, are ignored. A discount that is not finite is an
-    InvalidRewardError.
+    Those `left_out`, which have no followers, are ignored; for `own_is_total` see
+    `pass_back_rewards`. A discount that is not finite is an InvalidRewardError.
     """
     if not math.isfinite(turn_discount):
         raise InvalidRewardError(f"a turn discount must be a finite number, got {turn_discount}")
     own = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
     if rule == "chronological":
         own = {name: 0.0 if reward is None else reward for name, reward in own.items()}
-    return pass_back_rewards(own, map_followers(tree, rule, left_out), turn_discount)
+    followers = map_followers(tree, rule, left_out)
+    return pass_back_rewards(own, followers, turn_discount, own_is_total=own_is_total)
 
 
 def map_followers(

@@ -32,11 +32,11 @@ from areal_hpc.session.call_records import build_call_records_and_tool_schemas
 from areal_hpc.session.credit import (
     Followers,
     InteractionReward,
+    compute_credited_rewards,
     find_replies_client_disconnected_from,
     find_retry_orphans,
     has_episode_reward,
     map_followers,
-    pass_back_rewards,
     sum_and_clamp_rewards,
 )
 from areal_hpc.session.rewards import compute_episode_reward
@@ -80,11 +80,9 @@ def plan_rows(
     """The rows of a session, in order of the interactions they end with."""
     left_out = find_replies_without_credit(tree, settings.drop_retry_orphans)
     followers = map_followers(tree, settings.credit, left_out)
-    given = {one.interaction_id: one.reward for one in tree if one.interaction_id not in left_out}
-    # In chronological order an interaction without any reward earns 0.
-    is_ordered = settings.credit == "chronological"
-    own = {name: 0.0 if is_ordered and one is None else one for name, one in given.items()}
-    earned = pass_back_rewards(own, followers, 1.0, own_is_total=settings.is_credited)
+    earned = compute_credited_rewards(
+        tree, 1.0, settings.credit, left_out, own_is_total=settings.is_credited
+    )
     kept = _find_trained_replies(tree, earned)
     total = compute_episode_reward(tree) or 0.0
     rows = []

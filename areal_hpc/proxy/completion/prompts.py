@@ -45,6 +45,7 @@ MAX_UNHASHED_SAMPLING_BYTES = 1000
 class PreparedCall(msgspec.Struct, frozen=True):
     """A call that is ready to be generated."""
 
+    call: ModelCall
     session: Session
     turn: OpenTurn
     new_ids: bytes
@@ -53,7 +54,6 @@ class PreparedCall(msgspec.Struct, frozen=True):
     new_ids_json_inside: bytes
     """What `build_prompt_json_inside_and_length` ends with: `new_ids`."""
     sampling: SamplingParams
-    top_logprobs: int
     answer_id: str
     give_up_at: float
     asked_at: float
@@ -62,17 +62,10 @@ class PreparedCall(msgspec.Struct, frozen=True):
     """Tools whose calls the reply may hold; None when it is text and nothing else."""
     reasons_before_grammar: bool
     """The reply begins inside its reasoning, so a grammar starts after that."""
-    ignored_params_and_dropped_tools: Sequence[str]
-    prefill: str
-    """What the prompt has of the reply already."""
     records_sampling_mask: bool
     """Which tokens could be sampled is recorded."""
     reserved_tokens_per_choice: int
     """Of its session's, for each choice."""
-    is_retrievable: bool
-    """The reply may be asked for again."""
-    is_retry: bool
-    """The client has no reply to an equal request before."""
 
     def build_request(self, choice_index: int) -> GenerateRequest:
         """One try at generating a choice."""
@@ -80,7 +73,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             make_random_id(16),
             self.prompt_ids_json_inside,
             self._get_choice_sampling(choice_index),
-            self.top_logprobs,
+            self.call.top_logprobs,
             self.reasons_before_grammar,
             self.records_sampling_mask,
         )
@@ -103,7 +96,7 @@ class PreparedCall(msgspec.Struct, frozen=True):
             reuse=self.turn.reuse,
             context=self.turn.context,
             new_messages=self.turn.new_messages,
-            reply=reply.build_assistant_message(self.prefill),
+            reply=reply.build_assistant_message(self.call.prefill or ""),
             prompt_tokens=self.prompt_tokens,
             new_ids=self.new_ids,
             output_ids=pack_ids(generation.output_ids),
@@ -118,8 +111,8 @@ class PreparedCall(msgspec.Struct, frozen=True):
             replica=answer.replica,
             cached_tokens=generation.cached_tokens,
             sampling=encode_recorded_sampling(self._get_choice_sampling(choice_index)),
-            ignored=[*self.ignored_params_and_dropped_tools],
-            is_retry=self.is_retry,
+            ignored=self.call.ignored_names_and_dropped_tools,
+            is_retry=self.call.is_retry,
             kept_counts=kept_counts,
             kept_ids=kept_ids,
         )
@@ -188,6 +181,7 @@ class PromptBuilder:
         )
         new_ids_json_inside = format_ids_as_json_inside(new_ids)
         return PreparedCall(
+            call=call,
             session=session,
             turn=turn,
             new_ids=pack_ids(new_ids),
@@ -197,7 +191,6 @@ class PromptBuilder:
             ),
             new_ids_json_inside=new_ids_json_inside,
             sampling=sampling,
-            top_logprobs=call.top_logprobs,
             answer_id=answer_id,
             asked_at=asked_at,
             give_up_at=give_up_at,
@@ -205,12 +198,8 @@ class PromptBuilder:
             if self._model.must_parse_reply(call)
             else None,
             reasons_before_grammar=reasons_first,
-            ignored_params_and_dropped_tools=call.ignored_names_and_dropped_tools,
-            prefill=call.prefill or "",
             records_sampling_mask=records_sampling_mask,
             reserved_tokens_per_choice=reserved_tokens,
-            is_retrievable=call.is_retrievable,
-            is_retry=call.is_retry,
         )
 
     async def _prepare_sampling_for_parsers(

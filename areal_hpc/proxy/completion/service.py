@@ -283,7 +283,9 @@ class CompletionService:
         interaction = prompt.build_interaction(choice_index, answer, reply, first_token_at)
         try:
             self.recorder.journal_and_apply(
-                InteractionAdded(session.session_id, interaction, hidden=not prompt.is_retrievable)
+                InteractionAdded(
+                    session.session_id, interaction, hidden=not prompt.call.is_retrievable
+                )
             )
         except UntrainableCallError as error:
             raise ProxyRequestError(502, f"the model server's reply is unsound: {error}") from error

@@ -8,12 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from areal_hpc.shards.schema import PARTIAL_SUFFIX
 from areal_hpc.wire.ledger import TicketRef
 from areal_hpc.wire.proxy import ExportSettings, FinishTicketRequest
 from tests.contract.proxy.talk import QUESTION, turn
 from tests.support.deadlines import scaled
 from tests.support.proxy_stage import Stage
-from tests.support.scripted_sglang import Script
+from tests.support.scripted_sglang import CELL, Script
 from tests.support.waiting import wait_for
 
 REF = TicketRef(7, 2)
@@ -99,16 +100,26 @@ def test_rows_follow_the_sessions_options_after_a_crash(stage: Stage, ref: Ticke
     assert [row.reward for row in rows] == [1.0] * 3
 
 
-def test_a_ticket_sealed_before_the_crash_is_in_the_index(stage: Stage, ref: TicketRef) -> None:
+@pytest.mark.parametrize("has_index_line", [True, False])
+def test_a_ticket_sealed_before_the_crash_is_not_sealed_again(
+    stage: Stage, ref: TicketRef, has_index_line: bool
+) -> None:
     finish_ticket(stage, ref)
-    unsealed = stage.journal.read_bytes()
+    unsealed, index = stage.journal.read_bytes(), stage.paths.shard_index_dir / f"{CELL}.jsonl"
+    indexed = index.read_bytes() if index.exists() else b""
     assert stage.seal() == 1
+    (settled,) = [one for one in stage.ledger.settled if one.ref == ref]
     stage.kill_proxy()
     stage.journal.write_bytes(unsealed)  # as if it died before it could note the shard
+    half_written = stage.paths.shards_dir / f"{CELL}-999999.h5{PARTIAL_SUFFIX}"
+    half_written.touch()
+    if not has_index_line:
+        index.write_bytes(indexed)
     stage.start_proxy()
-    wait_for(lambda: len(stage.ledger.settled) == 2)
-    assert stage.ledger.settled[0] == stage.ledger.settled[1]
+    assert stage.seal() == 0
+    wait_for(lambda: stage.ledger.settled.count(settled) > 1)
     assert len(stage.sealed_rows(ref)) == 1
+    assert not half_written.exists()
 
 
 def test_sigterm_seals_what_is_finished_and_keeps_the_journal(own_stage: Stage) -> None:

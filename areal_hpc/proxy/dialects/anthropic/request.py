@@ -1,6 +1,8 @@
 """Anthropic Messages requests; without `max_tokens` the session's own limit holds."""
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -221,16 +223,11 @@ def _split_prefill(
 
 def _build_conversation(messages: Sequence[_InputMessage]) -> Iterator[Message]:
     """The messages; users' that follow one another are one turn, as Anthropic says."""
-    before: Message = {}
-    for message in _build_messages(messages):
-        if before and before["role"] == message["role"] == "user":
-            before = {**before, "content": f"{before['content']}\n{message['content']}"}
-            continue
-        if before:
-            yield before
-        before = message
-    if before:
-        yield before
+    for role, group in groupby(_build_messages(messages), itemgetter("role")):
+        if role == "user":
+            yield {"role": role, "content": "\n".join(one["content"] for one in group)}
+        else:
+            yield from group
 
 
 def _build_messages(messages: Sequence[_InputMessage]) -> Iterator[Message]:

@@ -33,7 +33,10 @@ class _FunctionDeclaration(Struct, rename="camel", forbid_unknown_fields=True):
 
 
 class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
-    """Functions, or tools of other kinds, which only Google's servers or models know."""
+    """Functions, or tools of other kinds, which only Google's servers or models know.
+
+    Those are left out beside functions: agents offer them by themselves.
+    """
 
     function_declarations: list[msgspec.Raw] | None = None
     code_execution: Any = None
@@ -46,21 +49,6 @@ class _Tool(Struct, rename="camel", forbid_unknown_fields=True):
     file_search: Any = None
     mcp_servers: Any = None
     retrieval: Any = None
-
-
-_HOSTED_TOOLS = (
-    "code_execution",
-    "computer_use",
-    "enterprise_web_search",
-    "file_search",
-    "google_maps",
-    "google_search",
-    "google_search_retrieval",
-    "mcp_servers",
-    "retrieval",
-    "url_context",
-)
-"""Left out beside functions: agents offer them by themselves."""
 
 
 class FunctionCallingConfig(Struct, rename="camel", forbid_unknown_fields=True):
@@ -96,9 +84,9 @@ def parse_tools(
     for i, one in enumerate(raw_tools):
         key = f"tools[{i}]"
         tool: _Tool = decode_request_json(spell_in_camel_case(one, _Tool), _Tool, key, unknown)
-        wire_names = dict(zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True))
-        given = (name for name in _HOSTED_TOOLS if getattr(tool, name) is not None)
-        hosted |= {wire_names[name]: f"{key}.{wire_names[name]}" for name in given}
+        _, *others = zip(tool.__struct_fields__, tool.__struct_encode_fields__, strict=True)
+        given = [wire_name for name, wire_name in others if getattr(tool, name) is not None]
+        hosted |= {name: f"{key}.{name}" for name in given}
         for j, declared in enumerate(tool.function_declarations or ()):
             place = f"{key}.functionDeclarations[{j}]"
             body = spell_in_camel_case(declared, _FunctionDeclaration)

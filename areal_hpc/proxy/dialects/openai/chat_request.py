@@ -361,18 +361,19 @@ def _read_tools_and_choice(
         name = old.name if isinstance(old, _NamedTool) else None
         return tools, parse_tool_choice(model, tools, mode, name, parallel=False)
     tools = build_tool_schemas(request.tools, model, ignored, dropped)
-    asked, parallel = request.tool_choice, request.parallel_tool_calls is not False
+    asked, mode, name, allowed = request.tool_choice, None, None, list[str]()
     if not isinstance(asked, _ToolChoiceObject):
-        return tools, parse_tool_choice(model, tools, asked, None, parallel=parallel)
-    if asked.allowed_tools is not None:
+        mode = asked
+    elif asked.allowed_tools is not None:
         listed = asked.allowed_tools.tools
-        names = [tool.name for one in listed if (tool := one.function or one.custom)]
-        mode = asked.allowed_tools.mode if names else "none"
-        choice = parse_tool_choice(model, tools, mode, None, parallel=parallel, allowed_names=names)
-        return tools, choice
-    named = asked.function or asked.custom
-    name = named.name if named else None
-    return tools, parse_tool_choice(model, tools, None, name, parallel=parallel)
+        allowed = [tool.name for one in listed if (tool := one.function or one.custom)]
+        mode = asked.allowed_tools.mode if allowed else "none"
+    elif named := asked.function or asked.custom:
+        name = named.name
+    parallel = request.parallel_tool_calls is not False
+    return tools, parse_tool_choice(
+        model, tools, mode, name, parallel=parallel, allowed_names=allowed
+    )
 
 
 def build_tool_schemas(
