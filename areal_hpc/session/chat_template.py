@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -30,6 +31,8 @@ TOKENIZER_CHARS_IN_2_MS = 8192
 WORD_ENCODER_CHARS_IN_2_MS = 32768
 """What is encoded in about 2 ms, by the tokenizer and word by word."""
 _THINKING_FIELD_PATTERN = re.compile(r"\bthinking\b")
+_KIMI_MARK = "<|tool_call_argument_begin|>"
+"""Stands behind the id of a call in templates of Kimi K2."""
 Message = dict[str, Any]
 """One chat message in normal form (see `message_matching.normalize_chat_message`)."""
 
@@ -99,6 +102,7 @@ class ChatTemplate:
         self._reads_thinking = "reasoning_content" not in template_source and bool(
             _THINKING_FIELD_PATTERN.search(template_source)
         )
+        self._numbers_calls = _KIMI_MARK in template_source
         try:
             self._template = environment.from_string(template_source)
             self.variables = frozenset(
@@ -153,6 +157,8 @@ class ChatTemplate:
             messages = [_rename_reasoning_to_thinking(one) for one in messages]
         if not any("tool_calls" in one for one in messages):
             return self._render(messages, tools, variables, opens_reply)
+        if self._numbers_calls:
+            messages = _number_calls(messages)
         if self._takes_argument_texts:
             messages = _replace_arguments(messages, _write_arguments)
         refusals = list[ChatTemplateError]()
@@ -252,6 +258,21 @@ def _rename_reasoning_to_thinking(message: Message) -> Message:
     """A message with its reasoning where templates of gpt-oss look for it."""
     reasoning = message.get("reasoning_content")
     return message if reasoning is None else {**message, "thinking": reasoning}
+
+
+def _number_calls(messages: Sequence[Message]) -> list[Message]:
+    """The messages with ids of calls as Kimi K2 writes them: `functions.NAME:NUMBER`."""
+    numbers, numbered_id_by_id, numbered = itertools.count(), dict[str, str](), list[Message]()
+    for message in messages:
+        if calls := message.get("tool_calls"):
+            ids = [f"functions.{one['function']['name']}:{next(numbers)}" for one in calls]
+            pairs = [*zip(calls, ids, strict=True)]
+            message = {**message, "tool_calls": [{**call, "id": name} for call, name in pairs]}
+            numbered_id_by_id |= {call["id"]: name for call, name in pairs if "id" in call}
+        elif (call_id := message.get("tool_call_id")) in numbered_id_by_id:
+            message = {**message, "tool_call_id": numbered_id_by_id[call_id]}
+        numbered.append(message)
+    return numbered
 
 
 def _shorten_call_ids(message: Message) -> Message:

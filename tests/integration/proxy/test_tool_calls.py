@@ -474,6 +474,10 @@ def test_what_is_asked_of_tool_calls_becomes_a_grammar(
     grammar = json.loads(params["structural_tag"])
     grammar = grammar.get("format", grammar)
     assert {name: grammar[name] for name in tag} == tag
+    # The tool is not `strict`: what must be called is held to its schema all the same.
+    schema = json.dumps(PARAMETERS, separators=(",", ":"))
+    holds_schema = schema in params["structural_tag"].replace(" ", "")
+    assert holds_schema is grammar.get("at_least_one", False)
     assert params["skip_special_tokens"] is False
 
 

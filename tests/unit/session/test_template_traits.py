@@ -1,5 +1,6 @@
 """Traits of chat templates in use, each in a template of its own."""
 
+import re
 from typing import Any
 
 import pytest
@@ -67,6 +68,14 @@ TRAITS = {
 }
 
 
+TRAITS["results under the ids of calls"] = (
+    _START
+    + "{% if m.role == 'tool' %}<r>{{ m.tool_call_id }}: {{ m.content }}</r>{% else %}"
+    + _TURN
+    + "{% for c in m.tool_calls or [] %}<c>{{ c.id }}<|tool_call_argument_begin|>"
+    + "{{ c.function.arguments | tojson }}</c>{% endfor %}<e>{% endif %}"
+    + _END
+)
 _MISTRAL_IDS = "{% if c.id | length != 9 %}{{ raise_exception('nine, please') }}{% endif %}<c>"
 TRAITS["ids of nine letters"] = TRAITS["turns end in two tokens"].replace("<c>", _MISTRAL_IDS)
 
@@ -148,6 +157,21 @@ def test_reasoning_is_shown_to_a_template_that_calls_it_thinking() -> None:
     source = _START + "{{ m.thinking }}{{ m.content }}" + _END
     message = {"role": "assistant", "content": "7", "reasoning_content": "3 + 4"}
     assert "3 + 47" in ChatTemplate(source).render_prompt([message])
+
+
+def test_kimis_calls_are_numbered_through_the_conversation() -> None:
+    template = ChatTemplate(TRAITS["results under the ids of calls"])
+    ids = ("call_a", "call_b", "call_c")
+    calls = [{"id": one, "function": {"name": f"do_{one[-1]}", "arguments": "{}"}} for one in ids]
+    results = [{"role": "tool", "tool_call_id": one, "content": one} for one in ids]
+    said = [{"role": "assistant", "tool_calls": one} for one in (calls[:2], calls[2:])]
+    messages = [said[0], results[1], results[0], said[1], results[2]]
+    written = template.render_prompt([normalize_chat_message(one) for one in messages])
+    assert re.findall(r"functions\.\w+:\d", written) == [
+        *("functions.do_a:0", "functions.do_b:1", "functions.do_b:1", "functions.do_a:0"),
+        *("functions.do_c:2", "functions.do_c:2"),
+    ]
+    assert "<r>functions.do_b:1: call_b</r>" in written
 
 
 def test_a_call_that_was_cut_before_its_turn_was_closed_is_closed_by_the_template() -> None:
