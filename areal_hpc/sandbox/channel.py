@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import io
 import json
 import socket
 import struct
@@ -33,8 +34,9 @@ class RunningCommand:
 
     max_stream_bytes: int
     """Kept of each of its two streams."""
-    stdout: bytearray = field(default_factory=bytearray)
-    stderr: bytearray = field(default_factory=bytearray)
+    stdout: io.BytesIO = field(default_factory=io.BytesIO)
+    """As its sibling a buffer that gives its content without a copy of it."""
+    stderr: io.BytesIO = field(default_factory=io.BytesIO)
     is_cut_off: bool = False
     """It printed more, and is killed."""
     exit_code: int | None = None
@@ -223,8 +225,8 @@ class CommandChannel:
     def _apply_frame(command: RunningCommand, frame_kind: bytes, content: bytes) -> None:
         if frame_kind in (STDOUT_FRAME, STDERR_FRAME):
             kept = command.stdout if frame_kind == STDOUT_FRAME else command.stderr
-            room = command.max_stream_bytes - len(kept)
-            kept += content[:room]
+            room = command.max_stream_bytes - kept.tell()
+            kept.write(content[:room])
             command.is_cut_off |= len(content) > room
         elif frame_kind == INPUT_TAKEN_FRAME:
             command.unread_input_bytes -= struct.unpack("!I", content)[0]

@@ -30,8 +30,10 @@ FILE_TIMEOUT_S = 120.0
 """To read or write files of a sandbox."""
 KILL_ALL_TIMEOUT_S = 10.0
 """To kill what runs in a sandbox."""
-MAX_FILE_BYTES = 1 << 30
-"""A larger file, or snapshot, is not read out of a sandbox."""
+MAX_FILE_BYTES = 64 << 20
+"""A larger file is not read out of a sandbox, unless more is asked for."""
+MAX_ARCHIVE_BYTES = 1 << 30
+"""Nor a larger snapshot."""
 WATCH_PERIOD_S = 0.5
 _MAX_COMPLAINT_CHARS = 500
 _UMASK = 0o022
@@ -202,7 +204,11 @@ class Sandbox:
         )
         assert ended.exit_code is not None
         return CommandResult(
-            ended.exit_code, bytes(ended.stdout), bytes(ended.stderr), timed_out, ended.is_cut_off
+            ended.exit_code,
+            ended.stdout.getvalue(),
+            ended.stderr.getvalue(),
+            timed_out,
+            ended.is_cut_off,
         )
 
     async def put(self, path: str, content: bytes | str, mode: int = 0o644) -> None:
@@ -224,7 +230,7 @@ class Sandbox:
             OSError: There is none, or it is longer.
             SandboxLostError: The sandbox is gone.
         """
-        request = {"operation": "get", "path": self._resolve_path(path)}
+        request = {"operation": "get", "path": self._resolve_path(path), "max_bytes": max_bytes}
         return await self._run_file_operation(request, b"", max_bytes)
 
     async def remove(self, path: str) -> None:
@@ -253,7 +259,17 @@ class Sandbox:
             OSError: Something cannot be kept.
             SandboxLostError: The sandbox is gone.
         """
-        return await self._run_file_operation({"operation": "pack"}, b"", MAX_FILE_BYTES)
+        return await self._run_file_operation({"operation": "pack"}, b"", MAX_ARCHIVE_BYTES)
+
+    async def pack(self, folder: str, max_bytes: int = MAX_ARCHIVE_BYTES) -> bytes:
+        """What is in a folder, as a tar: files, folders and links.
+
+        Raises:
+            OSError: There is none, it cannot be read, or it holds more.
+            SandboxLostError: The sandbox is gone.
+        """
+        request = {"operation": "pack_folder", "path": self._resolve_path(folder)}
+        return await self._run_file_operation(request, b"", max_bytes)
 
     async def restore(self, snapshot: bytes) -> None:
         """Write and remove what a snapshot says, of another sandbox with the same root.
@@ -262,17 +278,22 @@ class Sandbox:
             OSError: It does not fit.
             SandboxLostError: The sandbox is gone.
         """
-        await self._run_file_operation({"operation": "unpack", "keeps_links": False}, snapshot)
+        request = {"operation": "unpack", "path": "", "keeps_links": False, "is_layer": True}
+        await self._run_file_operation(request, snapshot)
 
-    async def unpack(self, archive: bytes) -> None:
+    async def unpack(self, archive: bytes, folder: str = "") -> None:
         """Write the files of a tar; where it has a folder, a link to one will do.
+
+        They come into a folder, which is there; without one, to where the names say.
 
         Raises:
             TimeoutError: It took too long, as on a node that is loaded.
             OSError: They do not fit.
             SandboxLostError: The sandbox is gone.
         """
-        await self._run_file_operation({"operation": "unpack", "keeps_links": True}, archive)
+        path = folder and self._resolve_path(folder)
+        request = {"operation": "unpack", "path": path, "keeps_links": True, "is_layer": False}
+        await self._run_file_operation(request, archive)
 
     async def stop(self) -> None:
         """End all that runs in it; its files are gone. To be repeated without harm.
@@ -310,10 +331,12 @@ class Sandbox:
         if timed_out:
             raise TimeoutError(f"{operation}: not done within {FILE_TIMEOUT_S:g} s")
         if ended.is_cut_off or ended.exit_code != 0:
-            said = ended.stderr.decode(errors="replace").strip().removeprefix("sandbox: ")
+            said = (
+                ended.stderr.getvalue().decode(errors="replace").strip().removeprefix("sandbox: ")
+            )
             why = f"it is longer than {max_bytes} bytes" if ended.is_cut_off else said
             raise OSError(f"{operation}: {why}")
-        return bytes(ended.stdout)
+        return ended.stdout.getvalue()
 
     async def _run_or_stop_as_lost(
         self, request: dict[str, Any], data: bytes, max_bytes: int, timeout_s: float

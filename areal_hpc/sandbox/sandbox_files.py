@@ -4,15 +4,25 @@ What a sandbox changed travels as a layer of an OCI image: a tar of what was wri
 file `.wh.NAME` for what was removed.
 """
 
+import errno
+import importlib
+import io
 import os
 import stat
+import sys
 import tarfile
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from areal_hpc.sandbox import unpacked_tree
+else:  # it lies beside this file, of a sandbox that has no package
+    sys.path.insert(0, str(Path(__file__).parent))
+    unpacked_tree = importlib.import_module("unpacked_tree")
 
 CHUNK_BYTES = 1 << 16
-WHITEOUT_PREFIX = ".wh."
+WHITEOUT_PREFIX = unpacked_tree.WHITEOUT_PREFIX
+_TAR_BLOCK_BYTES = 512
 
 
 def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
@@ -21,13 +31,15 @@ def run_file_operation(request: dict[str, Any], server: dict[str, Any]) -> None:
         case "put":
             write_stdin_to_file(request["path"], request["mode"])
         case "get":
-            write_file_to_stdout(request["path"])
+            write_file_to_stdout(request["path"], request["max_bytes"])
         case "remove":
-            remove_all(request["path"])
+            unpacked_tree.remove_all(request["path"])
         case "pack":
             pack_changes_to_stdout(server["origin"], server["writable"], server["lower"])
+        case "pack_folder":
+            pack_folder_to_stdout(request["path"])
         case "unpack":
-            unpack_changes_from_stdin(server["origin"], request["keeps_links"])
+            unpack_stdin(request["path"] or server["origin"], request, server["limits"])
 
 
 def write_stdin_to_file(path: str, mode: int) -> None:
@@ -40,24 +52,13 @@ def write_stdin_to_file(path: str, mode: int) -> None:
     os.fchmod(descriptor, mode)
 
 
-def write_file_to_stdout(path: str) -> None:
-    """Write a file to standard output."""
+def write_file_to_stdout(path: str, max_bytes: int) -> None:
+    """Write a file to standard output, unless it is longer."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     require_regular_file(descriptor, path)
+    if os.fstat(descriptor).st_size > max_bytes:
+        raise OSError(f"it is longer than {max_bytes} bytes")
     copy_to_end(descriptor, 1)
-
-
-def remove_all(path: str) -> None:
-    """Remove a file or a folder; of a folder that is a mount only what is in it."""
-    if not Path(path).is_dir() or Path(path).is_symlink():
-        Path(path).unlink(missing_ok=True)
-        return
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        Path(path).chmod(0o700)  # one may be closed to its owner too
-    for entry in os.scandir(path):
-        remove_all(entry.path)
-    if os.path.realpath(path) not in read_mount_points():  # of the same device, perhaps
-        Path(path).rmdir()
 
 
 def copy_to_end(source_fd: int, target_fd: int) -> None:
@@ -83,8 +84,9 @@ def pack_changes_to_stdout(origin: str, writable_folders: list[str], lower_dir: 
     def name_member(path: str) -> str:
         return path.removeprefix(origin).lstrip("/")
 
-    skipped = {*read_mount_points(), "/proc", "/dev", "/sys", "/sandbox"} - set(writable_folders)
-    with tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT) as archive:
+    skipped = {*unpacked_tree.read_mount_points(), "/proc", "/dev", "/sys", "/sandbox"}
+    skipped -= set(writable_folders)
+    with open_stdout_as_tar() as archive:
         pending = list(writable_folders)
         while pending:
             folder = pending.pop()
@@ -95,7 +97,7 @@ def pack_changes_to_stdout(origin: str, writable_folders: list[str], lower_dir: 
                     continue
                 former = None if below is None else f"{below}/{name}"
                 if has_changed(entry.path, former):
-                    archive.add(entry.path, name_member(entry.path), recursive=False)
+                    add_file(archive, entry.path, name_member(entry.path))
                 if entry.is_dir(follow_symlinks=False):
                     pending.append(entry.path)
             for name in list_removed_names(names, below):
@@ -103,10 +105,80 @@ def pack_changes_to_stdout(origin: str, writable_folders: list[str], lower_dir: 
                 archive.addfile(mark)
 
 
-def read_mount_points() -> Iterator[str]:
-    """Folders and files on which something is mounted."""
-    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
-        yield line.split()[4].decode("unicode_escape")
+def pack_folder_to_stdout(path: str) -> None:
+    """Write what is in a folder to standard output, as a tar."""
+    with open_stdout_as_tar() as archive:
+        pending = [path]
+        while pending:
+            for entry in os.scandir(pending.pop()):
+                add_file(archive, entry.path, os.path.relpath(entry.path, path))
+                if entry.is_dir(follow_symlinks=False):
+                    pending.append(entry.path)
+
+
+def open_stdout_as_tar() -> tarfile.TarFile:
+    """Standard output as a tar to write to."""
+    return tarfile.open(fileobj=os.fdopen(1, "wb"), mode="w|", format=tarfile.PAX_FORMAT)
+
+
+def add_file(archive: tarfile.TarFile, path: str, member_name: str) -> None:
+    """Add a file, a folder or a link; of a sparse file what it holds (GNU tar's format 1.0)."""
+    member: tarfile.TarInfo | None = archive.gettarinfo(path, member_name)
+    if member is None or not member.isfile():
+        if member is not None and (member.isdir() or member.issym() or member.islnk()):
+            archive.addfile(member)
+        return
+    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+        parts = list_data_parts(file.fileno(), member.size)
+        held = sum(size for _, size in parts)
+        if held == member.size:
+            archive.addfile(member, file)
+            return
+        fields = [str(one) for one in (len(parts), *(x for part in parts for x in part))]
+        listed = "".join(f"{one}\n" for one in fields).encode()
+        listed += bytes(-len(listed) % _TAR_BLOCK_BYTES)
+        member.pax_headers = {
+            "GNU.sparse.major": "1",
+            "GNU.sparse.minor": "0",
+            "GNU.sparse.name": member_name,
+            "GNU.sparse.realsize": str(member.size),
+        }
+        member.size = len(listed) + held
+        archive.addfile(member, SparseReader(file, listed, parts))
+
+
+def list_data_parts(descriptor: int, size: int) -> list[tuple[int, int]]:
+    """Offsets and sizes of what a file holds between its holes."""
+    parts, place = list[tuple[int, int]](), 0
+    try:
+        while place < size:
+            begin = os.lseek(descriptor, place, os.SEEK_DATA)
+            place = os.lseek(descriptor, begin, os.SEEK_HOLE)
+            parts.append((begin, place - begin))
+    except OSError as error:
+        if error.errno != errno.ENXIO:  # no more data; another: this file system does not tell
+            parts = [(0, size)]
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    return parts
+
+
+class SparseReader(io.RawIOBase):
+    """The parts of a file, after the list of them."""
+
+    def __init__(self, file: Any, listed: bytes, parts: list[tuple[int, int]]) -> None:
+        self._file, self._listed, self._parts = file, listed, list(reversed(parts))
+
+    def read(self, size: int = -1) -> bytes:
+        """As of any stream, of which tarfile asks what it wants."""
+        taken, self._listed = self._listed[:size], self._listed[size:]
+        while len(taken) < size and self._parts:
+            offset, left = self._parts.pop()
+            self._file.seek(offset)
+            piece = self._file.read(min(left, size - len(taken)))
+            taken += piece
+            if len(piece) < left and piece:
+                self._parts.append((offset + len(piece), left - len(piece)))
+        return taken
 
 
 def has_changed(path: str, former_path: str | None) -> bool:
@@ -136,32 +208,13 @@ def list_removed_names(names: dict[str, Any], lower_path: str | None) -> list[st
     return [entry.name for entry in former if entry.name not in names]
 
 
-def unpack_changes_from_stdin(origin: str, keeps_links: bool) -> None:
-    """Read from standard input what `pack_changes_to_stdout` wrote, and make it so.
-
-    `keeps_links`: where a folder is wanted, a link to one will do.
-    """
-    extra: dict[str, Any] = {"filter": "fully_trusted"} if hasattr(tarfile, "tar_filter") else {}
-    modes = {}
-    with tarfile.open(fileobj=os.fdopen(0, "rb"), mode="r|") as archive:
-        for member in archive:
-            folder, _, name = f"{origin.rstrip('/')}/{member.name}".rpartition("/")
-            if not name.startswith(WHITEOUT_PREFIX):
-                clear_path_for_member(f"{folder}/{name}", member, keeps_links)
-                archive.extract(member, origin, set_attrs=not member.isdir(), **extra)
-                if member.isdir():
-                    modes[f"{folder}/{name}"] = member.mode
-                continue
-            remove_all(f"{folder}/{name.removeprefix(WHITEOUT_PREFIX)}")
-    for folder in reversed(modes):  # only now: one may be closed to its owner too
-        Path(folder).chmod(modes[folder])
-
-
-def clear_path_for_member(path: str, tar_member: tarfile.TarInfo, keeps_links: bool) -> None:
-    """Remove what lies where a member comes: a file may be closed to its owner, or lead elsewhere.
-
-    A folder stays where one comes.
-    """
-    if tar_member.isdir() and Path(path).is_dir() and (keeps_links or not Path(path).is_symlink()):
-        return
-    remove_all(path)
+def unpack_stdin(folder: str, request: dict[str, Any], limits: dict[str, int]) -> None:
+    """Write what a tar on standard input has, and remove what it says as a layer of an image."""
+    tree = unpacked_tree.UnpackedTree(
+        Path(folder),
+        max_bytes=limits["disk_bytes"],
+        max_files=limits["files"],
+        follows_links=request["keeps_links"],
+    )
+    tree.write_archive(os.fdopen(0, "rb"), is_layer=request["is_layer"])
+    tree.apply_folder_modes()

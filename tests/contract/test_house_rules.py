@@ -37,6 +37,13 @@ def test_nothing_is_unpickled() -> None:
     assert found == ["rollout/execution/agent_pickle.py"]
 
 
+def test_no_archive_is_extracted_by_tarfile() -> None:
+    """Nor by another module of the library: one writer unpacks, and none of its files leave."""
+    extracts = re.compile(r"\.extract(?:all)?\(|\bunpack_archive\(|[\"'](?:tar|unzip)[\"'],")
+    found = [module for module, text in sources().items() if extracts.search(text)]
+    assert found == []
+
+
 def test_an_entry_string_names_a_function_that_takes_a_configuration() -> None:
     source = "\n".join(sources().values())
     entries = sorted(set(re.findall(r'"areal_hpc\.([\w.]*):(\w+)"', source)))

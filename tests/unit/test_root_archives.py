@@ -1,12 +1,13 @@
 """Root file systems in archives: unpacked once, whole, and nothing that was killed stays."""
 
 import errno
+import gzip
+import io
 import os
-import subprocess
-import sys
 import tarfile
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -14,14 +15,13 @@ import pytest
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.images import root_archive
-from areal_hpc.sandbox.images.image_layers import RootTree
 from areal_hpc.sandbox.images.root_archive import (
     ROOT_KEPT_S,
     get_or_unpack_cached_root,
     make_cache_folder,
 )
+from areal_hpc.sandbox.unpacked_tree import UnpackedTree
 from tests.support.oci_images import make_layer, write_image
-from tests.support.waiting import wait_for
 
 
 @pytest.fixture(autouse=True)
@@ -79,43 +79,14 @@ def test_a_root_that_nobody_uses_makes_room_and_one_in_use_stays(tmp_path: Path)
     assert [root.exists() for root in roots] == [False, True]
 
 
-def test_tar_keeps_its_folder_to_itself_when_its_process_is_killed(tmp_path: Path) -> None:
-    """A successor must not write where an orphan of the killed process still does."""
-    slow = tmp_path / "bin"
-    slow.mkdir()
-    program, begun = slow / "tar", tmp_path / "begun"
-    program.write_text(f"#!/bin/sh\necho $$ > {begun}\nexec sleep 60\n")
-    program.chmod(0o755)
-    archive = write_tar(tmp_path / "root.tar", {"etc/os": ""})
-    script = (
-        "import sys, tempfile; tempfile.tempdir = sys.argv[1]\n"
-        "from pathlib import Path\n"
-        "from areal_hpc.sandbox.images.root_archive import get_or_unpack_cached_root\n"
-        "get_or_unpack_cached_root(Path(sys.argv[2]))"
-    )
-    environ = {**os.environ, "PATH": f"{slow}:{os.environ['PATH']}"}
-    with subprocess.Popen(
-        [sys.executable, "-c", script, str(tmp_path), str(archive)], env=environ
-    ) as process:
-        wait_for(lambda: begun.exists() and begun.read_text().endswith("\n"), 60)
-        process.kill()
-    orphan = int(begun.read_text())
-    try:
-        partial = next(make_cache_folder().glob("*.partial"))
-        with pytest.raises(BlockingIOError), root_archive._hold_file_lock(partial, waits=False):
-            pass
-    finally:
-        os.kill(orphan, 9)
-
-
 def test_only_a_lack_of_space_is_called_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     archive = write_image(tmp_path / "image.tar", [make_layer([("a", b"1")])])
     for number, said in ((errno.EDQUOT, "free some space"), (errno.EIO, "Input/output")):
 
-        def fail(*_: object, number: int = number) -> None:
+        def fail(*_: object, number: int = number, **__: object) -> None:
             raise OSError(number, os.strerror(number))
 
-        monkeypatch.setattr(RootTree, "apply_layer", fail)  # as a disk does
+        monkeypatch.setattr(UnpackedTree, "write_archive", fail)  # as a disk does
         with pytest.raises(ClusterError, match=said):
             get_or_unpack_cached_root(archive)
         assert not [*make_cache_folder().glob("*.partial")]
@@ -128,3 +99,43 @@ def test_hard_links_to_what_is_left_out_are_left_out_too(tmp_path: Path) -> None
     broken = write_image(tmp_path / "broken.tar", [make_layer([("=b", "missing")])])
     with pytest.raises(RecipeError, match="hard link to missing, which is missing"):
         get_or_unpack_cached_root(broken)
+
+
+@pytest.mark.parametrize("name", ["root.tar", "image.tar"])
+def test_bombs_are_refused_before_they_are_unpacked(name: str, tmp_path: Path) -> None:
+    """A header of 12 MiB, which reading would take into memory."""
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        member = tarfile.TarInfo("a")
+        member.pax_headers = {"comment": "x" * (12 << 20)}
+        archive.addfile(member)
+    bomb = gzip.compress(stream.getvalue(), 1)
+    path = tmp_path / name
+    if name == "image.tar":
+        write_image(path, [bomb])
+    else:
+        path.write_bytes(bomb)
+    del stream
+    tracemalloc.start()
+    with pytest.raises(RecipeError, match="a header of 125"):
+        get_or_unpack_cached_root(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 8 << 20
+
+
+def test_a_root_has_no_devices_and_no_name_that_another_user_knows(tmp_path: Path) -> None:
+    archive = tmp_path / "root.tar"
+    with tarfile.open(archive, "w") as tar:
+        for kind in (tarfile.CHRTYPE, tarfile.FIFOTYPE):
+            member = tarfile.TarInfo(f"x/{kind.decode()}")
+            member.type, member.devmajor, member.devminor, member.mode = kind, 1, 5, 0o666
+            tar.addfile(member)
+        tar.addfile(tarfile.TarInfo("x/file"))
+    root = get_or_unpack_cached_root(archive)
+    assert [one.name for one in (root / "x").iterdir()] == ["file"]
+    assert root.parent.stat().st_mode & 0o077 in (0, 0o011)
+    secret = root.parent / "secret"
+    assert secret.stat().st_mode & 0o777 == 0o600
+    secret.unlink()
+    assert get_or_unpack_cached_root(archive) != root

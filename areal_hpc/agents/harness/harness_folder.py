@@ -2,29 +2,26 @@
 
 import asyncio
 import io
+import logging
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from areal_hpc.errors import AgentError, RecipeError
 from areal_hpc.sandbox.sandbox import CommandResult, Sandbox
+from areal_hpc.sandbox.unpacked_tree import UnpackedTree
+
+log = logging.getLogger(__name__)
 
 MAX_DIFF_BYTES = 4 << 20
-MAX_FOLDER_BYTES = 256 << 20
+MAX_FOLDER_BYTES, MAX_FOLDER_FILES = 256 << 20, 100_000
 SCRIPT_TIMEOUT_S = 60.0
-_UNPACK_SCRIPT = """set -e
-git --version > /dev/null
-mkdir -p home work
-tar -xf before.tar -C work
-rm before.tar"""
-_REMOVE_DIFF_FILES_SCRIPT = "rm -rf before.tar before before.git diff"
+_PREPARE_SCRIPT = "git --version > /dev/null && mkdir -p harness/home harness/work"
+_PREPARE_DIFF_SCRIPT = "rm -rf before before.git diff && mkdir before"
 _GIT = "git --git-dir=before.git -c user.name=areal-hpc -c user.email=areal-hpc@localhost"
 # One pack for all: a file for each would count towards the sandbox's limit of files.
 _GIT_ADD_ARGUMENTS = "-c core.bigFileThreshold=1 add -A"
 _WRITE_DIFF_SCRIPT = f"""set -e
-mkdir before
-tar -xf before.tar -C before
-rm before.tar
 {_GIT} --work-tree=before init -q
 {_GIT} --work-tree=before {_GIT_ADD_ARGUMENTS}
 {_GIT} --work-tree=before commit -q --allow-empty -m before
@@ -50,15 +47,15 @@ class HarnessFolder:
         """Copy a folder of this machine into it.
 
         Raises:
-            AgentError: There is no such folder, or the sandbox has no git or tar.
+            AgentError: There is no such folder, or the sandbox has no git.
         """
         if source_dir is not None and not source_dir.is_dir():
             raise AgentError(
                 f"there is no folder {source_dir}", hint="name a folder in the task's `folder`"
             )
         self._source_dir = source_dir
-        await self._put_source_archive()
-        await self._run_script_or_raise(_UNPACK_SCRIPT)
+        await self._run_script_or_raise(_PREPARE_SCRIPT, folder=self._sandbox.folder)
+        await self._unpack_source("work")
 
     async def write_into_home(self, files: Mapping[str, str]) -> None:
         """Write settings of the program, which nobody else may read."""
@@ -95,8 +92,8 @@ class HarnessFolder:
 
         It is compared with a new copy: whatever lay in the sandbox, the program could write.
         """
-        await self._run_script_or_raise(_REMOVE_DIFF_FILES_SCRIPT)
-        await self._put_source_archive()
+        await self._run_script_or_raise(_PREPARE_DIFF_SCRIPT)
+        await self._unpack_source("before")
         await self._run_script_or_raise(_WRITE_DIFF_SCRIPT, _DIFF_VARIABLES)
         return (await self._read("diff", MAX_DIFF_BYTES)).decode(errors="replace")
 
@@ -106,17 +103,18 @@ class HarnessFolder:
         return tail.stdout.decode(errors="replace")
 
     async def copy_to(self, target: Path) -> None:
-        """Copy it to a folder of this machine; nothing is written outside of that.
+        """Copy its files, folders and links to a folder of this machine; nothing else is written.
 
-        Links that lead out of it, such as a virtual environment's to its Python, and pipes are
-        left out.
+        Links that lead out of it, such as a virtual environment's to its Python, devices and pipes
+        are left out.
         """
-        await self._run_script_or_raise("tar -cf after.tar -C work .")
-        content = await self._read("after.tar", MAX_FOLDER_BYTES)
         try:
-            await asyncio.to_thread(_unpack, content, target)
-        except tarfile.TarError as error:
+            content = await self._sandbox.pack(self._work, MAX_FOLDER_BYTES)
+            left_out = await asyncio.to_thread(_unpack, content, target)
+        except (OSError, ValueError, tarfile.TarError) as error:
             raise AgentError(f"the folder of the program cannot be copied: {error}") from error
+        if left_out:
+            log.info("the copy of a program's folder leaves out %d links, which lead out", left_out)
 
     async def _read(self, file_name: str, max_bytes: int) -> bytes:
         try:
@@ -124,15 +122,18 @@ class HarnessFolder:
         except OSError as error:
             raise AgentError(f"the program left too much: {error}") from error
 
-    async def _put_source_archive(self) -> None:
+    async def _unpack_source(self, place: str) -> None:
         packed = await asyncio.to_thread(_pack, self._source_dir)
-        await self._sandbox.put(f"{self._root}/before.tar", packed)
+        try:
+            await self._sandbox.unpack(packed, f"{self._root}/{place}")
+        except OSError as error:
+            raise AgentError(f"the task's folder does not fit into its sandbox: {error}") from error
 
     async def _run_script_or_raise(
-        self, script: str, variables: Mapping[str, str] | None = None
+        self, script: str, variables: Mapping[str, str] | None = None, folder: str = ""
     ) -> CommandResult:
         ended = await self._sandbox.exec(
-            script, timeout_s=SCRIPT_TIMEOUT_S, folder=self._root, variables=variables
+            script, timeout_s=SCRIPT_TIMEOUT_S, folder=folder or self._root, variables=variables
         )
         if ended.exit_code != 0:
             raise AgentError(
@@ -149,17 +150,9 @@ def _pack(source_dir: Path | None) -> bytes:
     return packed.getvalue()
 
 
-def _unpack(content: bytes, target: Path) -> None:
-    with tarfile.open(fileobj=io.BytesIO(content)) as archive:
-        archive.extractall(target, filter=_filter_member)
-
-
-def _filter_member(tar_member: tarfile.TarInfo, target: str) -> tarfile.TarInfo | None:
-    try:
-        return tarfile.data_filter(tar_member, target)
-    except (
-        tarfile.AbsoluteLinkError,
-        tarfile.LinkOutsideDestinationError,
-        tarfile.SpecialFileError,
-    ):
-        return None
+def _unpack(content: bytes, target: Path) -> int:
+    """Unpack; how many links were left out."""
+    tree = UnpackedTree(target, max_bytes=MAX_FOLDER_BYTES, max_files=MAX_FOLDER_FILES)
+    tree.write_archive(io.BytesIO(content))
+    tree.apply_folder_modes(owner_bits=0o700)
+    return tree.remove_links_leading_out()

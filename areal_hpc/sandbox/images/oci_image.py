@@ -4,23 +4,35 @@ As `podman save --format oci-archive` writes them (OCI image specification 1.1: 
 manifest.md, config.md, layer.md). Every blob is held against its digest.
 """
 
+import contextlib
+import gzip
 import hashlib
+import itertools
 import json
 import platform
+import sys
 import tarfile
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.sandbox.images.image_layers import RootTree
+from areal_hpc.sandbox.unpacked_tree import BoundedStream, UnpackedTree
 
 MAX_DOCUMENT_BYTES = 4 << 20
 """Of an index, a manifest, a configuration."""
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 _LAYOUT_FILE, _INDEX_FILE = "oci-layout", "index.json"
 _PIECE_BYTES = 1 << 20
+MAX_ROOT_BYTES = 64 << 30
+"""Of the files of a root file system."""
+MAX_ROOT_FILES = 4_000_000
+_MAX_ARCHIVE_FILES = 10_000
+"""Of an image's archive: a few documents, and a file for each layer."""
+_SKIPPED_FOLDERS = ("dev", "proc", "sys")
+"""A sandbox has its own; nothing in them is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +56,7 @@ def read_image(archive: Path) -> OciImage | None:
         RecipeError: It is an image that cannot be read; the message says why.
     """
     try:
-        with tarfile.open(archive, "r:") as file:
+        with _open_archive(archive) as file:
             blobs = _Blobs(archive, file)
             return _read_manifest(archive, blobs) if blobs.has_oci_layout else None
     except tarfile.ReadError:  # compressed, or no tar at all
@@ -60,22 +72,39 @@ def unpack_image(image: OciImage, folder: Path) -> None:
         RecipeError: A layer is damaged, or of an unknown kind.
         OSError: A file cannot be written.
     """
-    tree = RootTree(folder)
-    with tarfile.open(image.archive, "r:") as file:
+    tree = make_root_tree(folder)
+    with _open_archive(image.archive) as file:
         blobs = _Blobs(image.archive, file)
         for layer in image.layers:
             stream = _HashedReader(blobs.open(layer["digest"]))
+            content = _open_layer(image.archive, str(layer["mediaType"]), stream)
             try:
-                mode = _get_tarfile_mode_of_layer(image.archive, str(layer["mediaType"]))
-                with tarfile.open(fileobj=stream, mode=mode) as content:  # type: ignore[call-overload]
-                    tree.apply_layer(content)
-            except (tarfile.TarError, EOFError, ValueError) as error:
+                tree.write_archive(content, is_layer=True)
+            except (tarfile.TarError, EOFError, ValueError, zlib.error, gzip.BadGzipFile) as error:
                 raise _build_image_error(
                     image.archive, f"a layer cannot be read: {error}"
                 ) from error
             if stream.read_rest_and_get_digest() != layer["digest"]:
                 raise _build_image_error(image.archive, f"{layer['digest']} is another's content")
-    tree.apply_recorded_folder_modes()
+    tree.apply_folder_modes(owner_bits=0o700)
+
+
+def make_root_tree(folder: Path) -> UnpackedTree:
+    """A folder that becomes a root file system."""
+    return UnpackedTree(
+        folder,
+        max_bytes=MAX_ROOT_BYTES,
+        max_files=MAX_ROOT_FILES,
+        skipped_folders=_SKIPPED_FOLDERS,
+    )
+
+
+@contextlib.contextmanager
+def _open_archive(archive: Path) -> Iterator[tarfile.TarFile]:
+    with archive.open("rb") as file:
+        bounded: Any = BoundedStream(file, sys.maxsize, can_go_back=True)
+        with tarfile.open(fileobj=bounded, mode="r:") as opened:
+            yield opened
 
 
 class _Blobs:
@@ -87,7 +116,8 @@ class _Blobs:
         first = file.next()
         top = "" if first is None else first.name.removeprefix("./").partition("/")[0]
         if top in ("blobs", _LAYOUT_FILE, _INDEX_FILE, "."):  # else a large tar is not read for it
-            self._members = {one.name.removeprefix("./"): one for one in file.getmembers()}
+            members = itertools.islice(file, _MAX_ARCHIVE_FILES)
+            self._members = {one.name.removeprefix("./"): one for one in members}
 
     @property
     def has_oci_layout(self) -> bool:
@@ -165,12 +195,12 @@ def _choose_manifest_digest(archive: Path, manifests: list[dict[str, Any]]) -> s
     raise _build_image_error(archive, f"there is no image for linux on {wanted} in it")
 
 
-def _get_tarfile_mode_of_layer(archive: Path, media_type: str) -> str:
-    """How tarfile reads a layer."""
+def _open_layer(archive: Path, media_type: str, stream: _HashedReader) -> Any:
+    """The tar of a layer."""
     if media_type.endswith("gzip"):
-        return "r|gz"
+        return gzip.GzipFile(fileobj=stream)  # type: ignore[call-overload]
     if media_type.endswith("tar"):
-        return "r|"
+        return stream
     raise _build_image_error(archive, f"layers of type {media_type} cannot be read")
 
 

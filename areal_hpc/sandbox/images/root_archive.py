@@ -4,32 +4,44 @@ An archive is a tar of all files, or an image of the Open Container Initiative (
 """
 
 import asyncio
+import bz2
 import contextlib
 import errno
 import fcntl
+import gzip
 import hashlib
+import lzma
 import os
+import secrets
 import shutil
 import subprocess
+import tarfile
 import tempfile
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from areal_hpc.errors import ClusterError, RecipeError
-from areal_hpc.sandbox.images.oci_image import OciImage, read_image, unpack_image
+from areal_hpc.sandbox.images.oci_image import (
+    OciImage,
+    make_root_tree,
+    read_image,
+    unpack_image,
+)
 from areal_hpc.sandbox.spec import SandboxSpec
 
-UNPACK_TIMEOUT_S = 1800.0
-"""A large one on a slow disk."""
 ROOT_KEPT_S = 7 * 86400.0
 """A root that no sandbox was started from for so long makes room for others."""
-_LEFT_OUT_PATTERNS = [
-    f"{top}{name}/*" for name in ("dev", "proc", "sys") for top in ("", "./", "/")
-]
-"""Patterns of the top alone: a sandbox has its own, and no ordinary user can make devices."""
-_LOCK_SUFFIX, _PARTIAL_SUFFIX = ".lock", ".partial"
+_OPENERS_BY_MAGIC: dict[bytes, Callable[[Path], Any]] = {
+    b"\x1f\x8b": gzip.open,
+    b"\xfd7zXZ": lzma.open,
+    b"BZh": bz2.open,
+}
+_ZSTD_MAGIC, _LONGEST_MAGIC_BYTES = b"\x28\xb5\x2f\xfd", 6
+_LOCK_SUFFIX, _PARTIAL_SUFFIX, _SECRET_NAME = ".lock", ".partial", "secret"
 
 
 async def unpack_root_if_archive(spec: SandboxSpec, owner: int | None = None) -> SandboxSpec:
@@ -48,7 +60,7 @@ def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Pa
     `owner_uid` is whom the files are given to; None: who runs this.
 
     Raises:
-        RecipeError: It is no archive that tar(1) reads, and no image.
+        RecipeError: It is no tar, compressed or not, and no image.
         ClusterError: There is no room for it, or it cannot be written.
     """
     cache = make_cache_folder()
@@ -56,7 +68,9 @@ def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Pa
     identity = f"{archive.resolve()} {state.st_size} {state.st_mtime_ns} {owner_uid}"
     if image is not None:  # tasks may share it, each with an archive of its own
         identity = f"{image.manifest_digest} {owner_uid}"
-    folder = cache / hashlib.sha256(identity.encode()).hexdigest()[:32]
+    # Files of an image may be anybody's to write, and others may enter root's folder.
+    name = hashlib.sha256(f"{_get_or_make_secret(cache)} {identity}".encode()).hexdigest()[:32]
+    folder = cache / name
     with _hold_file_lock(folder) as lock:
         os.utime(lock)  # tells that it is used
         if not folder.is_dir():
@@ -64,7 +78,7 @@ def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Pa
             partial = _remove_partial(folder)
             partial.mkdir(mode=0o700)
             try:
-                _unpack(archive, image, partial, lock)
+                _unpack(archive, image, partial)
                 _chmod_root_and_chown_tree(partial, owner_uid)
                 partial.rename(folder)
             except BaseException:  # boundary: whatever it is, nothing half-done stays
@@ -74,13 +88,16 @@ def get_or_unpack_cached_root(archive: Path, owner_uid: int | None = None) -> Pa
 
 
 def make_cache_folder() -> Path:
-    """The folder of this user's unpacked root file systems, closed to others' writing.
+    """The folder of this user's unpacked root file systems, closed to others.
+
+    Root's may be entered, for sandboxes run as another user; nobody knows the names in it.
 
     Raises:
         ClusterError: Somebody else has made it.
     """
     cache = Path(tempfile.gettempdir()) / f"areal-hpc-roots-{os.geteuid()}"
-    cache.mkdir(mode=0o711, exist_ok=True)
+    mode = 0o711 if os.geteuid() == 0 else 0o700
+    cache.mkdir(mode=mode, exist_ok=True)
     state = cache.lstat()
     if cache.is_symlink() or state.st_uid != os.geteuid() or state.st_mode & 0o022:
         raise ClusterError(
@@ -88,7 +105,18 @@ def make_cache_folder() -> Path:
             key=str(cache),
             hint="remove it, or set TMPDIR",
         )
+    cache.chmod(mode)
     return cache
+
+
+def _get_or_make_secret(cache: Path) -> str:
+    """What makes the names of roots unguessable."""
+    path = cache / _SECRET_NAME
+    with _hold_file_lock(path):
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text(secrets.token_hex())
+        return path.read_text()
 
 
 def _remove_partial_and_unused_roots(cache: Path) -> None:
@@ -113,42 +141,59 @@ def _remove_partial(folder: Path) -> Path:
     return partial
 
 
-def _unpack(archive: Path, image: OciImage | None, folder: Path, lock_fd: int) -> None:
-    if image is None:
-        _unpack_tar(archive, folder, lock_fd)
-        return
+def _unpack(archive: Path, image: OciImage | None, folder: Path) -> None:
     try:
-        unpack_image(image, folder)
+        if image is not None:
+            unpack_image(image, folder)
+        else:
+            _unpack_tar(archive, folder)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise _build_space_error(archive, folder, str(error)) from error
         raise ClusterError(f"{archive} cannot be unpacked into {folder.parent}: {error}") from error
 
 
-def _unpack_tar(archive: Path, folder: Path, lock_fd: int) -> None:
-    command = ["tar", "--extract", "--file", str(archive), "--directory", str(folder)]
-    command += ["--no-same-owner", "--no-same-permissions", "--anchored"]
-    command += [f"--exclude={name}" for name in _LEFT_OUT_PATTERNS]
+def _unpack_tar(archive: Path, folder: Path) -> None:
+    tree, said = make_root_tree(folder), "it is empty"
     try:
-        told = subprocess.run(
-            command,
-            capture_output=True,
-            timeout=UNPACK_TIMEOUT_S,
-            check=False,
-            cwd="/",
-            pass_fds=[lock_fd],  # if this process is killed, tar holds it on to its end
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        raise ClusterError(f"{archive} cannot be unpacked: {error}") from error
-    said = told.stderr.decode(errors="replace").strip()
-    if told.returncode != 0 and ("No space left" in said or "Disk quota exceeded" in said):
-        raise _build_space_error(archive, folder, said)
-    if told.returncode != 0 or not any(folder.iterdir()):
-        raise RecipeError(
-            f"{archive} is no archive of a root file system: {said[-300:] or 'it is empty'}",
-            key=str(archive),
-            hint="write one with `podman export`, or `tar -C FOLDER -cf root.tar .`",
-        )
+        with _open_tar(archive) as stream:
+            tree.write_archive(stream)
+    except (tarfile.TarError, EOFError, ValueError, zlib.error, lzma.LZMAError) as error:
+        said = str(error)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        said = str(error)  # as bz2 and gzip say that it is none
+    else:
+        tree.apply_folder_modes(owner_bits=0o700)
+        if any(folder.iterdir()):
+            return
+    raise RecipeError(
+        f"{archive} is no archive of a root file system: {said[-300:]}",
+        key=str(archive),
+        hint="write one with `podman export`, or `tar -C FOLDER -cf root.tar .`",
+    )
+
+
+@contextlib.contextmanager
+def _open_tar(archive: Path) -> Iterator[Any]:
+    """A tar as it was before it was compressed."""
+    with archive.open("rb") as file:
+        start = file.read(_LONGEST_MAGIC_BYTES)
+    for magic, opener in _OPENERS_BY_MAGIC.items():
+        if start.startswith(magic):
+            with opener(archive) as stream:
+                yield stream
+            return
+    if not start.startswith(_ZSTD_MAGIC):
+        with archive.open("rb") as stream:
+            yield stream
+        return
+    with subprocess.Popen(["zstd", "-dcq", str(archive)], stdout=subprocess.PIPE) as program:
+        try:
+            yield program.stdout
+        finally:
+            program.kill()
 
 
 def _build_space_error(archive: Path, folder: Path, reason: str) -> ClusterError:

@@ -20,7 +20,8 @@ GUEST_DIR = "/sandbox"
 LOWER_DIR = f"{GUEST_DIR}/root"
 """The root file system as it was, for comparison."""
 SERVER_SCRIPTS = tuple(
-    Path(__file__).parents[1] / name for name in ("command_server.py", "sandbox_files.py")
+    Path(__file__).parents[1] / name
+    for name in ("command_server.py", "sandbox_files.py", "unpacked_tree.py")
 )
 """The server, which is started, and what it imports."""
 MAX_OPEN_FILES = 4096

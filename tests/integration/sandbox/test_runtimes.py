@@ -166,6 +166,17 @@ def test_files_go_in_and_out_and_pipes_hold_nobody_up(runtime: Runtime) -> None:
     play(runtime, scene)
 
 
+def test_a_file_that_is_only_long_is_not_read() -> None:
+    async def run() -> None:
+        async with start(make_runtime("bwrap"), SandboxSpec()) as sandbox:
+            await sandbox.exec("truncate -s 1000M sparse; echo held >> sparse")
+            with pytest.raises(OSError, match="longer than 67108864 bytes"):
+                await sandbox.get("sparse")
+            assert len(await sandbox.snapshot()) < 100_000
+
+    asyncio.run(run())
+
+
 def test_a_snapshot_makes_another_sandbox_alike(runtime: Runtime) -> None:
     async def scene(sandbox: Sandbox) -> None:
         await sandbox.exec("mkdir -p a/b; echo text > a/b/c; ln -s c a/b/link; chmod 500 a/b")

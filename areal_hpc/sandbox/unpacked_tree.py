@@ -1,0 +1,301 @@
+"""Folder that archives are unpacked into, of which none is trusted to stay in it.
+
+Standard library only: sandboxes run it too. Links on the way to a file are followed as if the folder
+were the root. Files, folders and links are written; devices, pipes and what links to them are left
+out, and so are the set-user-ID and set-group-ID bits. `tarfile` reads, and extracts nothing: its own
+filters were left by CVE-2025-4517.
+"""
+
+import os
+import stat
+import tarfile
+from collections.abc import Iterator
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+WHITEOUT_PREFIX, _OPAQUE_NAME = ".wh.", ".wh..wh..opq"
+"""In a layer of an image: a file of that name removes another, or all that lower layers have."""
+_MAX_LINKS = 40
+_FILE_MODE_BITS = 0o1777
+_MAX_READ_BYTES = 4 << 20
+_PIECE_BYTES = 1 << 20
+
+
+class ArchiveTooLargeError(ValueError):
+    """There is more in an archive than may be unpacked."""
+
+
+class BoundedStream:
+    """A stream for tarfile, up to so many bytes, never more than a few MiB at once.
+
+    A header that is longer than that is no header. `can_go_back`: the stream can, too.
+    """
+
+    def __init__(self, stream: Any, max_bytes: int, *, can_go_back: bool = False) -> None:
+        self._stream, self._max_bytes, self._position = stream, max_bytes, 0
+        self._can_go_back = can_go_back
+
+    def seekable(self) -> bool:
+        """As tarfile asks, which reads members in their order."""
+        return True
+
+    def tell(self) -> int:
+        """The position from which is read."""
+        return self._position
+
+    def seek(self, position: int) -> None:
+        """Go to a position.
+
+        Raises:
+            ValueError: It was passed, and the stream does not go back.
+        """
+        if self._can_go_back:
+            self._position = self._stream.seek(position)
+        if position < self._position:
+            raise ValueError("its parts are not in their order")
+        while self._position < position:
+            if not self.read(min(_PIECE_BYTES, position - self._position)):
+                return
+
+    def read(self, size: int) -> bytes:
+        """As of any stream.
+
+        Raises:
+            ArchiveTooLargeError: That is too much.
+        """
+        if size > _MAX_READ_BYTES or self._position > self._max_bytes:
+            raise ArchiveTooLargeError(
+                f"it has a header of {size} bytes"
+                if size > _MAX_READ_BYTES
+                else f"it is longer than {self._max_bytes} bytes"
+            )
+        pieces = []
+        while size and (piece := self._stream.read(size)):
+            pieces.append(piece)
+            size -= len(piece)
+        self._position += sum(map(len, pieces))
+        return b"".join(pieces)
+
+
+class UnpackedTree:
+    """A folder that grows by archives.
+
+    Args:
+        folder: Where it is.
+        max_bytes: What files may hold together; a longer archive, or one with longer headers, is
+            refused before more of it is read.
+        max_files: Files, folders and links.
+        skipped_folders: Folders at the top in which nothing is kept.
+        follows_links: Where an archive has a folder, a link to one will do.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        max_bytes: int,
+        max_files: int,
+        skipped_folders: tuple[str, ...] = (),
+        follows_links: bool = False,
+    ) -> None:
+        self._root = str(folder.resolve()).rstrip("/")
+        self._bytes_left, self._files_left = max_bytes, max_files
+        self._skipped_folders, self._follows_links = skipped_folders, follows_links
+        self._modes: dict[str, int] = {}
+        self._links: set[str] = set()
+        self._new: set[str] = set()
+        self._left_out: set[str] = set()
+
+    def write_archive(self, stream: Any, *, is_layer: bool = False) -> None:
+        """Write what a tar has, read from a stream; also remove what it says as an image's layer.
+
+        Raises:
+            ValueError: A name leads nowhere, or there is too much (`ArchiveTooLargeError`).
+            tarfile.TarError: It is no tar.
+            OSError: A file cannot be written.
+        """
+        self._new = set()
+        # Beside content each member takes a few blocks.
+        most = 2 * self._bytes_left + 8192 * self._files_left
+        bounded: Any = BoundedStream(stream, most)
+        with tarfile.open(fileobj=bounded, mode="r:") as archive:
+            while (member := archive.next()) is not None:
+                archive.members.clear()  # tarfile would keep them all
+                self._files_left -= 1
+                if self._files_left < 0:
+                    raise ArchiveTooLargeError("it has too many files")
+                self._apply_member(archive, member, is_layer)
+
+    def apply_folder_modes(self, owner_bits: int = 0) -> None:
+        """Give folders their modes, now that all is written; `owner_bits` are set in any case."""
+        for path, mode in sorted(self._modes.items(), reverse=True):  # one may be closed
+            # Something later may have put a link in the place of the folder, or of one above it.
+            if Path(path).is_dir() and (self._follows_links or os.path.realpath(path) == path):
+                Path(path).chmod(mode & _FILE_MODE_BITS | owner_bits)
+
+    def remove_links_leading_out(self) -> int:
+        """Remove links that do not end in the folder, all the way; how many those were."""
+        removed = set[str]()
+        while leading_out := {path for path in self._links if not self._ends_within(path)}:
+            for path in leading_out:  # another may have led through it
+                Path(path).unlink()
+            self._links -= leading_out
+            removed |= leading_out
+        return len(removed)
+
+    @property
+    def left_out_count(self) -> int:
+        """Members that are no files, folders or links, and hard links to those."""
+        return len(self._left_out)
+
+    def _apply_member(
+        self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, is_layer: bool
+    ) -> None:
+        parts = [one for one in PurePosixPath("/", tar_member.name).parts[1:] if one != "."]
+        if not parts or self._is_below_skipped_folder(parts):
+            return
+        name = parts[-1].removeprefix(WHITEOUT_PREFIX) if is_layer else parts[-1]
+        if name in ("", ".", ".."):
+            raise ValueError(f"there is a file {tar_member.name}")
+        folder = self._resolve_and_make_folder(parts[:-1])
+        if is_layer and parts[-1] == _OPAQUE_NAME:
+            self._remove_entries_of_lower_layers(folder)
+        elif is_layer and name != parts[-1]:
+            remove_all(f"{folder}/{name}")
+        else:
+            self._write_member(archive, tar_member, f"{folder}/{name}")
+
+    def _write_member(
+        self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str
+    ) -> None:
+        self._new.add(path)
+        self._left_out.discard(path)
+        if tar_member.isdir():
+            is_link = Path(path).is_symlink() and not self._follows_links
+            if is_link or not Path(path).is_dir():
+                remove_all(path)
+                Path(path).mkdir()
+            self._modes[path] = tar_member.mode
+            return
+        if tar_member.islnk():
+            self._hard_link_member(tar_member, path)
+            return
+        remove_all(path)
+        if not (tar_member.isfile() or tar_member.issym()):
+            self._left_out.add(path)
+            return
+        if tar_member.issym():
+            Path(path).symlink_to(tar_member.linkname)
+            self._links.add(path)
+        else:
+            self._write_file(archive, tar_member, path)
+        os.utime(path, (tar_member.mtime, tar_member.mtime), follow_symlinks=False)
+
+    def _write_file(self, archive: tarfile.TarFile, tar_member: tarfile.TarInfo, path: str) -> None:
+        """Write the parts of a file that hold something; the rest of a sparse one takes nothing."""
+        content = archive.extractfile(tar_member)
+        assert content is not None
+        parts: list[tuple[int, int]] = getattr(tar_member, "sparse", None) or [(0, tar_member.size)]
+        self._bytes_left -= sum(size for _, size in parts)
+        if self._bytes_left < 0:
+            raise ArchiveTooLargeError("its files are too large")
+        with Path(path).open("xb") as file:
+            for offset, size in parts:
+                content.seek(offset)
+                file.seek(offset)
+                while size and (piece := content.read(min(size, _PIECE_BYTES))):
+                    file.write(piece)
+                    size -= len(piece)
+            file.truncate(tar_member.size)
+        Path(path).chmod(tar_member.mode & _FILE_MODE_BITS)
+
+    def _hard_link_member(self, tar_member: tarfile.TarInfo, path: str) -> None:
+        """Make a hard link, unless what it links to was left out."""
+        *folders, name = PurePosixPath("/", tar_member.linkname).parts[1:]
+        source = f"{self._resolve_and_make_folder(folders)}/{name}"
+        if source == path:
+            return
+        remove_all(path)
+        if source in self._left_out or self._is_below_skipped_folder([*folders, name]):
+            self._left_out.add(path)
+        elif not os.path.lexists(source):
+            raise ValueError(
+                f"{tar_member.name} is a hard link to {tar_member.linkname}, which is missing"
+            )
+        else:
+            os.link(source, path, follow_symlinks=False)
+            if source in self._links:
+                self._links.add(path)
+
+    def _resolve_and_make_folder(self, path_parts: list[str]) -> str:
+        """The folder of this machine that a path in the archive means; it is made."""
+        place, pending, links = list[str](), list(reversed(path_parts)), 0
+        while pending:
+            part = pending.pop()
+            if part in ("..", ".", "/"):
+                place = place[:-1] if part == ".." else [] if part == "/" else place
+                continue
+            path = "/".join([self._root, *place, part])
+            if Path(path).is_symlink():
+                links += 1
+                if links > _MAX_LINKS:
+                    raise ValueError(f"too many links at {'/'.join(path_parts)}")
+                pending += reversed(PurePosixPath(Path(path).readlink()).parts)
+                continue
+            if not Path(path).is_dir():
+                remove_all(path)
+                Path(path).mkdir()
+            place.append(part)
+        return "/".join([self._root, *place])
+
+    def _ends_within(self, link: str) -> bool:
+        """True if a link, and all that it leads through, never leaves the folder."""
+        place: list[str] = []
+        pending, links = list(reversed(PurePosixPath(link.removeprefix(self._root)).parts[1:])), 0
+        while pending:
+            part = pending.pop()
+            path = "/".join([self._root, *place, part])
+            if part == "/" or (part == ".." and not place):
+                return False
+            if part == "..":
+                place.pop()
+            elif Path(path).is_symlink():
+                links += 1
+                if links > _MAX_LINKS:
+                    return False
+                pending += reversed(PurePosixPath(Path(path).readlink()).parts)
+            else:
+                place.append(part)
+        return True
+
+    def _remove_entries_of_lower_layers(self, folder: str) -> None:
+        """Remove of a folder what lower layers have put there."""
+        for entry in os.scandir(folder):
+            if entry.path not in self._new:
+                remove_all(entry.path)
+
+    def _is_below_skipped_folder(self, path_parts: list[str]) -> bool:
+        return path_parts[0] in self._skipped_folders and len(path_parts) > 1
+
+
+def remove_all(path: str) -> None:
+    """Remove a file or a folder; of a folder that is a mount only what is in it."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return
+    if not stat.S_ISDIR(mode):
+        Path(path).unlink()
+        return
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        Path(path).chmod(0o700)  # one may be closed to its owner too
+    for entry in os.scandir(path):
+        remove_all(entry.path)
+    if os.path.realpath(path) not in read_mount_points():  # of the same device, perhaps
+        Path(path).rmdir()
+
+
+def read_mount_points() -> Iterator[str]:
+    """Folders and files on which something is mounted."""
+    for line in Path("/proc/self/mountinfo").read_bytes().splitlines():
+        yield line.split()[4].decode("unicode_escape")

@@ -1,0 +1,145 @@
+"""Archives that try to leave their folder, or to fill the machine."""
+
+import contextlib
+import io
+import os
+import tarfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from areal_hpc.agents.harness.harness_folder import _unpack
+from areal_hpc.sandbox.sandbox_files import add_file
+from areal_hpc.sandbox.unpacked_tree import ArchiveTooLargeError, UnpackedTree
+
+Entry = tuple[str, bytes, str | bytes]
+"""A name, a type of tar, its link or its content."""
+FILE, LINK, HARD = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE
+LONG = "d" * 247
+
+
+def make_archive(entries: Iterable[Entry]) -> bytes:
+    stream = io.BytesIO()
+    with tarfile.open(fileobj=stream, mode="w") as archive:
+        for name, kind, content in entries:
+            member = tarfile.TarInfo(name)
+            member.type, member.mode = kind, 0o644
+            if isinstance(content, str):
+                member.linkname = content
+            else:
+                member.size = len(content)
+            archive.addfile(member, io.BytesIO(content) if isinstance(content, bytes) else None)
+    return stream.getvalue()
+
+
+def build_realpath_overflow(home: str) -> list[Entry]:
+    """As of CVE-2025-4517: a link through which realpath(3) sees no more, as it gets too long."""
+    entries: list[Entry] = []
+    path = ""
+    for letter in "abcdefghijklmnop":
+        entries += [(f"{path}{LONG}", tarfile.DIRTYPE, b""), (f"{path}{letter}", LINK, LONG)]
+        path += f"{LONG}/"
+    links = "/".join("abcdefghijklmnop")
+    entries.append((f"{links}/{'l' * 254}", LINK, "../" * 16))
+    entries.append(("escape", LINK, f"{links}/{'l' * 254}/../{'../' * 30}{home}"))
+    return entries
+
+
+ESCAPES: dict[str, Any] = {
+    "a path longer than realpath reads": lambda home: [
+        *build_realpath_overflow(home),
+        ("flag", HARD, "escape/marker"),
+        ("flag", FILE, b"forged"),
+        ("escape/new", FILE, b"forged"),
+    ],
+    "a link through a link that goes up": lambda home: [
+        ("d/e/l", LINK, "../.."),
+        ("answer.txt", LINK, "d/e/l/../home/marker"),
+    ],
+    "a link before the link that it goes through": lambda home: [
+        ("answer.txt", LINK, "d/e/l/../home/marker"),
+        ("d/e/l", LINK, "../.."),
+    ],
+    "names": lambda home: [(f"{'../' * 30}{home}/new", FILE, b"x"), (f"{home}/new", FILE, b"x")],
+    "an absolute link": lambda home: [("a", LINK, f"/{home}"), ("a/new", FILE, b"x")],
+    "a file through a link": lambda home: [
+        ("a", LINK, f"{'../' * 30}{home}"),
+        ("a/new", FILE, b""),
+    ],
+    "a hard link": lambda home: [("a", HARD, f"{'../' * 30}{home}/marker"), ("a", FILE, b"x")],
+    "a hard link to a link": lambda home: [
+        ("a", LINK, f"{'../' * 30}{home}/marker"),
+        ("answer.txt", HARD, "a"),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ESCAPES)
+def test_no_archive_of_a_program_leaves_its_folder(name: str, tmp_path: Path) -> None:
+    """Neither while it is unpacked nor when somebody follows what was unpacked."""
+    home, target = tmp_path / "home", tmp_path / "target"
+    home.mkdir()
+    target.mkdir()
+    (home / "marker").write_text("the user's")
+    archive = make_archive(ESCAPES[name](str(home).lstrip("/")))
+    with contextlib.suppress(ValueError, OSError):  # refused: a link to nothing, a path too long
+        _unpack(archive, target)
+    assert [one.name for one in home.iterdir()] == ["marker"]
+    assert (home / "marker").read_text() == "the user's"
+    for folder, folders, files in os.walk(target):
+        for one in (*folders, *files):
+            assert Path(os.path.realpath(f"{folder}/{one}")).is_relative_to(target), one
+
+
+def test_what_git_and_npm_link_stays_and_nothing_but_files_comes_along(tmp_path: Path) -> None:
+    entries: list[Entry] = [
+        ("node_modules/tool/cli.js", FILE, b"run"),
+        ("node_modules/.bin/tool", LINK, "../tool/cli.js"),
+        ("current", LINK, "node_modules"),
+        ("venv/python", LINK, "/usr/bin/python3"),
+        ("pipe", tarfile.FIFOTYPE, b""),
+        ("disk", tarfile.BLKTYPE, b""),
+        (".wh.file", FILE, b"kept"),
+    ]
+    assert _unpack(make_archive(entries), tmp_path) == 1
+    assert (tmp_path / "current/.bin/tool").read_bytes() == b"run"
+    found = sorted(str(one.relative_to(tmp_path)) for one in tmp_path.glob("**/*"))
+    assert found == [
+        *[".wh.file", "current", "node_modules", "node_modules/.bin", "node_modules/.bin/tool"],
+        *["node_modules/tool", "node_modules/tool/cli.js", "venv"],
+    ]
+
+
+def test_there_is_an_end_to_what_an_archive_may_hold(tmp_path: Path) -> None:
+    many = make_archive((f"{number}", FILE, b"") for number in range(11))
+    large = make_archive([("a", FILE, bytes(600)), ("b", FILE, bytes(600))])
+    for archive, said in ((many, "too many files"), (large, "too large")):
+        tree = UnpackedTree(tmp_path, max_bytes=1000, max_files=10)
+        with pytest.raises(ArchiveTooLargeError, match=said):
+            tree.write_archive(io.BytesIO(archive))
+    assert sum(one.stat().st_size for one in tmp_path.iterdir()) <= 1000
+
+
+def test_a_sparse_file_costs_what_it_holds(tmp_path: Path) -> None:
+    source, stream = tmp_path / "sparse", io.BytesIO()
+    with source.open("wb") as file:
+        for offset in (0, 5 << 30, 9 << 30):
+            file.seek(offset)
+            file.write(b"held")
+        file.truncate(1 << 40)
+    with tarfile.open(fileobj=stream, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        add_file(archive, str(source), "sparse")
+        add_file(archive, __file__, "plain")
+    assert len(stream.getvalue()) < 100_000
+    (tmp_path / "out").mkdir()
+    stream.seek(0)
+    tree = UnpackedTree(tmp_path / "out", max_bytes=100_000, max_files=2)
+    tree.write_archive(stream)
+    copy = tmp_path / "out" / "sparse"
+    assert (copy.stat().st_size, copy.stat().st_blocks < 100) == (1 << 40, True)
+    with copy.open("rb") as file:
+        file.seek(5 << 30)
+        assert file.read(6) == b"held\0\0"
+    assert (tmp_path / "out/plain").read_bytes() == Path(__file__).read_bytes()
