@@ -128,7 +128,7 @@ def add_file(archive: tarfile.TarFile, path: str, member_name: str) -> None:
         if member is not None and (member.isdir() or member.issym() or member.islnk()):
             archive.addfile(member)
         return
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
         parts = list_data_parts(file.fileno(), member.size)
         held = sum(size for _, size in parts)
         if held == member.size:

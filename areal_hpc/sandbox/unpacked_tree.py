@@ -1,9 +1,9 @@
 """Folder that archives are unpacked into, of which none is trusted to stay in it.
 
-Standard library only: sandboxes run it too. Links on the way to a file are followed as if the folder
-were the root. Files, folders and links are written; devices, pipes and what links to them are left
-out, and so are the set-user-ID and set-group-ID bits. `tarfile` reads, and extracts nothing: its own
-filters were left by CVE-2025-4517.
+Standard library only: sandboxes run it too. Links on the way to a file are followed as if the
+folder were the root. Files, folders and links are written; devices, pipes and what links to them
+are left out, and so are the set-user-ID and set-group-ID bits. `tarfile` reads, and extracts
+nothing: its own filters were left by CVE-2025-4517.
 """
 
 import os
