@@ -184,6 +184,8 @@ class TokenChunk(Struct, frozen=True):
     output_ids: list[int]
     logprobs: list[float]
     top_logprobs: list[TopLogprobs]
+    ends_with_stop_token: bool = False
+    """As of a `Generation`."""
 
 
 def decode_generation(server_url: str, answer: bytes) -> Generation:
@@ -291,7 +293,9 @@ class ChunkReader:
         new_text = self._text[self._sent_chars : safe]
         self._sent_chars = max(safe, self._sent_chars)
         self._is_sound = True
-        return TokenChunk(new_text, new_ids, [one[0] for one in new_logprobs], new_tops), whole
+        has_ended = whole is not None and whole.ends_with_stop_token
+        new_values = [one[0] for one in new_logprobs]
+        return TokenChunk(new_text, new_ids, new_values, new_tops, has_ended), whole
 
 
 def count_stop_prefix_chars(text: str, stop: Sequence[str]) -> int:

@@ -142,6 +142,9 @@ class AgentApi(ModelApi):
         yield Route("DELETE", "/responses/{response_id}", "session", answer)
         answer = stored.encode_input_items
         yield Route("GET", "/responses/{response_id}/input_items", "session", answer)
+        answer = stored.refuse_cancellation
+        yield Route("POST", "/responses/{response_id}/cancel", "session", answer)
+        yield Route("POST", "/responses/compact", "session", stored.refuse_compaction)
 
     async def _forward_generate(self, session: Session, body: GenerateBody) -> bytes:
         if self._passthrough is None:

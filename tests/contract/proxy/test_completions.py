@@ -112,6 +112,7 @@ def test_a_stream_tells_the_same_completion_as_a_whole_reply(stage: Stage, key: 
     for name, values in choice["logprobs"].items():
         assert [value for part in parts for value in part[name]] == values
     assert choice["logprobs"]["text_offset"][:2] == [0, 4]
+    assert "".join(choice["logprobs"]["tokens"]) == choice["text"]
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 

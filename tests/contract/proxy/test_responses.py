@@ -84,7 +84,7 @@ def test_streamed_and_whole_responses_are_the_same(stage: Stage, key: str, finis
     assert "".join(event["delta"] for event in shown) == content["text"] == "hello world"
     tokens = [token for event in shown for token in event["logprobs"]]
     assert tokens == content["logprobs"][: len(tokens)]
-    assert len(content["logprobs"]) == streamed["usage"]["output_tokens"]
+    assert "".join(token["token"] for token in content["logprobs"]) == content["text"]
     assert [one.reply["content"] for one in stage.journaled(key)] == ["hello world"] * 2
 
 
@@ -194,6 +194,9 @@ def test_only_stored_responses_are_retrieved_by_their_session(stage: Stage, key:
     assert status_of(key, stored) == 200
     assert status_of(key, hidden) == status_of(other, stored) == status_of(key, "") == 404
     assert status_of(key, stored, "PUT") == 405
+    for path, status in ((f"{stored}/cancel", 400), (f"{hidden}/cancel", 404), ("compact", 400)):
+        answer = stage.post(f"/v1/responses/{path}", {}, key)
+        assert (answer.status_code, "allow" in answer.headers) == (status, False)
     refused = ask(stage, other, "and?", previous_response_id=stored)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "previous_response_id")
     assert stored in refused.json()["error"]["message"]

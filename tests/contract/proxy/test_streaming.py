@@ -84,6 +84,7 @@ def test_streamed_logprobs_are_those_of_every_token(stage: Stage, key: str) -> N
     tokens = [token for part in parts for token in part["content"]]
     whole = stage.chat(key, QUESTION, logprobs=True, top_logprobs=2).json()["choices"][0]
     assert tokens == whole["logprobs"]["content"]
+    assert "".join(token["token"] for token in tokens) == whole["message"]["content"]
 
 
 @pytest.mark.usefixtures("pieces")

@@ -65,8 +65,9 @@ class _ChatExchange(ChoiceExchange):
 
     def format_delta(self, delta: ReplyChunk) -> bytes:
         said, chunks = delta.said, [self._format_first_chunk_once(delta.choice)]
-        logprobs = self._format_logprobs(delta.piece) if delta.piece.output_ids else None
-        if said.text or said.reasoning or logprobs is not None:
+        logprobs = self._format_logprobs(delta.piece)
+        logprobs = logprobs if logprobs and logprobs["content"] else None
+        if said.text or said.reasoning or logprobs:
             fields = {"reasoning_content": said.reasoning, "content": said.text}
             given = {name: text for name, text in fields.items() if text}
             chunks.append(self._format_chunk(delta.choice, given, logprobs=logprobs))

@@ -133,8 +133,12 @@ def format_usage(answers: Sequence[RecordedChoice]) -> dict[str, Any]:
 def format_logprobs(
     generated: Generation | TokenChunk, encoder: TokenEncoder
 ) -> list[dict[str, Any]]:
-    """Token, log-probability, bytes and likeliest alternatives of each token."""
+    """Token, log-probability, bytes and likeliest alternatives of each token.
+
+    They join to the text: the stop token, which is none of it, is left out as in OpenAI's.
+    """
     tops: Iterable[TopLogprobs] = generated.top_logprobs or [None] * len(generated.output_ids)
+    tokens = [*zip(generated.output_ids, generated.logprobs, tops, strict=True)]
     return [
         {
             **_format_token_logprob(token, logprob, encoder),
@@ -142,7 +146,7 @@ def format_logprobs(
                 _format_token_logprob(other, value, encoder) for value, other, _ in top or ()
             ],
         }
-        for token, logprob, top in zip(generated.output_ids, generated.logprobs, tops, strict=True)
+        for token, logprob, top in tokens[: len(tokens) - generated.ends_with_stop_token]
     ]
 
 

@@ -60,6 +60,28 @@ def hide_deleted_response(
     return msgspec.json.encode({"id": response_id, "object": "response", "deleted": True})
 
 
+def refuse_cancellation(session: Session, response_id: str, query: Query) -> bytes:
+    """Say why a Response is not cancelled.
+
+    Raises:
+        ProxyRequestError: 400; 404, there is none of this id.
+    """
+    _find_response(session, response_id)
+    problem = "only a Response that runs in the background can be cancelled, and none does here"
+    raise ProxyRequestError(400, problem, hint="close its connection while it is answered")
+
+
+def refuse_compaction(session: Session) -> bytes:
+    """Say why a history is not compacted.
+
+    Raises:
+        ProxyRequestError: 400.
+    """
+    problem = "histories are compacted on OpenAI's servers alone"
+    hint = "have the agent ask for a summary, and go on from that"
+    raise ProxyRequestError(400, problem, hint=hint)
+
+
 def encode_input_items(session: Session, response_id: str, query: Query) -> bytes:
     """The items that a Response answered, those of earlier Responses among them.
 
