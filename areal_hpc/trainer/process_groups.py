@@ -200,7 +200,7 @@ def _choose_and_set_device(device_setting: str, local_rank: int) -> torch.device
         raise ClusterError(
             f"local rank {local_rank} of the trainer needs a GPU of its own, and {visible} are "
             f"visible to it ({find_visible_gpus(os.environ).source})",
-            key="cluster.slurm.srun_flags",
+            key="cluster.slurm.srun",
             hint="show each task one GPU (--gpus-per-task=1), or all of its node's (no --gpu-bind)",
         )
     torch.cuda.set_device(index)

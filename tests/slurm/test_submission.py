@@ -115,7 +115,7 @@ def test_held_jobs_are_released_by_resume(
 def test_resume_submits_only_what_is_missing(
     cluster: Devcluster, run: Submitting, tmp_path: Path
 ) -> None:
-    waits = "cluster.slurm.sbatch_flags=[--begin=now+1hour]"  # a job that ran might end by itself
+    waits = "cluster.slurm.sbatch.begin=now+1hour"  # a job that ran might end by itself
     said_by(run.submit(TIGHT, waits, *light_overrides(tmp_path)))
     before = recorded(run)
     cluster.slurm("scancel", before["cell-1"])

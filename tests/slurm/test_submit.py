@@ -94,9 +94,9 @@ def test_refusals_cancel_all(cluster: Devcluster, run: Submitting, light: tuple[
 
 SWEEP = ("--sweep", "sft.optimizer.lr=1e-3,3e-3")
 ALL_BUT_SFT_HELD = (
-    "cluster.slurm.jobs.trainer.sbatch_flags=[--hold]",
-    "cluster.slurm.jobs.cell.sbatch_flags=[--hold]",
-    "cluster.slurm.jobs.sft.sbatch_flags=[]",
+    "cluster.slurm.jobs.trainer.sbatch.hold=true",
+    "cluster.slurm.jobs.cell.sbatch.hold=true",
+    "cluster.slurm.jobs.sft.sbatch={}",
 )
 
 

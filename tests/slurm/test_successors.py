@@ -32,7 +32,7 @@ TWO = "cluster.slurm.successors=1"
 TIGHT = "cluster.slurm.mem=100M"
 LOOKS_S = 7.0
 """Three looks of a caretaker of a test's job: what is missing at two it submits."""
-LATER = "cluster.slurm.sbatch_flags=[--begin=now+1hour]"
+LATER = "cluster.slurm.sbatch.begin=now+1hour"
 """A job that ran might end by itself."""
 
 

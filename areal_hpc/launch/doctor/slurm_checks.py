@@ -9,7 +9,7 @@ from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.doctor.checks import CheckResult, fail, ok, warn
 from areal_hpc.launch.doctor.partition_checks import get_options_by_sample_job
 from areal_hpc.launch.doctor.subject import DoctorSubject
-from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_training_cell_job
 from areal_hpc.slurm.batch_script.container import spell_pyxis_image
 from areal_hpc.slurm.commands import run_slurm_command
@@ -108,7 +108,7 @@ def get_sbatch_placement_flags(options: JobOptions) -> tuple[str, ...]:
     named = ("partition", "account", "qos", "constraint", "reservation")
     values = {name: getattr(options, name) for name in named}
     told = (f"--{name}={value}" for name, value in values.items() if value)
-    return (*told, *(options.sbatch_flags or ()))
+    return (*told, *format_flags(options.sbatch))
 
 
 def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
@@ -141,10 +141,8 @@ def check_container(doctor_subject: DoctorSubject) -> Iterator[CheckResult]:
 def judge_gpus_by_task(slurm: SlurmConfig) -> Iterator[CheckResult]:
     """Whether tasks in containers of pyxis would get GPUs of their own. Pure."""
     kinds = (slurm, slurm.jobs.trainer, slurm.jobs.cell, slurm.jobs.sft, slurm.jobs.evaluation)
-    flags = [
-        flag for kind in kinds for flag in (*(kind.sbatch_flags or ()), *(kind.srun_flags or ()))
-    ]
-    if slurm.container.kind == "pyxis" and any(f.startswith("--gpus-per-task") for f in flags):
+    names = [name for kind in kinds for flags in (kind.sbatch, kind.srun) for name in flags or {}]
+    if slurm.container.kind == "pyxis" and "gpus-per-task" in names:
         yield warn(
             "GPUs by task",
             "with --gpus-per-task only one task of a container of pyxis may see a GPU (pyxis#73)",

@@ -35,8 +35,8 @@ HOST_BYTES_PER_GPU_PROCESS = 8 * GIB
 """A process with CUDA's libraries, pinned buffers and its part of the weights as they load."""
 HOST_BYTES_FOR_CPU_PROCESSES = 8 * GIB
 """Everything on a node that uses no GPU: ledger, or proxy, driver and agents."""
-_FLAGS_THAT_SET_CPUS = ("--cpus-per-gpu", "--exclusive", "--cores-per-socket")
-_FLAGS_THAT_SET_MEMORY = ("--mem", "--mem-per-cpu", "--mem-per-gpu", "--exclusive")
+_FLAGS_THAT_SET_CPUS = {"cpus-per-gpu", "exclusive", "cores-per-socket"}
+_FLAGS_THAT_SET_MEMORY = {"mem", "mem-per-cpu", "mem-per-gpu", "exclusive"}
 
 
 def add_cpu_and_memory_options(recipe: Recipe, jobs: Sequence[JobSpec]) -> SlurmConfig:
@@ -77,14 +77,15 @@ def _derive_cpu_and_memory_options(
 ) -> dict[str, int | str]:
     if options.exclusive:
         return {}
+    flags = options.sbatch or {}
     derived: dict[str, int | str] = {}
-    if options.cpus_per_task is None and not _has_flag(options, _FLAGS_THAT_SET_CPUS):
+    if options.cpus_per_task is None and not _FLAGS_THAT_SET_CPUS.intersection(flags):
         derived["cpus_per_task"] = (
             job.gpus_per_task * CPUS_PER_SERVER_GPU + CPUS_PER_CELL_NODE
             if job.is_task_a_node
             else CPUS_PER_RANK
         )
-    if options.mem is None and not _has_flag(options, _FLAGS_THAT_SET_MEMORY):
+    if options.mem is None and not _FLAGS_THAT_SET_MEMORY.intersection(flags):
         tasks_per_node = compute_resources(job, options).tasks_per_node
         size = (
             tasks_per_node * job.gpus_per_task * HOST_BYTES_PER_GPU_PROCESS
@@ -115,8 +116,3 @@ def _estimate_trainer_host_bytes_per_node(recipe: Recipe, tasks_per_node: int, k
     return tasks_per_node * (
         estimate_checkpoint_copy_bytes(arch, recipe.trainer, critic) + offloaded
     )
-
-
-def _has_flag(options: JobOptions, names: Sequence[str]) -> bool:
-    flags = (flag.partition("=")[0] for flag in options.sbatch_flags or ())
-    return any(flag in names for flag in flags)

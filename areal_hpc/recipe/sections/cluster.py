@@ -5,20 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, StrictBool, field_validator, model_validator
 
 from areal_hpc.recipe.base import BaseConfig
 from areal_hpc.rundir.privacy import Readers
 from areal_hpc.rundir.rendezvous import EVALUATION_CELL, is_cell_job
 
 PositiveInt = Annotated[int, Field(ge=1)]
-FLAG_PATTERN = r"^--[a-z][a-z0-9-]*(=.*)?$"
 WantedGpus = (
     Literal["auto", "none"]
     | PositiveInt
     | Annotated[tuple[Annotated[int, Field(ge=0)] | str, ...], Field(min_length=1)]
 )
-SlurmFlags = tuple[Annotated[str, Field(pattern=FLAG_PATTERN)], ...]
+FlagName = Annotated[str, Field(pattern="^[a-z][a-z0-9-]*$")]
+SlurmFlags = dict[FlagName, StrictBool | int | str]
+"""Name of an option without its dashes -> its value; true for an option without one."""
 _REFUSED_SBATCH_FLAGS = {
     "array": "`areal-hpc submit --sweep KEY=V1,V2` submits runs as arrays",
     "clusters": "jobs of a run are watched and requeued on one cluster; submit on that one",
@@ -73,21 +74,26 @@ class JobOptions(BaseConfig):
     """When to write: `END,FAIL`."""
     comment: str | None = None
     """Text appended to the job comment, after the run directory."""
-    sbatch_flags: SlurmFlags | None = None
-    """Further options of sbatch: `--nice=100`."""
-    srun_flags: SlurmFlags | None = None
-    """Further options of srun, which starts the tasks: `--cpu-bind=cores`."""
+    sbatch: SlurmFlags | None = None
+    """Further options of sbatch: `{nice: 100, contiguous: true}`."""
+    srun: SlurmFlags | None = None
+    """Further options of srun, which starts the tasks: `{cpu-bind: cores}`."""
     setup: tuple[str, ...] | None = None
     """Shell lines before the tasks start: `module load cuda`."""
 
-    @field_validator("sbatch_flags")
+    @field_validator("sbatch")
     @classmethod
     def _refuse_flags_that_break_runs(cls, flags: SlurmFlags | None) -> SlurmFlags | None:
-        for flag in flags or ():
-            name = flag.removeprefix("--").partition("=")[0]
+        for name in flags or {}:
             if name in _REFUSED_SBATCH_FLAGS:
                 raise ValueError(f"--{name} is refused: {_REFUSED_SBATCH_FLAGS[name]}")
         return flags
+
+
+def format_flags(flags: SlurmFlags | None) -> list[str]:
+    """The options as words of a command line; those that are false stay out."""
+    set_flags = {name: value for name, value in (flags or {}).items() if value is not False}
+    return [f"--{name}" if set_ is True else f"--{name}={set_}" for name, set_ in set_flags.items()]
 
 
 class JobKindOptions(BaseConfig):

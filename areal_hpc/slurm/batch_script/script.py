@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig
+from areal_hpc.recipe.sections.cluster import JobOptions, SlurmConfig, format_flags
 from areal_hpc.rundir.jobs import JobSpec
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.rundir.rendezvous import is_training_cell_job
@@ -197,7 +197,7 @@ def _build_job_request(
     )
     folder = JobPaths(run_context.jobs_dir / job.name).submitit_dir
     excluded = ",".join(filter(None, (options.exclude, *run_context.excluded_nodes)))
-    srun_args = [*contained.srun_args, *(options.srun_flags or ())]
+    srun_args = [*contained.srun_args, *format_flags(options.srun)]
     if shape.gpus_per_node and shape.tasks_per_node > 1 and not _sets_task_placement(srun_args):
         # Tasks fill one socket after the other, as GPUs are numbered; by default they alternate.
         srun_args.append("--distribution=block:block")
@@ -247,10 +247,9 @@ def _build_additional_parameters(
     for name in ("reservation", "licenses"):
         if (value := getattr(options, name)) is not None:
             asked[name] = value
-    for flag in options.sbatch_flags or ():
-        name, equals, value = flag.removeprefix("--").partition("=")
-        asked[name] = value if equals else True
-    return asked
+    return asked | {
+        name: value for name, value in (options.sbatch or {}).items() if value is not False
+    }
 
 
 def _build_setup_lines(options: JobOptions, folder: Path, run_context: RunContext) -> list[str]:

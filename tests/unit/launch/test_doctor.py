@@ -160,7 +160,7 @@ def test_containers_without_munge_need_successors(
 @pytest.mark.parametrize(("kind", "warnings"), [("pyxis", 1), ("apptainer", 0)])
 def test_gpus_by_task_are_warned_of_in_containers_of_pyxis(kind: str, warnings: int) -> None:
     container = {"kind": kind, "train": "/a.sqsh", "serve": "/b.sqsh"}
-    jobs = {"cell": {"sbatch_flags": ["--gpus-per-task=1"]}}
+    jobs = {"cell": {"sbatch": {"gpus-per-task": 1}}}
     site = SlurmConfig.model_validate({"container": container, "jobs": jobs})
     assert len([*judge_gpus_by_task(site)]) == warnings
 

@@ -52,7 +52,7 @@ def test_what_the_site_says_is_kept_and_whole_nodes_are_left_whole() -> None:
     assert slurm.get_options_of_job("trainer").cpus_per_task == 4
     for overrides in (
         ["cluster.slurm.exclusive=true"],
-        ["cluster.slurm.sbatch_flags=['--mem-per-gpu=100G', '--cpus-per-gpu=8']"],
+        ["cluster.slurm.sbatch={mem-per-gpu: 100G, cpus-per-gpu: 8}"],
         ["trainer.device=cpu", "inference.device=cpu"],
     ):
         kept = recipe_of(*overrides)

@@ -94,7 +94,11 @@ def test_the_price_is_that_of_the_whole_time_limit() -> None:
         (job(), {"exclusive": True, "exclude": "n7"}, {"mem=0", "exclude=n7"}),
         (job(), {"licenses": "mat:1"}, {"licenses=mat:1"}),
         (job(), {"comment": "for the paper"}, {"comment='/runs/exp/trial for the paper'"}),
-        (job(), {"sbatch_flags": ["--nice=100", "--contiguous"]}, {"nice=100", "contiguous"}),
+        (
+            job(),
+            {"sbatch": {"nice": 100, "contiguous": True, "hold": False}},
+            {"nice=100", "contiguous"},
+        ),
         (job(), {"signal_before_end_s": 45}, {"signal=USR2@45", "requeue", "open-mode=append"}),
         (job(), {"requeue": False}, {"no-requeue"}),
     ],
@@ -108,7 +112,7 @@ def test_options_become_lines(spec: JobSpec, options: dict[str, Any], lines: set
 
 def test_srun_is_told_of_the_processors_and_python_is_quoted_after_the_set_up() -> None:
     setup = ["module load cuda"]
-    lines = script(job(), cpus_per_task=3, srun_flags=["--cpu-bind=cores"], setup=setup)
+    lines = script(job(), cpus_per_task=3, srun={"cpu-bind": "cores"}, setup=setup)
     assert " --cpus-per-task=3 --cpu-bind=cores '/env/train python' -u -m submitit" in lines[-1]
     assert "module load cuda" in lines[:-1]
 
@@ -116,7 +120,7 @@ def test_srun_is_told_of_the_processors_and_python_is_quoted_after_the_set_up() 
 def test_tasks_lie_beside_their_gpus_unless_the_site_places_them() -> None:
     ranks = job(tasks=4, gpus=1)
     assert " --distribution=block:block " in script(ranks, gpus_per_node=4)[-1]
-    placed = script(ranks, gpus_per_node=4, srun_flags=["--distribution=cyclic"])[-1]
+    placed = script(ranks, gpus_per_node=4, srun={"distribution": "cyclic"})[-1]
     assert placed.count("--distribution=") == 1
     assert "--distribution" not in script(job(gpus=4), gpus_per_node=4)[-1]
     assert "--distribution" not in script(job(tasks=4))[-1]
@@ -131,18 +135,18 @@ def test_a_job_that_depends_on_another_is_gone_when_that_fails() -> None:
 
 def test_flags_that_are_none_are_refused() -> None:
     with pytest.raises(ValueError, match="pattern"):
-        SlurmConfig.model_validate({"sbatch_flags": ["-N 4"]})
+        SlurmConfig.model_validate({"sbatch": {"-N": 4}})
 
 
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("--array=0-3", "submits runs as arrays"),
-        ("--clusters=a,b", "on one cluster"),
-        ("--cluster-constraint=fast", "federations are not supported"),
-        ("--het-group=1", "each job of a run is one of its own"),
+        ("array", "submits runs as arrays"),
+        ("clusters", "on one cluster"),
+        ("cluster-constraint", "federations are not supported"),
+        ("het-group", "each job of a run is one of its own"),
     ],
 )
 def test_flags_that_would_break_a_run_are_refused_by_name(flag: str, said: str) -> None:
-    with pytest.raises(ValueError, match=f"{flag.partition('=')[0]} is refused: .*{said}"):
-        SlurmConfig.model_validate({"jobs": {"cell": {"sbatch_flags": [flag]}}})
+    with pytest.raises(ValueError, match=f"--{flag} is refused: .*{said}"):
+        SlurmConfig.model_validate({"jobs": {"cell": {"sbatch": {flag: "1"}}}})

@@ -52,7 +52,7 @@ def test_too_few_gpus_are_counted(taken: list[int], monkeypatch: pytest.MonkeyPa
     assert "local rank 3 of the trainer needs a GPU of its own, and 2 are visible" in said
     assert "CUDA_VISIBLE_DEVICES='4,5'" in said
     assert "--gpu-bind" in said
-    assert "at: cluster.slurm.srun_flags" in said
+    assert "at: cluster.slurm.srun" in said
     assert taken == [1]
 
 

@@ -14,7 +14,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.launch.doctor.gpu.report import GpuCheckPlan, GpuReport, Unmeasured
-from areal_hpc.recipe.sections.cluster import JobOptions
+from areal_hpc.recipe.sections.cluster import JobOptions, format_flags
 from areal_hpc.rundir.jsonl import read_tail_lines
 from areal_hpc.rundir.paths import JobPaths
 from areal_hpc.slurm.commands import run_slurm_command
@@ -126,7 +126,7 @@ def build_examination_script(plan: GpuCheckPlan, options: JobOptions, request_fi
         srun.append(f"--cpus-per-task={options.cpus_per_task}")
     else:  # the node is the job's: its only task is not to be bound to one core
         srun.append("--cpu-bind=none")
-    srun += options.srun_flags or ()
+    srun += format_flags(options.srun)
     task = [plan.pythons["agents"], "-m", NODE_TASK_MODULE, str(request_file)]
     lines = ["#!/bin/bash", *(options.setup or ()), shlex.join([*srun, *task])]
     return "\n".join(lines) + "\n"
