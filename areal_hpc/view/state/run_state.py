@@ -12,7 +12,6 @@ from areal_hpc.rundir import rendezvous
 from areal_hpc.rundir.jsonl import read_readable_records
 from areal_hpc.rundir.paths import RunPaths
 from areal_hpc.rundir.telemetry.events import read_recent_events
-from areal_hpc.wire.http import WireClient
 from areal_hpc.wire.ledger import Empty, LedgerStatus
 from areal_hpc.wire.signing import RequestSigner
 
@@ -76,6 +75,8 @@ def _read_stamp(path: Path) -> tuple[int, ...]:
 
 
 def _fetch_ledger_status(paths: RunPaths) -> LedgerStatus | None:
+    from areal_hpc.wire.http import WireClient  # two HTTP libraries, that most commands do not need
+
     try:
         key = paths.service_key.read_text()
         endpoint = rendezvous.find_endpoint(paths.rendezvous_dir, rendezvous.LEDGER_SERVICE)
