@@ -293,17 +293,17 @@ def _shorten_id(call_id: str | None) -> str:
 
 def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any]) -> list[Message]:
     """The messages with what `replace` makes of the arguments of their calls."""
-    replaced = []
-    for message in messages:
-        if calls := message.get("tool_calls"):
-            functions = [{**one["function"]} for one in calls]
-            for function in functions:
-                function["arguments"] = replace(function.get("arguments"))
-            pairs = zip(calls, functions, strict=True)
-            calls = [{**call, "function": function} for call, function in pairs]
-            message = {**message, "tool_calls": calls}
-        replaced.append(message)
-    return replaced
+
+    def rewrite(call: dict[str, Any]) -> dict[str, Any]:
+        function = call["function"]
+        return {**call, "function": {**function, "arguments": replace(function.get("arguments"))}}
+
+    return [
+        {**one, "tool_calls": list(map(rewrite, calls))}
+        if (calls := one.get("tool_calls"))
+        else one
+        for one in messages
+    ]
 
 
 def _write_arguments(arguments: Any) -> str:

@@ -26,28 +26,25 @@ class _ToolTurn:
     """Calls of one reply, and what came back."""
 
     message: Message
-    reply: Message | None = None
+    reply: Message | None
     """The reply of ours that made them."""
-    calls: list[dict[str, Any]] = field(default_factory=list)
-    ids: set[str | None] = field(default_factory=set)
-    results: dict[int, Message] = field(default_factory=dict)
-    """By the index of a call."""
+    calls: dict[Any, tuple[dict[str, Any], list[Message]]] = field(default_factory=dict)
+    """Each with its result, if there is one; ours by their ids."""
     others: list[Message] = field(default_factory=list)
     """Results of none of them."""
 
     def list_messages(self) -> Iterator[Message]:
         """The turn in the order of its calls; as we said it, if the client kept what we said."""
-        order = list(range(len(self.calls)))
-        message = {**self.message, "tool_calls": self.calls}
+        calls, message = self.calls, dict(self.message)
         if self.reply is not None:
-            places = {call.get("id"): i for i, call in enumerate(self.reply["tool_calls"])}
-            order.sort(key=lambda i: places[self.calls[i]["id"]])
-            message["tool_calls"] = [self.calls[i] for i in order]
-            if len(places) == len(order):
-                is_merged = len(self.message["tool_calls"]) > len(order)
+            ids = [call.get("id") for call in self.reply["tool_calls"]]
+            calls = {name: calls[name] for name in ids if name in calls}
+            if len(calls) == len(ids):
+                is_merged = len(message["tool_calls"]) > len(ids)
                 message |= _find_our_texts(message, self.reply, is_merged)
-        yield message
-        yield from (self.results[i] for i in order if i in self.results)
+        yield {**message, "tool_calls": [call for call, _ in calls.values()]}
+        for _, result in calls.values():
+            yield from result
         yield from self.others
 
 
@@ -66,39 +63,35 @@ class _ToolRun:
 
     def __init__(self, reply_by_call_id: Mapping[str, Message]) -> None:
         self._reply_by_call_id = reply_by_call_id
-        self._turns: list[_ToolTurn] = []
-        self._turn_by_reply: dict[int, _ToolTurn] = {}
-        self._unanswered: dict[str | None, list[tuple[_ToolTurn, int]]] = {}
-        """Places of calls, by id."""
+        self._turns: dict[int, _ToolTurn] = {}
+        """By the identity of the reply, or of a message that no known reply is."""
+        self._unanswered: dict[str | None, list[list[Message]]] = {}
+        """Places for the results of calls, by id."""
 
     def add_calls(self, message: Message) -> None:
         """Add the calls of a message, each to the reply that made it if all are known."""
         replies = [self._reply_by_call_id.get(one.get("id")) for one in message["tool_calls"]]
-        foreign = _ToolTurn(message) if None in replies else None
-        for call, reply in zip(message["tool_calls"], replies, strict=True):
-            turn = foreign or self._turn_by_reply.get(id(reply)) or _ToolTurn(message, reply)
-            if not turn.calls:
-                self._turns.append(turn)
-                self._turn_by_reply[id(turn.reply)] = turn
-            if turn.reply is None or call["id"] not in turn.ids:  # a client may repeat one
-                place = (turn, len(turn.calls))
-                self._unanswered.setdefault(call.get("id"), []).append(place)
-                turn.calls.append(call)
-                turn.ids.add(call.get("id"))
+        is_known = None not in replies
+        for i, (call, reply) in enumerate(zip(message["tool_calls"], replies, strict=True)):
+            maker, name = (reply, call["id"]) if is_known else (None, i)
+            turn = self._turns.setdefault(id(maker or message), _ToolTurn(message, maker))
+            if name not in turn.calls:  # a client may repeat one
+                turn.calls[name] = (call, [])
+                self._unanswered.setdefault(call.get("id"), []).append(turn.calls[name][1])
 
     def add_result(self, message: Message) -> bool:
         """Add a result to the last call that it may answer; False if there are no calls."""
+        if not self._turns:
+            return False
         call_id = message.get("tool_call_id")
-        if call_id is not None and (places := self._unanswered.get(call_id)):
-            turn, index = places.pop()
-            turn.results[index] = message
-        elif self._turns:
-            self._turns[-1].others.append(message)
-        return bool(self._turns)
+        places = self._unanswered.get(call_id) if call_id is not None else None
+        last_turn = next(reversed(self._turns.values()))
+        (places.pop() if places else last_turn.others).append(message)
+        return True
 
     def list_messages(self) -> Iterator[Message]:
         """The turns in the order in which their first calls came."""
-        for turn in self._turns:
+        for turn in self._turns.values():
             yield from turn.list_messages()
 
 

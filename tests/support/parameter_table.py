@@ -7,10 +7,8 @@ from typing import Any
 import msgspec
 from msgspec import inspect
 
-from areal_hpc.proxy.dialects.parameters_without_effect import (
-    is_ignored_param,
-    list_struct_types_in_unions,
-)
+from areal_hpc.proxy.dialects.declared_objects import list_struct_types
+from areal_hpc.proxy.dialects.parameters_without_effect import is_ignored_param
 from areal_hpc.proxy.dialects.refused_parameters import (
     REFUSED_SAMPLING_OF_OTHER_ENGINES,
     RefusedParamRule,
@@ -46,7 +44,7 @@ def _list_request_fields(request_type: type[msgspec.Struct]) -> Iterable[inspect
 
 def _list_ignored_params_within(declared_type: inspect.Type, prefix: str) -> Iterator[str]:
     for below, suffix in _list_object_types_within(declared_type):
-        for struct in list_struct_types_in_unions(below):
+        for struct in list_struct_types(below):
             for field in struct.fields:
                 name = f"{prefix}{suffix}{field.encode_name}"
                 if is_ignored_param(field.type):

@@ -12,8 +12,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.parameters_without_effect import drop_null_params
-from areal_hpc.proxy.dialects.undeclared_parameters import drop_or_refuse_undeclared_members
+from areal_hpc.proxy.dialects.undeclared_parameters import keep_declared_members
 from areal_hpc.proxy.engine.model_call import ServedModel, ToolChoice
 from areal_hpc.wire.trajectory import MAX_TEMPERATURE
 
@@ -65,13 +64,9 @@ def decode_request_json(
                 body = _replace_lone_surrogates(body)
         try:
             return decoder.decode(body)
-        except msgspec.ValidationError:  # perhaps of a null, which few requests hold
-            body = drop_null_params(bytes(body), json_type)
-        try:
-            return decoder.decode(body)
-        except msgspec.ValidationError:
+        except msgspec.ValidationError:  # perhaps of what few requests hold
             return decoder.decode(
-                drop_or_refuse_undeclared_members(bytes(body), json_type, key, unknown_params)
+                keep_declared_members(bytes(body), json_type, key, unknown_params)
             )
     except msgspec.ValidationError as error:
         raise _to_request_error(str(error), key) from error

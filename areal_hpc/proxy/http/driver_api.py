@@ -298,7 +298,7 @@ class DriverApi:
     def keep_failed(self, request: wire.KeepFailedSessionRequest) -> wire.KeepFailedSessionReply:
         """Keep an ended session whose episode failed. Repeating it is harmless."""
         sealer = self._require_sealer()
-        if (kept := sealer.find_past_keep_decision(request.session_id)) is not None:
+        if (kept := sealer.untrained.find_past_keep_decision(request.session_id)) is not None:
             return wire.KeepFailedSessionReply(kept)
         session = self._require_session(request.session_id)
         name = f"session {request.session_id!r}"
@@ -310,7 +310,7 @@ class DriverApi:
             raise ProxyRequestError(409, problem, key="session_id")
         if not session.ended:
             raise ProxyRequestError(409, f"{name} is open", key="session_id")
-        return wire.KeepFailedSessionReply(sealer.keep_or_drop_failed(request))
+        return wire.KeepFailedSessionReply(sealer.untrained.keep_or_drop_failed(request))
 
     def list_conversations(
         self, request: wire.ListConversationsRequest

@@ -83,44 +83,27 @@ class GoogleApi(ModelApi):
 
         for prefix in GOOGLE_PREFIXES:
             named = prefix + _MODEL
-            yield post(
-                named + _GENERATE,
-                self._answer_generate_content,
-                GenerateContentRequest,
-                asks_model=True,
-            )
-            yield post(
-                named + _STREAM,
-                self._answer_stream_generate_content,
-                GenerateContentRequest,
-                streams=True,
-                asks_model=True,
-                json_type="array",
-            )
+            in_parts: dict[str, Any] = {"streams": True, "json_type": "array"}
+            for verb, more in ((_GENERATE, {}), (_STREAM, in_parts)):
+                answer = partial(self._answer, verb)
+                yield post(named + verb, answer, GenerateContentRequest, asks_model=True, **more)
             yield post(named + _COUNT, self._count_tokens, CountTokensRequest)
             yield get(prefix + "/models", self._list_models)
             yield get(prefix + "/models/{model}", self._get_model)
 
-    async def _answer_generate_content(
+    async def _answer(
         self,
+        verb: str,
         session: Session,
         query: Mapping[str, str],
         request: GenerateContentRequest,
         *more: Any,
     ) -> RouteResult:
-        _read_delivery(query)
-        exchange = GenerateContentExchange(request, session, self._model, "whole")
-        return await self.answer_call(_MODEL + _GENERATE, session, exchange, *more)
-
-    async def _answer_stream_generate_content(
-        self,
-        session: Session,
-        query: Mapping[str, str],
-        request: GenerateContentRequest,
-        *more: Any,
-    ) -> RouteResult:
-        exchange = GenerateContentExchange(request, session, self._model, _read_delivery(query))
-        return await self.answer_call(_MODEL + _STREAM, session, exchange, *more)
+        delivery = _read_delivery(query)
+        exchange = GenerateContentExchange(
+            request, session, self._model, delivery if verb == _STREAM else "whole"
+        )
+        return await self.answer_call(_MODEL + verb, session, exchange, *more)
 
     async def _count_tokens(
         self,

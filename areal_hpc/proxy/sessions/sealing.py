@@ -38,7 +38,6 @@ from areal_hpc.wire.ledger import (
     SettleTicketsRequest,
     TicketRef,
 )
-from areal_hpc.wire.proxy import KeepFailedSessionRequest
 from areal_hpc.wire.signing import RequestSigner
 from areal_hpc.wire.trajectory import RowKind, TrajectoryRow, find_row_defect
 
@@ -67,7 +66,7 @@ class TicketSealer:
         self._config = config
         signer = RequestSigner(service_key, rendezvous.LEDGER_SERVICE)
         self._ledger = AsyncWireClient("", signer, timeout_s=LEDGER_TIMEOUT_S)
-        self._untrained = UntrainedSealer(recorder, paths, cell, config)
+        self.untrained = UntrainedSealer(recorder, paths, cell, config)
         self._sealing = asyncio.Lock()
         self._settling = asyncio.Lock()
         self._seal_task: asyncio.Future[int] | None = None
@@ -78,7 +77,7 @@ class TicketSealer:
         """Note what an earlier proxy sealed but could not note, nor perhaps index."""
         repair_index_and_remove_partial_shards(self._paths, self._cell)
         shards = read_index(self._paths.shard_index_dir, self._cell)
-        self._untrained.record_already_sealed(shards)
+        self.untrained.record_already_sealed(shards)
         indexed = locate_tickets(shards)
         found = [
             _build_sealed_ticket(ref, *indexed[ref.ticket_id, ref.attempt])
@@ -105,7 +104,7 @@ class TicketSealer:
             try:
                 if self._is_seal_due():
                     await self._seal_training_tickets()
-                await self._untrained.seal_if_due()
+                await self.untrained.seal_if_due()
                 await self._settle_with_ledger_and_journal()
                 pauses = iter(BACKOFF)
             except (ClusterError, OSError) as error:  # too many open files is a reason to wait
@@ -129,14 +128,6 @@ class TicketSealer:
         except ClusterError as error:
             log.warning("sealed; settling with the ledger failed and will be retried: %s", error)
 
-    def keep_or_drop_failed(self, request: KeepFailedSessionRequest) -> bool:
-        """Keep an ended session whose episode failed; false if enough like it are kept."""
-        return self._untrained.keep_or_drop_failed(request)
-
-    def find_past_keep_decision(self, session_id: str) -> bool | None:
-        """What `keep_or_drop_failed` answered; None if it was not asked, or long ago."""
-        return self._untrained.find_past_keep_decision(session_id)
-
     async def seal_all_and_settle(self) -> None:
         """Seal what is finished, what the trainer waits for first.
 
@@ -144,7 +135,7 @@ class TicketSealer:
             ClusterError: The storage refused.
         """
         await self._seal_training_tickets()
-        await self._untrained.seal_now()
+        await self.untrained.seal_now()
         await self._report_to_ledger_or_log()
 
     def _list_finished_training_tickets(self) -> list[FinishedTicket]:

@@ -116,7 +116,7 @@ def test_streams_continue_elsewhere(stage: Stage, key: str, other: ScriptedSGLan
     assert ids == [*said, *end_ids, stage.tokenizer.token_to_id("<|im_end|>")]
     assert text == recorded.reply["content"] == stage.tokenizer.decode(said) + END
     assert spans_of(recorded) == [(1 << 32, 0, 6), (1 << 32 | 1, 6, len(ids))]
-    expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids) + 1)]]
+    expected = [-0.5 - 0.001 * i for i in [*range(6), *range(len(end_ids))]]
     assert logprobs == pytest.approx(expected)
     assert (recorded.finish_reason, recorded.closed) == ("stop", True)
 

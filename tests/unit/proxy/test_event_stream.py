@@ -53,7 +53,7 @@ class Client:
         self.blocks.append(message["body"])
         self.has_ended = not message["more_body"]
 
-    async def await_pings(self, count: int, sending: asyncio.Task[bool]) -> None:
+    async def await_pings(self, count: int, sending: asyncio.Task[tuple[bytes, bool]]) -> None:
         while self.blocks.count(Silent.ping_event) < count and not sending.done():
             await asyncio.sleep(0.001)
 

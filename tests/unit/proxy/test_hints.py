@@ -10,7 +10,8 @@ from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.anthropic.request import MessagesRequest
 from areal_hpc.proxy.dialects.openai.chat_request import ChatRequest
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest
-from areal_hpc.proxy.dialects.parameters_without_effect import drop_null_params, list_ignored_params
+from areal_hpc.proxy.dialects.parameters_without_effect import list_ignored_params
+from areal_hpc.proxy.dialects.undeclared_parameters import keep_declared_members
 from areal_hpc.proxy.dialects.validation import decode_request_json
 
 SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None, 1]}}}
@@ -49,7 +50,7 @@ SCHEMA = {"type": "object", "properties": {"x": {"default": None, "enum": [None,
 )
 def test_declared_objects_lose_nulls(form: type[msgspec.Struct], body: Any, expected: Any) -> None:
     for text in (json.dumps(body), f" \n{json.dumps(body, indent=1)} "):
-        assert json.loads(drop_null_params(text.encode(), form)) == expected
+        assert json.loads(keep_declared_members(text.encode(), form, "", None)) == expected
 
 
 def test_the_arguments_of_a_call_keep_their_nulls_beside_an_unknown_null() -> None:

@@ -165,7 +165,7 @@ def test_kimis_calls_are_numbered_through_the_conversation() -> None:
     calls = [{"id": one, "function": {"name": f"do_{one[-1]}", "arguments": "{}"}} for one in ids]
     results = [{"role": "tool", "tool_call_id": one, "content": one} for one in ids]
     said = [{"role": "assistant", "tool_calls": one} for one in (calls[:2], calls[2:])]
-    messages = [said[0], results[1], results[0], said[1], results[2]]
+    messages: list[Any] = [said[0], results[1], results[0], said[1], results[2]]
     written = template.render_prompt([normalize_chat_message(one) for one in messages])
     assert re.findall(r"functions\.\w+:\d", written) == [
         *("functions.do_a:0", "functions.do_b:1", "functions.do_b:1", "functions.do_a:0"),

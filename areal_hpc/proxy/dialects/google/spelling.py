@@ -4,6 +4,7 @@ Google reads each name in camel and in snake case, and its SDKs mix them within 
 """
 
 import re
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -11,9 +12,12 @@ import msgspec
 from msgspec import inspect
 
 from areal_hpc.errors import ProxyRequestError
-from areal_hpc.proxy.dialects.parameters_without_effect import (
-    list_element_types_in_unions,
-    list_struct_types_in_unions,
+from areal_hpc.proxy.dialects.declared_objects import (
+    Members,
+    get_type_info,
+    list_item_types,
+    list_struct_types,
+    rewrite_declared_objects,
 )
 
 
@@ -29,61 +33,33 @@ def spell_in_camel_case(body: bytes | msgspec.Raw, request_type: Any) -> bytes:
     if _build_snake_pattern(request_type).search(body) is None:
         return body
     try:
-        return _rename_keys_to_camel_case(body, (_get_type_info(request_type),), "")
+        return rewrite_declared_objects(body, request_type, "", _rename_to_camel_case)
     except (msgspec.DecodeError, UnicodeDecodeError):
         return body
-
-
-_get_type_info = cache(inspect.type_info)
 
 
 @cache
 def _build_snake_pattern(request_type: Any) -> re.Pattern[bytes]:
     """Finds a declared name in snake case, where a name may stand."""
-    names = "|".join(sorted(_list_snake_names((_get_type_info(request_type),))))
+    names = "|".join(sorted(_list_snake_names((get_type_info(request_type),))))
     return re.compile(rf'"(?:{names})"\s*:'.encode())
 
 
-def _list_snake_names(declared_types: tuple[inspect.Type, ...]) -> set[str]:
-    structs, items = (
-        list_struct_types_in_unions(*declared_types),
-        list_element_types_in_unions(*declared_types),
-    )
-    names = {
-        field.name for one in structs for field in one.fields if field.name != field.encode_name
-    }
-    below = [(field.type,) for one in structs for field in one.fields]
-    return names.union(*map(_list_snake_names, [items, *below] if items else below))
+def _list_snake_names(declared_types: Sequence[inspect.Type]) -> set[str]:
+    structs, items = list_struct_types(*declared_types), list_item_types(*declared_types)
+    fields = [field for one in structs for field in one.fields]
+    names = {field.name for field in fields if field.name != field.encode_name}
+    below = [items, *((field.type,) for field in fields)]
+    return names.union(*(_list_snake_names(one) for one in below if one))
 
 
-def _rename_keys_to_camel_case(
-    raw_json: bytes, declared_types: tuple[inspect.Type, ...], parent_key: str
-) -> bytes:
-    structs, items = (
-        list_struct_types_in_unions(*declared_types),
-        list_element_types_in_unions(*declared_types),
-    )
-    raw_json = raw_json.lstrip()
-    if structs and raw_json[:1] == b"{":
-        fields = [field for one in structs for field in one.fields]
-        in_camel_case = {field.name: field.encode_name for field in fields}
-        types = {field.encode_name: field.type for field in fields}
-        kept: dict[str, msgspec.Raw] = {}
-        for given, value in msgspec.json.decode(raw_json, type=dict[str, msgspec.Raw]).items():
-            name = in_camel_case.get(given, given)
-            where = f"{parent_key}.{name}" if parent_key else name
-            if name in kept:
-                problem = f"{name} is given twice, in two spellings"
-                raise ProxyRequestError(400, problem, key=where)
-            below = (types[name],) if name in types else ()
-            kept[name] = msgspec.Raw(_rename_keys_to_camel_case(bytes(value), below, where))
-        return msgspec.json.encode(kept)
-    if items and raw_json[:1] == b"[":
-        listed = msgspec.json.decode(raw_json, type=list[msgspec.Raw])
-        return msgspec.json.encode(
-            [
-                msgspec.Raw(_rename_keys_to_camel_case(bytes(one), items, f"{parent_key}[{i}]"))
-                for i, one in enumerate(listed)
-            ]
-        )
-    return raw_json
+def _rename_to_camel_case(members: Members, structs: list[inspect.StructType], key: str) -> Members:
+    in_camel_case = {field.name: field.encode_name for one in structs for field in one.fields}
+    renamed: Members = {}
+    for given, value in members.items():
+        name = in_camel_case.get(given, given)
+        if name in renamed:
+            problem = f"{name} is given twice, in two spellings"
+            raise ProxyRequestError(400, problem, key=f"{key}.{name}" if key else name)
+        renamed[name] = value
+    return renamed

@@ -1,7 +1,6 @@
 """OpenAI sampling parameters, with SGLang's extensions."""
 
-from collections.abc import Callable, Mapping
-from operator import attrgetter
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
@@ -152,23 +151,8 @@ def build_sampling_params(
     )
 
 
-_GRAMMAR_PARAMS = (
-    "response_format",
-    "regex",
-    "ebnf",
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "structured_outputs",
-)
-_get_grammar_params: Callable[[Any], tuple[Any, ...]] = attrgetter(*_GRAMMAR_PARAMS)
-
-
 def _read_grammar(request: SharedCompletionParams, tool_choice: ToolChoice) -> dict[str, Any]:
     """The one grammar that a request asks for, under SGLang's name; empty if it asks for none."""
-    if _get_grammar_params(request).count(None) == len(_GRAMMAR_PARAMS):
-        return {}
     form, vllm = request.response_format, request.structured_outputs or _StructuredOutputs()
     schema = None
     if form is not None and form.type != "text":

@@ -61,25 +61,16 @@ def hide_deleted_response(
 
 
 def refuse_cancellation(session: Session, response_id: str, query: Query) -> bytes:
-    """Say why a Response is not cancelled.
-
-    Raises:
-        ProxyRequestError: 400; 404, there is none of this id.
-    """
+    """Nothing: what could be cancelled is a Response in the background."""
     _find_response(session, response_id)
-    problem = "only a Response that runs in the background can be cancelled, and none does here"
-    raise ProxyRequestError(400, problem, hint="close its connection while it is answered")
+    hint = "close its connection while it is answered"
+    raise ProxyRequestError(400, "no Response runs in the background here", hint=hint)
 
 
 def refuse_compaction(session: Session) -> bytes:
-    """Say why a history is not compacted.
-
-    Raises:
-        ProxyRequestError: 400.
-    """
-    problem = "histories are compacted on OpenAI's servers alone"
+    """Nothing: histories are compacted on OpenAI's servers alone."""
     hint = "have the agent ask for a summary, and go on from that"
-    raise ProxyRequestError(400, problem, hint=hint)
+    raise ProxyRequestError(400, "this server compacts no history", hint=hint)
 
 
 def encode_input_items(session: Session, response_id: str, query: Query) -> bytes:
