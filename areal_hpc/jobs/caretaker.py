@@ -112,13 +112,14 @@ class JobStatus:
             return "was never submitted"
         if self.slurm_record is not None and self.state.phase is JobPhase.UNKNOWN:
             return ""  # a newer Slurm has it, in a state that is not known here
-        return "" if self.state.name == "COMPLETED" else self.state.meaning
+        return self.state.meaning  # also with exit code 0: no task of it has said so
 
     @property
     def faulty_node(self) -> str:
         """The node that ended the job before a task said anything; empty for none."""
         queued = self.slurm_record
-        if queued is None or self.task_exits or not queued.nodes or self.state.name != "FAILED":
+        has_ended = self.state.name in ("FAILED", "COMPLETED")
+        if queued is None or self.task_exits or not queued.nodes or not has_ended:
             return ""
         lived_s = (queued.ended_or_latest_end_at or 0.0) - (queued.started_or_expected_at or 0.0)
         return (

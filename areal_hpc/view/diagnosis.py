@@ -299,6 +299,13 @@ def _collect_slurm_events(evidence: RunInspection) -> Iterator[FailureEvent]:
             and (queued.job_id, queued.ended_or_latest_end_at) not in told
         ):
             yield _build_state_event(job.name, queued)
+        if queued and job.ended_before_its_tasks:
+            yield FailureEvent(
+                queued.ended_or_latest_end_at,
+                f"{job.name} (job {queued.job_id}) ended with code 0 before its tasks had begun",
+                distance_from_cause=2,
+                hint="cluster.slurm.setup ends it, or its container: see areal-hpc logs RUN",
+            )
         if queued and not job.is_alive:  # else its end is that of its time limit
             ends[job.name] = queued.ended_or_latest_end_at
     for name, line in evidence.slurm_lines:

@@ -67,6 +67,23 @@ def test_what_slurm_cancels_or_cannot_start_is_submitted_again(
 
 
 @pytest.mark.timeout(200)
+def test_a_job_that_slurm_calls_completed_before_its_tasks_began_is_submitted_again(
+    cluster: Devcluster, tmp_path: Path
+) -> None:
+    trainer, cell, _ = make_jobs(cluster, tmp_path / "run")
+    trainer.submit("steady", SAFE, "--nodelist=n01")
+    trainer.awaits_words(1)
+    was_there = tmp_path / "run" / "container"
+    dies_once = f"[ -e {was_there} ] || {{ touch {was_there}; exit 0; }}"
+    cell.submit("steady", SAFE, setup=(dies_once,), only_now=("--nodelist=n02",))
+    cell.awaits_state("COMPLETED")
+    cell.await_successor()
+    cell.awaits_words(1)
+    assert cell.excluded() == {"n02": "cell-0 ended there before its first task started"}
+    assert [row["is_held"] for row in cell.resubmissions()] == [False]
+
+
+@pytest.mark.timeout(200)
 def test_what_a_person_cancelled_stays_away_and_the_third_return_is_held(
     cancelling: Devcluster, tmp_path: Path
 ) -> None:

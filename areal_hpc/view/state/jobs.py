@@ -62,10 +62,16 @@ class JobView:
         return self.slurm_record is not None and is_live_state(self.slurm_record.state)
 
     @property
+    def ended_before_its_tasks(self) -> bool:
+        """Slurm calls it completed, and no task of it has ended so: its container died, say."""
+        is_completed = self.slurm_record and self.slurm_record.state.name == "COMPLETED"
+        return bool(is_completed) and all(one.exit_code != 0 for one in self.task_exits.values())
+
+    @property
     def has_failed(self) -> bool:
         """True if it is over and should not be."""
         if self.slurm_record is not None and self.slurm_record.state.phase is not JobPhase.UNKNOWN:
-            return self.slurm_record.state.is_over_without_success
+            return self.slurm_record.state.is_over_without_success or self.ended_before_its_tasks
         return any(outcome.is_crash for outcome in self.task_exits.values())
 
     @property
@@ -123,7 +129,7 @@ class RunJobs:
             for job in self.jobs
             if job.name not in alive
             and not (job.name == "sft" and is_sft_over)
-            and (job.slurm_record is None or job.slurm_record.state.is_over_without_success)
+            and (job.slurm_record is None or job.has_failed)
         ]
 
     @property

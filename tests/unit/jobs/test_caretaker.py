@@ -52,7 +52,9 @@ def job(name: str, state: str = "", *exits: TaskExit, **changes: object) -> JobS
     return replace(found, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("state", ["FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED", ""])
+@pytest.mark.parametrize(
+    "state", ["FAILED", "PREEMPTED", "NODE_FAIL", "TIMEOUT", "CANCELLED", "COMPLETED", ""]
+)
 def test_what_ended_without_a_decision_is_submitted_again(state: str) -> None:
     assert job("cell-0", state).reason_to_submit
     stopped = TaskExit(STOPPED_EXIT_CODE, reason="preempted (not requeued)")
@@ -62,7 +64,7 @@ def test_what_ended_without_a_decision_is_submitted_again(state: str) -> None:
 def test_what_is_there_is_done_or_is_not_wanted_is_left_alone() -> None:
     assert not job("cell-0", "RUNNING").reason_to_submit
     assert not job("cell-0", "PENDING").reason_to_submit
-    assert not job("cell-0", "COMPLETED").reason_to_submit
+    assert not job("cell-0", "COMPLETED", TaskExit(0)).reason_to_submit
     assert not job("cell-0", "BREWING").reason_to_submit, "Slurm has it, in whatever state"
     assert not job("cell-0", "FAILED", TaskExit(0), TaskExit(1)).reason_to_submit
     assert not job("cell-0", "FAILED", TaskExit(1, gave_up=True)).reason_to_submit
@@ -71,7 +73,7 @@ def test_what_is_there_is_done_or_is_not_wanted_is_left_alone() -> None:
 
 
 def test_a_node_is_to_blame_where_no_task_said_a_word() -> None:
-    assert job("cell-0", "FAILED").faulty_node == "n04"
+    assert job("cell-0", "FAILED").faulty_node == job("cell-0", "COMPLETED").faulty_node == "n04"
     assert job("cell-0", "FAILED", TaskExit(1)).faulty_node == ""
     assert job("cell-0", "PREEMPTED").faulty_node == ""
     lived = SlurmJobRecord(
