@@ -1,35 +1,21 @@
-"""The dashboard's server: one per user, on loopback, at an address that stays the same."""
+"""The dashboard's server: one per user, on loopback, at a port that stays the same."""
 
 import getpass
-import os
 import secrets
 import socket
 from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 
-import msgspec
-
 from areal_hpc.errors import ClusterError
 from areal_hpc.jobs.node.topology import LOOPBACK_ADDRESS
+from areal_hpc.rundir.atomic import write_atomic_private
 from areal_hpc.view.dashboard.app import DashboardApp
 from areal_hpc.view.dashboard.row_index import get_cache_dir, make_private_folder
 from areal_hpc.wire.http_server import GuardedServer
 
 MAX_CONNECTIONS = 200
-_ADDRESS_FILE = "address.json"
-
-
-class DashboardAddress(msgspec.Struct, frozen=True):
-    """Where this user's server listens, and the secret of its pages."""
-
-    port: int
-    secret: str
-
-    @property
-    def url(self) -> str:
-        """What a browser opens."""
-        return f"http://{LOOPBACK_ADDRESS}:{self.port}/{self.secret}/"
+_PORT_FILE = "port"
 
 
 def serve_dashboard(
@@ -41,13 +27,18 @@ def serve_dashboard(
         ClusterError: The port is taken, or the cache is open to other users.
     """
     cache_dir = get_cache_dir()
-    address, listener = _listen_at_kept_or_free_port(cache_dir, port)
-    app = DashboardApp(dir_with_runs, address.secret, cache_dir)
-    host = socket.gethostname()
-    print_line(f"{dir_with_runs}: open {address.url}")
+    listener = _listen_at_kept_or_free_port(cache_dir, port)
+    # New at each start: whoever listened here in between may have heard the last one.
+    secret, host, own_port = (
+        secrets.token_urlsafe(24),
+        socket.gethostname(),
+        listener.getsockname()[1],
+    )
+    app = DashboardApp(dir_with_runs, secret, cache_dir)
+    print_line(f"{dir_with_runs}: open http://{LOOPBACK_ADDRESS}:{own_port}/{secret}/")
     print_line("from another machine, first:")
     login = f"{_get_user_name_or_placeholder()}@{host}"
-    print_line(f"  ssh -L {address.port}:{LOOPBACK_ADDRESS}:{address.port} {login}")
+    print_line(f"  ssh -L {own_port}:{LOOPBACK_ADDRESS}:{own_port} {login}")
     print_line("Ctrl-C stops this server, not the runs")
     with closing(listener), closing(app), suppress(KeyboardInterrupt):
         server = GuardedServer(app, MAX_CONNECTIONS, timeout_graceful_shutdown=2)
@@ -63,14 +54,12 @@ def _get_user_name_or_placeholder() -> str:
         return "USER"
 
 
-def _listen_at_kept_or_free_port(
-    cache_dir: Path, port: int | None
-) -> tuple[DashboardAddress, socket.socket]:
-    """This user's address and a socket that listens there; another port if that one is taken."""
+def _listen_at_kept_or_free_port(cache_dir: Path, port: int | None) -> socket.socket:
+    """A socket at this user's port of the last time; at another port if that one is taken."""
     make_private_folder(cache_dir)
-    kept = _read_address(cache_dir)
+    port_file = cache_dir / _PORT_FILE
     problem: Exception | None = None
-    for candidate in [port] if port is not None else [kept.port if kept else 0, 0]:
+    for candidate in [port] if port is not None else [_read_port(port_file), 0]:
         listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -80,12 +69,8 @@ def _listen_at_kept_or_free_port(
             problem = error
             continue
         listener.listen(128)
-        # Whoever has another port's address may listen there: a link to it tells them its secret.
-        is_kept = kept is not None and kept.port == candidate
-        secret = kept.secret if kept and is_kept else secrets.token_urlsafe(24)
-        address = DashboardAddress(listener.getsockname()[1], secret)
-        _write_address(cache_dir, address)
-        return address, listener
+        write_atomic_private(port_file, str(listener.getsockname()[1]).encode())
+        return listener
     raise ClusterError(
         f"port {port} cannot be used: {problem}",
         key="--port",
@@ -93,15 +78,9 @@ def _listen_at_kept_or_free_port(
     )
 
 
-def _read_address(cache_dir: Path) -> DashboardAddress | None:
+def _read_port(path: Path) -> int:
+    """The port of the last time; 0, which is any, if that is not known."""
     try:
-        return msgspec.json.decode((cache_dir / _ADDRESS_FILE).read_bytes(), type=DashboardAddress)
-    except (OSError, msgspec.DecodeError):
-        return None
-
-
-def _write_address(cache_dir: Path, address: DashboardAddress) -> None:
-    path = cache_dir / _ADDRESS_FILE
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-    with os.fdopen(descriptor, "wb") as file:
-        file.write(msgspec.json.encode(address))
+        return int(path.read_bytes())
+    except (OSError, ValueError):
+        return 0

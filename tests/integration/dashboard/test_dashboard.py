@@ -1,6 +1,5 @@
 """`areal-hpc view`: its server over HTTP, its index, its bundle."""
 
-import json
 import os
 import re
 import signal
@@ -233,16 +232,17 @@ def test_a_run_is_only_read(url: str, run: RunPaths) -> None:
     assert list_files() == before
 
 
-def test_the_address_stays_and_is_for_its_user_alone(
+def test_the_port_stays_and_pages_are_for_their_user_alone(
     url: str, run: RunPaths, environ: dict[str, str]
 ) -> None:
     cache = Path(environ["XDG_CACHE_HOME"]) / "areal_hpc" / "dashboard"
     ask(url, "rows")
     assert {stat.S_IMODE(path.stat().st_mode) for path in cache.iterdir()} == {0o600}
     assert stat.S_IMODE(cache.stat().st_mode) == 0o700
-    kept = json.loads((cache / "address.json").read_text())
-    assert url == f"http://127.0.0.1:{kept['port']}/{kept['secret']}/"
-    taken = areal_hpc("view", run.root, "--port", kept["port"], environ=environ)
+    port, secret = url.removeprefix("http://127.0.0.1:").strip("/").split("/")
+    assert (cache / "port").read_text() == port
+    assert not [path for path in cache.iterdir() if secret.encode() in path.read_bytes()]
+    taken = areal_hpc("view", run.root, "--port", port, environ=environ)
     assert (taken.returncode, "in use" in taken.stderr) == (75, True)
     beyond = areal_hpc("view", run.root, "--port", 70000, environ=environ)
     assert (beyond.returncode, "70000 cannot be used" in beyond.stderr) == (75, True)
