@@ -88,8 +88,10 @@ def test_a_lost_senders_pause_ends_with_old_weights(cell: Cell, before: ReplicaV
     assert cell.generate([5, 6, 7], max_new_tokens=4, temperature=0)["output_ids"]
 
 
-def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell, before: ReplicaView) -> None:
-    """And a job that is killed when the next one has forked all its processes leaves none."""
+def test_a_hung_scheduler_is_replaced_and_a_job_that_ends_leaves_no_process(
+    cell: Cell, before: ReplicaView
+) -> None:
+    """Killed when the new server has forked all its processes; told to stop when it has begun."""
     cell.scheduler().suspend()
     cell.await_replica(lambda view: view.incarnation > before.incarnation)
     assert (
@@ -97,12 +99,6 @@ def test_a_server_whose_scheduler_hangs_is_replaced(cell: Cell, before: ReplicaV
         in events_of(cell.paths, "replica_died")[-1]["reason"]
     )
     await_processes(cell, 3)
-    assert_leaves_none(cell, signal.SIGKILL)
-
-
-@pytest.mark.usefixtures("before")
-def test_a_job_that_is_killed_or_told_to_stop_leaves_no_process_behind(cell: Cell) -> None:
-    """When it is up, and when its server has just begun to start."""
     assert_leaves_none(cell, signal.SIGKILL)
     cell.start()
     await_processes(cell, 1)

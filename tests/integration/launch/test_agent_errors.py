@@ -15,7 +15,6 @@ from tests.support.run_files import events_of
 from tests.support.screened_run import MAX_DELAY_S, ScreenedRun, line_of
 from tests.support.small_run import WITHOUT_SETS
 from tests.support.standin_run import REPLY_VARIABLE, SERVER_START_VARIABLE, write_served_model
-from tests.support.thoroughness import choose
 from tests.support.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(240)
@@ -47,9 +46,8 @@ def start(tmp_path: Path) -> Iterator[Callable[..., ScreenedRun]]:
         run.stop()
 
 
-@pytest.mark.parametrize(
-    "mistake", choose(AGENT_MISTAKES, *AGENT_MISTAKES[:1]), ids=lambda mistake: mistake.what
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("mistake", AGENT_MISTAKES, ids=lambda mistake: mistake.what)
 def test_a_mistake_of_the_agent_is_on_the_screen_at_once_and_ends_the_run_as_the_agents(
     start: Callable[..., ScreenedRun],
     mistake: AgentMistake,
