@@ -29,11 +29,8 @@ def serve_dashboard(
     cache_dir = get_cache_dir()
     listener = _listen_at_kept_or_free_port(cache_dir, port)
     # New at each start: whoever listened here in between may have heard the last one.
-    secret, host, own_port = (
-        secrets.token_urlsafe(24),
-        socket.gethostname(),
-        listener.getsockname()[1],
-    )
+    secret = secrets.token_urlsafe(24)
+    host, own_port = socket.gethostname(), listener.getsockname()[1]
     app = DashboardApp(dir_with_runs, secret, cache_dir)
     print_line(f"{dir_with_runs}: open http://{LOOPBACK_ADDRESS}:{own_port}/{secret}/")
     print_line("from another machine, first:")
