@@ -4,22 +4,24 @@ import importlib.util
 import json
 import os
 import re
-import shlex
-import signal
 import sys
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Literal
 
 from areal_hpc import errors
-from areal_hpc.jobs.processes.signals import StopEvent
 from areal_hpc.launch import foreground_launcher, slurm_launcher, submitted_run_watch
 from areal_hpc.launch.prepared_run import is_run_finished
 from areal_hpc.launch.run_dir_setup import refuse_other_recipe_of_finished_run
+from areal_hpc.launch.terminal import (
+    STOPPING_MESSAGE,
+    catch_stop_signals,
+    format_next_command,
+    get_program_command,
+    say,
+)
 from areal_hpc.recipe.loading import load_recipe, merge_overrides
 from areal_hpc.recipe.recipe import Recipe
 from areal_hpc.rundir.paths import RunPaths
@@ -30,7 +32,6 @@ from areal_hpc.view.state.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
 _REFERENCE_PATTERN = re.compile(r"(\\*)\$\{")
-STOPPING_MESSAGE = "\nstopping; jobs have a moment to save a checkpoint"
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,33 +162,9 @@ def report_if_finished(recipe: Recipe, paths: RunPaths, new_run_hint: str = FRES
     refuse_other_recipe_of_finished_run(recipe, paths)
     if not paths.learning_curve.exists():  # a run under Slurm that nobody waited for
         save_learning_curve_if_possible(paths)
-    print(format_summary(paths))
+    print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
     print(f"\nthis run is finished; {new_run_hint}")
     return True
-
-
-@contextmanager
-def catch_stop_signals(message: str = "") -> Iterator[StopEvent]:
-    """An event that SIGINT and SIGTERM set within the context, and a message for the first.
-
-    Outside the main thread, where Python handles no signals, nothing sets it.
-    """
-    stop = StopEvent()
-
-    def request_stop(signal_number: int, frame: FrameType | None) -> None:
-        if message and not stop.is_set():
-            print(message, file=sys.stderr)
-        stop.set_by_signal(signal_number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {one: signal.signal(one, request_stop) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield stop
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 @contextmanager
@@ -202,11 +179,6 @@ def open_progress_reporter(
         yield reporter
     finally:
         reporter.close()
-
-
-def format_summary(paths: RunPaths) -> str:
-    """The summary of a run so far. Writes nothing."""
-    return summarize_run(paths, read_run_snapshot(paths), get_program_command())
 
 
 def save_learning_curve_if_possible(paths: RunPaths) -> None:
@@ -230,22 +202,6 @@ def save_learning_curve_if_possible(paths: RunPaths) -> None:
             say(f"the learning curve was not drawn: {error.strerror}: {paths.learning_curve}")
 
 
-def get_program_command() -> str:
-    """Command line as the user calls it, in shell words; not known from a script of theirs."""
-    path = Path(sys.argv[0])
-    return shlex.quote(str(path)) if path.name == "areal-hpc" else "python -m areal_hpc"
-
-
-def format_next_command(command: str, paths: RunPaths) -> str:
-    """A command about a run that can be pasted into a shell."""
-    return f"{get_program_command()} {command} {shlex.quote(str(paths.root))}"
-
-
-def say(message: str) -> None:
-    """Print a line at once."""
-    print(message, flush=True)
-
-
 def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any]) -> Recipe:
     """A recipe with other values of its keys, which are what they are: no text is read as YAML."""
     texts = {key: json.dumps(value, default=str) for key, value in overrides.items()}
@@ -266,7 +222,7 @@ def _escape_reference(found: re.Match[str]) -> str:
 
 def _report_finished_run(paths: RunPaths) -> RunResult:
     save_learning_curve_if_possible(paths)
-    print(format_summary(paths))
+    print(summarize_run(paths, read_run_snapshot(paths), get_program_command()))
     return _read_run_result(paths, "finished")
 
 

@@ -90,7 +90,7 @@ def _run_or_submit_evaluation(
     arguments: argparse.Namespace, target: EvaluationTarget, sets: Sequence[EvaluationSet]
 ) -> None:
     from areal_hpc.launch.evaluation.start import run_evaluation, submit_evaluation
-    from areal_hpc.launch.run import catch_stop_signals
+    from areal_hpc.launch.terminal import catch_stop_signals
 
     with catch_stop_signals() as stop:
         if arguments.submit:

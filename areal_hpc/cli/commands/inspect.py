@@ -150,7 +150,7 @@ def _add_shards_export_command(verbs: CommandGroup) -> None:
 
 
 def _show_status(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.run import format_summary
+    from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.slurm.queue import QueuePoller
     from areal_hpc.view.state.alerts_at_newest_step import (
         find_run_alerts,
@@ -168,6 +168,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
         describe_phase_and_agent_failures,
         format_run_progress,
         read_run_progress,
+        summarize_run,
     )
 
     paths = parse_run_dir(arguments.run)
@@ -186,7 +187,7 @@ def _show_status(arguments: argparse.Namespace) -> int:
     if steps := describe_allocation_steps(paths):
         lines += ["", *steps]
     if has_summary:
-        lines += ["", format_summary(paths)]
+        lines += ["", summarize_run(paths, progress.snapshot, get_program_command())]
     print("\n".join(lines))
     return UNHEALTHY_EXIT_CODE if select_failure_alerts(alerts) else 0
 

@@ -86,7 +86,7 @@ def add_commands(commands: CommandGroup) -> None:
 def _require_own_slurm_run(path: Path) -> RunPaths:
     """The run at `path`, if it ever went to Slurm and is not another user's."""
     from areal_hpc.launch.prepared_run import find_live_jobs
-    from areal_hpc.launch.run import get_program_command
+    from areal_hpc.launch.terminal import get_program_command
     from areal_hpc.slurm.run_jobs import list_recorded_job_ids, was_submission_refused_recently
 
     paths = parse_run_dir(path)
@@ -111,7 +111,7 @@ def _require_own_slurm_run(path: Path) -> RunPaths:
 
 def _cancel_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.jobs.time_limit import read_checkpoint_duration_s
-    from areal_hpc.launch.run import format_next_command, say
+    from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.rundir.cancellation import mark_cancelled
     from areal_hpc.rundir.jobs import get_latest_submissions, read_submissions
     from areal_hpc.slurm.cancel import cancel_jobs_and_wait
@@ -149,7 +149,7 @@ def _cancel_run(arguments: argparse.Namespace) -> int:
 def _resume_run(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher
     from areal_hpc.launch.prepared_run import is_run_finished
-    from areal_hpc.launch.run import format_next_command, say
+    from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.jobs import read_submissions
     from areal_hpc.rundir.rendezvous import EVALUATION_CELL
@@ -251,7 +251,7 @@ def _export_in_train_environment(configured_python: str, arguments: argparse.Nam
 
 def _replay_steps(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch.replay import RecordedStepsReplay, parse_step_range
-    from areal_hpc.launch.run import STOPPING_MESSAGE, catch_stop_signals
+    from areal_hpc.launch.terminal import STOPPING_MESSAGE, catch_stop_signals
     from areal_hpc.view.state.live_progress import PlainReporter
 
     run = parse_run_dir(arguments.run)

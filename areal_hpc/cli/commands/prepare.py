@@ -103,7 +103,7 @@ def _prefetch_files_and_install_harnesses(arguments: argparse.Namespace) -> int:
         list_recipe_harnesses,
     )
     from areal_hpc.launch.prefetch import prefetch_files_and_build_images
-    from areal_hpc.launch.run import say
+    from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.rundir.paths import RunPaths
 

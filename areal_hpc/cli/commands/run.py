@@ -123,7 +123,8 @@ def _print_recipe_keys(arguments: argparse.Namespace) -> int:
 
 def _submit_recipe(arguments: argparse.Namespace) -> int:
     from areal_hpc.launch import slurm_launcher, slurm_requests
-    from areal_hpc.launch.run import report_if_finished, say, submit
+    from areal_hpc.launch.run import report_if_finished, submit
+    from areal_hpc.launch.terminal import say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_dry_run
 
@@ -149,8 +150,8 @@ def _submit_recipe(arguments: argparse.Namespace) -> int:
 
 
 def _submit_sweep(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.run import format_next_command, say
     from areal_hpc.launch.sweep import build_array_requests, parse_sweep, submit_sweep
+    from areal_hpc.launch.terminal import format_next_command, say
     from areal_hpc.recipe.loading import load_recipe
     from areal_hpc.view.dry_run import format_dry_run
 

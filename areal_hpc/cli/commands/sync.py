@@ -38,7 +38,7 @@ def add_commands(commands: CommandGroup) -> None:
 
 
 def _write_metrics_for_tracker(arguments: argparse.Namespace) -> int:
-    from areal_hpc.launch.run import catch_stop_signals
+    from areal_hpc.launch.terminal import catch_stop_signals
     from areal_hpc.view.trackers.sync import choose_tracker, write_new_rows_for_tracker
 
     paths = parse_run_dir(arguments.run)
