@@ -26,7 +26,6 @@ class BaseConfig(BaseModel):
     model_config = ConfigDict(
         frozen=True,
         extra="forbid",
-        use_attribute_docstrings=True,
         validate_default=True,
         allow_inf_nan=False,
     )
