@@ -111,19 +111,13 @@ def estimate_mean(values_T: Sequence[float] | TaskValues) -> Estimate:
         low, high = (0.0, 1.0) if is_share else (-math.inf, math.inf)
         return Estimate(mean, low, high, n_tasks)
     t = compute_central_quantile(CONFIDENCE, n_tasks - 1)
-    error = _compute_standard_error(values)
+    # Exactly 0 of equal values, whose mean may be off by rounding.
+    error = float(values.std(ddof=1)) / math.sqrt(n_tasks) if np.ptp(values) else 0.0
     if not is_share:
         half = t * error or _measure_half_width_of_agreement(values, n_tasks)
         return Estimate(mean, mean - half, mean + half, n_tasks)
     low, high = _compute_wilson_bounds(mean, error, n_tasks, t)
     return Estimate(mean, low, high, n_tasks)
-
-
-def _compute_standard_error(values: TaskValues) -> float:
-    """Standard error of the mean; exactly 0 of equal values, whose mean may be off by rounding."""
-    if values.min() == values.max():
-        return 0.0
-    return float(values.std(ddof=1)) / math.sqrt(len(values))
 
 
 def _measure_half_width_of_agreement(values: TaskValues, n_tasks: int) -> float:

@@ -16,18 +16,7 @@ number says nothing of health."""
 MetricSource = Literal[
     "trainer", "batch", "records", "loss", "evaluation", "ledger", "events", "weights"
 ]
-MEANING_BY_SOURCE: dict[MetricSource, str] = {
-    "trainer": "the trainer's own clocks, memory and disk",
-    "batch": "the rows and rewards of the batch",
-    "records": "what the proxy recorded of each model call of the batch",
-    "loss": "the forward and backward passes of the step, over all ranks",
-    "evaluation": "the held-out tasks",
-    "ledger": "the ledger's counts of tickets",
-    "events": "the drivers' lines in `events.jsonl`",
-    "weights": "the update of the replicas",
-}
-REPRODUCIBLE_SOURCES: tuple[MetricSource, ...] = ("batch", "records", "loss")
-"""A replay of the same batch finds the same numbers from these."""
+"""What it is computed from; a replay of a batch finds those of `batch`, `records`, `loss` again."""
 
 
 @dataclass(frozen=True, slots=True)

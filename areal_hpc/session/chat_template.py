@@ -154,7 +154,10 @@ class ChatTemplate:
             ChatTemplateError: The template raised.
         """
         if self._reads_thinking:
-            messages = [_rename_reasoning_to_thinking(one) for one in messages]
+            messages = [
+                {**one, "thinking": thought} if (thought := one.get("reasoning_content")) else one
+                for one in messages
+            ]
         if not any("tool_calls" in one for one in messages):
             return self._render(messages, tools, variables, opens_reply)
         if self._numbers_calls:
@@ -252,12 +255,6 @@ class ChatTemplate:
             return "".join(self._template.root_render_func(context))
         except Exception as error:  # boundary: the template is the model author's code
             raise ChatTemplateError(str(error) or type(error).__name__) from error
-
-
-def _rename_reasoning_to_thinking(message: Message) -> Message:
-    """A message with its reasoning where templates of gpt-oss look for it."""
-    reasoning = message.get("reasoning_content")
-    return message if reasoning is None else {**message, "thinking": reasoning}
 
 
 def _number_calls(messages: Sequence[Message]) -> list[Message]:

@@ -259,7 +259,8 @@ class InteractionTree:
         context = msgspec.json.encode([tools, variables]) if tools or variables else b""
         parent, known, forked = self._find_longest_match(context, messages)
         if parent is not None:
-            indices = self._list_reply_indices(parent)
+            counts = (len(one.new_messages) + 1 for one in self.get_path_to(parent))
+            indices = [count - 1 for count in itertools.accumulate(counts)]
             said = unpack_ids(parent.output_ids)[-MAX_CALL_END_TOKENS:].tolist()
             said_text = encoder.decode(said[:-1] if parent.closed else said)
             suffix = render_text_after_reply(render, template, messages, indices, said_text)
@@ -272,11 +273,6 @@ class InteractionTree:
         text = render(messages)
         reuse: PromptReuse = "none" if parent is None else "retokenized"
         return OpenTurn(None, reuse, context, list(messages), text, forked)
-
-    def _list_reply_indices(self, interaction: Interaction) -> list[int]:
-        """Places of the replies up to this one in the messages that lead to it."""
-        lengths = [len(one.new_messages) + 1 for one in self.get_path_to(interaction)]
-        return [count - 1 for count in itertools.accumulate(lengths)]
 
     def _find_longest_match(
         self, context: bytes, messages: Sequence[Message]

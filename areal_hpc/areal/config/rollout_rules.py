@@ -71,9 +71,11 @@ def _translate_greedy_evaluation(value: Any, areal_values: ArealConfigValues) ->
 
 
 def _translate_tool_parser(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
-    return (
-        {"inference.tool_call_parser": TOOL_PARSER_BY_AREAL_NAME.get(value, value)} if value else {}
-    )
+    if not value:
+        return {}
+    # A strict tool, which frameworks offer unasked, is sampled under a grammar, and trained so.
+    parser = TOOL_PARSER_BY_AREAL_NAME.get(value, value)
+    return {"inference.tool_call_parser": parser, "rollout.record_sampling_mask": True}
 
 
 def _translate_partial_groups(value: Any, areal_values: ArealConfigValues) -> dict[str, Any]:
@@ -121,7 +123,7 @@ def _agent_rules(section: str) -> tuple[KeyRule, ...]:
         ),
         KeyRule(
             f"{section}.tool_call_parser",
-            "`inference.tool_call_parser`, under SGLang's name",
+            "`inference.tool_call_parser`, under SGLang's name; `rollout.record_sampling_mask`",
             _translate_tool_parser,
             only_if_given=given,
         ),

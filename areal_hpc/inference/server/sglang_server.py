@@ -240,7 +240,9 @@ def _is_listening(pid: int, port: int) -> bool:
     with suppress(psutil.NoSuchProcess):
         leader = psutil.Process(pid)
         for process in (leader, *leader.children(recursive=True)):
-            for socket_ in process.net_connections("tcp"):
+            # CAMEL's environment has a psutil that is older than the name.
+            list_sockets = getattr(process, "net_connections", None) or process.connections
+            for socket_ in list_sockets("tcp"):
                 if socket_.status == psutil.CONN_LISTEN and socket_.laddr.port == port:
                     return True
     return False

@@ -52,15 +52,6 @@ class ProcessSpans:
         """Lanes of its spans; that of the process as a whole is first."""
         return sorted({one.lane for one in self.spans})
 
-    def compute_covered_share(self) -> float:
-        """Of its time, the share in which it is known what it did; 1 for one without a length."""
-        covered, at = 0.0, self.begin
-        for span in self.spans:
-            covered += max(0.0, span.end - max(at, span.begin))
-            at = max(at, span.end)
-        length = self.end - self.begin
-        return covered / length if length > 0 else 1.0
-
 
 @dataclass(slots=True)
 class _ProcessLines:

@@ -98,10 +98,14 @@ def test_losses_that_are_examples_here_are_named_with_their_file() -> None:
 
 
 def test_sampling_that_leaves_tokens_out_is_recorded_to_be_trained() -> None:
-    found = recipe_of({"gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
+    no_parser = {"tool_call_parser": None}
+    no_tools: dict[str, Any] = {"rollout": {"openai": no_parser, "agent": no_parser}}
+    found = recipe_of({**no_tools, "gconfig": {"n_samples": 2, "top_p": 0.9, "temperature": 0.7}})
     assert found["rollout.sampling.top_p"] == found["evaluation.sampling.top_p"] == 0.9
     assert found["rollout.record_sampling_mask"] is True
-    assert "rollout.record_sampling_mask" not in recipe_of({"gconfig": {"temperature": 0.7}})
+    plain = {"gconfig": {"temperature": 0.7}}
+    assert "rollout.record_sampling_mask" not in recipe_of({**no_tools, **plain})
+    assert recipe_of(plain)["rollout.record_sampling_mask"] is True, "strict tools, by default"
     lost = translate_to_recipe({"gconfig": {"n_samples": 2, "top_k": 5000}}).untranslated
     assert "at most 4096, or no bound" in {one.key: one.reason for one in lost}["gconfig.top_k"]
 

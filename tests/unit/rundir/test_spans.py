@@ -257,8 +257,3 @@ def test_of_a_long_file_the_part_that_is_asked_for_is_read(tmp_path: Path) -> No
     ]
     assert len(read_span_lines(path, NOW + 15_000, NOW + 15_010)) < 3000
     assert len(read_span_lines(path, -math.inf, math.inf)) == 30_006
-
-
-def test_the_share_of_a_processs_time_that_is_known() -> None:
-    spans = [Span("a", NOW, NOW + 6), Span("b", NOW + 2, NOW + 3), Span("c", NOW + 8, NOW + 10)]
-    assert ProcessSpans("x", "n", 1, NOW, spans).compute_covered_share() == pytest.approx(0.8)

@@ -275,14 +275,13 @@ def _read_tool_result_text(block: _ToolResult) -> str:
     if isinstance(block.content, str):
         text = block.content
     else:
-        text = "\n".join(map(_read_result_part, block.content))
+        text = "\n".join(
+            one.text
+            if isinstance(one, _Text)
+            else format_left_out_part(str(one.__struct_config__.tag))
+            for one in block.content
+        )
     return f"Error: {text}" if block.is_error and "error" not in text.lower() else text
-
-
-def _read_result_part(part: _Text | _Image | _Document) -> str:
-    if isinstance(part, _Text):
-        return part.text
-    return format_left_out_part(str(part.__struct_config__.tag))
 
 
 def _build_assistant_message(message: _InputMessage, i: int) -> Message:

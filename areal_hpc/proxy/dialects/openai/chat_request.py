@@ -55,7 +55,9 @@ class _CalledCustomTool(Struct):
     input: str = ""
 
 
-class _ToolCall(Struct):
+class ToolCall(Struct):
+    """A call as a message of the assistant has it."""
+
     function: _CalledFunction | None = None
     custom: _CalledCustomTool | None = None
     id: str | None = None
@@ -68,7 +70,7 @@ class ChatMessage(Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[_ContentPart] | None = None
     name: str | None = None
-    tool_calls: list[_ToolCall] | None = None
+    tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     reasoning_content: str | None = None
     function_call: _CalledFunction | None = None
@@ -303,7 +305,7 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
             for j, part in enumerate(content)
         )
     calls: list[dict[str, Any]] = [
-        {"id": call.id, "function": _read_call(call, i, j)}
+        {"id": call.id, "function": read_call(call, f"messages[{i}].tool_calls[{j}]")}
         for j, call in enumerate(message.tool_calls or ())
     ]
     if message.function_call is not None:
@@ -319,13 +321,17 @@ def _normalize_message(message: ChatMessage, i: int) -> Message:
     )
 
 
-def _read_call(call: _ToolCall, i: int, j: int) -> dict[str, Any]:
-    """The function that a call calls; a custom tool is a function of one text."""
+def read_call(call: ToolCall, key: str) -> dict[str, Any]:
+    """The function that a call calls; a custom tool is a function of one text.
+
+    Raises:
+        ProxyRequestError: 400, naming `key`: it calls neither.
+    """
     if call.custom is not None:
         return {"name": call.custom.name, "arguments": encode_custom_input(call.custom.input)}
     if call.function is None:
         problem = "a tool call needs a function or a custom tool"
-        raise ProxyRequestError(400, problem, key=f"messages[{i}].tool_calls[{j}]")
+        raise ProxyRequestError(400, problem, key=key)
     return {"name": call.function.name, "arguments": call.function.arguments}
 
 

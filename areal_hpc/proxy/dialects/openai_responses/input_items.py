@@ -13,6 +13,7 @@ from msgspec import Struct
 
 from areal_hpc.errors import ProxyRequestError
 from areal_hpc.proxy.dialects.custom_tools import encode_custom_input
+from areal_hpc.proxy.dialects.openai.chat_request import ToolCall, read_call
 from areal_hpc.proxy.dialects.openai_responses.output_items import find_item_in_replies
 from areal_hpc.proxy.dialects.openai_responses.tools import qualify_tool_name
 from areal_hpc.proxy.dialects.validation import format_left_out_part
@@ -28,16 +29,6 @@ class ContentPart(Struct):
     type: str
     text: str | None = None
     refusal: str | None = None
-
-
-class _ChatFunction(Struct):
-    name: str
-    arguments: Any = ""
-
-
-class _ChatCall(Struct):
-    function: _ChatFunction
-    id: str | None = None
 
 
 class InputItem(Struct):
@@ -58,7 +49,7 @@ class InputItem(Struct):
     input: str | None = None
     output: str | list[ContentPart] | None = None
     summary: list[ContentPart] | None = None
-    tool_calls: list[_ChatCall] | None = None
+    tool_calls: list[ToolCall] | None = None
     """Of a message as Chat Completions have it, and so is the next."""
     tool_call_id: str | None = None
 
@@ -180,8 +171,8 @@ def _read_assistant_fields(item: InputItem, i: int) -> dict[str, Any] | None:
     if item.type == "message" and item.role == "assistant":
         text = _join_texts(item.content or "", f"input[{i}].content", separator="")
         calls = [
-            format_tool_call(one.id, one.function.name, one.function.arguments)
-            for one in item.tool_calls or ()
+            {"id": one.id, "function": read_call(one, f"input[{i}].tool_calls[{j}]")}
+            for j, one in enumerate(item.tool_calls or ())
         ]
         return {"content": text} | ({"tool_calls": calls} if calls else {})
     return None
