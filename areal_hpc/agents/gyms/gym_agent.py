@@ -1,16 +1,19 @@
 """Conversation between the model and a gym: observations and results in, replies out."""
 
-import sys
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
-from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool
+from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, refuse_sandbox
 from areal_hpc.agents.openai_agent import make_client
+from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from areal_hpc.wire.agent_reward import Reward
 
 
 class GymAgent:
     """Plays a gym until it is done, `max_turns` at most; each reply has the reward of its step.
+
+    Gyms are others' code that meets what the model writes: each episode is played by a fork of a
+    process that is isolated as `reward.isolation` says, and sees its Python and what is named here.
 
     Args:
         script: The worker's program.
@@ -20,7 +23,9 @@ class GymAgent:
         max_turns: Model calls of an episode.
         max_workers: Processes of the gym; an episode has one to itself.
         step_timeout_s: Time of one step.
-        variables: Environment of the gym, beside `PATH`, `HOME` and the like.
+        variables: Environment of the gym; of its `PYTHONPATH` the folders are shown, too.
+        readonly_folders: Folders of the node that the gym sees, at their own places.
+        network: `none`, or `open`: it reaches all that the node reaches.
         request: What else goes into model calls, such as `temperature`.
     """
 
@@ -35,12 +40,20 @@ class GymAgent:
         max_workers: int = 16,
         step_timeout_s: float = 60.0,
         variables: Mapping[str, str] | None = None,
+        readonly_folders: Sequence[str] = (),
+        network: Literal["none", "open"] = "none",
         **request: Any,
     ) -> None:
         self.prompt, self.max_turns, self.request = prompt, max_turns, request
         self.step_timeout_s = step_timeout_s
         self._workers = build_gym_worker_pool(
-            python or sys.executable, script, config, variables or {}, max_workers
+            script,
+            config,
+            max_workers,
+            python=python,
+            variables=variables,
+            readonly_folders=readonly_folders,
+            settings=WorkerSettings(shares_network=network == "open"),
         )
 
     async def run(
@@ -49,6 +62,10 @@ class GymAgent:
         """One episode; the reward of each reply by its id."""
         rewards, _ = await self.play(data, extra_kwargs)
         return rewards
+
+    def check_isolation(self, isolation: str | None) -> None:
+        """Refuse `rollout.agent.isolation`; see `refuse_sandbox`."""
+        refuse_sandbox(isolation)
 
     def close(self) -> None:
         """End the gym's processes. They end with this one in any case."""
@@ -64,20 +81,24 @@ class GymAgent:
             told = await worker.ask({"do": "reset", "task": task}, self.step_timeout_s)
             tools = {"tools": told["tools"]} if told.get("tools") else {}
             messages = self._build_opening_messages(data, told)
-            for _ in range(self.max_turns):
-                reply: Any = await client.chat.completions.create(
-                    model="default", messages=messages, **tools, **self.request
-                )
-                message = reply.choices[0].message
-                text = message.content or ""
-                told = await worker.ask(
-                    {"do": "step", "reply": encode_reply_for_worker(message)}, self.step_timeout_s
-                )
-                rewards[reply.id] = told["reward"]
-                if told["done"]:
-                    break
-                messages += [message, *build_gym_answer_messages(told)]
-            await worker.ask({"do": "close"}, self.step_timeout_s)
+            try:
+                for _ in range(self.max_turns):
+                    reply: Any = await client.chat.completions.create(
+                        model="default", messages=messages, **tools, **self.request
+                    )
+                    message = reply.choices[0].message
+                    text = message.content or ""
+                    told = await worker.ask(
+                        {"do": "step", "reply": encode_reply_for_worker(message)},
+                        self.step_timeout_s,
+                    )
+                    rewards[reply.id] = told["reward"]
+                    if told["done"]:
+                        break
+                    messages += [message, *build_gym_answer_messages(told)]
+            finally:
+                if worker.is_usable:
+                    await worker.ask({"do": "close"}, self.step_timeout_s)
         return rewards, text
 
     def _build_opening_messages(

@@ -2,16 +2,17 @@
 
 import asyncio
 import json
-import os
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from areal_hpc.errors import AgentError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.agent_errors import SHORTAGE_HINT, describe_errno_shortage
-from areal_hpc.rollout.execution.line_process import LineProcess, select_passed_variables
+from areal_hpc.rollout.execution.line_process import LineProcess
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from areal_hpc.sandbox.isolated_worker import WorkerSettings, open_worker_command
 
 WORKERS_DIR = Path(__file__).with_name("workers")
 MAX_LINE_BYTES = 64 << 20
@@ -28,18 +29,30 @@ class GymWorker:
 
     @classmethod
     async def start(
-        cls, python: str, script: str, config: Mapping[str, Any], variables: Mapping[str, str]
+        cls,
+        python: str,
+        script: str,
+        config: Mapping[str, Any],
+        variables: Mapping[str, str],
+        readonly_folders: Sequence[str],
+        settings: WorkerSettings,
     ) -> "GymWorker":
-        """A worker that has built its gym.
+        """A worker that has built its gym, isolated as `reward.isolation` says.
 
         Raises:
             RecipeError: There is no such Python, or the gym cannot be built.
             NodeResourceShortageError: The node lacks something for that.
         """
-        command = [python, str(WORKERS_DIR / script)]
-        environ = select_passed_variables(os.environ, ()) | dict(variables)
+        opened = open_worker_command(
+            [WORKERS_DIR / script],
+            settings,
+            python=python,
+            variables=variables,
+            readonly_folders=readonly_folders,
+        )
         try:
-            worker = cls(LineProcess(command, environ, script, MAX_LINE_BYTES), script)
+            with opened as command:
+                worker = cls(LineProcess(command, script, MAX_LINE_BYTES), script)
         except OSError as error:
             raise RecipeError(
                 f"there is no Python for this gym at {python}: {error.strerror}",
@@ -53,12 +66,18 @@ class GymWorker:
             raise RecipeError(
                 f"the gym cannot be built: {error.problems[0].message}",
                 key="rollout.workflow_kwargs",
-                hint="see what it printed; scripts/setup_gyms.sh has the packages of each",
+                hint="see what it printed. It is isolated (reward.isolation): it sees its Python, "
+                "what PYTHONPATH of `variables` names, and `readonly_folders`",
             ) from error
         except BaseException:  # boundary: cancelled; nothing stays
             await asyncio.to_thread(worker.close)
             raise
         return worker
+
+    @property
+    def pid(self) -> int:
+        """The process below which all of the gym's are."""
+        return self._process.pid
 
     @property
     def is_usable(self) -> bool:
@@ -87,8 +106,38 @@ class GymWorker:
         self._process.close()
 
 
+def refuse_sandbox(isolation: str | None) -> None:
+    """Refuse a sandbox that a gym's agent would not use.
+
+    Raises:
+        RecipeError: The recipe asks for one.
+    """
+    if isolation is not None:
+        raise RecipeError(
+            f"rollout.agent.isolation is {isolation}, and a gym runs in no sandbox of an agent's",
+            key="rollout.agent.isolation",
+            hint="remove it: reward.isolation is how a gym is isolated",
+        )
+
+
 def build_gym_worker_pool(
-    python: str, script: str, config: Mapping[str, Any], variables: Mapping[str, str], size: int
+    script: str,
+    config: Mapping[str, Any],
+    size: int,
+    *,
+    python: str = "",
+    variables: Mapping[str, str] | None = None,
+    readonly_folders: Sequence[str] = (),
+    settings: WorkerSettings | None = None,
 ) -> WorkerPool[GymWorker]:
     """A pool of at most `size` workers of one gym; see `GymWorker.start`."""
-    return WorkerPool(size, partial(GymWorker.start, python, script, config, variables))
+    start = partial(
+        GymWorker.start,
+        python or sys.executable,
+        script,
+        config,
+        variables or {},
+        readonly_folders,
+        settings or WorkerSettings(),
+    )
+    return WorkerPool(size, start)

@@ -18,7 +18,8 @@ class McpAgent(GymAgent):
     Args:
         servers: By name, `{"command": [...]}` (stdio; with `env`, `cwd`) or `{"url": "http://..."}`
             (streamable HTTP; with `headers`). With several, a tool's name begins with that
-            of its server and two underscores.
+            of its server and two underscores. Those of `command` run where the gym does; those of
+            `url` need `network: open`.
         reward_fn_path: Reward function of AReaL's signature, `package.module.function`.
         call_timeout_s: Time of one tool call.
         gym_agent_options: See `GymAgent`.

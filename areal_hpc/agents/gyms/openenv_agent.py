@@ -12,7 +12,7 @@ class OpenEnvAgent(GymAgent):
     A task may have `reset`, arguments of the environment's `reset`.
 
     Args:
-        base_url: A server that runs already; or
+        base_url: A server that runs already, for which `network: open` is needed; or
         app: `package.module:app` of one, which each worker starts for itself.
         gym_agent_options: See `GymAgent`; `variables: {PYTHONPATH: ...}` tells where the app's
             package is.

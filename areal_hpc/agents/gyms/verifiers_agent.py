@@ -1,11 +1,11 @@
 """Agent for environments of verifiers 0.4 (`verifiers.v1`)."""
 
 import os
-import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool
+from areal_hpc.agents.gyms.gym_worker import build_gym_worker_pool, refuse_sandbox
+from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from areal_hpc.wire.agent_reward import Reward
 
 
@@ -21,7 +21,9 @@ class VerifiersAgent:
         python: The Python that has verifiers and the task set; empty: this one.
         max_workers: Processes; an episode has one to itself.
         timeout_s: Time of an episode.
-        variables: Environment of these processes, beside `PATH`, `HOME` and the like.
+        variables: Environment of these processes, isolated as `GymAgent`'s but for the network,
+            through which they reach the model.
+        readonly_folders: See `GymAgent`.
         request: What else goes into model calls, such as `temperature`.
     """
 
@@ -35,6 +37,7 @@ class VerifiersAgent:
         max_workers: int = 16,
         timeout_s: float = 600.0,
         variables: Mapping[str, str] | None = None,
+        readonly_folders: Sequence[str] = (),
         **request: Any,
     ) -> None:
         config = {
@@ -44,7 +47,13 @@ class VerifiersAgent:
         }
         self.timeout_s, self.request = timeout_s, request
         self._workers = build_gym_worker_pool(
-            python or sys.executable, "verifiers_worker.py", config, variables or {}, max_workers
+            "verifiers_worker.py",
+            config,
+            max_workers,
+            python=python,
+            variables=variables,
+            readonly_folders=readonly_folders,
+            settings=WorkerSettings(ends_with_answer=True, shares_network=True),
         )
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> Reward:
@@ -58,6 +67,10 @@ class VerifiersAgent:
         async with self._workers.acquire() as worker:
             told = await worker.ask({"do": "reset", "task": task}, self.timeout_s)
         return Reward(told["reward"], parts=told["parts"], metrics=told["metrics"])
+
+    def check_isolation(self, isolation: str | None) -> None:
+        """Refuse `rollout.agent.isolation`; see `refuse_sandbox`."""
+        refuse_sandbox(isolation)
 
     def close(self) -> None:
         """End the processes. They end with this one in any case."""

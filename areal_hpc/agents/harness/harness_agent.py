@@ -96,6 +96,20 @@ class HarnessAgent:
         self.variables = dict(variables or {})
         self.max_log_bytes = max_log_bytes
 
+    def check_isolation(self, isolation: str | None) -> None:
+        """Demand that a recipe says how the program is isolated.
+
+        Raises:
+            RecipeError: It does not: the program would run as you do.
+        """
+        if isolation is None:
+            raise RecipeError(
+                "rollout.agent.isolation is null, and the program would run as you do",
+                key="rollout.agent.isolation",
+                hint="use bwrap, with rollout.agent.sandbox.network=session-only; or say none: "
+                "then what the model has it do can read and change all that you can",
+            )
+
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float | Reward:
         """One episode; see `areal_hpc.rollout.agent.Agent`."""
         async with self._acquire_sandbox(data, extra_kwargs) as sandbox:

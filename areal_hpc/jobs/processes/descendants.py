@@ -4,7 +4,7 @@ import contextlib
 import ctypes
 import os
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from pathlib import Path
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -25,13 +25,17 @@ def become_child_subreaper() -> None:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
 
-def list_descendants(pid: int) -> list[int]:
-    """The processes below one, the nearest first. Costs a file read for each of its threads."""
+def list_descendants(pid: int, left_out: Set[int] = frozenset()) -> list[int]:
+    """The processes below one, the nearest first. Costs a file read for each of its threads.
+
+    Those of `left_out` are not among them, nor what is below them.
+    """
     found, looked_at = [pid], 0
     while looked_at < len(found):  # no recursion: a program may start any number within another
         for task in _list_thread_dirs(found[looked_at]):
             with contextlib.suppress(OSError):  # it ended meanwhile
-                found += [int(child) for child in (task / "children").read_text().split()]
+                children = map(int, (task / "children").read_text().split())
+                found += [child for child in children if child not in left_out]
         looked_at += 1
     return found[1:]
 
@@ -61,7 +65,10 @@ def sum_memfd_bytes(pids: Iterable[int]) -> int:
 
 
 def spare_from_kill(pid: int) -> None:
-    """Spare a child of this process in `kill_descendants`: it serves more than one call."""
+    """Spare a child of this process, and all below it, in `kill_descendants`.
+
+    It serves more than one call.
+    """
     _spared_pids.add(pid)
 
 
@@ -72,7 +79,7 @@ def stop_sparing_from_kill(pid: int) -> None:
 
 def kill_descendants(pid: int, spared_pids: frozenset[int] = frozenset()) -> None:
     """Kill the processes below one, apart from some and those kept, until there are no more."""
-    while left := [one for one in list_descendants(pid) if one not in spared_pids | _spared_pids]:
+    while left := [one for one in list_descendants(pid, _spared_pids) if one not in spared_pids]:
         for one in left:
             kill_and_reap_process(one)
 

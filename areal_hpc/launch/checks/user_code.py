@@ -32,7 +32,10 @@ try:
         os.environ.clear()
         os.environ.update(select_driver_python_variables(environ, request["variables"]))
     for dotted, kwargs in request["agents"]:
-        load_agent(dotted, kwargs, EXTRA_KWARG_NAMES if request["mode"] == "inline" else ())
+        names = EXTRA_KWARG_NAMES if request["mode"] == "inline" else ()
+        agent = load_agent(dotted, kwargs, names)
+        if hasattr(agent, "check_isolation"):
+            agent.check_isolation((request["sandbox"] or {}).get("isolation"))
     os.environ.update(environ)
     for key, dotted in request["functions"].items():
         load_user_function(dotted, key)
@@ -43,8 +46,9 @@ try:
     if request["sandbox"]:
         from areal_hpc.rollout.execution.agent_sandboxes import check_sandbox_starts
         check_sandbox_starts(request["sandbox"])
-    if "areal_hpc.sandbox.run" in sys.modules:  # such as for `code_reward`
-        sys.modules["areal_hpc.sandbox.run"].run_empty_program_to_test_isolation()
+    if "areal_hpc.sandbox.process" in sys.modules:  # such as for `code_reward`, or a gym
+        from areal_hpc.sandbox.run import run_empty_program_to_test_isolation
+        run_empty_program_to_test_isolation()
 except ArealError as error:
     problem = error.problems[0]
     print(json.dumps([problem.message, problem.key or "rollout.workflow", problem.hint]))

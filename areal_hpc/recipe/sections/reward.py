@@ -9,7 +9,7 @@ ISOLATION_VARIABLE = "AREAL_HPC_REWARD_ISOLATION"
 
 
 class RewardConfig(BaseConfig):
-    """Rewards that run programs which the model wrote, such as `code_reward`."""
+    """Rewards that run programs which the model wrote, others' scorers, gyms."""
 
     isolation: Literal["bwrap", "none"] = "bwrap"
-    """How such a program is kept apart; `none`: it can read and change all that you can."""
+    """How these are kept apart; `none`: they can read and change all that you can."""

@@ -66,9 +66,8 @@ class OtherPythonAgentPool:
 
 def _start_worker(python: str, environ: Mapping[str, str]) -> LineProcess:
     try:
-        return LineProcess(
-            [python, str(AGENT_WORKER_FILE)], environ, "the worker process", MAX_ANSWER_BYTES
-        )
+        command = {"args": [python, str(AGENT_WORKER_FILE)], "env": environ}
+        return LineProcess(command, "the worker process", MAX_ANSWER_BYTES)
     except OSError as error:
         raise RecipeError(
             f"there is no Python for the agent at {python}: {error.strerror}",

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from areal_hpc.errors import AgentError, WorkerStartError
 from areal_hpc.jobs.processes.machine_oom_kills import OomKillWatch
@@ -46,8 +47,7 @@ class LineProcess:
     """One process, which answers one line at a time. It belongs to no event loop.
 
     Args:
-        command: Its command line; standard input and output are the link.
-        environ: Its environment.
+        command: What `subprocess.Popen` is given; standard input and output are the link.
         process_name: What errors call it.
         max_answer_bytes: A longer answer is an error.
 
@@ -58,8 +58,7 @@ class LineProcess:
 
     def __init__(
         self,
-        command: Sequence[str],
-        environ: Mapping[str, str],
+        command: Mapping[str, Any],
         process_name: str,
         max_answer_bytes: int,
     ) -> None:
@@ -70,10 +69,9 @@ class LineProcess:
             try:
                 self._link, theirs = map(opened.enter_context, socket.socketpair())
                 self._process = subprocess.Popen(
-                    list(command),
+                    **command,
                     stdin=theirs.fileno(),
                     stdout=theirs.fileno(),
-                    env=dict(environ),
                     start_new_session=True,
                 )
             except OSError as error:

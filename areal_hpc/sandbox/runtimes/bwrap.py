@@ -5,21 +5,22 @@ number of files are limited; bubblewrap makes the sandbox within it. All of it g
 process.
 """
 
-import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 from areal_hpc.errors import ClusterError, RecipeError
 from areal_hpc.sandbox.bubblewrap_command_line import (
     BUBBLEWRAP_HINT,
+    NETWORK_FILES,
     NO_BUBBLEWRAP,
     NOBODY_UID,
     SYSTEM_FILES,
     SYSTEM_LINKS,
     USER_NAMESPACE_HINT,
+    ContentDescriptors,
     copy_bwrap_unless_runnable_by_all,
     find_bubblewrap,
+    hold_content_descriptors,
     may_become_nobody,
 )
 from areal_hpc.sandbox.images.root_archive import unpack_root_if_archive
@@ -81,7 +82,7 @@ class BwrapRuntime:
         python = find_guest_python(by_anybody=as_nobody)
         taken = [str(bwrap), str(spec.root or ""), *spec.readonly_folders]
         taken += [source for source, _ in python.binds]
-        with _hold_content_descriptors() as contents:
+        with hold_content_descriptors() as contents:
             command = [
                 *("unshare", "--user", "--map-root-user", "--mount"),
                 *(
@@ -112,33 +113,8 @@ class BwrapRuntime:
                 raise
 
 
-class _ContentDescriptors:
-    """Files that exist as descriptors alone, to be inherited."""
-
-    def __init__(self) -> None:
-        self.descriptors: list[int] = []
-
-    def add(self, content: bytes) -> str:
-        """The number of a descriptor from which the content is read."""
-        descriptor = os.memfd_create("sandbox")
-        self.descriptors.append(descriptor)
-        os.write(descriptor, content)
-        os.lseek(descriptor, 0, os.SEEK_SET)
-        return str(descriptor)
-
-
-@contextlib.contextmanager
-def _hold_content_descriptors() -> Iterator[_ContentDescriptors]:
-    contents = _ContentDescriptors()
-    try:
-        yield contents
-    finally:
-        for descriptor in contents.descriptors:
-            os.close(descriptor)
-
-
 def build_bwrap_arguments(
-    spec: SandboxSpec, python: GuestPython, scratch: str, contents: _ContentDescriptors
+    spec: SandboxSpec, python: GuestPython, scratch: str, contents: ContentDescriptors
 ) -> list[str]:
     """Bubblewrap's command line. `scratch` is the folder whose size is limited."""
     command = [
@@ -170,7 +146,7 @@ def build_bwrap_arguments(
     for source, place in python.binds:
         command += ["--ro-bind", source, place]
     for script in SERVER_SCRIPTS:
-        descriptor = contents.add(script.read_bytes())
+        descriptor = str(contents.add(script.read_bytes()))
         command += ["--ro-bind-data", descriptor, f"{GUEST_DIR}/{script.name}"]
     if spec.root is not None:
         command += ["--ro-bind", str(spec.root), LOWER_DIR]
@@ -179,7 +155,7 @@ def build_bwrap_arguments(
         command += ["--remount-ro", "/"]
     program_filter = build_seccomp_filter()
     if program_filter is not None:
-        command += ["--seccomp", contents.add(program_filter)]
+        command += ["--seccomp", str(contents.add(program_filter))]
     server = build_command_server_command(
         spec,
         python.command,
@@ -187,12 +163,12 @@ def build_bwrap_arguments(
         writable_folders=writable,
         counts_processes=True,
     )
-    options = contents.add("\0".join([*command, "--chdir", "/"]).encode())
+    options = str(contents.add("\0".join([*command, "--chdir", "/"]).encode()))
     return ["--args", options, "--", *server]
 
 
 def _list_system_options(
-    scratch: str, network: Network, contents: _ContentDescriptors
+    scratch: str, network: Network, contents: ContentDescriptors
 ) -> Iterator[str]:
     """Options for this machine's programs, read-only, and folders to write in."""
     yield from ("--ro-bind", "/usr", "/usr", "--perms", "0755", "--dir", "/etc")
@@ -201,10 +177,10 @@ def _list_system_options(
             yield from ("--symlink", str(path.readlink()), str(path))
         elif path.is_dir():
             yield from ("--ro-bind", str(path), str(path))
-    shared = ("/etc/resolv.conf", "/etc/ssl", "/etc/pki") if network == "open" else ()
+    shared = NETWORK_FILES if network == "open" else ()
     for name in (*SYSTEM_FILES, *shared):
         yield from ("--ro-bind-try", name, name)
     for name, content in GUEST_ETC_FILES.items():
         yield from ("--perms", "0644")
-        yield from ("--ro-bind-data", contents.add(content.encode()), f"/etc/{name}")
+        yield from ("--ro-bind-data", str(contents.add(content.encode())), f"/etc/{name}")
     yield from ("--bind", f"{scratch}/workspace", WORK_DIR, "--bind", f"{scratch}/tmp", "/tmp")

@@ -44,6 +44,10 @@ class Counting(Gym):
             case "start":
                 ended = subprocess.run([sys.executable, "-c", FORGER], check=False)
                 return {"text": f"left {ended.returncode}", "reward": 1.0, "done": False}
+            case text if "found" in text:
+                names: dict[str, Any] = {}
+                exec(text, names)  # as a gym might that runs what a model wrote
+                return {"text": "", "found": names["found"], "reward": 1.0, "done": False}
             case "nan":
                 return {"text": "", "reward": float("nan"), "done": True}
         return {"text": "on", "reward": 1.0, "done": False}

@@ -2,7 +2,6 @@
 
 import asyncio
 import re
-import sys
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -10,22 +9,23 @@ from typing import Any
 import pytest
 
 from areal_hpc.agents.gyms.gym_agent import GymAgent
-from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR, GymWorker, build_gym_worker_pool
+from areal_hpc.agents.gyms.gym_worker import GymWorker, build_gym_worker_pool
 from areal_hpc.agents.gyms.mcp_agent import McpAgent
 from areal_hpc.agents.gyms.openenv_agent import OpenEnvAgent
 from areal_hpc.errors import AgentError, ArealError, NodeResourceShortageError, RecipeError
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
 from tests.support.deadlines import scaled
+from tests.support.environments import CHECKOUT
 from tests.support.gym_stage import GymStage
 
 WORKER = str(Path(__file__).with_name("counting_worker.py"))
 Gyms = WorkerPool[GymWorker]
-VARIABLES = {"PYTHONPATH": str(WORKERS_DIR), "COLOR": "blue"}
+VARIABLES = {"COLOR": "blue"}
 
 
 def run(scene: Callable[[Gyms], Awaitable[None]], size: int = 2, **config: Any) -> None:
     async def play() -> None:
-        workers = build_gym_worker_pool(sys.executable, WORKER, config, VARIABLES, size)
+        workers = build_gym_worker_pool(WORKER, config, size, variables=VARIABLES)
         try:
             await scene(workers)
         finally:
@@ -49,15 +49,19 @@ async def step(worker: GymWorker, text: str, timeout_s: float | None = None) -> 
 
 
 def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each in a process that no earlier one was in."""
     monkeypatch.setenv("SECRET", "s")
 
     async def scene(workers: Gyms) -> None:
         async with workers.acquire() as one, workers.acquire() as other:
-            (_, first), (_, second) = await reset(one), await reset(other)
-            assert first != second
+            assert one.pid != other.pid
+            assert (await reset(one))[0] == (await reset(other))[0] == 1
             assert (await step(one, "go"))["reward"] == 1.0
-        async with workers.acquire() as again:
-            assert (await reset(again))[0] == 2
+            first, used = await reset(one), one.pid
+        async with workers.acquire() as again, workers.acquire() as other:
+            same = again if again.pid == used else other
+            count, pid = await reset(same)
+            assert (count, pid != first[1]) == (1, True)
 
     run(scene)
 
@@ -68,7 +72,7 @@ def test_a_worker_plays_one_episode_after_the_other(monkeypatch: pytest.MonkeyPa
         ("fail", AgentError, "ValueError: not that", True),
         ("nan", AgentError, "ValueError: Out of range float", True),
         ("run short", NodeResourceShortageError, "RuntimeError: no tool server", False),
-        ("leave", AgentError, "has ended", False),
+        ("leave", AgentError, "its process has ended", True),
         ("sleep", AgentError, "did not answer within 0.5 s", False),
     ],
 )
@@ -77,12 +81,60 @@ def test_a_gym_that_fails_costs_its_episode(
 ) -> None:
     async def scene(workers: Gyms) -> None:
         async with workers.acquire() as worker:
-            _, pid = await reset(worker)
+            await reset(worker)
             with pytest.raises(kind, match=said):
                 await step(worker, text, 0.5 if text == "sleep" else None)
-        assert Path(f"/proc/{pid}").exists() == stays
+            assert (await step(worker, "go")) == {} if stays else not worker.is_usable
+        assert Path(f"/proc/{worker.pid}").exists() == stays
         async with workers.acquire() as next_one:
-            assert (await reset(next_one))[0] == (2 if stays else 1)
+            assert (await reset(next_one))[0] == 1
+
+    run(scene, size=1)
+
+
+def test_nothing_of_an_episode_meets_a_later_one_or_the_user(tmp_path: Path) -> None:
+    """What it starts, writes and changes goes; secrets, files and networks were never there."""
+    secret = tmp_path / "secret"
+    secret.write_text("of the user")
+    attack = (
+        "import os, pathlib, socket, subprocess\n"
+        "import worker_loop\n"
+        "worker_loop.reseed = None\n"
+        "subprocess.Popen(['/bin/sleep', '3600'], start_new_session=True)\n"
+        "pathlib.Path('/tmp/planted').write_text('x')\n"
+        "tried = []\n"
+        f"for path in ({str(secret)!r}, {str(CHECKOUT / 'Makefile')!r}, '/etc/passwd', "
+        "'/proc/1/environ'):\n"
+        "    try: tried.append(open(path).read())\n"
+        "    except OSError: pass\n"
+        "for name in ('/usr/x', '/sandbox/x', os.__file__):\n"
+        "    try: open(name, 'a'); tried.append(name)\n"
+        "    except OSError: pass\n"
+        "for target in ((socket.AF_INET, ('1.1.1.1', 53)), (socket.AF_UNIX, '/dev/log')):\n"
+        "    try: socket.socket(target[0]).connect(target[1]); tried.append(target)\n"
+        "    except OSError: pass\n"
+        "for pid in (1, os.getppid()):\n"
+        "    try: open(f'/proc/{pid}/mem', 'r+b'); tried.append(pid)\n"
+        "    except OSError: pass\n"
+        "os.kill(1, 9)\n"
+        "found = [tried, sorted(os.environ), os.listdir('/tmp'),\n"
+        "    sorted(p for p in os.listdir('/proc') if p.isdigit())]\n"
+    )
+    clean = (
+        "import os\nfound = [os.listdir('/tmp'), [p for p in os.listdir('/proc') if p.isdigit()]]\n"
+    )
+
+    async def scene(workers: Gyms) -> None:
+        async with workers.acquire() as worker:
+            await reset(worker)
+            tried, variables, _, processes = (await step(worker, attack))["found"]
+            assert tried == []
+            own = {"HOME", "LANG", "LC_ALL", "OMP_NUM_THREADS", "PATH", "PWD", "TZ"}
+            assert {"COLOR"} <= set(variables) <= {"COLOR", *own}
+            assert len(processes) == 3
+            await worker.ask({"do": "close"}, 30)
+            _, later = await reset(worker)
+            assert (await step(worker, clean))["found"] == [[], ["1", str(later)]]
 
     run(scene, size=1)
 
@@ -111,7 +163,7 @@ def test_a_gym_that_cannot_be_built_or_has_no_python_says_so() -> None:
 
 
 def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
-    workers = build_gym_worker_pool(sys.executable, WORKER, {}, VARIABLES, 1)
+    workers = build_gym_worker_pool(WORKER, {}, 1, variables=VARIABLES)
 
     async def play() -> tuple[int, int]:
         async with workers.acquire() as worker:
@@ -119,8 +171,7 @@ def test_a_worker_outlives_the_event_loop_of_an_episode() -> None:
 
     (_, first), (count, second) = asyncio.run(play()), asyncio.run(play())
     workers.close_idle_workers()
-    assert (count, first) == (2, second)
-    assert not Path(f"/proc/{first}").exists()
+    assert (count, second - first) == (1, 1)  # the next process of one that went on
 
 
 def test_an_episode_gives_each_reply_the_reward_of_its_step(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import psutil
@@ -20,7 +20,7 @@ import pytest
 
 from areal_hpc.errors import ClusterError, VerifierLostError
 from areal_hpc.reward import math_process
-from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
+from areal_hpc.reward.math import MATH_MEMORY_BYTES, build_math_pool, math_reward
 from areal_hpc.reward.verifier_pool import VerifierPool
 from areal_hpc.rollout.execution.reward_wrapper import AsyncRewardWrapper
 from tests.support.deadlines import scaled
@@ -49,8 +49,7 @@ def processes(timeout_s: float) -> Iterator[VerifierPool]:
     """Those of comparisons; none of them is left, and nothing that leads to them."""
     gc.collect()  # what other tests left open is not closed meanwhile
     before = children(), len([*Path("/proc/self/fd").iterdir()])
-    limits = (str(timeout_s + 1.0), str(MATH_MEMORY_BYTES))
-    pool = VerifierPool(Path(math_process.__file__), *limits, timeout_s=timeout_s)
+    pool = build_math_pool(timeout_s)
     try:
         yield pool
     finally:
@@ -146,7 +145,8 @@ def test_what_stops_the_parent_leaves_a_worker_but_a_death_is_noticed() -> None:
 
 
 def test_a_program_that_does_not_start_is_an_error(tmp_path: Path) -> None:
-    pool = VerifierPool(tmp_path / "missing.py", timeout_s=PATIENCE_S)
+    command = [sys.executable, str(tmp_path / "missing.py")]
+    pool = VerifierPool(lambda: nullcontext({"args": command}), timeout_s=PATIENCE_S)
     with pytest.raises(ClusterError, match=r"missing.py was gone before it was ready"):
         pool.ask(EASY)
 

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from areal_hpc.dataset.sources import iterate_task_rows
+from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.reward.code import code_reward
 from areal_hpc.reward.countdown import countdown_reward
@@ -92,3 +93,31 @@ def test_reasoning_gym_judges_its_own_tasks() -> None:
         right = f"<answer>{task['answer']}</answer>"
         assert reasoning_gym_reward("", right, [], [], **task) == 1.0
         assert reasoning_gym_reward("", "<answer>no</answer>", [], [], **task) < 0.5
+
+
+def test_no_reply_to_reasoning_gym_runs_or_changes_a_later_score(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name in ("spiral_matrix", "polynomial_multiplication"):
+        config = TaskSetConfig(reasoning_gym=name, kwargs={"size": 1, "seed": 3})
+        (task,) = iterate_task_rows(config, "train_dataset")
+        marker = tmp_path / name
+        for payload in (
+            f"open({str(marker)!r},'w').write('1')",
+            f"[open({str(marker)!r},'w').write('1')]",
+            "[setattr(__import__('reasoning_gym').algorithmic.spiral_matrix.SpiralMatrixDataset,"
+            "'score_answer',lambda s,answer,entry:1.0)]",
+            "[__import__('os')._exit(0)]",
+            "().__class__.__base__",
+        ):
+            assert reasoning_gym_reward("", f"<answer>{payload}</answer>", [], [], **task) < 0.5
+        assert not marker.exists()
+        assert reasoning_gym_reward("", "<answer>7</answer>", [], [], **task) < 0.5
+        right = f"<answer>{task['answer']}</answer>"
+        assert reasoning_gym_reward("", right, [], [], **task) == 1.0
+    assert "has ended" not in caplog.text  # as of a process whose payload ran
+
+
+def test_a_set_that_reasoning_gym_has_not_is_the_recipe_s_fault() -> None:
+    with pytest.raises(RecipeError, match="cannot score tasks of 'none'"):
+        reasoning_gym_reward("", "1", [], [], metadata={"source_dataset": "none"})

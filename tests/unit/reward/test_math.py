@@ -1,16 +1,13 @@
 """Answers are compared as mathematics, however large and however written."""
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from areal_hpc.errors import RecipeError
-from areal_hpc.reward import math_process
-from areal_hpc.reward.math import MATH_MEMORY_BYTES, math_reward
+from areal_hpc.reward.math import build_math_pool, math_reward
 from areal_hpc.reward.math_process import MAX_LOG2, compute_log2_upper_bound
-from areal_hpc.reward.verifier_pool import VerifierPool
 from tests.support.deadlines import scaled
 
 CONTINUED = "1+\\frac{1}{" * 12 + "1" + "}" * 12
@@ -82,8 +79,7 @@ def test_a_task_whose_answer_is_no_mathematics_is_refused() -> None:
 
 def test_any_text_reaches_the_comparison(monkeypatch: pytest.MonkeyPatch) -> None:
     # A hundred thousand characters take seconds where the machine is busy: that is not asked here.
-    program, limit_s = Path(math_process.__file__), scaled(60.0)
-    patient = VerifierPool(program, f"{limit_s + 1}", str(MATH_MEMORY_BYTES), timeout_s=limit_s)
+    patient = build_math_pool(scaled(60.0))
     monkeypatch.setattr("areal_hpc.reward.math._VERIFIER_POOL", patient)
     assert reward("\ud800\n\x00 \u2028 caf\u00e9 \\boxed{7}", "7") == 1.0
     assert reward("7" * 100_000, "7") == 0.0

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 import areal_hpc
-from areal_hpc.agents.gyms.gym_worker import WORKERS_DIR
 from areal_hpc.errors import AgentError, NodeResourceShortageError
 from areal_hpc.rollout.agent_errors import (
     NO_THREAD_TEXT,
@@ -24,12 +23,11 @@ from areal_hpc.rollout.agent_errors import (
 from areal_hpc.rollout.execution import agent_worker
 from areal_hpc.rollout.execution.answers import decode_returned_or_raise
 from areal_hpc.rollout.execution.foreign_agent import list_user_import_folders
+from areal_hpc.sandbox.isolated_worker import WORKER_LOOP_FILE
 
 
 def load_gyms_worker_loop() -> Any:
-    spec = importlib.util.spec_from_file_location(
-        "worker_loop", Path(WORKERS_DIR, "worker_loop.py")
-    )
+    spec = importlib.util.spec_from_file_location("worker_loop", WORKER_LOOP_FILE)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

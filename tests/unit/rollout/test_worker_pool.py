@@ -19,6 +19,7 @@ from areal_hpc.errors import NodeResourceShortageError, WorkerStartError
 from areal_hpc.rollout.execution.foreign_agent import OtherPythonAgentPool
 from areal_hpc.rollout.execution.process_pool import ProcessPool
 from areal_hpc.rollout.execution.worker_pool import WorkerPool
+from areal_hpc.sandbox.isolated_worker import WorkerSettings
 from tests.support.deadlines import scaled
 
 
@@ -74,7 +75,7 @@ def test_a_worker_that_cannot_start_now_is_the_node_s_and_no_mistake_of_the_reci
             pass
 
     for starting in (
-        GymWorker.start(sys.executable, "counting_worker.py", {}, {}),
+        GymWorker.start(sys.executable, "gymnasium_worker.py", {}, {}, (), WorkerSettings()),
         use_foreign_agent(),
         ProcessPool(1).call(len, ""),
     ):

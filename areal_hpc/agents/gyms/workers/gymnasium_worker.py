@@ -7,9 +7,8 @@ from typing import Any
 
 import gymnasium
 from gymnasium import spaces
-from worker_loop import Gym, serve
+from worker_loop import Gym, find_action_tags, serve
 
-ACTION_TAG_PATTERN = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 INTEGER_PATTERN = re.compile(r"-?\d+")
 
 
@@ -68,7 +67,7 @@ def parse_action(text: str, action_space: Any) -> Any:
         OverflowError: A number of it is too large for the space.
         RecursionError: It is nested too deep.
     """
-    tags = ACTION_TAG_PATTERN.findall(text)
+    tags = find_action_tags(text)
     said = tags[-1].strip() if tags else text.strip()
     if isinstance(action_space, spaces.Text):
         action: Any = said

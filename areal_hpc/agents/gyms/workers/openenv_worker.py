@@ -1,9 +1,9 @@
 """Worker of `OpenEnvAgent`: a client of OpenEnv, and a server where that is an app of its own."""
 
+import asyncio
 import contextlib
 import importlib
 import json
-import re
 import socket
 import threading
 import time
@@ -12,9 +12,8 @@ from typing import Any
 import httpx
 import uvicorn
 from openenv.core.generic_client import GenericEnvClient
-from worker_loop import Gym, serve
+from worker_loop import Gym, find_action_tags, serve
 
-ACTION_TAG_PATTERN = re.compile(r"<action>(.*?)</action>", re.DOTALL)
 SERVER_START_TIMEOUT_S = 60.0
 _FIELDS_NOT_FROM_MODEL = frozenset({"metadata"})
 """Fields of every action that the model does not write."""
@@ -22,10 +21,18 @@ _HIDDEN_OBSERVATION_FIELDS = frozenset({"done", "reward", "metadata"})
 
 
 class OpenEnvGym(Gym):
-    """A session of a server for each episode."""
+    """A session of a server for each episode; one of its own is started for it."""
 
     def __init__(self, config: dict[str, Any]) -> None:
-        self._url = config["base_url"] or start_server_thread_and_wait(config["app"])
+        self._config = config
+        if config["app"]:
+            importlib.import_module(config["app"].partition(":")[0])
+        self._open = contextlib.AsyncExitStack()
+        self._client: Any = None
+
+    def _start(self) -> None:
+        """Start or find the server: a thread would not live in a fork."""
+        self._url = self._config["base_url"] or start_server_thread_and_wait(self._config["app"])
         schema = httpx.get(f"{self._url}/schema", timeout=60).raise_for_status().json()["action"]
         fields = {
             name: one
@@ -35,11 +42,9 @@ class OpenEnvGym(Gym):
         texts = [name for name, one in fields.items() if one.get("type") == "string"]
         self._text_field = texts[0] if len(fields) == len(texts) == 1 else None
         self._how = f"Reply with <action>JSON</action>, an object of {json.dumps(fields)}."
-        self._open = contextlib.AsyncExitStack()
-        self._client: Any = None
 
     async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
-        await self.close()
+        await asyncio.to_thread(self._start)
         self._client = await self._open.enter_async_context(GenericEnvClient(self._url))
         told = await self._client.reset(**task.get("reset", {}))
         how = "" if self._text_field else f"\n{self._how}"
@@ -57,7 +62,7 @@ class OpenEnvGym(Gym):
         }
 
     def _parse_action(self, text: str) -> dict[str, Any]:
-        tags = ACTION_TAG_PATTERN.findall(text)
+        tags = find_action_tags(text)
         said = tags[-1].strip() if tags else text.strip()
         if self._text_field is not None:
             return {self._text_field: said}

@@ -1,0 +1,81 @@
+"""Worker of `reasoning_gym_reward`: scores of reasoning-gym, each in a fork (`worker_loop.py`).
+
+Scorers of nine sets evaluate a reply as Python. They may compute with numbers and names, and do
+nothing else: what gets past that is in a process that can do nothing.
+"""
+
+import builtins
+import dis
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import literals
+import reasoning_gym
+from worker_loop import Scorer, serve
+
+COMPUTING_BUILTINS = frozenset(
+    one.__name__
+    for one in (
+        *(abs, all, any, bool, complex, dict, divmod, enumerate, float, frozenset, int, len, list),
+        *(max, min, pow, range, reversed, round, set, slice, sorted, str, sum, tuple, zip),
+    )
+)
+"""What evaluated text may call of Python's own."""
+_REFUSED_INSTRUCTIONS = ("ATTR", "METHOD")
+
+
+class ReasoningGymScorer(Scorer):
+    """Scores answers to tasks of all sets."""
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self._scorers: dict[str, Callable[[str, dict[str, Any]], float]] = {}
+
+    def prepare(self, task: dict[str, Any]) -> None:
+        """Build the scorer of a set, once for all tasks of it."""
+        if task["set"] not in self._scorers:
+            self._scorers[task["set"]] = reasoning_gym.get_score_answer_fn(task["set"])
+
+    def score(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The score of the answer that was given."""
+        entry = literals.decode(task["entry"], refuse_reference)
+        sys.addaudithook(refuse_programs)
+        return {"reward": float(self._scorers[task["set"]](task["given"], entry))}
+
+
+def refuse_reference(number: int) -> Any:
+    """Values are literals alone."""
+    raise ValueError(f"object {number}")
+
+
+def refuse_programs(event: str, arguments: tuple[Any, ...]) -> None:
+    """Refuse to execute text that does more than compute (PEP 578)."""
+    if event == "exec" and arguments[0].co_filename.startswith("<"):
+        codes = [*walk_code(arguments[0])]
+        is_expression = all(code.co_name.startswith("<") for code in codes)
+        if is_expression and any(map(does_more_than_compute, codes)):
+            raise ValueError("an answer is no program")
+
+
+def walk_code(code: types.CodeType) -> Iterator[types.CodeType]:
+    """A code object, and those of the functions within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from walk_code(constant)
+
+
+def does_more_than_compute(code: types.CodeType) -> bool:
+    """True if it looks into objects, or uses names that lead to more than values."""
+    looks_within = any(
+        word in one.opname for one in dis.get_instructions(code) for word in _REFUSED_INSTRUCTIONS
+    )
+    return looks_within or any(
+        name.startswith("_") or (hasattr(builtins, name) and name not in COMPUTING_BUILTINS)
+        for name in code.co_names
+    )
+
+
+if __name__ == "__main__":
+    serve(ReasoningGymScorer)

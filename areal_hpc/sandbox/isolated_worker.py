@@ -1,0 +1,162 @@
+"""Command line of a worker: others' code, which meets what a model wrote, in a Python of its own.
+
+By default bubblewrap isolates it: it sees the system's programs, its Python and folders that are
+named, all read-only; no secrets, nothing of the user's, no network, no other process. It runs
+`worker_loop.py`, which plays each episode in a fork.
+"""
+
+import functools
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from areal_hpc.errors import RecipeError
+from areal_hpc.sandbox.bubblewrap_command_line import (
+    BUBBLEWRAP_HINT,
+    NO_BUBBLEWRAP,
+    NOBODY_UID,
+    PROGRAM_VARIABLES,
+    SCRIPTS_DIR,
+    build_bwrap_command,
+    copy_bwrap_unless_runnable_by_all,
+    find_bubblewrap,
+    hold_content_descriptors,
+    is_executable_by_all,
+    may_become_nobody,
+)
+from areal_hpc.sandbox.process import build_isolation_error, get_configured_isolation
+from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
+from areal_hpc.sandbox.seccomp import build_seccomp_filter
+
+WORKER_LOOP_FILE = Path(__file__).parent / "worker" / "worker_loop.py"
+PASSED_VARIABLES = ("LANG", "TZ", "OMP_NUM_THREADS")
+SCRATCH_BYTES = 64 << 20
+_LIST_FOLDERS_SCRIPT = (
+    "import json, sys; print(json.dumps([sys.prefix, sys.base_prefix, *sys.path[1:]]))"
+)
+_BIND_FOLDERS_SCRIPT = """set -e
+scratch=$1 count=$2 user=$3
+shift 3
+mount -t tmpfs -o mode=755 tmpfs "$scratch"
+number=0
+while [ $number -lt $count ]; do
+  mkdir "$scratch/$number"
+  mount --bind "$1" "$scratch/$number"
+  number=$((number + 1))
+  shift
+done
+exec setpriv --reuid $user --regid $user --clear-groups "$@"
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSettings:
+    """What a worker allows an episode."""
+
+    timeout_s: float | None = None
+    """Time of one answer; None: whoever asks ends the worker."""
+    memory_bytes: int | None = None
+    """More than the prepared process has."""
+    ends_with_answer: bool = False
+    """An episode is one question."""
+    shares_network: bool = False
+    """It reaches what the node reaches; else nothing."""
+
+
+@contextmanager
+def open_worker_command(
+    scripts: Sequence[Path],
+    settings: WorkerSettings,
+    *,
+    python: str = sys.executable,
+    variables: Mapping[str, str] | None = None,
+    readonly_folders: Sequence[str] = (),
+) -> Iterator[dict[str, Any]]:
+    """Arguments for `subprocess.Popen` that start a worker, isolated as `reward.isolation` says.
+
+    Args:
+        scripts: The worker's program, and what lies beside it.
+        settings: What an episode may do.
+        python: The Python that runs it.
+        variables: Its environment, beside what says nothing of the user.
+        readonly_folders: Folders that it sees besides those that its Python imports from.
+
+    Raises:
+        RecipeError: This machine cannot isolate it.
+        OSError: There is no such Python.
+    """
+    environ = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
+    environ |= variables or {}
+    python = shutil.which(python) or python
+    request = asdict(settings) | {"is_first_process": get_configured_isolation() != "none"}
+    if not request["is_first_process"]:
+        places = [str(one.parent) for one in (*scripts, WORKER_LOOP_FILE)]
+        environ["PYTHONPATH"] = ":".join([*filter(None, [environ.get("PYTHONPATH")]), *places])
+        environ |= {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
+        yield {"args": [python, str(scripts[0]), json.dumps(request)], "env": environ}
+        return
+    bwrap, as_nobody = find_bubblewrap(), may_become_nobody()
+    if bwrap is None:
+        raise build_isolation_error(NO_BUBBLEWRAP, BUBBLEWRAP_HINT)
+    if as_nobody:
+        bwrap = copy_bwrap_unless_runnable_by_all(bwrap)
+    python_path = filter(None, environ.get("PYTHONPATH", "").split(":"))
+    folders = _list_top_folders([*_list_python_folders(python), *python_path, *readonly_folders])
+    with hold_content_descriptors() as contents:
+        files = [*scripts, WORKER_LOOP_FILE]
+        program_filter = build_seccomp_filter()
+        sources, prefix = folders, list[str]()
+        if as_nobody and not all(is_executable_by_all(Path(one)) for one in folders):
+            # Root's own folders, such as its Python, are mounted where nobody can reach them.
+            scratch = choose_scratch_mount_point([str(bwrap), *folders])
+            sources = [f"{scratch}/{number}" for number in range(len(folders))]
+            prefix = ["unshare", "--mount", "--propagation", "private", "sh", "-c"]
+            prefix += [_BIND_FOLDERS_SCRIPT, "sh"]
+            prefix += [scratch, str(len(folders)), str(NOBODY_UID), *folders]
+        command = build_bwrap_command(
+            str(bwrap),
+            [python, f"{SCRIPTS_DIR}/{scripts[0].name}", json.dumps(request)],
+            scripts={one.name: contents.add(one.read_bytes()) for one in files},
+            readonly_folders=dict(zip(folders, sources, strict=True)),
+            scratch_bytes=SCRATCH_BYTES,
+            filter_fd=None if program_filter is None else contents.add(program_filter),
+            variables=PROGRAM_VARIABLES | environ,
+            shares_network=settings.shares_network,
+        )
+        becomes = {"user": NOBODY_UID, "group": NOBODY_UID, "extra_groups": list[int]()}
+        yield {
+            "args": [*prefix, *command],
+            "env": PROGRAM_VARIABLES,
+            "cwd": "/",
+            "pass_fds": contents.descriptors,
+            **(becomes if as_nobody and not prefix else {}),
+        }
+
+
+@functools.lru_cache
+def _list_python_folders(python: str) -> tuple[str, ...]:
+    """The folders of a Python; of another than this one also those that it imports from."""
+    if python == sys.executable:  # its paths lead to the project, and to what lies there besides
+        return (sys.prefix, sys.base_prefix)
+    told = subprocess.run([python, "-c", _LIST_FOLDERS_SCRIPT], capture_output=True, check=False)
+    if told.returncode != 0:
+        raise RecipeError(f"{python} does not run: {told.stderr.decode(errors='replace')[-300:]}")
+    return tuple(json.loads(told.stdout))
+
+
+def _list_top_folders(folders: Sequence[str]) -> list[str]:
+    """Those that are there and in no other one; none that holds all that the user has."""
+    home = Path.home()
+    found = list[str]()
+    for folder in sorted({str(Path(one).absolute()) for one in folders}):
+        is_within = any(Path(folder).is_relative_to(one) for one in ("/usr", *found))
+        if Path(folder).is_dir() and not is_within and not home.is_relative_to(folder):
+            found.append(folder)
+    return found

@@ -1,0 +1,264 @@
+"""Loop of a worker: requests on standard input, answers on standard output, JSON lines.
+
+Imports nothing of areal_hpc: it runs with whatever Python a gym or a scorer needs. The process that
+prepares it runs nothing that a model wrote: each episode is played by a fork, which is killed with
+all that it started, so that nothing of it meets a later one. `WORKER.py SETTINGS`, in JSON.
+"""
+
+import asyncio
+import builtins
+import contextlib
+import ctypes
+import errno
+import gc
+import json
+import os
+import random
+import resource
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE = 1, 4
+MAX_LINE_BYTES = 64 << 20
+CLOSE_TIMEOUT_S = 10.0
+"""For an episode to end what it has open; it is killed then."""
+_SCRATCH_FOLDERS = ("/tmp", "/dev/shm")
+_EXCEPTION_GROUP_TYPE: Any = getattr(builtins, "BaseExceptionGroup", ())
+"""Since Python 3.11."""
+_NO_THREAD_TEXT = "can't start new thread"
+"""As in `areal_hpc/rollout/agent_errors.py`, which cannot be imported here."""
+
+
+class Scorer:
+    """What a worker serves: one question after the other, each in a fork of its own."""
+
+    def prepare(self, task: dict[str, Any]) -> None:
+        """Prepare a task, in the process that all later questions are asked of forks of."""
+
+    def score(self, task: dict[str, Any]) -> dict[str, Any]:
+        """The answer to one question."""
+        raise NotImplementedError
+
+
+class Gym:
+    """What a worker serves: one episode after the other, each in a fork of its own."""
+
+    async def reset(self, task: dict[str, Any]) -> dict[str, Any]:
+        """Begin an episode; `text` is what the model sees first, `tools` what it may call."""
+        raise NotImplementedError
+
+    async def step(self, reply: dict[str, Any]) -> dict[str, Any]:
+        """Take the model's reply: `text`, and `calls` with `id`, `name` and `arguments` (JSON).
+
+        The answer has `reward` and `done`, and `text` or `results` by the ids of calls.
+        """
+        raise NotImplementedError
+
+    async def close(self) -> None:
+        """End the episode."""
+
+
+def serve(build_gym: Callable[[dict[str, Any]], Gym | Scorer]) -> None:
+    """Serve until the other end closes. The first line is what the gym is built from."""
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    for number in (signal.SIGINT, signal.SIGTERM):  # meant for the parent, which still needs us
+        signal.signal(number, signal.SIG_IGN)
+    if settings["is_first_process"]:  # of a sandbox; a fork has the same user, and may not reach it
+        libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+    else:
+        sys.path.append(str(Path.cwd()))  # where a run was started, packages of the user's lie
+    link = take_over_standard_streams()
+    gc.freeze()  # what a collection looks at is copied to each fork that does
+    gym: Gym | Scorer | None = None
+    episode: Episode | None = None
+    for line in link.makefile("rb"):
+        request = json.loads(line)
+        try:
+            if gym is None:
+                gym, answer = build_gym(request), b"{}"
+                if settings["memory_bytes"] is not None:
+                    settings["memory_bytes"] += count_own_bytes()
+            elif request["do"] == "reset":
+                if episode is not None:
+                    episode.end()
+                if isinstance(gym, Scorer):
+                    gym.prepare(request["task"])
+                episode = Episode(gym, link, settings)
+                answer = episode.ask(line, settings["timeout_s"])
+            elif episode is not None:
+                is_end = request["do"] == "close"
+                answer = episode.ask(line, CLOSE_TIMEOUT_S if is_end else settings["timeout_s"])
+            else:
+                answer = b"{}"
+        except Exception as error:  # boundary: told to the agent
+            answer = encode_error(error, is_of_episode=False)
+        is_over = settings["ends_with_answer"] or request.get("do") == "close"
+        if episode is not None and (is_over or answer.startswith(b'{"error"')):
+            episode.end()
+            episode = None
+        link.sendall(answer + b"\n")
+
+
+class Episode:
+    """A fork of the prepared process, and the socket to it."""
+
+    def __init__(self, gym: Gym | Scorer, link: socket.socket, settings: dict[str, Any]) -> None:
+        self._is_alone = settings["is_first_process"] and os.getpid() == 1
+        self._known = list_scratch_files()
+        self._socket, theirs = socket.socketpair()
+        self._pid = os.fork()
+        if self._pid == 0:
+            try:
+                link.close()
+                self._socket.close()
+                os.setsid()
+                limit_memory(settings["memory_bytes"])
+                if isinstance(gym, Scorer):
+                    answer_question(gym, theirs)
+                else:
+                    reseed()
+                    asyncio.run(play(gym, theirs))
+            finally:
+                os._exit(0)
+        theirs.close()
+        self._answers = self._socket.makefile("rb")
+
+    def ask(self, line: bytes, timeout_s: float | None) -> bytes:
+        """The answer to a line."""
+        self._socket.settimeout(timeout_s)
+        try:
+            self._socket.sendall(line)
+            answer = self._answers.readline(MAX_LINE_BYTES)
+        except TimeoutError:
+            return json.dumps({"error": f"took longer than {timeout_s:g} s", "errnos": []}).encode()
+        except OSError:
+            answer = b""
+        if not answer.endswith(b"\n"):
+            return json.dumps({"error": "its process has ended", "errnos": []}).encode()
+        return answer.rstrip()
+
+    def end(self) -> None:
+        """Kill it and all that it started, and remove what they wrote."""
+        if self._is_alone:
+            os.kill(-1, signal.SIGKILL)  # all but the first process of this sandbox
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._pid, signal.SIGKILL)
+        self._answers.close()
+        self._socket.close()
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1 if self._is_alone else self._pid, 0):
+                pass
+        for path in list_scratch_files() - self._known if self._is_alone else ():
+            shutil.rmtree(path, ignore_errors=True)
+            with contextlib.suppress(OSError):
+                Path(path).unlink()
+
+
+def answer_question(scorer: Scorer, channel: socket.socket) -> None:
+    """Answer one question; an event loop would take longer than the score."""
+    request = json.loads(channel.makefile("rb").readline())
+    try:
+        told = json.dumps(scorer.score(request["task"]), allow_nan=False).encode()
+    except Exception as error:  # boundary: others' code; told to who asked
+        told = encode_error(error)
+    channel.sendall(told + b"\n")
+
+
+async def play(gym: Gym, channel: socket.socket) -> None:
+    """Answer to the end of an episode."""
+    loop, received = asyncio.get_running_loop(), b""
+    channel.setblocking(False)
+    while piece := await loop.sock_recv(channel, 1 << 16):
+        received += piece
+        if not received.endswith(b"\n"):
+            continue
+        line, received = received, b""
+        request = json.loads(line)
+        try:
+            if request["do"] == "reset":
+                answer = await gym.reset(request["task"])
+            elif request["do"] == "step":
+                answer = await gym.step(request["reply"])
+            else:
+                await gym.close()
+                answer = {}
+            told = json.dumps(answer, allow_nan=False).encode()
+        except Exception as error:  # boundary: told to the agent
+            told = encode_error(error)
+        await loop.sock_sendall(channel, told + b"\n")
+
+
+def encode_error(error: Exception, *, is_of_episode: bool = True) -> bytes:
+    """What an error says, where it came about, and why the driver may want another try."""
+    said = f"{type(error).__name__}: {error}"[:2000]
+    told = {"error": said, "errnos": list_errnos(error), "is_of_episode": is_of_episode}
+    return json.dumps(told).encode()
+
+
+def take_over_standard_streams() -> socket.socket:
+    """The link to the driver, on a descriptor that no program inherits.
+
+    Standard input reads nothing from now on: it is the same socket as standard output, on which a
+    program that a gym starts could give an answer. What a package prints is none either.
+    """
+    link = socket.socket(fileno=os.dup(0))
+    link.setblocking(True)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    os.close(nothing)
+    os.dup2(2, 1)
+    return link
+
+
+def limit_memory(most_bytes: int | None) -> None:
+    """Allow this process so much memory, and no image of a crash."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if most_bytes is not None:
+        resource.setrlimit(resource.RLIMIT_AS, (most_bytes, most_bytes))
+
+
+def count_own_bytes() -> int:
+    """Address space of this process."""
+    return int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+
+
+def reseed() -> None:
+    """Give a fork random numbers of its own."""
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+
+
+def find_action_tags(text: str) -> list[str]:
+    """What `<action>...</action>` hold, each up to the first end, in time that grows with a text.
+
+    An expression of the pair looks for the end anew from each opening.
+    """
+    pieces = text.split("<action>")[1:]
+    return [piece.partition("</action>")[0] for piece in pieces if "</action>" in piece]
+
+
+def list_scratch_files() -> set[str]:
+    """What lies in the folders that a sandbox may write to."""
+    return {entry.path for folder in _SCRATCH_FOLDERS for entry in os.scandir(folder)}
+
+
+def list_errnos(error: BaseException | None) -> list[int]:
+    """Numbers of the system's errors in the chain of causes, by which the driver judges it."""
+    found, looked_at = list[int](), list[BaseException]()
+    while error is not None and error not in looked_at:  # `raise error from error` makes a ring
+        looked_at.append(error)
+        if isinstance(error, OSError) and error.errno:
+            found.append(error.errno)
+        elif isinstance(error, RuntimeError) and _NO_THREAD_TEXT in str(error):
+            found.append(errno.EAGAIN)
+        error = error.exceptions[0] if isinstance(error, _EXCEPTION_GROUP_TYPE) else error.__cause__
+    return found
