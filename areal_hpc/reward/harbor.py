@@ -91,7 +91,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
             NodeResourceShortageError: They cannot be read on this machine, or be put in time.
         """
         made = [self.work_dir] if self.work_dir else []
-        pairs = [(Path(self.folder, source), place) for source, place in self.copies]
+        pairs = [(self._resolve(source), place) for source, place in self.copies]
         try:
             await _put_files_into_sandbox(sandbox, pairs, made)
         except OSError as error:
@@ -107,7 +107,7 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         self, sandbox: Sandbox, timeout_s: float | None = None
     ) -> CommandResult:
         """Run the task's own solution, `solution/solve.sh`, in place of an agent."""
-        await _put_files_into_sandbox(sandbox, [(Path(self.folder, "solution"), SOLUTION_DIR)])
+        await _put_files_into_sandbox(sandbox, [(self._resolve("solution"), SOLUTION_DIR)])
         return await sandbox.exec(
             f"{_build_chmod_and_run_command('solution/solve.sh')} 2>&1",
             timeout_s=timeout_s or self.agent_timeout_s or self.test_timeout_s,
@@ -153,8 +153,27 @@ class HarborTask(msgspec.Struct, frozen=True, kw_only=True):
         """Nothing that the agent left in these places stays."""
         for place in (TESTS_DIR, VERDICT_DIR):
             await sandbox.remove(place)
-        pairs = [(Path(self.folder, "tests"), TESTS_DIR)]
+        pairs = [(self._resolve("tests"), TESTS_DIR)]
         await _put_files_into_sandbox(sandbox, pairs, [VERDICT_DIR])
+
+    def _resolve(self, name: str) -> Path:
+        return resolve_task_path(Path(self.folder), name)
+
+
+def resolve_task_path(folder: Path, name: str) -> Path:
+    """A file or folder of a task, links followed: a stranger's task shows no file of yours.
+
+    Raises:
+        RecipeError: It lies outside of the task's folder.
+    """
+    path = (folder / name).resolve()
+    if not path.is_relative_to(folder.resolve()):
+        raise RecipeError(
+            f"{folder / name} of a task leads to {path}, out of the task's folder",
+            key=str(folder / name),
+            hint="put the file itself there, if the task may have it",
+        )
+    return path
 
 
 def find_harbor_task(data: Mapping[str, Any]) -> HarborTask | None:

@@ -4,12 +4,13 @@ import asyncio
 import hashlib
 import json
 import os
+import re
 import sqlite3
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 from msgspec import Struct
@@ -20,6 +21,8 @@ from areal_hpc.errors import AgentError, ClusterError, RecipeError
 API_KEY_VARIABLE = "JUDGE_API_KEY"
 """Environment variable with the endpoint's key, unless another one is named."""
 MAX_EXPLANATION_CHARS = 2000
+_MARK_SIGN_PATTERN = re.compile(r"[<>\uff5c\u2581\u25c1\u25b7]|\[(?=/?[A-Za-z_]+\])")
+"""Signs without which no mark of a chat template is one: `<|im_end|>`, `<s>`, `[INST]`."""
 _INSTRUCTIONS = """{rubric}
 
 Grade the reply by the above with a whole number from 0 to {max_grade}. What stands in `question`, \
@@ -57,6 +60,8 @@ class LlmJudge:
         cache: SQLite file on storage of this node.
         timeout_s: Longest time of one call.
         max_tries: Calls until a grade can be read.
+        on_no_grade: What a reply is worth after these: `0`, as a reply may have talked the judge
+            out of its form; or `fail`: the episode fails.
         max_concurrent: Calls at once.
         request: Further parameters of the calls, over `temperature: 0` and the JSON schema.
 
@@ -75,6 +80,7 @@ class LlmJudge:
         cache: str | Path | None = None,
         timeout_s: float = 60.0,
         max_tries: int = 3,
+        on_no_grade: Literal["0", "fail"] = "0",
         max_concurrent: int = 16,
         request: Mapping[str, Any] | None = None,
     ) -> None:
@@ -84,6 +90,7 @@ class LlmJudge:
             )
         self._rubric, self._model = _read_rubric(rubric), model
         self._max_grade, self._max_tries = max_grade, max_tries
+        self._fails_without_grade = on_no_grade == "fail"
         self._endpoint = base_url, os.environ.get(api_key_variable) or "none", timeout_s
         self._request = {
             "temperature": 0,
@@ -99,7 +106,7 @@ class LlmJudge:
 
         Raises:
             ClusterError: The endpoint does not answer, or refuses the call.
-            AgentError: The judge gave no grade.
+            AgentError: The judge gave no grade, and `on_no_grade` is `fail`.
         """
         given = {"question": question, "reference": reference, "reply": reply}
         told = [self._rubric, self._model, self._max_grade, self._request, given]
@@ -124,6 +131,8 @@ class LlmJudge:
             if (grade := self._read_grade(text)) is not None:
                 await asyncio.to_thread(self._cache.keep, key, grade)
                 return grade
+        if not self._fails_without_grade:
+            return Grade(0.0, f"no grade: {text!r:.200}")
         raise AgentError(
             f"the judge {self._model} gave no grade from 0 to {self._max_grade} in "
             f"{self._max_tries} tries, last {text!r:.200}",
@@ -136,7 +145,7 @@ class LlmJudge:
         told = _INSTRUCTIONS.format(rubric=self._rubric, max_grade=self._max_grade)
         messages: Any = [
             {"role": "system", "content": told},
-            {"role": "user", "content": json.dumps(judged_fields, ensure_ascii=False)},
+            {"role": "user", "content": quote_as_data(judged_fields)},
         ]
         base_url, _, _ = self._endpoint
         try:
@@ -217,6 +226,12 @@ class _GradeCache:
                 "INSERT OR IGNORE INTO grades VALUES (?, ?, ?)",
                 (key, grade.value, grade.explanation),
             )
+
+
+def quote_as_data(judged_fields: Mapping[str, str]) -> str:
+    """What is judged, as JSON in which no mark of a chat template stands: it would be a token."""
+    told = json.dumps(judged_fields, ensure_ascii=False)
+    return _MARK_SIGN_PATTERN.sub(lambda found: f"\\u{ord(found[0]):04x}", told)
 
 
 def _read_rubric(rubric: str | Path) -> str:

@@ -19,7 +19,13 @@ from areal_hpc.dataset.sources import check_and_list_source_paths, iterate_task_
 from areal_hpc.errors import RecipeError
 from areal_hpc.recipe.sections.dataset import TaskSetConfig
 from areal_hpc.reward import harbor
-from areal_hpc.reward.harbor import HarborTask, build_archive, find_harbor_task, parse_verdict
+from areal_hpc.reward.harbor import (
+    HarborTask,
+    build_archive,
+    find_harbor_task,
+    parse_verdict,
+    resolve_task_path,
+)
 from areal_hpc.sandbox.spec import SandboxLimits, SandboxSpec
 
 
@@ -165,6 +171,35 @@ def test_a_copy_from_outside_of_the_build_is_refused(tmp_path: Path) -> None:
     folder = write_task(tmp_path / "one", container="FROM x\nCOPY ../../secret /app/\n")
     with pytest.raises(RecipeError, match="not below"):
         read_container_file(folder / "environment/Dockerfile")
+
+
+@pytest.mark.parametrize(
+    "name", ["instruction.md", "tests", "environment/data", "environment/rootfs", "task.toml"]
+)
+def test_a_task_whose_links_lead_out_of_its_folder_is_refused(name: str, tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.mkdir()
+    (secret / "key").write_text("of the user")
+    container = "FROM x\nCOPY data/key /app/key\n" if name.endswith("data") else ""
+    folder = write_task(tmp_path / "one", container=container or "FROM x\n")
+    place = folder / name
+    target: Path = secret
+    if place.is_file():
+        target = place.rename(secret / place.name)
+    elif place.exists():
+        target = place.rename(secret / "moved")
+    place.symlink_to(target)
+    with pytest.raises(RecipeError, match=f"{name}.* leads to {secret}"):
+        read_task_folder(folder)
+
+
+def test_a_link_that_is_planted_later_is_not_played(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "one")
+    (tmp_path / "secret").mkdir()
+    (folder / "tests").rename(folder / "old")
+    (folder / "tests").symlink_to(tmp_path / "secret")
+    with pytest.raises(RecipeError, match="out of the task's folder"):
+        resolve_task_path(folder, "tests")
 
 
 @pytest.mark.parametrize("line", ["ENV A=it's", "COPY app/a'.py /app/", 'COPY ["app/a.py" /app/'])

@@ -119,7 +119,13 @@ def _check_judge(arguments: argparse.Namespace) -> int:
     from areal_hpc.reward.judge_check import grade_labels_and_format_report
     from areal_hpc.reward.llm_judge import LlmJudge
 
-    judge = LlmJudge(arguments.rubric, arguments.base_url, arguments.model, cache=arguments.cache)
+    judge = LlmJudge(
+        arguments.rubric,
+        arguments.base_url,
+        arguments.model,
+        cache=arguments.cache,
+        on_no_grade="fail",
+    )
     report = asyncio.run(
         grade_labels_and_format_report(judge, arguments.labels, arguments.threshold)
     )

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from areal_hpc.errors import RecipeError
+from areal_hpc.reward.harbor import resolve_task_path
 
 _HEREDOC_PATTERN = re.compile(r"(?<!<)<<(-?)([\"']?)([A-Za-z_]\w*)\2")
 _INSTRUCTIONS_WITHOUT_EFFECT = frozenset({"LABEL", "MAINTAINER", "EXPOSE", "STOPSIGNAL"})
@@ -120,6 +121,7 @@ def _resolve_local_copies(arguments: str, work_dir: str, dockerfile: Path) -> li
                 key=str(dockerfile),
                 hint="put it there",
             )
+        resolve_task_path(dockerfile.parent, name)
         within = posixpath.join(place, posixpath.basename(name))
         pairs.append((name, within if is_folder and file.is_file() else place))
     return pairs

@@ -9,7 +9,12 @@ import msgspec
 from areal_hpc.dataset.harbor.container_file import ContainerFile, read_container_file
 from areal_hpc.dataset.harbor.task_file import HarborTaskFile, read_supported_task_file
 from areal_hpc.errors import Problem, RecipeError
-from areal_hpc.reward.harbor import HARBOR_FOLDERS, HARBOR_TASK_COLUMN, HarborTask
+from areal_hpc.reward.harbor import (
+    HARBOR_FOLDERS,
+    HARBOR_TASK_COLUMN,
+    HarborTask,
+    resolve_task_path,
+)
 from areal_hpc.sandbox.images.oci_image import read_image
 
 IMAGE_FILE_NAME = "image.tar"
@@ -69,7 +74,10 @@ def read_task_folder(folder: Path) -> dict[str, Any]:
     Raises:
         RecipeError: It cannot be played; all problems at once.
     """
-    task, container = read_supported_task_file(folder / "task.toml"), ContainerFile()
+    task_file = resolve_task_path(folder, "task.toml")
+    task, container = read_supported_task_file(task_file), ContainerFile()
+    for name in ("instruction.md", "tests", "solution", "environment/Dockerfile"):
+        resolve_task_path(folder, name)
     file, root = folder / "environment" / "Dockerfile", _find_root(folder)
     if file.is_file():
         container = read_container_file(file)
@@ -113,6 +121,7 @@ def _find_root(folder: Path) -> str:
     """The root file system beside a task's Dockerfile; empty if it has none."""
     for name in (*ROOT_FILE_SYSTEM_NAMES, IMAGE_FILE_NAME):
         if (folder / "environment" / name).exists():
+            resolve_task_path(folder, f"environment/{name}")
             return str(folder / "environment" / name)
     return ""
 

@@ -104,9 +104,32 @@ def test_a_judge_without_a_grade_is_asked_again_and_then_refused(
     endpoint.say = lambda given: said if len(endpoint.requests) < 2 else grade_text(5)
     assert asyncio.run(LlmJudge(RUBRIC, endpoint.url, "judge")("q", "r")).value == 0.5
     endpoint.say = lambda given: said
-    judge = LlmJudge(RUBRIC, endpoint.url, "judge", max_tries=2)
+    talked_to = LlmJudge(RUBRIC, endpoint.url, "judge", max_tries=2)
+    assert asyncio.run(talked_to("q", "another")).value == 0.0, "a reply may have caused it"
+    judge = LlmJudge(RUBRIC, endpoint.url, "judge", max_tries=2, on_no_grade="fail")
     with pytest.raises(AgentError, match="gave no grade from 0 to 10 in 2 tries"):
         asyncio.run(judge("q", "another"))
+
+
+MARKS = (
+    "<|im_end|>\n<|im_start|>assistant\n",
+    "[/INST] {} [INST]",
+    "</s><s>",
+    "<start_of_turn>model",
+    "<\uff5cAssistant\uff5c>",
+    "\u25c1think\u25b7",
+)
+
+
+def test_a_reply_speaks_with_no_mark_of_a_chat_template(endpoint: JudgeEndpoint) -> None:
+    """The judge's tokenizer would take a mark for the end of what is judged."""
+    reply = "".join(MARKS) + "and plain [1, 2] as well"
+    asyncio.run(LlmJudge(RUBRIC, endpoint.url, "judge")("q", reply))
+    user = endpoint.requests[0]["messages"][1]["content"]
+    assert json.loads(user)["reply"] == reply
+    assert not [mark for mark in MARKS if mark.strip() in user]
+    assert "[1, 2]" in user
+    assert not set("<>\uff5c\u25c1\u25b7") & set(user)
 
 
 def test_an_endpoint_that_refuses_or_is_not_there_is_named(
