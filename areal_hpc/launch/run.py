@@ -31,7 +31,6 @@ from areal_hpc.view.state.run_state import read_run_snapshot
 from areal_hpc.view.state.summary import summarize_run
 
 FRESH_HINT = "use --fresh to start over"
-_REFERENCE_PATTERN = re.compile(r"(\\*)\$\{")
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,16 +207,10 @@ def load_with_overrides(recipe: Recipe | Path | str, overrides: Mapping[str, Any
     if isinstance(recipe, Recipe):
         given = [f"{key}={text}" for key, text in texts.items()]
         return merge_overrides(recipe, given) if given else recipe
-    # A text given in Python is itself: what looks like a reference to a key in it is escaped.
-    return load_recipe(
-        recipe,
-        [f"{key}={_REFERENCE_PATTERN.sub(_escape_reference, one)}" for key, one in texts.items()],
-    )
-
-
-def _escape_reference(found: re.Match[str]) -> str:
-    """The beginning of a reference in JSON, with a backslash and those before it doubled."""
-    return found[1] * 2 + r"\\${"
+    # A text given in Python is itself: what looks like a reference to a key in it is escaped, by a
+    # backslash and twice those before it.
+    escaped = {key: re.sub(r"(\\*)\$\{", r"\1\1\\\\${", one) for key, one in texts.items()}
+    return load_recipe(recipe, [f"{key}={text}" for key, text in escaped.items()])
 
 
 def _report_finished_run(paths: RunPaths) -> RunResult:

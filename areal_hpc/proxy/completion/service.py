@@ -255,19 +255,14 @@ class CompletionService:
                 pause_s = tries.get_pause_s(error)
                 if time.monotonic() >= prompt.give_up_at or not may_repeat():
                     raise ProxyRequestError(503, f"the replica was lost: {error}") from error
-                self._count_failed_try_or_give_up(tries, replica, error)
+                try:
+                    tries.count_lost_try_or_raise(replica, error)
+                except RepeatedlyFailedCallError:
+                    self.metrics.failed_calls.inc()
+                    raise
             finally:
                 self._router.on_call_finished(session, replica)
             await asyncio.sleep(pause_s)
-
-    def _count_failed_try_or_give_up(
-        self, tries: CallTries, replica: ReplicaView, error: UnfinishedEngineCallError
-    ) -> None:
-        try:
-            tries.count_lost_try_or_raise(replica, error)
-        except RepeatedlyFailedCallError:
-            self.metrics.failed_calls.inc()
-            raise
 
     def _record_reply(
         self,

@@ -312,13 +312,9 @@ def measure_share_of_idle_groups(
     batch: Sequence[TrajectoryRow], rows: Sequence[TrainingRow]
 ) -> float:
     """Of the batch's groups, those in which no token that the loss sees has an advantage."""
-    has_advantage: dict[int, bool] = {}
-    for trajectory, row in zip(batch, rows, strict=True):
-        seen = row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]
-        has_advantage[trajectory.ticket_id] = has_advantage.get(
-            trajectory.ticket_id, False
-        ) or bool(np.any(seen))
-    return 1.0 - sum(has_advantage.values()) / max(1, len(has_advantage))
+    seen = (np.any(row.channels[ADVANTAGE_CHANNEL][row.loss_mask_T != 0]) for row in rows)
+    teaching = {one.ticket_id for one, teaches in zip(batch, seen, strict=True) if teaches}
+    return 1.0 - len(teaching) / max(1, len({one.ticket_id for one in batch}))
 
 
 def build_loss_mask_without_cut_replies(row: TrajectoryRow) -> npt.NDArray[np.uint8]:

@@ -74,6 +74,28 @@ def format_content_part(
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": logprobs}
 
 
+def format_response(
+    answer_id: str, created_at: int, status: str, model_name: str, **fields: Any
+) -> dict[str, Any]:
+    """A Response with these fields of its request, its output and its usage."""
+    cut = {"reason": "max_output_tokens"} if status == "incomplete" else None
+    frame = {"id": answer_id, "object": "response", "created_at": created_at, "status": status}
+    known = {"background": False, "error": None, "incomplete_details": cut, "model": model_name}
+    return {**frame, **known, **fields}
+
+
+def format_usage(answer: Interaction, reasoning_tokens: int = 0) -> dict[str, Any]:
+    """The tokens that a Response took."""
+    said = answer.num_output_tokens
+    return {
+        "input_tokens": answer.prompt_tokens,
+        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
+        "output_tokens": said,
+        "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, said)},
+        "total_tokens": answer.prompt_tokens + said,
+    }
+
+
 def split_reply_into_blocks(message: Message) -> list[ContentBlock]:
     """The blocks of a recorded reply."""
     calls = []

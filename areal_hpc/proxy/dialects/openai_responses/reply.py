@@ -25,6 +25,8 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
     build_item_id,
     format_content_part,
     format_item,
+    format_response,
+    format_usage,
     is_custom_call,
 )
 from areal_hpc.proxy.dialects.openai_responses.request import ResponsesRequest, build_model_call
@@ -85,7 +87,7 @@ class _ResponsesExchange(Exchange):
         """The first events of the stream, once."""
         if self._sent:
             return b""
-        frame = self._build_in_progress_response()
+        frame = self._build_response("in_progress")
         return self._format_event("response.created", response=frame) + self._format_event(
             "response.in_progress", response=frame
         )
@@ -100,57 +102,50 @@ class _ResponsesExchange(Exchange):
         named = {"code": code, "message": fields["message"], "param": fields["param"]}
         return self._format_event("error", error=fields, **named)
 
-    def _build_in_progress_response(self) -> dict[str, Any]:
-        """A Response before the model speaks."""
+    def _build_response(
+        self, status: str, output: Sequence[dict[str, Any]] = (), usage: Any = None
+    ) -> dict[str, Any]:
         request, sampling = self._request, self.call.sampling
-        return {
-            "id": self.answer_id,
-            "object": "response",
-            "created_at": self.created_at,
-            "status": "in_progress",
-            "background": False,
-            "error": None,
-            "incomplete_details": None,
-            "instructions": request.instructions,
-            "max_output_tokens": request.max_output_tokens,
-            "max_tool_calls": None,
-            "model": self.model.name,
-            "output": [],
-            "parallel_tool_calls": request.parallel_tool_calls is not False,
-            "previous_response_id": request.previous_response_id,
-            "reasoning": request.reasoning or {"effort": None, "summary": None},
-            "service_tier": "default",
-            "store": self.call.is_retrievable,
-            "temperature": sampling.temperature,
-            "text": request.text or {"format": {"type": "text"}},
-            "tool_choice": request.tool_choice or "auto",
-            "tools": request.tools or [],
-            "top_logprobs": request.top_logprobs or 0,
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-            "usage": None,
-            "user": request.user,
-            "metadata": {k: v for k, v in (request.metadata or {}).items() if v is not None},
-        }
+        return format_response(
+            self.answer_id,
+            self.created_at,
+            status,
+            self.model.name,
+            instructions=request.instructions,
+            max_output_tokens=request.max_output_tokens,
+            max_tool_calls=None,
+            output=output,
+            parallel_tool_calls=request.parallel_tool_calls is not False,
+            previous_response_id=request.previous_response_id,
+            reasoning=request.reasoning or {"effort": None, "summary": None},
+            service_tier="default",
+            store=self.call.is_retrievable,
+            temperature=sampling.temperature,
+            text=request.text or {"format": {"type": "text"}},
+            tool_choice=request.tool_choice or "auto",
+            tools=request.tools or [],
+            top_logprobs=request.top_logprobs or 0,
+            top_p=sampling.top_p,
+            truncation="disabled",
+            usage=usage,
+            user=request.user,
+            metadata={k: v for k, v in (request.metadata or {}).items() if v is not None},
+        )
 
     def _format_and_store_response(
         self, answer: RecordedChoice, blocks: Sequence[ContentBlock]
     ) -> bytes:
         """A Response after the model has spoken, JSON; kept unless `store` is false."""
         status, logprobs = _get_status(answer), self._format_logprobs(answer.generation)
-        cut = status == "incomplete"
         *ended, last = blocks
-        response = {
-            **self._build_in_progress_response(),
-            "status": status,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "output": [
-                *(self._format_item(block, "completed", logprobs) for block in ended),
-                self._format_item(last, status, logprobs),
-            ],
-            "usage": self._format_usage(answer),
-        }
-        body = msgspec.json.encode(response)
+        output = [
+            *(self._format_item(block, "completed", logprobs) for block in ended),
+            self._format_item(last, status, logprobs),
+        ]
+        reasoning = answer.said.reasoning
+        reasoning_tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
+        usage = format_usage(answer.interaction, reasoning_tokens)
+        body = msgspec.json.encode(self._build_response(status, output, usage))
         if self.call.is_retrievable:
             self._session.keep_response(self.answer_id, body)
         return body
@@ -164,20 +159,6 @@ class _ResponsesExchange(Exchange):
         self, block: ContentBlock, status: str, logprobs: Sequence[dict[str, Any]]
     ) -> dict[str, Any]:
         return format_item(self.answer_id, block, status, logprobs, self._tools)
-
-    def _format_usage(self, answer: RecordedChoice) -> dict[str, Any]:
-        input_tokens = answer.interaction.prompt_tokens
-        output_tokens = len(answer.generation.output_ids)
-        reasoning = answer.said.reasoning
-        reasoning_tokens = len(self.model.encoder.encode(reasoning)) if reasoning else 0
-        cached_tokens = answer.generation.cached_tokens
-        return {
-            "input_tokens": input_tokens,
-            "input_tokens_details": {"cached_tokens": cached_tokens, "cache_write_tokens": 0},
-            "output_tokens": output_tokens,
-            "output_tokens_details": {"reasoning_tokens": min(reasoning_tokens, output_tokens)},
-            "total_tokens": input_tokens + output_tokens,
-        }
 
     def _format_event(self, kind: str, /, **fields: Any) -> bytes:
         event = format_named_event({"type": kind, **fields, "sequence_number": self._sent})

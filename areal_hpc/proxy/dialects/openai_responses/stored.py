@@ -14,6 +14,8 @@ from areal_hpc.proxy.dialects.openai_responses.output_items import (
     ID_PREFIX_WITH_INSTRUCTIONS,
     ID_PREFIX_WITHOUT_INSTRUCTIONS,
     format_item,
+    format_response,
+    format_usage,
     is_response_id,
     split_reply_into_blocks,
 )
@@ -117,46 +119,31 @@ def _rebuild_recorded_response(
         interaction.interaction_id,
         decode_sampling_params_json(interaction.sampling),
     )
-    cut = interaction.finish_reason == "length"
-    status = "incomplete" if cut else "completed"
+    status = "incomplete" if interaction.finish_reason == "length" else "completed"
     first = session.tree.get_path_to(interaction)[0].new_messages[0]
     has_instructions = answer_id.startswith(ID_PREFIX_WITH_INSTRUCTIONS)
     tools = decode_rendering_context(interaction.context).tools or []
     *ended, last = split_reply_into_blocks(interaction.reply)
-    output_tokens = interaction.num_output_tokens
     return msgspec.json.encode(
-        {
-            "id": answer_id,
-            "object": "response",
-            "created_at": int(interaction.asked_at),
-            "status": status,
-            "background": False,
-            "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
-            "instructions": first["content"] if has_instructions else None,
-            "model": model.name,
-            "output": [
+        format_response(
+            answer_id,
+            int(interaction.asked_at),
+            status,
+            model.name,
+            instructions=first["content"] if has_instructions else None,
+            output=[
                 *(format_item(answer_id, block, "completed") for block in ended),
                 format_item(answer_id, last, status),
             ],
-            "parallel_tool_calls": True,
-            "store": True,
-            "temperature": interaction.temperature,
-            "tool_choice": "auto",
-            "tools": [{"type": "function", **tool["function"]} for tool in tools],
-            "top_p": sampling.get("top_p", 1.0),
-            "usage": {
-                "input_tokens": interaction.prompt_tokens,
-                "input_tokens_details": {
-                    "cached_tokens": interaction.cached_tokens,
-                    "cache_write_tokens": 0,
-                },
-                "output_tokens": output_tokens,
-                "output_tokens_details": {"reasoning_tokens": 0},
-                "total_tokens": interaction.prompt_tokens + output_tokens,
-            },
-            "metadata": {},
-        }
+            parallel_tool_calls=True,
+            store=True,
+            temperature=interaction.temperature,
+            tool_choice="auto",
+            tools=[{"type": "function", **tool["function"]} for tool in tools],
+            top_p=sampling.get("top_p", 1.0),
+            usage=format_usage(interaction),
+            metadata={},
+        )
     )
 
 
