@@ -35,6 +35,8 @@ HELLO_FRAME, STDOUT_FRAME, STDERR_FRAME, INPUT_TAKEN_FRAME, EXIT_CODE_FRAME = (
 )
 """From the server. `INPUT_TAKEN_FRAME` says how many bytes of input a command has read."""
 CHUNK_BYTES = 1 << 16
+MAX_PENDING_SIGNALS = 4096
+"""And timers, of which the sandbox's user has a limited number elsewhere, too."""
 _PR_SET_DUMPABLE, _PR_SET_SECCOMP, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 4, 22, 36, 38
 _SECCOMP_MODE_FILTER = 2
 _FILTER_INSTRUCTION_BYTES = 8
@@ -345,6 +347,7 @@ def set_resource_limits(limits: dict[str, int]) -> None:
         (resource.RLIMIT_FSIZE, limits["disk_bytes"]),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, limits["open_files"]),
+        (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS),
     ]
     if limits["counts_processes"] and kernel >= (5, 14):
         # Older ones count all processes of the user, in whatever namespace (ucounts, Linux 5.14).

@@ -13,6 +13,7 @@ import signal
 import sys
 
 PR_SET_DUMPABLE = 4
+MAX_PENDING_SIGNALS = 256
 
 
 def main() -> None:
@@ -50,6 +51,7 @@ def set_resource_limits(limits: dict[str, float]) -> None:
         (resource.RLIMIT_FSIZE, int(limits["output_bytes"]), int(limits["output_bytes"])),
         (resource.RLIMIT_NPROC, int(limits["processes"]), int(limits["processes"])),
         (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_SIGPENDING, MAX_PENDING_SIGNALS, MAX_PENDING_SIGNALS),
     ):
         ceiling = resource.getrlimit(which)[1]
         if ceiling != resource.RLIM_INFINITY:

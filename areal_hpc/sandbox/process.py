@@ -20,7 +20,7 @@ from typing import IO, Literal
 import psutil
 
 from areal_hpc.errors import ClusterError, RecipeError, SandboxStartError
-from areal_hpc.jobs.processes.descendants import list_descendants, read_resident_bytes
+from areal_hpc.jobs.processes.descendants import list_descendants
 from areal_hpc.recipe.sections.reward import ISOLATION_VARIABLE
 from areal_hpc.sandbox.bubblewrap_command_line import (
     BUBBLEWRAP_HINT,
@@ -36,6 +36,7 @@ from areal_hpc.sandbox.bubblewrap_command_line import (
     hold_content_descriptors,
     may_become_nobody,
 )
+from areal_hpc.sandbox.memory import measure_memory_bytes
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 
 Isolation = Literal["bwrap", "none"]
@@ -197,7 +198,8 @@ class SandboxedProcess:
     def is_over_memory(self) -> bool:
         """True if its processes together hold more memory than they may."""
         processes = (self._process.pid, *list_descendants(self._process.pid))
-        return sum(map(read_resident_bytes, processes)) > self._limits.memory_bytes
+        limit = self._limits.memory_bytes
+        return measure_memory_bytes(processes, limit) > limit
 
     def _exchange_bytes_and_tell_timeout(
         self, other_processes: Sequence["SandboxedProcess"]
@@ -307,7 +309,7 @@ def _open_files_and_build_isolated_command(
     report_fd = descriptors[0]
     contents = {**files, _LAUNCHER_PATH.name: _LAUNCHER_PATH.read_bytes()}
     scripts = {name: opened.add(content) for name, content in contents.items()}
-    program_filter = build_seccomp_filter()
+    program_filter = build_seccomp_filter(is_of_program=True)
     request = json.dumps(asdict(limits) | {"report_fd": report_fd, "is_init": True})
     places = [f"{SCRIPTS_DIR}/{name}" for name in files]
     filter_fd = None if program_filter is None else opened.add(program_filter)

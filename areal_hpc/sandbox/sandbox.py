@@ -17,10 +17,10 @@ from areal_hpc.errors import ClusterError, SandboxLostError
 from areal_hpc.jobs.processes.descendants import (
     kill_and_reap_process,
     list_descendants,
-    read_resident_bytes,
     sum_memfd_bytes,
 )
 from areal_hpc.sandbox.channel import CommandChannel, RunningCommand
+from areal_hpc.sandbox.memory import measure_memory_bytes
 from areal_hpc.sandbox.session_forwarder import SessionForwarder
 from areal_hpc.sandbox.spec import SESSION_PORT, SandboxLimits
 
@@ -374,10 +374,10 @@ class Sandbox:
             await asyncio.sleep(WATCH_PERIOD_S)
 
     def _measure_memory_bytes(self, processes: Iterable[int]) -> int:
-        resident = sum(map(read_resident_bytes, processes))
+        held = measure_memory_bytes(processes, self._plan.limits.memory_bytes)
         if not self._plan.counts_memfd_memory:
-            return resident
-        return max(resident, sum_memfd_bytes(processes))
+            return held
+        return max(held, sum_memfd_bytes(processes))
 
     def _end_as_lost(self, reason: str) -> None:
         self._why_lost = self._why_lost or reason

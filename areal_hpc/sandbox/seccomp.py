@@ -16,6 +16,7 @@ from typing import Any
 _LOAD_WORD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
 _NUMBER_OFFSET, _ARCHITECTURE_OFFSET, _FIRST_ARGUMENT_OFFSET = 0, 4, 16
+_ARGUMENT_BYTES = 8
 """Offsets in `struct seccomp_data`; an argument's lower half comes first."""
 _X32_BIT = 0x40000000
 _NAMESPACE_FLAGS = 0x7E020080
@@ -28,8 +29,14 @@ _REFUSED_NAMES = (
     *("io_uring_setup", "io_uring_enter", "io_uring_register"),
     *("add_key", "request_key", "keyctl", "kexec_load", "kexec_file_load", "init_module"),
     *("finit_module", "delete_module", "open_by_handle_at", "swapon", "swapoff", "reboot"),
-    *("shmget", "memfd_create", "memfd_secret"),  # memory that no limit counts
+    # Memory that no limit counts, some of it for as long as the node runs.
+    *("shmget", "memfd_create", "memfd_secret", "semget", "msgget", "mq_open"),
 )
+_NAMES_REFUSED_TO_PROGRAMS = ("inotify_init1", "inotify_init")
+"""Of which a user has few: an agent's sandbox limits them, a program has no use for any."""
+_SOL_SOCKET, _BUFFER_OPTIONS = 1, (7, 8)
+"""SO_SNDBUF and SO_RCVBUF: answered as if done, so that a socket holds what the kernel's default
+is (`memory.py`)."""
 _AF_VSOCK = 40
 """Reaches the host of a virtual machine from any network namespace."""
 
@@ -43,9 +50,11 @@ class _SystemCallNumbers:
     """Its name in a profile of the Open Container Initiative."""
     refused: tuple[int, ...]
     """Of `_REFUSED_NAMES`, in their order."""
+    refused_to_programs: tuple[int, ...]
     clone: int
     clone3: int
     socket: int
+    setsockopt: int
 
 
 _SYSTEM_CALLS_BY_MACHINE = {
@@ -59,11 +68,13 @@ _SYSTEM_CALLS_BY_MACHINE = {
             *(321, 298, 323, 425, 426, 427),
             *(248, 249, 250, 246, 320, 175),
             *(313, 176, 304, 167, 168, 169),
-            *(29, 319, 447),
+            *(29, 319, 447, 64, 68, 240),
         ),
+        (294, 253),
         clone=56,
         clone3=435,
         socket=41,
+        setsockopt=54,
     ),
     "aarch64": _SystemCallNumbers(
         0xC00000B7,
@@ -75,24 +86,30 @@ _SYSTEM_CALLS_BY_MACHINE = {
             *(280, 241, 282, 425, 426, 427),
             *(217, 218, 219, 104, 294, 105),
             *(273, 106, 265, 224, 225, 142),
-            *(194, 279, 447),
+            *(194, 279, 447, 190, 186, 180),
         ),
+        (26,),
         clone=220,
         clone3=435,
         socket=198,
+        setsockopt=208,
     ),
 }
 
 
-def build_seccomp_filter(machine: str = "") -> bytes | None:
+def build_seccomp_filter(machine: str = "", *, is_of_program: bool = False) -> bytes | None:
     """The filter as bubblewrap's `--seccomp` reads it; None for a machine that is not known.
 
-    `machine` is as `uname -m` says; this one by default.
+    `machine` is as `uname -m` says; this one by default. `is_of_program`: what a single program
+    has no use for is refused, too.
     """
     calls = _SYSTEM_CALLS_BY_MACHINE.get(machine or platform.machine())
     if calls is None:
         return None
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in _assemble_bpf(calls))
+    refused = calls.refused + (calls.refused_to_programs if is_of_program else ())
+    return b"".join(
+        struct.pack("=HBBI", *instruction) for instruction in _assemble_bpf(calls, refused)
+    )
 
 
 def build_seccomp_profile(machine: str = "") -> dict[str, Any] | None:
@@ -107,10 +124,19 @@ def build_seccomp_profile(machine: str = "") -> dict[str, Any] | None:
         "syscalls": [
             _build_refusal(_REFUSED_NAMES),
             _build_refusal(["clone3"], code=errno.ENOSYS),
-            _build_refusal(["socket"], _build_first_argument_condition("SCMP_CMP_EQ", _AF_VSOCK)),
+            _build_refusal(["socket"], _build_argument_condition(0, "SCMP_CMP_EQ", _AF_VSOCK)),
             *(
                 _build_refusal(
-                    ["clone"], _build_first_argument_condition("SCMP_CMP_MASKED_EQ", flag, flag)
+                    ["setsockopt"],
+                    _build_argument_condition(1, "SCMP_CMP_EQ", _SOL_SOCKET),
+                    _build_argument_condition(2, "SCMP_CMP_EQ", option),
+                    code=0,
+                )
+                for option in _BUFFER_OPTIONS
+            ),
+            *(
+                _build_refusal(
+                    ["clone"], _build_argument_condition(0, "SCMP_CMP_MASKED_EQ", flag, flag)
                 )
                 for flag in flags
             ),
@@ -125,11 +151,15 @@ def _build_refusal(
     return {**rule, "args": list(arguments)} if arguments else rule
 
 
-def _build_first_argument_condition(comparison: str, value: int, masked: int = 0) -> dict[str, Any]:
-    return {"index": 0, "op": comparison, "value": value, "valueTwo": masked}
+def _build_argument_condition(
+    index: int, comparison: str, value: int, masked: int = 0
+) -> dict[str, Any]:
+    return {"index": index, "op": comparison, "value": value, "valueTwo": masked}
 
 
-def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, int]]:
+def _assemble_bpf(
+    calls: _SystemCallNumbers, refused: Sequence[int]
+) -> Iterator[tuple[int, int, int, int]]:
     """Instructions: code, jump if true, jump if false, constant; jumps count what is left out."""
     refuse = (_RETURN, 0, 0, _ERRNO | errno.EPERM)
     yield _LOAD_WORD, 0, 0, _ARCHITECTURE_OFFSET
@@ -138,7 +168,7 @@ def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, in
     yield _LOAD_WORD, 0, 0, _NUMBER_OFFSET
     yield _JUMP_AT_LEAST, 0, 1, _X32_BIT
     yield refuse
-    for number in calls.refused:
+    for number in refused:
         yield _JUMP_EQUAL, 0, 1, number
         yield refuse
     yield _JUMP_EQUAL, 0, 1, calls.clone3
@@ -147,6 +177,14 @@ def _assemble_bpf(calls: _SystemCallNumbers) -> Iterator[tuple[int, int, int, in
     yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET
     yield _JUMP_ANY_BIT, 0, 1, _NAMESPACE_FLAGS
     yield refuse
+    yield _RETURN, 0, 0, _ALLOW
+    yield _JUMP_EQUAL, 0, 7, calls.setsockopt
+    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET + _ARGUMENT_BYTES
+    yield _JUMP_EQUAL, 0, 4, _SOL_SOCKET
+    yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET + 2 * _ARGUMENT_BYTES
+    yield _JUMP_EQUAL, 1, 0, _BUFFER_OPTIONS[0]
+    yield _JUMP_EQUAL, 0, 1, _BUFFER_OPTIONS[1]
+    yield _RETURN, 0, 0, _ERRNO
     yield _RETURN, 0, 0, _ALLOW
     yield _JUMP_EQUAL, 0, 3, calls.socket
     yield _LOAD_WORD, 0, 0, _FIRST_ARGUMENT_OFFSET

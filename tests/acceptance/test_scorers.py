@@ -20,7 +20,12 @@ from areal_hpc.reward.gsm8k import gsm8k_reward_fn
 from areal_hpc.reward.math import math_reward
 from areal_hpc.reward.reasoning_gym import reasoning_gym_reward
 
-pytestmark = pytest.mark.timeout(1800)
+pytestmark = [
+    pytest.mark.timeout(1800),
+    # Files that reasoning-gym and what it imports leave open.
+    pytest.mark.filterwarnings("ignore::ResourceWarning"),
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 END = "__import__('os')._exit(0)"
 """What a payload that runs would end its process by, and so be told of."""
 FORGED = "__import__('os').write(fd, bytes([123, 34, 114, 101, 119, 97, 114, 100]))"

@@ -38,7 +38,10 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_command_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
+from areal_hpc.sandbox.runtimes.scratch import (
+    LIMIT_KERNEL_OBJECTS_SCRIPT,
+    choose_scratch_mount_point,
+)
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.seccomp import build_seccomp_filter
 from areal_hpc.sandbox.spec import Network, SandboxSpec
@@ -52,11 +55,14 @@ def _build_isolation_error(reason: str, way_out: str = USER_NAMESPACE_HINT) -> R
     return build_isolation_error("bubblewrap", hint, reason)
 
 
-_PREPARE_SCRATCH_SCRIPT = """
+_PREPARE_SCRATCH_SCRIPT = f"""
 set -e
+{LIMIT_KERNEL_OBJECTS_SCRIPT}
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
 mkdir "$1/upper" "$1/work" "$1/workspace"
 mkdir -m 1777 "$1/tmp" "$1/shm"
+mkdir "$1/pts"
+mount -t devpts -o newinstance,ptmxmode=666,mode=620,max=64 devpts "$1/pts" 2> /dev/null || :
 for number in $5; do mkdir -m 1777 "$1/folder$number"; done
 cd "$4"  # the sandbox sees this command line, and is told no path of this machine
 shift 5
@@ -142,6 +148,7 @@ def build_bwrap_arguments(
     for folder in spec.readonly_folders:
         command += ["--ro-bind", folder, folder]
     command += ["--proc", "/proc", "--dev", "/dev", "--bind", f"{scratch}/shm", "/dev/shm"]
+    command += ["--dev-bind", f"{scratch}/pts", "/dev/pts"]
     command += ["--perms", "0755", "--tmpfs", GUEST_DIR]
     for source, place in python.binds:
         command += ["--ro-bind", source, place]

@@ -29,7 +29,10 @@ from areal_hpc.sandbox.runtimes.guest_python import (
     build_command_server_command,
     find_guest_python,
 )
-from areal_hpc.sandbox.runtimes.scratch import choose_scratch_mount_point
+from areal_hpc.sandbox.runtimes.scratch import (
+    LIMIT_KERNEL_OBJECTS_SCRIPT,
+    choose_scratch_mount_point,
+)
 from areal_hpc.sandbox.sandbox import Sandbox, SandboxStartPlan
 from areal_hpc.sandbox.spec import SandboxSpec
 
@@ -37,8 +40,9 @@ PROGRAM_SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/
 """Where container programs are, beside the folders of `PATH`."""
 _OTHER_SCRATCH_BYTES, _OTHER_SCRATCH_FILES = 1 << 20, 60
 """Room in the scratch folder beside the files of a sandbox, whatever the program."""
-_PREPARE_SCRIPT = """
+_PREPARE_SCRIPT = f"""
 set -e
+{LIMIT_KERNEL_OBJECTS_SCRIPT}
 mount -t tmpfs -o size="$2",nr_inodes="$3",mode=755 tmpfs "$1"
 tar --extract --file "/proc/self/fd/$4" --directory "$1" --same-permissions --no-same-owner
 if [ -n "$5" ]; then

@@ -488,7 +488,8 @@ def test_memory_that_no_limit_counts_is_refused(namespaced: Runtime) -> None:
     program = """
 import ctypes, os
 libc = ctypes.CDLL(None, use_errno=True)
-print(libc.shmget(0, 1 << 20, 0o1600), end=" ")
+print(libc.shmget(0, 1 << 20, 0o1600), libc.semget(0, 32000, 0o1600), libc.msgget(0, 0o1600))
+print(libc.mq_open(b"/x", 0o102, 0o600, None))
 try:
     os.memfd_create("x")
 except OSError as error:
@@ -497,7 +498,65 @@ except OSError as error:
 
     async def scene(sandbox: Sandbox) -> None:
         found = await sandbox.exec(["python3", "-c", program])
-        assert found.stdout == b"-1 1\n", found.text
+        assert found.stdout == b"-1 -1 -1\n-1\n1\n", found.text
+
+    play(namespaced, scene)
+
+
+HIDDEN_MEMORY = {
+    "shared pages that nobody has mapped": (
+        "import mmap, time\n"
+        "held = [mmap.mmap(-1, 64 << 20) for _ in range(5)]\n"
+        "for one in held:\n"
+        "    one.write(bytes(len(one))); one.madvise(mmap.MADV_DONTNEED)\n"
+        "time.sleep(20); print('held')"
+    ),
+    "unread in sockets": (
+        "import socket, time\n"
+        "held = [socket.socketpair() for _ in range(900)]\n"
+        "for one, _ in held:\n"
+        "    one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 << 20)\n"
+        "    assert one.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) < 1 << 20\n"
+        "time.sleep(20); print('held')"
+    ),
+}
+
+
+@pytest.mark.parametrize("how", HIDDEN_MEMORY)
+def test_memory_that_is_no_process_s_counts(how: str, namespaced: Runtime) -> None:
+    async def scene(sandbox: Sandbox) -> None:
+        with pytest.raises(SandboxLostError, match="MiB of memory"):
+            await sandbox.exec(["python3", "-c", HIDDEN_MEMORY[how]])
+
+    play(namespaced, scene)
+
+
+TAKES_OF_THE_USER = """
+import ctypes, os, resource
+libc = ctypes.CDLL(None, use_errno=True)
+print(sum(libc.inotify_init() >= 0 for _ in range(200)))
+print(resource.getrlimit(resource.RLIMIT_SIGPENDING)[1])
+held = 0
+try:
+    while held < 200:
+        os.openpty()
+        held += 1
+except OSError:
+    pass
+print(held)
+"""
+
+
+def test_what_a_user_has_few_of_is_not_used_up(namespaced: Runtime) -> None:
+    """Watches of files, pending signals, terminals: the user's other programs find theirs."""
+
+    async def scene(sandbox: Sandbox) -> None:
+        found = await sandbox.exec(["python3", "-c", TAKES_OF_THE_USER])
+        watches, signals, terminals = map(int, found.stdout.split())
+        assert 0 < watches <= 64, found.text
+        assert signals == 4096
+        if namespaced.name == "bwrap":
+            assert 0 < terminals <= 64
 
     play(namespaced, scene)
 

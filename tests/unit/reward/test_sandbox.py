@@ -127,6 +127,9 @@ def test_what_it_writes_is_of_limited_size_and_gone_afterwards() -> None:
         ("libc.syscall(56, 0x10000011, 0, 0, 0, 0)", "EPERM"),  # clone with CLONE_NEWUSER
         ("libc.syscall(435, 0, 0)", "ENOSYS"),  # clone3
         ("libc.socket(40, 1, 0)", "EPERM"),  # AF_VSOCK
+        ("libc.semget(0, 32000, 0o1600)", "EPERM"),
+        ("libc.msgget(0, 0o1600)", "EPERM"),
+        ("libc.inotify_init1(0)", "EPERM"),
     ],
 )
 def test_calls_that_leave_a_sandbox_are_refused(call: str, error: str) -> None:
@@ -151,6 +154,22 @@ def test_memory_of_all_processes_together_is_limited() -> None:
     assert outcome.exit_code != 0
     assert not outcome.timed_out
     assert "all" not in outcome.stdout
+
+
+def test_shared_memory_counts_though_nobody_has_it_mapped() -> None:
+    source = (
+        "import mmap, os, time\n"
+        "for n in range(3):\n"
+        "    if os.fork() == 0:\n"
+        "        held = mmap.mmap(-1, 150 << 20)\n"
+        "        for _ in range(150):\n"
+        "            held.write(bytes(1 << 20))\n"
+        "            held.madvise(mmap.MADV_DONTNEED)\n"
+        "        time.sleep(20)\n"
+        "time.sleep(20); print('all')\n"
+    )
+    outcome = run_program(source, limits=SMALL)
+    assert (outcome.exit_code != 0, outcome.timed_out, outcome.stdout) == (True, False, "")
 
 
 @pytest.mark.parametrize("isolation", ["bwrap", "none"])
