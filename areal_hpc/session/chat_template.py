@@ -161,7 +161,7 @@ class ChatTemplate:
         if not any("tool_calls" in one for one in messages):
             return self._render(messages, tools, variables, opens_reply)
         if self._numbers_calls:
-            messages = _number_calls(messages)
+            messages = _rename_calls(messages, _number_call)
         if self._takes_argument_texts:
             messages = _replace_arguments(messages, _write_arguments)
         refusals = list[ChatTemplateError]()
@@ -175,7 +175,7 @@ class ChatTemplate:
     def _iterate_forms(self, messages: Sequence[Message]) -> Iterator[Sequence[Message]]:
         """The messages, then as templates want them that refuse them so."""
         yield messages
-        yield (shortened := [_shorten_call_ids(one) for one in messages])
+        yield (shortened := _rename_calls(messages, _shorten_id))
         if not self._takes_argument_texts:
             for form in (messages, shortened):
                 yield _replace_arguments(form, _make_arguments_object)
@@ -257,35 +257,33 @@ class ChatTemplate:
             raise ChatTemplateError(str(error) or type(error).__name__) from error
 
 
-def _number_calls(messages: Sequence[Message]) -> list[Message]:
-    """The messages with ids of calls as Kimi K2 writes them: `functions.NAME:NUMBER`."""
-    numbers, numbered_id_by_id, numbered = itertools.count(), dict[str, str](), list[Message]()
+def _rename_calls(
+    messages: Sequence[Message], rename: Callable[[dict[str, Any], int], str]
+) -> list[Message]:
+    """The messages with other ids of calls, made of each call and its number in them."""
+    numbers, new_id_by_id, renamed = itertools.count(), dict[str, str](), list[Message]()
     for message in messages:
         if calls := message.get("tool_calls"):
-            ids = [f"functions.{one['function']['name']}:{next(numbers)}" for one in calls]
-            pairs = [*zip(calls, ids, strict=True)]
-            message = {**message, "tool_calls": [{**call, "id": name} for call, name in pairs]}
-            numbered_id_by_id |= {call["id"]: name for call, name in pairs if "id" in call}
-        elif (call_id := message.get("tool_call_id")) in numbered_id_by_id:
-            message = {**message, "tool_call_id": numbered_id_by_id[call_id]}
-        numbered.append(message)
-    return numbered
+            calls = [{**one, "id": rename(one, next(numbers))} for one in calls]
+            pairs = zip(message["tool_calls"], calls, strict=True)
+            new_id_by_id |= {old["id"]: new["id"] for old, new in pairs if "id" in old}
+            message = {**message, "tool_calls": calls}
+        elif "tool_call_id" in message:
+            call_id = message["tool_call_id"]
+            new_id = new_id_by_id.get(call_id) or _shorten_id({"id": call_id})
+            message = {**message, "tool_call_id": new_id}
+        renamed.append(message)
+    return renamed
 
 
-def _shorten_call_ids(message: Message) -> Message:
-    """A message with ids of calls as Mistral's templates demand them: nine letters or digits."""
-    if calls := message.get("tool_calls"):
-        return {
-            **message,
-            "tool_calls": [{**one, "id": _shorten_id(one.get("id"))} for one in calls],
-        }
-    if "tool_call_id" in message:
-        return {**message, "tool_call_id": _shorten_id(message["tool_call_id"])}
-    return message
+def _shorten_id(call: Mapping[str, Any], number: int = 0) -> str:
+    """Nine letters or digits, as templates of Mistral demand them."""
+    return hashlib.blake2b((call.get("id") or "").encode(), digest_size=5).hexdigest()[:9]
 
 
-def _shorten_id(call_id: str | None) -> str:
-    return hashlib.blake2b((call_id or "").encode(), digest_size=5).hexdigest()[:9]
+def _number_call(call: Mapping[str, Any], number: int) -> str:
+    """The id that Kimi K2 gives a call."""
+    return f"functions.{call['function']['name']}:{number}"
 
 
 def _replace_arguments(messages: Sequence[Message], replace: Callable[[Any], Any]) -> list[Message]:
