@@ -1,5 +1,6 @@
 """Programs, run in the checkout to their end, and `areal-hpc` in this process."""
 
+import os
 import shutil
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import pytest
 
 from areal_hpc.cli.main import main
 from tests.support.environments import CHECKOUT
+from tests.support.forked_processes import run_module
 from tests.support.waiting import communicate
 
 COMMAND_TIMEOUT_S = 110.0
@@ -40,8 +42,9 @@ def areal_hpc(
     environ: Mapping[str, str] | None = None,
     timeout_s: float | None = COMMAND_TIMEOUT_S,
 ) -> subprocess.CompletedProcess[str]:
-    """`areal-hpc`, with the Python of the tests."""
-    return run_program(*PROGRAM, *arguments, environ=environ, timeout_s=timeout_s)
+    """`areal-hpc`, with the Python of the tests, which has imported it."""
+    environ = os.environ if environ is None else environ
+    return run_module(["areal_hpc", *map(str, arguments)], CHECKOUT, environ, timeout_s)
 
 
 def start_areal_hpc(*arguments: object, environ: Mapping[str, str]) -> subprocess.Popen[str]:

@@ -17,6 +17,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -25,9 +26,17 @@ from typing import IO, Any
 from areal_hpc.jobs.processes.die_with_parent import die_with_parent
 from areal_hpc.jobs.processes.fork_server import is_fork_safe
 from areal_hpc.jobs.processes.process_main import PARENT_VARIABLE, PROCESS_MAIN, run_entry
+from tests.support.deadlines import Deadline
 from tests.support.environments import CHECKOUT
 
-PRELOADED = ("areal_hpc.cli.main", "areal_hpc.proxy.job", "areal_hpc.proxy.standalone")
+PRELOADED = (
+    "areal_hpc.cli.main",
+    "areal_hpc.launch.run",
+    "areal_hpc.proxy.job",
+    "areal_hpc.proxy.standalone",
+    "areal_hpc.view.compare",
+    "areal_hpc.view.diagnosis",
+)
 MAX_REQUEST_BYTES = 1 << 17
 
 
@@ -144,6 +153,34 @@ def fork_module(words: Sequence[str], errors: IO[bytes]) -> tuple[ForkedProcess,
     return process, os.fdopen(reading)
 
 
+def run_module(
+    words: Sequence[str], folder: Path, environ: Mapping[str, str], timeout_s: float | None
+) -> subprocess.CompletedProcess[str]:
+    """How `python -m` with these words ended, and what it said.
+
+    Raises:
+        subprocess.TimeoutExpired: It did not end in time, and was killed.
+    """
+    deadline = None if timeout_s is None else Deadline(timeout_s)
+    with tempfile.TemporaryFile("w+") as output, tempfile.TemporaryFile("w+") as errors:
+        process = _get_server().start(
+            words, output.fileno(), errors.fileno(), folder=str(folder), environ={**environ}
+        )
+        while process.poll() is None:
+            try:
+                process.wait(None if deadline is None else max(deadline.left_s, 0.0))
+            except TimeoutError:
+                if deadline is not None and deadline.is_over():
+                    process.kill()
+                    raise subprocess.TimeoutExpired([*words], deadline.limit_s) from None
+        said = []
+        for file in (output, errors):
+            file.seek(0)
+            said.append(file.read())
+    assert process.returncode is not None
+    return subprocess.CompletedProcess([*words], process.returncode, *said)
+
+
 def main() -> None:
     """Fork at every request; in a forked process, be what was asked for."""
     channel = socket.socket(fileno=int(sys.argv[1]))
@@ -203,7 +240,6 @@ def _serve(channel: socket.socket) -> dict[str, Any] | None:
 def _become(request: dict[str, Any], server: int) -> None:
     os.environ.clear()
     os.environ.update(request["environ"])
-    os.environ[PARENT_VARIABLE] = str(server)
     os.chdir(request["folder"])
     if limit := request.get("max_open_files"):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, limit))
@@ -212,6 +248,7 @@ def _become(request: dict[str, Any], server: int) -> None:
         setattr(importlib.import_module(owner), constant, value)
     module, *arguments = request["words"]
     if module == PROCESS_MAIN:
+        os.environ[PARENT_VARIABLE] = str(server)
         run_entry(arguments[0], Path(arguments[1]), server)
     else:
         die_with_parent(signal.SIGKILL)
